@@ -27,6 +27,8 @@ from typing import Any
 
 import psutil
 
+from meshwise.workers.secret import VARIABLE
+
 INTERFACE = "eth0"
 NAMESPACES = Path("/run/netns")
 ROOT = Path(__file__).parents[1]
@@ -53,7 +55,8 @@ class Host:
         """Start a process on this host; it ends with the host. env: on top of this process's own."""
         clock = ["unshare", "--time", "--monotonic", str(round(self.ahead)), "--"] if self.ahead else []
         command = ["ip", "netns", "exec", self.namespace, *clock, *args]
-        process = subprocess.Popen(command, env=os.environ | dict(env or {}), cwd=ROOT, **more)
+        variables = os.environ | {VARIABLE: "of the hosts of one test, and of nobody else"} | dict(env or {})
+        process = subprocess.Popen(command, env=variables, cwd=ROOT, **more)
         self._started.append(process)
         return process
 

@@ -1,4 +1,5 @@
-"""Machines from one attempt to the next: who reports, who leads, and what the others are told (workers/machines.py)."""
+"""Machines from one attempt to the next: who reports, who leads, and what the others are told (workers/machines.py);
+how a machine comes to the others (workers/node_options.py)."""
 
 from __future__ import annotations
 
@@ -6,16 +7,26 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.workers import machines as module
-from meshwise.workers import meeting
-from meshwise.workers.machines import Machines, NodeOptions, joined
+from meshwise.workers import meeting, node_options
+from meshwise.workers.channel import free_port
+from meshwise.workers.machines import Machines
+from meshwise.workers.node_options import NodeOptions, joined
 from meshwise.workers.nodes import Nodes
+from meshwise.workers.secret import VARIABLE
 from meshwise.workers.store import Store
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machines of a test have one in common."""
+    monkeypatch.setenv(VARIABLE, "of these machines and nobody else's")
 
 
 @pytest.fixture
@@ -24,9 +35,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Machines]]:
     monkeypatch.setattr(meeting, "ROUND", 0.01)
     monkeypatch.setattr(meeting, "SILENCE", 0.5)
     monkeypatch.setattr(module, "MOVE_TIMEOUT", 2.0)
-    free = Store()
-    port = free.port
-    free.close()
+    port = free_port()
 
     def meet(node: int) -> Machines:
         one = joined(("127.0.0.1", port), node, 3, 2)
@@ -131,8 +140,31 @@ def test_a_machine_that_reaches_no_other_leads_alone(three: list[Machines]) -> N
     assert [member.node for member in three[2].reports(look)] == [2]
 
 
+def test_a_machine_with_another_secret_gets_a_sentence_and_the_others_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_options, "STRANGERS", 0.1)
+    address = "127.0.0.1", free_port()
+    first = joined(address, 0, 2, 1)
+    with monkeypatch.context() as other:
+        other.setenv(VARIABLE, "of other machines than these are, and long")
+        with pytest.raises(
+            UsageError, match=rf"does not know the secret that this machine has \({VARIABLE}\). Start all"
+        ):
+            joined(address, 1, 2, 1)
+    with monkeypatch.context() as late:
+        late.setattr(module, "RENDEZVOUS_TIMEOUT", timedelta(0))
+        with pytest.raises(
+            WorkerFailed, match=r"not all 2 machines came .* One at 127.0.0.1 does not know the secret: "
+        ):
+            first.meet()
+    second = joined(address, 1, 2, 1)
+    with ThreadPoolExecutor(2) as pool:
+        assert [nodes.size for nodes in pool.map(lambda one: one.meet(), (first, second))] == [2, 2]
+    for one in (first, second):
+        end(one)
+
+
 def test_a_port_that_is_taken_is_refused() -> None:
-    taken = Store()
+    taken = Store(b"of others")
     with pytest.raises(UsageError, match=rf"--rdzv here:{taken.port}: no meeting there .*Is the port free on this"):
         joined(("here", taken.port), 0, 2, 1)
     taken.close()

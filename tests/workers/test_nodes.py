@@ -3,10 +3,12 @@ workers/meeting.py at a workers/store.py)."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,10 @@ from meshwise.workers.failure import Failure
 from meshwise.workers.machines import Machines
 from meshwise.workers.meeting import Meeting
 from meshwise.workers.nodes import Member, Nodes
+from meshwise.workers.secret import Secret
 from meshwise.workers.store import Answer, Link, Store
+
+SECRET = Secret(b"known to these alone", Path("nowhere"))
 
 
 class Cluster:
@@ -62,15 +67,16 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 def met(cluster: Cluster, sizes: list[int]) -> list[Nodes]:
     def meet(node: int) -> Nodes:
-        store = Store()
+        store = Store(SECRET.value)
         cluster.stores.append(store)
         first = cluster.stores[0]
         one = Meeting(lambda: cluster.link(node, first), f"{node}.name")
-        machines = Machines(one, store, Member(node, f"{node}.name", sizes[node], "127.0.0.1", store.port), len(sizes))
+        me = Member(node, f"{node}.name", sizes[node], "127.0.0.1", store.port)
+        machines = Machines(one, store, me, len(sizes), SECRET)
         cluster.machines.append(machines)
         return machines.meet()
 
-    cluster.stores.append(Store())
+    cluster.stores.append(Store(SECRET.value))
     with ThreadPoolExecutor(len(sizes)) as pool:
         return list(pool.map(meet, range(len(sizes))))
 
@@ -163,11 +169,11 @@ def test_a_launcher_that_was_started_again_is_not_the_one_that_was_there(cluster
 
 
 def test_a_store_answers_over_a_link_and_ends_those_that_are_no_launchers(cluster: Cluster) -> None:
-    store = Store()
+    store = Store(SECRET.value)
     cluster.stores.append(store)
-    stranger, link = (Link(("127.0.0.1", store.port), 3.0) for _ in range(2))
-    stranger._connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert stranger._lines.readline() == b""
+    stranger, link = (Link(("127.0.0.1", store.port), SECRET.value, 3.0) for _ in range(2))
+    stranger._line.send(b"GET / HTTP/1.1\r\n\r\n")
+    assert stranger._line.receive() == b""
     first = link.exchange("1", {"a": "x"}, 0)
     assert dict(first.new) == {"a": "x"} and list(first.silent) == ["1"]
     store.exchange("0", {"a": "y", "b": "z"}, 0)
@@ -175,3 +181,6 @@ def test_a_store_answers_over_a_link_and_ends_those_that_are_no_launchers(cluste
     assert dict(second.new) == {"a": "y", "b": "z"} and dict(link.exchange("1", {}, second.version).new) == {}
     for each in (stranger, link):
         each.close()
+    until(lambda: store.exchange("0", {}, 0).silent["1"] == math.inf)
+    store.forget_gone()  # it may be at another store, and come back
+    assert list(store.exchange("0", {}, 0).silent) == ["0"]

@@ -1,4 +1,5 @@
-"""Ranks find rank 0 where no launcher says where it is, and only their own. On a real Slurm: test_slurm.py."""
+"""Ranks find rank 0 where no launcher says where it is, and only their own. On a real Slurm: test_slurm.py; attacked by
+another user: test_attacks.py."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +18,9 @@ import pytest
 
 from meshwise.spec.errors import UsageError
 from meshwise.workers import rendezvous
+from meshwise.workers.handshake import CODE, HELLO, NONCE
 from meshwise.workers.launchers.place import Place
+from meshwise.workers.secret import VARIABLE
 
 HERE = Place("Slurm", rank=0, size=3, nodes=1, tasks_here=3, key=f"slurm-test-{os.getpid()}.0.1")
 STORE = 12345
@@ -25,6 +30,12 @@ STORE = 12345
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A door that does not answer is given up soon."""
     monkeypatch.setattr(rendezvous, "ANSWER", 0.3)
+
+
+@pytest.fixture
+def no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks have a secret from the environment."""
+    monkeypatch.setenv(VARIABLE, "of this start and of nobody else")
 
 
 def find(place: Place, folder: Path, timeout: float = 3.0) -> tuple[str, int]:
@@ -67,7 +78,7 @@ def test_ranks_that_share_a_folder_read_where_rank_0_is(tmp_path: Path, monkeypa
     monkeypatch.setattr(rendezvous, "_ports", lambda key: [])  # no other way
     rendezvous.open_door(HERE, STORE, tmp_path)
     (path,) = tmp_path.iterdir()
-    assert json.loads(path.read_text())["addresses"] == ["127.0.0.1"]
+    assert json.loads(path.read_text().splitlines()[-1])["addresses"] == ["127.0.0.1"]
     for rank in (1, 2):
         assert find(replace(HERE, rank=rank), tmp_path) == ("127.0.0.1", STORE)
     for _ in range(100):
@@ -77,6 +88,7 @@ def test_ranks_that_share_a_folder_read_where_rank_0_is(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []  # all are in: nothing stays behind
 
 
+@pytest.mark.usefixtures("no_folder")
 def test_ranks_that_share_none_try_the_ports_that_follow_from_the_key(tmp_path: Path) -> None:
     rendezvous.open_door(replace(HERE, key=HERE.key + "p"), STORE, tmp_path / "of rank 0")
     assert find(replace(HERE, key=HERE.key + "p", rank=1), tmp_path / "of rank 1") == ("127.0.0.1", STORE)
@@ -90,10 +102,11 @@ def test_ranks_that_share_none_try_the_ports_that_follow_from_the_key(tmp_path: 
         lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
         lambda connection: connection.sendall(b"[1]\n"),
         lambda connection: connection.sendall(b"x" * 100_000),
-        lambda connection: connection.sendall(b'{"key": "slurm-test-of-another", "port": 1}\n'),
+        lambda connection: connection.sendall(HELLO + b"n" * NONCE + b"c" * CODE),
     ],
-    ids=["silent", "closed", "http", "list", "endless", "other key"],
+    ids=["silent", "closed", "http", "list", "endless", "another secret"],
 )
+@pytest.mark.usefixtures("no_folder")
 def test_another_program_at_the_port_means_the_next(
     answer: Callable[[socket.socket], object], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -103,10 +116,15 @@ def test_another_program_at_the_port_means_the_next(
         assert find(replace(place, rank=1), tmp_path / "of rank 1") == ("127.0.0.1", STORE)
 
 
-def test_two_steps_never_meet_even_at_the_same_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("given", [True, False])
+def test_two_steps_never_meet_even_at_the_same_ports(
+    given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given:  # the same for both
+        monkeypatch.setenv(VARIABLE, "of this one job and of nobody else")
     ports = [rendezvous._ports(with_free_port(HERE).key)[0]]
     monkeypatch.setattr(rendezvous, "_ports", lambda key: ports)
-    steps = [replace(HERE, key=f"{HERE.key}-step{step}") for step in (0, 1)]
+    steps = [replace(HERE, key=f"{HERE.key}-step{step}-{given}") for step in (0, 1)]
     for port, step in enumerate(steps):  # the second door cannot have the port, and is written down alone
         rendezvous.open_door(step, port, tmp_path)
     for port, step in enumerate(steps):
@@ -126,6 +144,7 @@ def test_a_rank_is_let_in_once_and_a_later_run_of_the_step_waits_for_its_own(tmp
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"port": "x", "addresses": ["a"]}', '{"addresses": 3, "port": 1}'])
+@pytest.mark.usefixtures("no_folder")
 def test_a_damaged_file_is_no_door(text: str, tmp_path: Path) -> None:
     place = replace(HERE, key=HERE.key + "damaged" + str(len(text)))
     rendezvous.open_door(place, STORE, tmp_path)
@@ -141,6 +160,48 @@ def test_a_rank_says_what_it_waits_for(
     with pytest.raises(UsageError, match="did not find rank 0"):
         find(replace(HERE, key=HERE.key + "late", rank=2, nodes=2, hosts=("127.0.0.1",)), tmp_path, 0.5)
     assert capsys.readouterr().err.startswith(f"rank 2 of 3 waits for rank 0: no answer by {tmp_path}")
+
+
+def test_a_rank_with_another_secret_gets_a_sentence_and_the_others_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "STRANGERS", 0.2)
+    place = with_free_port(HERE)
+    for folder in ("of rank 0", "of rank 1"):
+        (tmp_path / folder).mkdir()
+    rendezvous.open_door(place, STORE, tmp_path / "of rank 0")
+    with pytest.raises(
+        UsageError, match=r"who answers at 127.0.0.1:\d+ does not know the secret of this start\. See"
+    ) as it:
+        find(replace(place, rank=1), tmp_path / "of rank 1", timeout=600.0)
+    assert f"export {VARIABLE}=$(openssl rand -hex 32)" in str(it.value)
+    assert list((tmp_path / "of rank 1").iterdir()) == []
+    for rank in (1, 2):
+        assert find(replace(place, rank=rank), tmp_path / "of rank 0") == ("127.0.0.1", STORE)
+
+
+def test_who_comes_first_makes_the_secret_that_all_have(tmp_path: Path) -> None:
+    place = replace(HERE, key=HERE.key + "first")
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(find, replace(place, rank=rank), tmp_path) for rank in (1, 2)]
+        while not list(tmp_path.iterdir()):
+            time.sleep(0.01)
+        rendezvous.open_door(place, STORE, tmp_path)
+        assert [each.result() for each in found] == [("127.0.0.1", STORE)] * 2
+
+
+def test_one_machine_whose_folder_cannot_be_written_has_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rendezvous.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path / "other"))
+    (tmp_path / "other").mkdir()
+    place = replace(HERE, key=HERE.key + "closed")
+    host, port = rendezvous.meet(place)
+    with socket.socket(fileno=rendezvous.taken(port)) as server:
+        assert rendezvous.meet(replace(place, rank=1)) == (host, port) == server.getsockname()
+    assert list(tmp_path.iterdir()) == [tmp_path / "other"]
 
 
 def test_without_anything_in_common_it_is_said_what_to_set() -> None:

@@ -19,7 +19,7 @@ from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.environment import started_by_launcher
 from meshwise.workers.join import join, rank_context
 from meshwise.workers.launch import launch
-from meshwise.workers.machines import NodeOptions
+from meshwise.workers.node_options import NodeOptions
 
 SECONDS = 60.0
 
@@ -55,7 +55,7 @@ def bench_hosts(
         launch(_worker, arguments, [slot], listeners=listeners(measured.progress), nodes=met.nodes)
     except (KeyboardInterrupt, WorkerFailed) as error:
         stopped = stop_by(error)
-    met.nodes.leave()
+    met.leave(0)
     if met.leads:
         return measured.bench(merged(measured.machines or [find_machine()]), stopped)
     if stopped is not None:

@@ -26,7 +26,7 @@ from meshwise.machine.file.write import machine_to_toml, toml_writer
 from meshwise.records.files import write_text
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option
-from meshwise.workers.machines import NodeOptions
+from meshwise.workers.node_options import NodeOptions
 
 app = typer.Typer(add_completion=False)
 WHAT = ("compute", "links", "collectives")

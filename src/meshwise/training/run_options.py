@@ -22,7 +22,7 @@ from meshwise.spec.saves import KEEP, Saves, read_saves
 from meshwise.training.job import Job
 from meshwise.training.trackers import check_trackers
 from meshwise.workers.hang import HANG_LIMIT
-from meshwise.workers.machines import NodeOptions
+from meshwise.workers.node_options import NodeOptions
 
 LOG_EVERY, CHECK_EVERY = 100, 500
 STOP, SKIP, BACK = ON_NAN = ("stop", "skip", "back")

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Any
 
 from meshwise.spec.errors import UsageError, WorkerFailed
-from meshwise.spec.options import Option
 from meshwise.workers.channel import listening
 from meshwise.workers.meeting import ROUND, SILENCE, Meeting
 from meshwise.workers.nodes import Beginning, Member, Nodes
-from meshwise.workers.rendezvous import taken
+from meshwise.workers.rendezvous import is_here, listens_at
+from meshwise.workers.secret import SET_ONE, Secret
 from meshwise.workers.store import Exchanges, Link, Store
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
@@ -42,10 +41,17 @@ class Machines:
     nodes: Nodes
 
     def __init__(
-        self, meeting: Meeting, store: Store, me: Member, nnodes: int, rdzv: tuple[str, int] | None = None
+        self,
+        meeting: Meeting,
+        store: Store,
+        me: Member,
+        nnodes: int,
+        secret: Secret,
+        rdzv: tuple[str, int] | None = None,
     ) -> None:
-        """me: this machine. meeting: at the store of machine 0, which is reached at `rdzv`."""
+        """me: this machine. meeting: at the store of machine 0, which is reached at `rdzv`. secret: of the run."""
         self._meeting, self._store, self.me, self.nnodes, self._rdzv = meeting, store, me, nnodes, rdzv
+        self._secret = secret
         self._leader = 0
         self._report: dict[str, Any] | None = None
         self._ended = False
@@ -59,6 +65,9 @@ class Machines:
 
     def _present(self) -> None:
         self._meeting.set(f"machine/{self.me.node}", json.dumps(asdict(self.me)))
+
+    def _link(self, address: tuple[str, int]) -> Link:
+        return Link(address, self._secret.value, REACH_TIMEOUT)
 
     def _machine(self, node: int) -> Member | None:
         told = self._meeting.try_get(f"machine/{node}")
@@ -84,11 +93,12 @@ class Machines:
                 raise WorkerFailed("the run has ended without this machine.", exit_code=told["code"])
             if self._meeting.try_get("begins") is None and (told := self._meeting.try_get("moved")):
                 self._follow(dict(json.loads(told)), dict(asked or {}), say)
-            waits = self._meeting.try_get("begins") is None
+            waits, stranger = self._meeting.try_get("begins") is None, self._store.stranger
             if self._meeting.error is not None or (waits and time.monotonic() > until):
                 raise WorkerFailed(
                     f"not all {self.nnodes} machines came within {RENDEZVOUS_TIMEOUT.seconds // 60} min. Start each "
                     "with its --node-rank."
+                    + (f" One at {stranger} does not know the secret: {SET_ONE}." if stranger else "")
                     if self._meeting.error is None
                     else "the machine where the others meet is gone, or the run has ended."
                 )
@@ -109,7 +119,7 @@ class Machines:
         if moved["node"] == self.me.node:  # as it was before it was lost
             return
         try:
-            link = Link((moved["host"], moved["port"]), REACH_TIMEOUT)
+            link = self._link((moved["host"], moved["port"]))
         except OSError:  # it is lost too: the one that leads now will call
             return
         self._meeting.close()
@@ -146,7 +156,7 @@ class Machines:
         while self.leads and self._rdzv is not None and not self._meeting.is_over:
             with (
                 contextlib.suppress(OSError, ValueError),
-                contextlib.closing(Link(self._rdzv, REACH_TIMEOUT)) as link,
+                contextlib.closing(self._link(self._rdzv)) as link,
             ):
                 link.exchange(self.me.name, {"moved": json.dumps(moved)}, 0)
             time.sleep(CALL_EVERY)
@@ -185,7 +195,7 @@ class Machines:
         """The leader's: begin an attempt with these machines, this one first."""
         others = sorted((m for m in members if m.node != self.me.node), key=lambda m: m.node)
         own = next(m for m in members if m.node == self.me.node)
-        listener = listening()
+        listener = listening(listens_at(alone=self._rdzv is not None and is_here(self._rdzv[0])))
         begins = Beginning(number, (own, *others), int(listener.getsockname()[1]), facts)
         self._meeting.set("begins", json.dumps(asdict(begins)))
         self.nodes = Nodes(self._meeting, self.me.node, self.nnodes, begins, listener)
@@ -213,6 +223,8 @@ class Machines:
             self._meeting.flush(REACH_TIMEOUT)
             time.sleep(4 * ROUND)
         self.nodes.leave()
+        if self.leads:
+            self._secret.remove()
 
     def next(self, look: Look) -> Nodes | dict[str, Any]:
         """What the leader says: the next attempt, or how the run ends. Where the leader is lost, the machines that are
@@ -243,7 +255,7 @@ class Machines:
             if member.node == self.me.node:
                 break
             try:
-                link = Link((member.host, member.port), REACH_TIMEOUT)
+                link = self._link((member.host, member.port))
             except OSError:
                 self._gone.add(member.name)
                 continue
@@ -253,6 +265,7 @@ class Machines:
 
     def _meet_at(self, node: int, store: Exchanges) -> None:
         asked = self._meeting.try_get("asked")
+        self._store.forget_gone()
         self._leader, self._meeting = node, Meeting(lambda: store, self.me.name)
         if self.leads:
             self._meeting.set("asked", asked or "{}")
@@ -263,70 +276,3 @@ class Machines:
         self._present()
         if self._report is not None:
             self.report(self._report)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeOptions:
-    """The machines that run together: how many, which this is, and where machine 0 is reached."""
-
-    nnodes: Annotated[int, Option("machines that take part", recorded=False)] = 1
-    node_rank: Annotated[int, Option("which of them this is, from 0", recorded=False)] = 0
-    rdzv: Annotated[
-        str | None, Option("where machine 0 is reached by the others", metavar="HOST:PORT", recorded=False)
-    ] = None
-
-    def __post_init__(self) -> None:
-        if self.nnodes < 1:
-            raise UsageError(f"--nnodes {self.nnodes}: at least one machine takes part. Use --nnodes 1 or more.")
-        if not 0 <= self.node_rank < self.nnodes:
-            raise UsageError(
-                f"--node-rank {self.node_rank} of --nnodes {self.nnodes}: machines are counted from 0 "
-                f"to {self.nnodes - 1}."
-            )
-
-    def rendezvous(
-        self, local_size: int, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print
-    ) -> Machines | None:
-        """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there. asked,
-        say: as `Machines.meet` has them."""
-        if self.nnodes == 1 and self.node_rank == 0 and self.rdzv is None:
-            return None
-        host, _, port = (self.rdzv or "").rpartition(":")
-        if not host or not port.isdigit():
-            raise UsageError(
-                f"--rdzv {self.rdzv or 'is missing'}: give where machine 0 is reached, the same on every machine, "
-                "for instance --rdzv node0:29500."
-            )
-        machines = joined((host, int(port)), self.node_rank, self.nnodes, local_size)
-        machines.meet(asked, say)
-        return machines
-
-
-def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) -> Machines:
-    """This machine, at the store of machine 0, which is reached at `address` once it is there. Raises UsageError where
-    it is not."""
-    name = f"{node}.{secrets.token_hex(8)}"
-    where = f"--rdzv {address[0]}:{address[1]}"
-    try:
-        store = Store(address[1], taken(address[1])) if node == 0 else Store()
-    except OSError as error:
-        raise UsageError(f"{where}: no meeting there ({error.strerror}). Is the port free on this machine?") from None
-    until = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
-
-    def connect() -> Exchanges:
-        while node != 0:
-            try:
-                return Link(address, REACH_TIMEOUT)
-            except OSError:  # not there yet, or its name is not
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.2)
-        return store
-
-    meeting = Meeting(connect, name)
-    while not meeting.heard:
-        if meeting.error is not None:
-            raise UsageError(f"{where}: no meeting there ({meeting.error}). Is machine 0 started, and the port free?")
-        time.sleep(0.01)
-    host = meeting.store.host if isinstance(meeting.store, Link) else address[0]
-    return Machines(meeting, store, Member(node, name, local_size, host, store.port), nnodes, address)

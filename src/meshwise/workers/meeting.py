@@ -62,7 +62,7 @@ class Meeting:
         self._over.set()
         self._wake.set()
         if isinstance(self.store, Link):
-            self.store.interrupt()
+            self.store.close()
 
     @property
     def is_over(self) -> bool:

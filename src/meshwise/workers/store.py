@@ -1,8 +1,8 @@
 """The key-value store in which launchers meet. Each keeps one: where the one in use is lost, the next takes over.
 
-One exchange is a line each way: what a machine tells goes, and what has changed since its last one comes, with the
-seconds for which each of the others was silent. No torch: it starts at once, and a dead link holds no more than a
-thread of Python's own.
+One exchange is a message each way: what a machine tells goes, and what has changed since its last one comes, with the
+seconds for which each of the others was silent. Both ends prove the secret of the run (handshake.py). No torch: it
+starts at once, and a dead link holds no more than a thread of Python's own.
 Tested in tests/workers/test_nodes.py.
 """
 
@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from meshwise.workers.channel import listening
+from meshwise.workers.doorkeeper import Doorkeeper
+from meshwise.workers.handshake import Line, enter
 
-MOST_LINE = 16 << 20
-"""Bytes of one line; whoever sends more is no launcher."""
+PURPOSE = "machines"
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,21 @@ class Exchanges(Protocol):
 class Store:
     """A store in this process's memory, which others reach at a port."""
 
-    def __init__(self, port: int = 0, listens: int | None = None) -> None:
-        """port: 0 takes a free one. listens: the descriptor of a socket that listens there already. Raises OSError
-        where the port is taken."""
+    def __init__(self, secret: bytes, port: int = 0, listens: int | None = None, host: str = "") -> None:
+        """secret: of those that may exchange. port: 0 takes a free one. listens: the descriptor of a socket that
+        listens there already. host: the address that it listens at, by default all. Raises OSError where the port is
+        taken."""
         self._kept: dict[str, tuple[int, str]] = {}
         self._heard: dict[str, float] = {}
         self._version, self._lock = 0, threading.Lock()
-        self._server = listening(port=port) if listens is None else socket.socket(fileno=listens)
-        self._connections: list[socket.socket] = []
-        self.port = int(self._server.getsockname()[1])
-        threading.Thread(target=self._accept, name="meshwise-store", daemon=True).start()
+        server = listening(host, port) if listens is None else socket.socket(fileno=listens)
+        self._door = Doorkeeper(server, secret, PURPOSE, self._serve)
+        self.port = self._door.port
+
+    @property
+    def stranger(self) -> str | None:
+        """Where the last one was that did not know the secret."""
+        return self._door.stranger
 
     def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
         with self._lock:
@@ -64,61 +70,47 @@ class Store:
             new = {key: value for key, (version, value) in self._kept.items() if version > since}
             return Answer(self._version, new, {other: now - at for other, at in self._heard.items()})
 
+    def forget_gone(self) -> None:
+        """Those that have hung up here may have gone to another store, and come back."""
+        with self._lock:
+            self._heard = {name: at for name, at in self._heard.items() if at > -math.inf}
+
     def close(self) -> None:
         """Serve no more."""
-        for each in (self._server, *self._connections):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # close alone would not wake the thread that waits on it
-        self._server.close()
+        self._door.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return
-            self._connections.append(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="meshwise-store", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, line: Line) -> None:
         name = ""
         wrong = (OSError, ValueError, TypeError, KeyError, AttributeError)  # it is gone, or is no launcher
-        with contextlib.suppress(*wrong), connection, connection.makefile("rb") as lines:
-            while line := lines.readline(MOST_LINE):
-                asked = json.loads(line)
+        with contextlib.suppress(*wrong):
+            while message := line.receive():
+                asked = json.loads(message)
                 told = {str(key): str(value) for key, value in asked["told"].items()}
                 name = str(asked["name"])
                 answer = self.exchange(name, told, int(asked["since"]))
-                connection.sendall(json.dumps(vars(answer)).encode() + b"\n")
+                line.send(json.dumps(vars(answer)).encode())
         with self._lock:
             if name in self._heard:  # its process is gone, or has hung up: nobody waits for it
                 self._heard[name] = -math.inf
 
 
 class Link:
-    """The store of another machine. Raises OSError where it is not to be reached."""
+    """The store of another machine. Raises OSError where it is not to be reached, or does not know the secret."""
 
-    def __init__(self, address: tuple[str, int], timeout: float) -> None:
-        self._connection = socket.create_connection(address, timeout=timeout)
-        self._connection.settimeout(None)
-        self._lines = self._connection.makefile("rb")
-        self.host = str(self._connection.getsockname()[0])
+    def __init__(self, address: tuple[str, int], secret: bytes, timeout: float) -> None:
+        connection = socket.create_connection(address, timeout=timeout)
+        self._line = enter(connection, secret, PURPOSE, timeout)
+        self.host = str(connection.getsockname()[0])
         """Where this machine is reached by that one."""
 
     def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
         asked: dict[str, Any] = {"name": name, "told": dict(told), "since": since}
-        self._connection.sendall(json.dumps(asked).encode() + b"\n")
-        line = self._lines.readline(MOST_LINE)
-        if not line:
+        self._line.send(json.dumps(asked).encode())
+        message = self._line.receive()
+        if not message:
             raise ConnectionResetError("the store is closed")
-        return Answer(**json.loads(line))
-
-    def interrupt(self) -> None:
-        """End the exchange that waits for an answer, and all later ones."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        return Answer(**json.loads(message))
 
     def close(self) -> None:
-        """Let go of it. Called by the thread that exchanges."""
-        self._lines.close()
-        self._connection.close()
+        """End the exchange that waits for an answer, and all later ones."""
+        self._line.close()

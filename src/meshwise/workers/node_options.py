@@ -1,0 +1,103 @@
+"""How a machine of several is started: how many there are, which it is, and where it meets the others.
+
+Tested in tests/workers/test_machines.py.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn
+
+from meshwise.spec.errors import UsageError
+from meshwise.spec.options import Option
+from meshwise.workers.handshake import Unproven
+from meshwise.workers.machines import REACH_TIMEOUT, RENDEZVOUS_TIMEOUT, Machines
+from meshwise.workers.meeting import Meeting
+from meshwise.workers.nodes import Member
+from meshwise.workers.rendezvous import is_here, listens_at, secret_at, taken
+from meshwise.workers.secret import SET_ONE, Secret
+from meshwise.workers.store import Exchanges, Link, Store
+
+STRANGERS = 20.0  # seconds to look on, where who listens does not know the secret
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """The machines that run together: how many, which this is, and where machine 0 is reached."""
+
+    nnodes: Annotated[int, Option("machines that take part", recorded=False)] = 1
+    node_rank: Annotated[int, Option("which of them this is, from 0", recorded=False)] = 0
+    rdzv: Annotated[
+        str | None, Option("where machine 0 is reached by the others", metavar="HOST:PORT", recorded=False)
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.nnodes < 1:
+            raise UsageError(f"--nnodes {self.nnodes}: at least one machine takes part. Use --nnodes 1 or more.")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise UsageError(
+                f"--node-rank {self.node_rank} of --nnodes {self.nnodes}: machines are counted from 0 "
+                f"to {self.nnodes - 1}."
+            )
+
+    def rendezvous(
+        self, local_size: int, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print
+    ) -> Machines | None:
+        """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there. asked,
+        say: as `Machines.meet` has them."""
+        if self.nnodes == 1 and self.node_rank == 0 and self.rdzv is None:
+            return None
+        host, _, port = (self.rdzv or "").rpartition(":")
+        if not host or not port.isdigit():
+            raise UsageError(
+                f"--rdzv {self.rdzv or 'is missing'}: give where machine 0 is reached, the same on every machine, "
+                "for instance --rdzv node0:29500."
+            )
+        machines = joined((host, int(port)), self.node_rank, self.nnodes, local_size)
+        machines.meet(asked, say)
+        return machines
+
+
+def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) -> Machines:
+    """This machine, at the store of machine 0, which is reached at `address` once it is there. Raises UsageError where
+    it is not."""
+    name = f"{node}.{secrets.token_hex(8)}"
+    where, secret, host = f"--rdzv {address[0]}:{address[1]}", secret_at(address), listens_at(alone=is_here(address[0]))
+    port, listens = (address[1], taken(address[1])) if node == 0 else (0, None)
+    try:
+        store = Store(secret.value, port, listens, host)
+    except OSError as error:
+        secret.remove_made()
+        raise UsageError(f"{where}: no meeting there ({error.strerror}). Is the port free on this machine?") from None
+    began, limit = time.monotonic(), RENDEZVOUS_TIMEOUT.total_seconds()
+
+    def connect() -> Exchanges:
+        while node != 0:
+            try:
+                return Link(address, secret.value, REACH_TIMEOUT)
+            except OSError as error:  # not there yet, or its name is not
+                if time.monotonic() - began > (STRANGERS if isinstance(error, Unproven) else limit):
+                    raise
+                time.sleep(0.2)
+        return store
+
+    meeting = Meeting(connect, name)
+    while not meeting.heard:
+        if meeting.error is not None:
+            _refuse(where, secret, meeting.error)
+        time.sleep(0.01)
+    host = meeting.store.host if isinstance(meeting.store, Link) else address[0]
+    return Machines(meeting, store, Member(node, name, local_size, host, store.port), nnodes, secret, address)
+
+
+def _refuse(where: str, secret: Secret, error: Exception) -> NoReturn:
+    secret.remove_made()
+    if isinstance(error, Unproven):
+        raise UsageError(
+            f"{where}: who listens there does not know the secret that this machine has ({secret.source}). Start all "
+            f"machines with the same --rdzv, in one folder that they share, or {SET_ONE}."
+        )
+    raise UsageError(f"{where}: no meeting there ({error}). Is machine 0 started, and the port free?")
