@@ -1,8 +1,8 @@
-"""The side channel: JSON lines between every worker and the launcher that started it.
+"""The side channel: JSON messages between every worker and the launcher that started it.
 
 It carries what must be known when collectives cannot carry it: done, failed, progress, halt. A channel that closes is
 itself a message: to the launcher that a worker is gone, to a worker that its launcher is gone, so that nobody is left
-over.
+over. Both prove the token, which the worker has from the environment that its launcher gave it, and never send it.
 """
 
 from __future__ import annotations
@@ -11,36 +11,37 @@ import contextlib
 import json
 import os
 import random
-import secrets
 import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from meshwise.workers.doorkeeper import Doorkeeper
+from meshwise.workers.handshake import Line, enter
+
 Message = dict[str, Any]
 ADDRESS, TOKEN = "MESHWISE_CHANNEL", "MESHWISE_TOKEN"
+PURPOSE = "channel"
+CONNECT_TIMEOUT = 30.0  # seconds for a worker to reach its launcher
 
 
 class WorkerChannel:
     """A worker's end. `send` may be called from any thread; incoming messages go to the functions in `listeners`."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
+    def __init__(self, line: Line) -> None:
+        self._line = line
         self.listeners: dict[str, Callable[[Message], None]] = {}
         threading.Thread(target=self._listen, name="meshwise-channel", daemon=True).start()
 
     def send(self, kind: str, **facts: Any) -> None:
-        line = json.dumps({"kind": kind, **facts}, default=str).encode() + b"\n"
-        with self._lock:
-            self._connection.sendall(line)
+        self._line.send(json.dumps({"kind": kind, **facts}, default=str).encode())
 
     def _listen(self) -> None:
-        # A launcher that was killed may leave a reset connection or half a line instead of an end.
-        with contextlib.suppress(OSError, ValueError), self._connection.makefile("rb") as lines:
-            for line in lines:
-                message = json.loads(line)
+        # A launcher that was killed may leave a reset connection or half a message instead of an end.
+        with contextlib.suppress(OSError, ValueError):
+            while received := self._line.receive():
+                message = json.loads(received)
                 listener = self.listeners.get(message["kind"])
                 if listener is not None:
                     listener(message)
@@ -60,16 +61,10 @@ def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
     if address is None:
         return None
     host, port = address.rsplit(":", 1)
-    connection = socket.create_connection((host, int(port)), timeout=30)
-    connection.settimeout(None)
-    channel = WorkerChannel(connection)
-    channel.send("hello", rank=rank, pid=os.getpid(), token=environment.get(TOKEN, ""))
+    connection = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT)
+    channel = WorkerChannel(enter(connection, environment[TOKEN].encode(), PURPOSE, CONNECT_TIMEOUT))
+    channel.send("hello", rank=rank, pid=os.getpid())
     return channel
-
-
-MOST_HELLO = 64 << 10
-"""Bytes that are read of a connection that has not shown the token."""
-HELLO_TIMEOUT = 30.0  # seconds for it to show the token
 
 
 class LauncherChannel:
@@ -79,52 +74,30 @@ class LauncherChannel:
     """
 
     def __init__(self, token: str, deliver: Callable[[int, Message], None]) -> None:
-        self._token = token
         self._deliver = deliver
-        self._connections: dict[int, socket.socket] = {}
-        self._server = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
-        threading.Thread(target=self._accept, name=f"meshwise-accept {self.address}", daemon=True).start()
+        self._lines: dict[int, Line] = {}
+        server = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._door = Doorkeeper(server, token.encode(), PURPOSE, self._serve)
+        self.address = f"127.0.0.1:{self._door.port}"
 
     def send(self, rank: int, kind: str, **facts: Any) -> None:
-        connection = self._connections.get(rank)
-        if connection is not None:
+        line = self._lines.get(rank)
+        if line is not None:
             with contextlib.suppress(OSError):  # the worker is gone: its closed connection is already the message
-                connection.sendall(json.dumps({"kind": kind, **facts}).encode() + b"\n")
+                line.send(json.dumps({"kind": kind, **facts}).encode())
 
     def close(self) -> None:
-        for connection in (self._server, *self._connections.values()):
-            with contextlib.suppress(OSError):  # it is closed already
-                connection.shutdown(socket.SHUT_RDWR)  # close alone would not wake the thread that waits on it
-            connection.close()
+        self._door.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return
-            threading.Thread(
-                target=self._serve, args=(connection,), name=f"meshwise-serve {self.address}", daemon=True
-            ).start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, line: Line) -> None:
         rank: int | None = None
-        try:
-            connection.settimeout(HELLO_TIMEOUT)
-            with connection, connection.makefile("rb") as lines:
-                hello = json.loads(lines.readline(MOST_HELLO) or b"{}")
-                token = hello.get("token") if isinstance(hello, dict) else None
-                if not isinstance(token, str) or not secrets.compare_digest(token, self._token):
-                    return  # somebody else's connection
-                connection.settimeout(None)
-                rank = int(hello["rank"])
-                self._connections[rank] = connection
-                self._deliver(rank, hello)
-                for line in lines:
-                    self._deliver(rank, json.loads(line))
-        except (OSError, ValueError):
-            pass
+        with contextlib.suppress(OSError, ValueError):
+            while received := line.receive():
+                message = json.loads(received)
+                if rank is None:
+                    rank = int(message["rank"])
+                    self._lines[rank] = line
+                self._deliver(rank, message)
         if rank is not None:
             self._deliver(rank, {"kind": "closed"})
 
