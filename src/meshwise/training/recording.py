@@ -46,10 +46,12 @@ class Clocks:
         self._probe: ClockProbe | None = None
         if world.rank == 0:
             self._server = ClockServer("127.0.0.1" if alone else "", clock)
-            store.set(key, str(self._server.port))
+            store.set(key, f"{self._server.port} {self._server.secret.hex()}")
         else:
             store.wait([key], patience)
-            self._probe = ClockProbe(("127.0.0.1" if alone else os.environ["MASTER_ADDR"], int(store.get(key))), clock)
+            port, secret = store.get(key).decode().split()
+            address = "127.0.0.1" if alone else os.environ["MASTER_ADDR"], int(port)
+            self._probe = ClockProbe(address, bytes.fromhex(secret), clock)
 
     def sample(self, rounds: int) -> Sequence[tuple[int, int, int]]:
         """Round trips to rank 0's clock, see `SampleClock`; none on rank 0."""

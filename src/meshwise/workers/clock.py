@@ -1,4 +1,4 @@
-"""Rank 0's clock, asked by the other ranks over connections of their own.
+"""Rank 0's clock, asked by the other ranks over connections of their own, on which they have proven its secret.
 
 A round trip that took r ns tells the difference of two clocks to within r / 2; the shortest of several tells it best
 (Cristian, 1989). The offsets themselves are worked out later, where the logs are read.
@@ -7,47 +7,54 @@ A round trip that took r ns tells the difference of two clocks to within r / 2; 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import selectors
 import socket
 import struct
 import threading
 from collections.abc import Callable
 
+from meshwise.workers.doorkeeper import Doorkeeper
+from meshwise.workers.handshake import Line, enter
+
 ROUND = b"?"
 REPLY = struct.Struct("<q")
+PURPOSE = "clock"
 TIMEOUT = 2.0  # seconds: a round trip that takes longer says nothing
 Sample = tuple[int, int, int]
 
 
 class ClockServer:
-    """Answers every byte with this process's clock. Listens on `host`, at `port`."""
+    """Answers every byte with this process's clock. Listens on `host`, at `port`. secret: what a probe has to know."""
 
     def __init__(self, host: str, clock: Callable[[], int]) -> None:
         self._clock = clock
-        server = socket.create_server((host, 0), backlog=512)
-        self.port = int(server.getsockname()[1])
+        self.secret = secrets.token_bytes(32)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(server, selectors.EVENT_READ, self._accept)
+        self._door = Doorkeeper(socket.create_server((host, 0), backlog=512), self.secret, PURPOSE, self._let_in)
+        self.port = self._door.port
         self._closed = False
         threading.Thread(target=self._run, name="meshwise-clock", daemon=True).start()
 
     def close(self) -> None:
         self._closed = True
+        self._door.close()
 
     def _run(self) -> None:
         while not self._closed:
             for key, _ in self._selector.select(timeout=1.0):
-                key.data(key.fileobj)
+                assert isinstance(key.fileobj, socket.socket)
+                self._answer(key.fileobj)
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
         self._selector.close()
 
-    def _accept(self, server: socket.socket) -> None:
+    def _let_in(self, line: Line) -> None:
         with contextlib.suppress(OSError):
-            connection, _ = server.accept()
+            connection = line.plain()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._selector.register(connection, selectors.EVENT_READ, self._answer)
+            self._selector.register(connection, selectors.EVENT_READ)
 
     def _answer(self, connection: socket.socket) -> None:
         try:
@@ -63,8 +70,8 @@ class ClockServer:
 class ClockProbe:
     """Asks a ClockServer for the time. A server that is gone gives no samples, and no error."""
 
-    def __init__(self, address: tuple[str, int], clock: Callable[[], int]) -> None:
-        self._address, self._clock = address, clock
+    def __init__(self, address: tuple[str, int], secret: bytes, clock: Callable[[], int]) -> None:
+        self._address, self._secret, self._clock = address, secret, clock
         self._connection: socket.socket | None = None
 
     def sample(self, rounds: int) -> list[Sample]:
@@ -72,7 +79,9 @@ class ClockProbe:
         samples: list[Sample] = []
         try:
             if self._connection is None:
-                self._connection = socket.create_connection(self._address, timeout=TIMEOUT)
+                found = socket.create_connection(self._address, timeout=TIMEOUT)
+                self._connection = enter(found, self._secret, PURPOSE, TIMEOUT).plain()
+                self._connection.settimeout(TIMEOUT)
                 self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for _ in range(rounds):
                 sent = self._clock()
