@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -99,6 +100,11 @@ def test_a_launch_that_is_ended_leaves_no_worker(processes: None, tmp_path: Path
     pids += [int(file.read_text()) for file in tmp_path.glob("*")]
     assert len(pids) == 2
     assert all(gone(pid) for pid in pids)
+
+
+def test_a_server_that_is_kept_hears_its_own_user_alone(processes: None) -> None:
+    if address := os.environ.get(LISTENS):
+        assert stat.S_IMODE(Path(address).stat().st_mode) == 0o600
 
 
 def test_a_server_that_is_killed_is_blamed_and_no_rank_and_its_workers_end(

@@ -237,8 +237,11 @@ def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signa
 def serve_many(address: str, work: Callable[[], int]) -> int:
     """Listen at `address` and `serve` each launcher that connects, in a process of its own. See LISTENS."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(address)
+        path = Path(f"{address}.part")
+        door.bind(str(path))
+        path.chmod(0o600)  # who connects has its words run: nobody but this user
         door.listen()
+        path.rename(address)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those processes
         while True:
             line, _ = door.accept()
