@@ -37,7 +37,7 @@ GIVEN = "of the ranks that are attacked here and nobody else"
 PLANTED = json.dumps({"secret": "0" * 64, "port": 1, "addresses": ["127.0.0.1"]})
 
 ATTACKER = """
-import os, socket, sys, threading
+import os, socket, sys, threading, time
 "0".encode("idna")  # nothing can be imported once this is another user
 os.setgroups([])
 os.setgid(65534)
@@ -57,11 +57,14 @@ def connect():
 
 def answer(server):  # with words[1], and hear what is said then
     global read
-    connection, _ = server.accept()
-    threading.Thread(target=answer, args=[server], daemon=True).start()
-    connection.sendall(bytes.fromhex(words[1]))
-    while part := connection.recv(65536):
-        read += part
+    while True:
+        connection, _ = server.accept()
+        try:
+            connection.sendall(bytes.fromhex(words[1]))
+            while part := connection.recv(65536):
+                read += part
+        except ConnectionError:
+            pass
 
 def back(source, target):
     while part := source.recv(65536):
@@ -71,6 +74,9 @@ def back(source, target):
 if what == "listen":
     threading.Thread(target=answer, args=[listen()], daemon=True).start()
     ready()
+    until = time.monotonic() + 20
+    while not read and time.monotonic() < until:
+        time.sleep(0.01)
 elif what == "plant":
     with os.fdopen(os.open(words[0], os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(words[1])

@@ -139,7 +139,7 @@ def test_another_secret_or_purpose_is_refused_by_both_ends(secret: bytes, purpos
 )
 def test_who_proves_nothing_is_hung_up_on_and_not_heard(said: bytes, house: House) -> None:
     with house.connection() as connection:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # it may have been hung up on already
             connection.sendall(said)
             connection.shutdown(socket.SHUT_WR)
         assert len(read_all(connection)) <= ANSWERS
@@ -266,6 +266,8 @@ def test_a_flood_of_connections_takes_no_thread_and_keeps_nobody_out(
 
 def test_a_door_that_is_closed_lets_nobody_in_and_its_port_is_free(house: House) -> None:
     line = house.enter()
+    line.send(b"a")
+    assert line.receive() == b"A"  # it is in
     house.door.close()
     assert line.receive() == b""
     line.close()
