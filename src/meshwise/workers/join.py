@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwise.compat.driver import shown_gpus
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.workers import parting_of_others
 from meshwise.workers.channel import WorkerChannel, connect
-from meshwise.workers.environment import DEVICE_KIND, LISTENER, derived_ranks, read_world
+from meshwise.workers.environment import LISTENER, derived_ranks, read_world
 from meshwise.workers.gate import StepGate
 from meshwise.workers.interface import interface_towards
 from meshwise.workers.launchers.find import place_in
@@ -37,6 +38,7 @@ class RankContext:
     place: Place = ALONE
 
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _session: RankContext | None = None
 _made_group = _stands = False
 _store: object = None  # held as long as this process lives
@@ -98,28 +100,35 @@ def made_process_group() -> bool:
 
 def _take_device(world: World) -> World:
     """Make this worker's accelerator the only one that it sees, so that `cuda` and `cuda:0` are its own."""
+    given = os.environ.get(VISIBLE)
+    if not world.device and world.size > 1:
+        _see_one_gpu(world.local_rank)  # before anything asks the driver, which reads the environment once
     kind = world.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and world.size > 1 and DEVICE_KIND not in os.environ:
-        _see_one_gpu(world.local_rank)
     device = "cuda:0" if kind == "cuda" else kind
-    if kind == "cuda" and (world.size > 1 or DEVICE_KIND in os.environ):
-        if torch.cuda.device_count() > 1 and world.size > 1:
-            device = f"cuda:{world.local_rank}"  # CUDA was awake before meshwise was: all devices stay visible
+    if kind == "cuda" and (world.size > 1 or world.device):
+        if world.size > 1 and shown_gpus() > 1:
+            device = f"cuda:{world.local_rank}"  # the driver was asked before meshwise was: all devices stay visible
+            _put_back(VISIBLE, given)
         torch.cuda.set_device(torch.device(device))
     return World(world.rank, world.size, world.local_rank, world.local_size, device)
 
 
 def _see_one_gpu(local_rank: int) -> None:
-    if torch.cuda.is_initialized():
+    count = torch.cuda.device_count()  # where NVML is, this leaves the driver alone
+    if count < 2:  # none, or one that whoever started this process has chosen
         return
-    visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
-    if len(visible) == 1:
-        return
-    if visible and local_rank >= len(visible):
-        raise UsageError(
-            f"local rank {local_rank} has no GPU: CUDA_VISIBLE_DEVICES names {len(visible)}. Start fewer processes."
-        )
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank] if visible else str(local_rank)
+    if local_rank >= count:
+        raise UsageError(f"local rank {local_rank} has no GPU: torch sees {count} here. Start fewer processes.")
+    if not torch.cuda.is_initialized():
+        visible = [v for v in os.environ.get(VISIBLE, "").split(",") if v]
+        os.environ[VISIBLE] = visible[local_rank] if visible else str(local_rank)
+
+
+def _put_back(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def enter_process_group(world: World) -> None:

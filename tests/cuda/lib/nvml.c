@@ -12,6 +12,7 @@ static unsigned all(void) { const char *n = getenv("FAKE_CUDA_DEVICES"); return 
 static const char *gpu(void) { const char *n = getenv("FAKE_CUDA_GPU"); return n && *n ? n : "A100"; }
 static unsigned index_of(void *handle) { return (unsigned)(size_t)handle - 1; }
 
+result nvmlInit(void) { return 0; } /* torch counts devices with it */
 result nvmlInit_v2(void) { return 0; }
 result nvmlInitWithFlags(unsigned flags) { (void)flags; return 0; }
 result nvmlShutdown(void) { return 0; }
