@@ -192,10 +192,7 @@ def _loader_reader(data: Any, settings: LoaderSettings) -> Reader:
     keys = _KeyBatches()
     extra = dict(settings.extra or {})
     if settings.workers > 0:
-        extra = {
-            "persistent_workers": True,
-            "multiprocessing_context": "spawn" if torch.cuda.is_available() else None,
-        } | extra
+        extra = {"persistent_workers": True} | extra  # started as torch starts them: forked on Linux
     loader: DataLoader[Any] = DataLoader(
         KeyedDataset(data, settings.seed, settings.several),
         batch_sampler=keys,
