@@ -18,7 +18,7 @@ def _serve(descriptor: int, modules: Sequence[str]) -> int:
     worker.die_with_parent()
     for module in modules:
         importlib.import_module(module)
-    return fork_server.serve(socket.socket(fileno=descriptor), worker.main, interrupted)
+    return fork_server.serve(socket.socket(fileno=descriptor), worker.main_of_fork, interrupted)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
     .start(...)              a request    ->     forks; the child becomes the worker
     ForkedWorker.poll()      <-    its process id, later its exit status
 
-It forks before anything has touched a device or started a thread of torch's, which is what CUDA and OpenMP ask for.
+It forks before anything has asked for a device or started a thread of torch's, which is what CUDA and OpenMP ask for
+(tests/every_import.py); a worker that still has lost its device by the fork starts anew.
 When the launcher dies, so does the server, and with it (PR_SET_PDEATHSIG) every worker. Linux only: elsewhere libraries
 that torch loads do not survive a fork.
 Tested in tests/workers/test_fork_server.py.

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 DDP_FILE = distributed.__file__
 _NO_GROUP = "Default process group has not been initialized"
+_FORKED_LOADER = "Cannot re-initialize CUDA in forked subprocess"
 explainers: list[Callable[[BaseException], None]] = []
 """What rooms above know of an error: each may add a note to it."""
 _OTHER_KIND = re.compile(r"'?(\w+)'? object (?:is not callable|is not iterable|has no attribute '(?:step|zero_grad)')")
@@ -38,6 +39,8 @@ def hint(error: BaseException) -> str:
         if any(frame.f_code.co_filename == DDP_FILE for frame in _frames(error)):
             return "Remove DistributedDataParallel: mw.distribute takes the model itself, and averages its gradients."
         return "The process group is made by mw.distribute: use torch.distributed after it."
+    if _FORKED_LOADER in text and "DataLoader worker" in text:
+        return "Workers of a DataLoader are forked: return CPU tensors, or write multiprocessing_context='spawn' there."
     if isinstance(error, TypeError | AttributeError) and _is_swapped(error, text):
         return "mw.distribute gives things back in the order in which it was given them: compare the left side."
     return ""

@@ -19,10 +19,11 @@ from typing import Any
 import cloudpickle
 import torch
 
+from meshwise.compat.driver import lost_by_fork
 from meshwise.spec.errors import UsageError
 from meshwise.workers import failure, heartbeat, join, on_device, stopping, verb_log
 from meshwise.workers.channel import WorkerChannel
-from meshwise.workers.environment import CORES, RUN_FOLDER, result_path
+from meshwise.workers.environment import CORES, DEVICE_KIND, LISTENER, RUN_FOLDER, result_path
 from meshwise.workers.failure import Failure
 from meshwise.workers.hints import add_hint
 from meshwise.workers.parting import trail_path
@@ -55,6 +56,16 @@ def main() -> int:
     sys.stdout.flush()
     join.leave()
     return code
+
+
+def main_of_fork() -> int:
+    """`main` in a process that was forked. Where something in the environment, such as a plugin of torch, has asked for
+    accelerators before the fork, the worker starts anew: they cannot be used after it."""
+    if lost_by_fork(os.environ[DEVICE_KIND]):
+        if LISTENER in os.environ:
+            os.set_inheritable(int(os.environ[LISTENER]), True)
+        os.execve(sys.executable, [sys.executable, "-m", "meshwise.workers", *sys.argv[1:]], os.environ)
+    return main()
 
 
 def watch_files(channel: WorkerChannel) -> None:

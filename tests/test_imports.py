@@ -1,0 +1,47 @@
+"""Workers are forked where nothing has asked for a device before. With torch's CUDA wheel: tests/cuda."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ASKS = [
+    "torch.cuda.is_available()",
+    "torch.cuda.device_count()",
+    "torch.cuda.mem_get_info()",
+    "torch.cuda.get_device_properties(0)",
+    "torch.accelerator.current_accelerator()",
+    "torch.accelerator.device_count()",
+    "torch._C._accelerator_getAccelerator()",
+    "torch.get_device_module()",
+    "torch.xpu.is_available()",
+    "torch.ones(1, device='cuda')",
+]
+FOUND = """
+import os, sys, torch
+from tests.every_import import stand_in
+stand_in()
+for line in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(line)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command, root = [sys.executable, *words], Path(__file__).parents[1]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_neither_a_module_of_ours_nor_the_fork_server_asks_for_a_device(processes: None) -> None:
+    done = run("-m", "tests.every_import", "calls")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split()[0]) > 500
+
+
+def test_whoever_asks_for_a_device_is_found(processes: None) -> None:
+    done = run("-c", FOUND, *ASKS)
+    codes = [line for line in done.stdout.splitlines() if line in ("0", "1")]
+    assert codes == ["1"] * len(ASKS), done.stdout + done.stderr
+    for name in ("torch.cuda.is_available", "torch.accelerator.device_count", "torch._C._get_accelerator"):
+        assert f"{name} is called:\n" in done.stdout
