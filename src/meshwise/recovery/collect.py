@@ -62,10 +62,9 @@ def state_of(model: nn.Module) -> dict[str, Any]:
                 state[name] = torch.empty(0)
             continue
         if pipe.rank == 0:
-            like, device = state[name], collectives.device_of(pipe.group)
-            state[name] = collectives.receive(
-                torch.empty(like.shape, dtype=like.dtype, device=device), owner, pipe.group
-            ).cpu()
+            like = state[name]  # lies where the owner's does, which is what it sends
+            into = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            state[name] = collectives.receive(into, owner, pipe.group).cpu()
         elif pipe.rank == owner:
             collectives.send(whole.contiguous(), 0, pipe.group)
     return state

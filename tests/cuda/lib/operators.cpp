@@ -117,6 +117,11 @@ const std::map<std::string, Emulation>& emulations() {
          if (train) kept = at::rand(x.sizes(), seeded, x.options().dtype(at::kFloat)).ge(p);
          give(s, {train ? x * kept * (p == 1 ? 0.0 : 1 / (1 - p)) : x.clone(), kept});
        }},
+      {"aten::native_batch_norm", [](const OperatorHandle& op, Stack* s) {
+         bool train = (*s)[5].toBool(); // in an evaluation nothing is kept: of no elements on the CPU, never read on CUDA
+         op.callBoxed(s);
+         if (!train) (*s)[1] = (*s)[2] = at::Tensor();
+       }},
       {"aten::_softmax", [](const OperatorHandle& op, Stack* s) {
          if ((*s)[2].toBool()) (*s)[0] = tensor_at(s, 0).to(at::kFloat), (*s)[2] = false;
          op.callBoxed(s);
