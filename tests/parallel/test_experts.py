@@ -227,6 +227,34 @@ def test_mixtures_of_experts_compute_what_one_device_computes(kind: str, plan: P
     hold(kind, plan, pool)
 
 
+class Layers(nn.Module):
+    """Its repeated layers are modules of experts themselves, large enough to be gathered one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Stacked(width=64) for _ in range(2))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, index, weights)
+        return x
+
+
+def layered(plan: Plan) -> Tensor:
+    world, draws = join().world, torch.Generator().manual_seed(3)
+    torch.manual_seed(1)
+    model = apply_with(Layers(), plan, world).model if plan.expert > 1 else Layers()
+    hidden = torch.randn(TOKENS, 64, dtype=torch.float64, generator=draws)
+    weights, index = torch.rand(TOKENS, EXPERTS, dtype=torch.float64, generator=draws).topk(TOP)
+    own = [tensor.chunk(plan.expert)[world.rank] for tensor in (hidden, index, weights)]
+    return model(*own).detach()
+
+
+def test_experts_that_are_the_repeated_layers_are_divided_once(pool: Any) -> None:
+    (whole,) = pool(1).run(layered, Plan())
+    assert torch.allclose(torch.cat(pool(2).run(layered, Plan(expert=2))), whole, atol=1e-12)
+
+
 def overflowing(plan: Plan) -> list[Any]:
     """Two steps with a loss scaler, of which on the last rank the first overflows: the scale, and whether any and most
     of what this rank holds have changed."""

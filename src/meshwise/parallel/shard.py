@@ -78,8 +78,8 @@ class Sharded:
         self._apart = setup.apart
         lacked = stages.lacked_parameters(model) | {p for name, p in model.named_parameters() if name in self._apart}
         for root in roots_of(model):
-            units = [unit for unit in units_of(root) if lacked.isdisjoint(unit.parameters())]
             parts = [module for module in root.modules() if module in setup.own_parts]
+            units = [unit for unit in units_of(root) if unit not in parts and lacked.isdisjoint(unit.parameters())]
             for module, keep in [*((unit, not reshard) for unit in parts + units), (root, bool(units) or not reshard)]:
                 check_can_be_sharded(model, module)
                 fully_shard(
