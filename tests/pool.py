@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
+from unittest.mock import patch
 
 import cloudpickle
 import torch
@@ -61,18 +63,24 @@ class CaseFailed(Exception):
 
 
 class Pool:
-    """`size` CPU workers in one process group. `run` sends a function to all and gives the results in rank order."""
+    """`size` workers in one process group. `run` sends a function to all and gives the results in rank order."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, device: str = "cpu", **variables: str) -> None:
+        """variables: of the workers' environment."""
+        self.size, self._device, self._variables = size, device, variables
         self._lines: list[Connection] = []
         self._start()
 
     def _start(self) -> None:
+        with patch.dict(os.environ, self._variables):
+            self._start_workers()
+
+    def _start_workers(self) -> None:
         self.error: Exception | None = None
         self._halt = Halt()
         listener = Listener(authkey=KEY, backlog=64)
-        slots = [WorkerSlot("cpu", None, (), 1)] * self.size
+        indices = [None if self._device == "cpu" else rank for rank in range(self.size)]
+        slots = [WorkerSlot(self._device, index, (), 1) for index in indices]
         arguments = (serve, (listener.address,), slots)
         self._thread = threading.Thread(target=self._launch, args=(arguments,), daemon=True, name=KEPT)
         self._thread.start()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pool import Pool
+
 FOLDER = os.environ.get("MESHWISE_FAKE_CUDA")
 SOURCE = Path(__file__).parent.parent.parent / "src"
 
@@ -97,6 +99,23 @@ def python(tmp_path: Path, processes: None) -> Run:
 def meshwise(python: Run) -> Run:
     """`meshwise("run", "mnist-mlp", …)` in the test's folder."""
     return lambda *words, **how: python("-m", "meshwise", *words, **how)
+
+
+@pytest.fixture(scope="session")
+def gpus(processes: None) -> Iterator[Callable[..., Pool]]:
+    """`gpus(2)`: two workers on fake GPUs in one process group, kept for all tests; of another schedule, others."""
+    pools: dict[tuple[int, str], Pool] = {}
+
+    def of(size: int, schedule: str = "immediate", seed: int = 0) -> Pool:
+        if (key := (size, f"{schedule} {seed}")) not in pools:
+            pools[key] = Pool(
+                size, "cuda", FAKE_CUDA_DEVICES="4", FAKE_CUDA_SCHEDULE=schedule, FAKE_CUDA_SEED=str(seed)
+            )
+        return pools[key]
+
+    yield of
+    for made in pools.values():
+        made.close()
 
 
 def run_of(folder: Path) -> dict[str, object]:
