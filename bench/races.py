@@ -6,9 +6,12 @@
 Claims: of 60 faults at least 48 are told with file and line, of the 20 that were planted after the checker was written,
 without having read it, at least 15; and nothing is told of 50 clean programs, in each of which the checker then finds a
 fault, so that it was on. Everything runs on the fake CUDA (tests/cuda): a fault shows there as wrong numbers too, under
-one of its schedules, and torch's own sanitizer is asked beside ours. Faults: bench/races/*.toml; programs:
-bench/races/programs, each a function without arguments, whose docstring may say `ranks: 2`. What the last result has is
-kept, so that the script goes on where it was stopped.
+one of its schedules, and torch's own sanitizer is asked beside ours.
+
+To plant a fault: a table in a file bench/races/*.toml, with a program that is right without it, prints what it computes
+and goes wrong with it, and the text of the lines one of which is to be named; `hidden = true` by who has not read the
+checker. Programs: bench/races/programs, each a function without arguments, whose docstring may say `ranks: 2`. What the
+last result has is kept, so that the script goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from keep import RESULTS, keep
 HERE = Path(__file__).parent / "races"
 ROOT = Path(__file__).parents[1]
 SCHEDULES = (("default-late", 0), ("side-late", 0), ("random", 0), ("random", 1))
-PATIENCE = 150
+PATIENCE = 400
 ENDS_BADLY = ("error", "hang")
 
 

@@ -109,6 +109,12 @@ thread.start()
 host.tolist()  # here
 thread.join()
 """,
+    "in what is compiled": """
+double = torch.compile(lambda tensor: tensor * 2, backend="eager")  # here
+x.add_(1)  # here
+with on_side():
+    double(x)
+""",
     "columns that are read by a stream, a whole that is written": """
 with on_side():
     y = x.view(64, 64)[:, 3].clone()  # here

@@ -1,15 +1,21 @@
 """Modules that torch.compile has wrapped or changed, found without importing the compiler (whose import takes 4 s).
 
-`OptimizedModule`, `_compiled_call_impl` and `cached_backends` are not public. Read in torch 2.11, 2.13 and 2.15:
-`_dynamo/eval_frame.py`, `nn/modules/module.py`.
+`OptimizedModule`, `_compiled_call_impl`, `cached_backends` and the switch of the environment are not public. Read in
+torch 2.11, 2.13 and 2.15: `_dynamo/eval_frame.py`, `_dynamo/config.py`, `nn/modules/module.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
+
+SWITCH = "TORCH_COMPILE_DISABLE"
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -39,6 +45,22 @@ def is_used() -> bool:
     """Whether anything in this process was given to torch.compile, whether or not it has run."""
     frame = _frame()
     return frame is not None and any(callable(backend) for backend in frame.cached_backends.values())
+
+
+@contextlib.contextmanager
+def without_compiling() -> Iterator[None]:
+    """Let what is compiled run as it is written; what is compiled in the body stays so where it is the first."""
+    if _frame() is not None:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+    before, os.environ[SWITCH] = os.environ.get(SWITCH), "1"  # the compiler reads it when it is imported
+    try:
+        yield
+    finally:
+        os.environ.pop(SWITCH)
+        if before is not None:
+            os.environ[SWITCH] = before
 
 
 def _frame() -> Any:

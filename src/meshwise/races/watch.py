@@ -1,8 +1,9 @@
 """Find races between the streams of a program while it runs, on CUDA: every operator, and all that orders streams.
 
 An operator belongs to the current stream of its device, or to the stream that waits in it: NCCL's, and that of a copy
-between two devices. Not seen: kernels that no operator of torch launches (Triton, other libraries), replays of a CUDA
-graph, and what NumPy does with pinned memory after `.numpy()`, which counts as a read where it is called.
+between two devices. What is compiled runs as it is written. Not seen: kernels that no operator of torch launches
+(Triton, other libraries), replays of a CUDA graph, `torch.Event.query`, and what NumPy does with pinned memory after
+`.numpy()`, which counts as a read where it is called.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from meshwise.compat import gpu_trace
+from meshwise.compat.compiling import without_compiling
 from meshwise.compat.dispatch import StorageMap, intercept_operators, operator_name, without_interception
 from meshwise.compat.torch_function import called
 from meshwise.compat.touched import has_parts, is_collective, touched
@@ -56,7 +58,7 @@ def find_races(notify: Callable[[Finding], None] = _print) -> Iterator[list[Find
         return
     _open = watcher = _Watcher(notify)
     try:
-        with gpu_trace.listen(watcher), _in_new_threads(watcher.inside), watcher.inside():
+        with without_compiling(), gpu_trace.listen(watcher), _in_new_threads(watcher.inside), watcher.inside():
             yield watcher.found
     finally:
         _open = None
@@ -90,7 +92,8 @@ class _Watcher:
         try:
             result = operator(*args, **kwargs)
             if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-                lane, touches, waited = self._touches(operator, args, kwargs, result)
+                with self._lock:
+                    lane, touches, waited = self._touches(operator, args, kwargs, result)
             return result
         finally:
             self._own.events = None
@@ -161,9 +164,9 @@ class _Watcher:
         return pinned
 
     def _read_by_host(self, tensor: torch.Tensor, by: str) -> None:
-        touch = self._touch(tensor, False, by)
-        if touch is not None:
-            with self._lock:
+        with self._lock:
+            touch = self._touch(tensor, False, by)
+            if touch is not None:
                 self._checker.touch(HOST, [touch], stack())
 
     def _report(self, race: Race) -> None:
