@@ -60,7 +60,7 @@ def run(seed: int, places: int, over_ranks: bool = False) -> set[str]:
     """
     draw = Random(seed)
     state = State(draw, mw.array_namespace(None if over_ranks else f"{places}xcpu"), places, [])
-    pool = [_made(state) for _ in range(2)]
+    pool = [made(state) for _ in range(2)]
     used: set[str] = set()
     for _ in range(draw.randint(3, 12)):
         name, step = draw.choice(STEPS)
@@ -126,7 +126,7 @@ def _values(state: State, shape: tuple[int, ...], dtype: str) -> Any:
     return draw.integers(0 if dtype[0] == "u" else -5, 9, shape).astype(dtype)
 
 
-def _made(state: State, shape: tuple[int, ...] | None = None, dtype: str | None = None) -> Pair:
+def made(state: State, shape: tuple[int, ...] | None = None, dtype: str | None = None) -> Pair:
     shape = tuple(state.draw.randint(0, 7) for _ in range(state.draw.randint(0, 3))) if shape is None else shape
     values = _values(state, shape, dtype or state.draw.choice(DTYPES))
     state.single = state.single or values.dtype in (np.float32, np.complex64)
@@ -168,7 +168,7 @@ def _binary(state: State, x: Pair) -> Pair:
     name = state.draw.choice(names)
     shape = tuple(1 if state.draw.random() < 0.3 else n for n in x.np.shape)[state.draw.randint(0, x.np.ndim) :]
     alike = {"f": ("float32", "float64"), "c": ("complex64", "complex128"), "i": ("int32", "int64")}
-    y = _made(state, shape, state.draw.choice(alike.get(kind, (x.np.dtype.name,))))
+    y = made(state, shape, state.draw.choice(alike.get(kind, (x.np.dtype.name,))))
     state.said.append(name)
     return Pair(np.asarray(getattr(np, name)(x.np, y.np)), getattr(state.xp, name)(x.xp, y.xp))
 
@@ -184,7 +184,7 @@ def _scalar(state: State, x: Pair) -> Pair:
 
 
 def _where(state: State, x: Pair) -> Pair:
-    c, y = _made(state, x.np.shape, "bool"), _made(state, x.np.shape, x.np.dtype.name)
+    c, y = made(state, x.np.shape, "bool"), made(state, x.np.shape, x.np.dtype.name)
     return Pair(np.where(c.np, x.np, y.np), state.xp.where(c.xp, x.xp, y.xp))
 
 
@@ -253,7 +253,7 @@ def _moved(state: State, x: Pair) -> Pair:
     return _each(acts[name], x, state)
 
 
-def _key(state: State, shape: tuple[int, ...]) -> tuple[Any, ...]:
+def key_of(state: State, shape: tuple[int, ...]) -> tuple[Any, ...]:
     key: list[Any] = []
     for length in shape[: state.draw.randint(0, len(shape))]:
         kind = state.draw.random()
@@ -270,14 +270,14 @@ def _key(state: State, shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def _index(state: State, x: Pair) -> Pair:
-    key = _key(state, x.np.shape)
+    key = key_of(state, x.np.shape)
     state.said[-1] = f"[{key}]"
     return _each(lambda n, a: a[key], x, state)
 
 
 def _mask(state: State, x: Pair) -> Pair:
     _dims(x, 1)
-    mask = _made(state, x.np.shape[: state.draw.randint(1, x.np.ndim)], "bool")
+    mask = made(state, x.np.shape[: state.draw.randint(1, x.np.ndim)], "bool")
     state.said.append("[mask]")
     return Pair(x.np[mask.np], x.xp[mask.xp])
 
@@ -295,18 +295,18 @@ def _take(state: State, x: Pair) -> Pair:
 
 def _assign(state: State, x: Pair) -> Pair:
     one, other = np.array(x.np), state.xp.asarray(x.xp, copy=True)
-    key = _key(state, x.np.shape)
+    key = key_of(state, x.np.shape)
     part = one[key]
     way = state.draw.choice(["scalar", "array", "own", "add", "mask"])
     state.said[-1] = f"[{key}] = {way}"
     if way == "mask":
-        mask = _made(state, x.np.shape, "bool")
+        mask = made(state, x.np.shape, "bool")
         one[mask.np], other[mask.xp] = 1, 1
     elif way == "scalar":
         one[key], other[key] = 1, 1
     elif way == "array":
         shape = tuple(1 if state.draw.random() < 0.2 else n for n in np.shape(part))
-        y = _made(state, shape, x.np.dtype.name)
+        y = made(state, shape, x.np.dtype.name)
         one[key], other[key] = y.np, y.xp
     elif way == "add":
         _kind(x, "iufc")
@@ -322,7 +322,7 @@ def _matmul(state: State, x: Pair) -> Pair:
     _dims(x, 2)
     if x.np.ndim != 2:
         raise Unfit
-    y = _made(state, (x.np.shape[1], state.draw.randint(0, 5)), x.np.dtype.name)
+    y = made(state, (x.np.shape[1], state.draw.randint(0, 5)), x.np.dtype.name)
     state.said.append("matmul")
     return Pair(x.np @ y.np, x.xp @ y.xp)
 
@@ -348,7 +348,7 @@ def _unique(state: State, x: Pair) -> Pair:
 def _search(state: State, x: Pair) -> Pair:
     _kind(x, "if")
     _dims(x, 1)
-    y = _made(state, (state.draw.randint(0, 7),), x.np.dtype.name)
+    y = made(state, (state.draw.randint(0, 7),), x.np.dtype.name)
     state.said.append("searchsorted")
     return Pair(np.searchsorted(np.sort(y.np), x.np), state.xp.searchsorted(state.xp.sort(y.xp), x.xp))
 

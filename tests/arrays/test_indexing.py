@@ -1,6 +1,6 @@
 """`x[key]` and `x[key] = value` as NumPy has them, however the array, its masks, index arrays and values lie.
 
-Also for arrays/keys.py, arrays/fetching.py, arrays/assigning.py, arrays/views.py, compat/sharing.py.
+Also for arrays/keys.py, arrays/fetching.py, arrays/assigning.py, arrays/views.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import meshwise as mw
-from meshwise.compat.sharing import is_shared
 from tests.arrays.drawn import Draw, same
 from tests.pool import Pool
 
@@ -82,11 +80,10 @@ def read_and_write(draw: Draw) -> None:
     found = x[ours]
     same(found, expected)
     value = drawn_value(draw, expected.shape)
-    written = values.copy()
-    written[given] = value
+    values[given] = value
     x[ours] = draw.placed(value) if isinstance(value, np.ndarray) and draw.rng.random() < 0.7 else value
-    same(x, written)
-    same(found, expected)  # what was read before does not change
+    same(x, values)
+    same(found, expected)  # what was read before changes where NumPy's is a view
     same(kept, values)
 
 
@@ -199,31 +196,10 @@ def test_programs_write_through_slices_of_the_array_itself() -> None:
     x[::-1] = x
     same(x, a[::-1])
     x[2:5, 3] *= 2
-    row = x[4]
-    row += 1  # an array of its own
-    same(x[4], row.numpy() - 1)
-
-
-def test_a_view_is_an_array_of_its_own() -> None:
-    x = XP.zeros((6, 4))
-    turned, part = x.T, x[1:]
-    assert is_shared(x.parts[0])
-    x += 1
-    turned[0] = 5
-    same(x, np.ones((6, 4)))
-    same(part, np.zeros((5, 4)))
-    assert float(turned.sum()) == 30
-    spread = XP.broadcast_to(XP.arange(3), (4, 3))
-    spread[0] = 9
-    same(spread, np.array([[9, 9, 9], [0, 1, 2], [0, 1, 2], [0, 1, 2]]))
-    spread = XP.broadcast_to(XP.arange(3), (4, 3))
-    spread += 1
-    same(spread, np.broadcast_to(np.arange(1, 4), (4, 3)))
-    alone = torch.zeros(3)
-    assert not is_shared(alone)
-    view = alone[1:]
-    assert is_shared(alone)
-    assert is_shared(view)
+    a = x.numpy()
+    x[4] += x[3] - x[5]
+    a[4] += a[3] - a[5]
+    same(x, a)
 
 
 @pytest.mark.parametrize(
@@ -321,19 +297,11 @@ def test_masks_without_elements_and_without_dims() -> None:
 
 
 OWN: dict[str, Callable[[Any], Any]] = {
-    "[...]": lambda x: x[...],
-    "reshape": lambda x: x.reshape(2, 3),
-    "squeeze": XP.squeeze,
-    "permute_dims": lambda x: XP.permute_dims(x, (0, 1)),
-    "broadcast_to": lambda x: XP.broadcast_to(x, (2, 3)),
-    "broadcast_arrays": lambda x: XP.broadcast_arrays(x, x)[0],
     "concat": lambda x: XP.concat([x]),
     "roll": lambda x: XP.roll(x, 0, axis=0),
     "tile": lambda x: XP.tile(x, (1, 1)),
     "pad": lambda x: XP.pad(x, 0),
-    "diff": lambda x: XP.diff(x, n=0),
     "conj": XP.conj,
-    "real": XP.real,
     "positive": lambda x: +x,
     "astype": lambda x: x.astype(x.dtype),
     "take": lambda x: XP.take(x, [0, 1], axis=0),

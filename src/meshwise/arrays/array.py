@@ -3,6 +3,8 @@ its rules; `methods.py` gives the class its operators and methods."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +18,10 @@ class Array:
     """An array on the devices of a namespace. Made by its functions, such as `xp.asarray` and `xp.zeros`.
 
     parts: the tensors of the places that are here, in the order of `sharding.places`. In one process these are all.
+    alias: how others show its memory; None where none does, and of a number, whose `+=` makes a new one as NumPy's.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_shape", "parts", "sharding", "space")
+    __slots__ = ("__weakref__", "_dtype", "_shape", "alias", "parts", "sharding", "space")
 
     def __init__(
         self, parts: tuple[Tensor, ...], sharding: Sharding, shape: Shape, dtype: torch.dtype, space: Space
@@ -28,6 +31,7 @@ class Array:
         self._shape = shape
         self._dtype = dtype
         self.space = space
+        self.alias: Alias | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,8 +45,23 @@ class Array:
 
     @shape.setter
     def shape(self, wanted: Any) -> None:
-        found = self.reshape(wanted)
-        self.parts, self.sharding, self._shape = found.parts, found.sharding, found.shape
+        before = Array.__new__(Array)  # what shows this memory goes on to show it
+        before._become(self)
+        found = before.reshape(wanted)
+        if found.alias is None and before.alias is not None:
+            raise AttributeError(
+                f"shape {wanted} in place of {self.shape}: that is a copy. Write x = x.reshape(shape)."
+            )
+        self._become(found)
+
+    def _become(self, other: Array) -> None:
+        self.sharding, self._shape, self._dtype = other.sharding, other._shape, other._dtype
+        self.space, self.alias = other.space, other.alias
+        if other.alias is None or other.alias.source is None:
+            self.parts = other.parts
+        else:
+            with suppress(AttributeError):
+                del self.parts  # they are fetched when they are read
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -57,6 +76,39 @@ class Array:
         def __setitem__(self, key: Any, value: Any) -> None: ...
         def __float__(self) -> float: ...
         def __int__(self) -> int: ...
+
+
+class Memory:
+    """What arrays that are views of each other show. writes: how often it was written, the same number on all ranks."""
+
+    __slots__ = ("writes",)
+
+    def __init__(self) -> None:
+        self.writes = 0
+
+
+class Alias:
+    """How an array shows a memory. strides: NumPy's, in elements; None: row-major order.
+
+    A view that no tensor shows has no parts of its own: `kept` are those that `rule` made of `source` when the memory
+    had been `seen` written so often. back: what it holds as `source` holds it; None where the parts of `rule` show
+    those of `source`. flips: along which dims the entries are those of `source` in descending order, if that is all.
+    moves: by which operation what is written goes back to other places; empty where it stays.
+    """
+
+    __slots__ = ("back", "flips", "kept", "memory", "moves", "read_only", "rule", "seen", "source", "strides")
+
+    def __init__(self, memory: Memory, strides: tuple[int, ...] | None = None, read_only: bool = False) -> None:
+        self.memory = memory
+        self.strides = strides
+        self.read_only = read_only
+        self.source: Array | None = None
+        self.rule: Callable[[Array], Array] | None = None
+        self.back: Callable[[Array], Array] | None = None
+        self.flips: frozenset[int] = frozenset()
+        self.moves = ""
+        self.kept: tuple[Tensor, ...] = ()
+        self.seen = 0
 
 
 def like(x: Array, parts: list[Tensor] | tuple[Tensor, ...], dtype: torch.dtype | None = None) -> Array:

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from meshwise.arrays.aliases import entangled, put, shown, writable, written
 from meshwise.arrays.align import common_space
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, like
 from meshwise.arrays.dtypes import BOOL, COMPLEXES, INTEGERS, limits
 from meshwise.arrays.fetching import OPERATION, ask, common_shape, everywhere, hosted, last_of_each, store
-from meshwise.arrays.indexing import as_indices, counted, flipped, region
+from meshwise.arrays.indexing import as_indices, counted, mirrored, region
 from meshwise.arrays.keys import ADVANCED, Key, read_key
-from meshwise.arrays.layout import arranged, spread, squeeze
+from meshwise.arrays.layout import arranged, spread, squeeze, turned
 from meshwise.arrays.moves import reshard
 from meshwise.arrays.sharding import Shape, Sharding, sharding
-from meshwise.arrays.views import SIGNED, as_bits, made, own, undivided
+from meshwise.arrays.views import SIGNED, as_bits, made, undivided
 
 Number = bool | int | float | complex
 Value = Number | Array | Tensor
@@ -35,7 +37,27 @@ def set_item(x: Array, given: Any, value: Any, /) -> None:
     """`x[given] = value`. The value is cast to the array's type; TypeError where that would lose an imaginary part."""
     key = read_key(given, x.shape)
     value = _value(x, value)
-    own(x)
+    alias = shown(x)
+    if alias.flips and alias.source is not None and not key.arrays:
+        x, key = alias.source, replace(key, cuts=tuple(mirrored(key.cuts, alias.flips, x.shape)))
+    writable(x)
+    if key.arrays:  # which do not change while it is written, nor does the value
+        key = replace(key, arrays=tuple((dim, _of_its_own(x, each)) for dim, each in key.arrays))
+        value = value if isinstance(value, Number) else _of_its_own(x, value)
+    _write(x, key, value)
+    written(x)
+
+
+def _of_its_own(x: Array, other: Array | Tensor) -> Array | Tensor:
+    """What is read while `x` is written, in memory of its own."""
+    return (
+        like(other, [part.clone() for part in other.parts])
+        if isinstance(other, Array) and entangled(x, other)
+        else other
+    )
+
+
+def _write(x: Array, key: Key, value: Value) -> None:
     where = region(x, key.cuts)
     target = as_bits(made(where.views, where.placed, x, where.shape))
     value = _bits_of(value, x.dtype)
@@ -128,8 +150,9 @@ def _turned(value: Array | Tensor, key: Key, common: Shape, shape: Shape, flips:
             order[spot] = at - missing - sum(each < at for each in new)
     dims = [depth + dim for dim in flips]
     if isinstance(value, Array):
-        value = arranged(squeeze(value, axis=[at - missing for at in new]) if new else value, order)
-        return flipped(value, dims) if dims else value
+        value = squeeze(value, axis=[at - missing for at in new]) if new else value
+        value = value if order == list(range(value.ndim)) else arranged(value, order)
+        return turned(value, dims) if dims else value
     value = value.squeeze([at - missing for at in new]) if new else value
     value = value.permute([dim for dim in order if dim is not None])
     for at, dim in enumerate(order):
@@ -150,7 +173,10 @@ def _laid(x: Array, value: Array | Tensor, shape: Shape, placed: Sharding) -> tu
 
 def _copy(target: Array, value: Array | Tensor) -> None:
     for view, part in zip(target.parts, _laid(target, value, target.shape, target.sharding), strict=True):
-        view.copy_(part)
+        if isinstance(value, Array) and value.alias is not None:
+            put(view, part)
+        else:
+            view.copy_(part)
 
 
 def _set_masked(target: Array, dim: int, mask: Array, value: Value, key: Key, flips: Sequence[int]) -> None:

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
-from meshwise.arrays.align import aligned, broadcast_shape, common_space
+from meshwise.arrays.aliases import as_array_without_dims, copied, in_order_of, viewed
+from meshwise.arrays.align import aligned, broadcast_shape, common_space, lies_for
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import of_scalar, promoted
 from meshwise.arrays.elementwise import NoArrayGiven, is_python_number
 from meshwise.arrays.fetching import ask, fetch
 from meshwise.arrays.indexing import nonzero, pick
 from meshwise.arrays.keys import on_host
-from meshwise.arrays.layout import arranged, broadcast_to, spread
+from meshwise.arrays.layout import arranged, broadcast_to, of_repeated, spread
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.views import axis_of, by_bits, made
 
@@ -37,7 +38,8 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
     count = len(shown)
     both = [next(own) if isinstance(x, Array) else [torch.tensor(x, dtype=dtype)] * count for x in (x1, x2)]
     parts = [torch.where(c != 0, a.to(dtype), b.to(dtype)) for c, a, b in zip(shown, *both, strict=True)]
-    return Array(tuple(parts), placed, shape, dtype, condition.space)
+    found = as_array_without_dims(Array(tuple(parts), placed, shape, dtype, condition.space))
+    return in_order_of(found, [condition, *arrays])
 
 
 @by_bits
@@ -53,7 +55,8 @@ def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
         raise IndexError(f"take with indices of {index.dtype}: they must be integers.")
     found = pick(x, (dim,), [index])
     depth = len(index.shape)
-    return arranged(found, [*range(depth, depth + dim), *range(depth), *range(depth + dim, len(found.shape))])
+    order = [*range(depth, depth + dim), *range(depth), *range(depth + dim, len(found.shape))]
+    return found if order == sorted(order) else copied(arranged(found, order))
 
 
 @by_bits
@@ -109,21 +112,20 @@ def _triangle(name: str, x: Array, k: int) -> Array:
 
 
 def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays in the shape that they broadcast to, laid out alike, repeated without memory. Moved: what is repeated,
-    to each place; what is divided otherwise than the one whose layout is taken."""
+    """The arrays in the shape that they broadcast to, laid out alike, repeated without memory: views that are not
+    written. Moved: what is repeated, to each place; what is divided otherwise than the one whose layout is taken."""
     given = list(arrays)
-    if not given:
-        return ()
-    shape, placed, every = aligned("broadcast_arrays", given)
-    local = given[0].space.local(placed)
+    if len({(x.shape, x.sharding) for x in given}) < 2:
+        return tuple(given)
+    shape, placed, _ = aligned("broadcast_arrays", given)
+
+    def rule(x: Array) -> Array:
+        return spread(x, shape, placed, "broadcast_arrays")
+
+    moved = [x.sharding != lies_for(shape, x.shape, placed) for x in given]
     return tuple(
-        made(
-            [part.expand(placed.part_shape(shape, k)) for part, (k, _) in zip(parts, local, strict=True)],
-            placed,
-            x,
-            shape,
-        )
-        for x, parts in zip(given, every, strict=True)
+        viewed(x, rule, of_repeated(x, shape), back=rule if moves else None, read_only=True)
+        for x, moves in zip(given, moved, strict=True)
     )
 
 
@@ -154,5 +156,5 @@ def meshgrid(*arrays: Array, indexing: str = "xy") -> tuple[Array, ...]:
     for k, line in enumerate(lines):
         dims: list[int | None] = [None] * len(given)
         dims[order.index(k)] = 0
-        grids.append(spread(arranged(line, dims), shape, placed, "meshgrid"))
+        grids.append(spread(arranged(copied(line), dims), shape, placed, "meshgrid"))
     return tuple(grids)

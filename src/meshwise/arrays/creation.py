@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays import dtypes
-from meshwise.arrays.array import Array
+from meshwise.arrays.aliases import FOREIGN, as_array_without_dims, copied, in_order_of, is_number
+from meshwise.arrays.array import Alias, Array, Memory
 from meshwise.arrays.dtypes import as_dtype
 from meshwise.arrays.moves import reshard
 from meshwise.arrays.sharding import Layout, Shape, Sharding
 from meshwise.arrays.space import Space
+from meshwise.arrays.strides import named
 from meshwise.spec.errors import UsageError
 from meshwise.transfer.copy import CopyOptions, move
 from meshwise.transfer.interop import from_array, is_array
@@ -51,11 +53,11 @@ def asarray(
     wanted = wanted or tensor.dtype
     shape = tuple(tensor.shape)
     placed = space.placed(shape, device, sharding)
-    parts = []
+    parts, shares = [], False
     for part, place in space.local(placed):
         piece = tensor[placed.interval(shape, part)]
         if piece.shape == tensor.shape and copy is not True and space.devices[place] == piece.device and placed.single:
-            piece = piece.to(wanted)
+            piece, shares = piece.to(wanted), True
         elif copy is False:
             raise ValueError(
                 "asarray(copy=False): the values lie elsewhere, or are divided. Leave copy out, or name their device."
@@ -64,7 +66,34 @@ def asarray(
             own = torch.empty(piece.shape, dtype=wanted, device=space.devices[place])
             piece = move(own, piece, "asarray", CopyOptions(ends=("host", space.names[place])))
         parts.append(piece)
-    return Array(tuple(parts), placed, shape, wanted, space)
+    found = Array(tuple(parts), placed, shape, wanted, space)
+    if shares and not isinstance(obj, list | tuple | int | float | complex):
+        found.alias = Alias(FOREIGN)
+    return found
+
+
+def of_user(
+    space: Space,
+    obj: Any,
+    /,
+    dtype: Any = None,
+    *,
+    device: Any = None,
+    sharding: Placement = None,
+    copy: bool | None = None,
+) -> Array:
+    """An array of numbers, nested lists, or an array of this or another library.
+
+    An array of this namespace stays what it is, unless `device` or `sharding` is given. Of another library's each place
+    gets its part, in memory of its own; with copy=False its memory is shared, where all lies on one place already.
+    """
+    foreign = isinstance(obj, Tensor) or (is_array(obj) and not isinstance(obj, Array))
+    own = True if foreign and copy is None else copy  # on one device as on several
+    found = asarray(space, obj, dtype, device=device, sharding=sharding, copy=own)
+    if isinstance(obj, np.ndarray | Tensor):
+        strides = obj.stride() if isinstance(obj, Tensor) else tuple(each // obj.itemsize for each in obj.strides)
+        found.alias = Alias(FOREIGN if copy is False else Memory(), named(found.shape, tuple(strides)))
+    return as_array_without_dims(copied(found) if found is obj and is_number(obj) else found)
 
 
 def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, copy: bool | None) -> Array:
@@ -77,8 +106,12 @@ def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, 
     if cast:
         assert dtype is not None
         moved = reshard(x, placed, "asarray")
-        return Array(tuple(part.to(dtype) for part in moved.parts), placed, x.shape, dtype, x.space)
-    return x if placed == x.sharding and copy is not True else reshard(x, placed, "asarray", own=True)
+        found = Array(tuple(part.to(dtype) for part in moved.parts), placed, x.shape, dtype, x.space)
+    elif placed == x.sharding and copy is not True:
+        return x
+    else:
+        found = reshard(x, placed, "asarray", own=True)
+    return in_order_of(found if is_number(x) else as_array_without_dims(found), [x])
 
 
 def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Tensor:
@@ -131,7 +164,7 @@ def made(space: Space, shape: Any, dtype: torch.dtype, placement: tuple[Any, Pla
         make(placed.part_shape(whole, part), placed.interval(whole, part), space.devices[place])
         for part, place in space.local(placed)
     )
-    return Array(parts, placed, whole, dtype, space)
+    return as_array_without_dims(Array(parts, placed, whole, dtype, space))
 
 
 def _lengths(shape: Any) -> Any:
@@ -270,7 +303,7 @@ def full_like(
     """As `full`, in the shape, dtype and placement of `x`."""
     x = x if isinstance(x, Array) else asarray(space, x)
     kept = x.sharding if device is None and sharding is None else sharding
-    return full(x.space, x.shape, fill_value, dtype or x.dtype, device=device, sharding=kept)
+    return in_order_of(full(x.space, x.shape, fill_value, dtype or x.dtype, device=device, sharding=kept), [x])
 
 
 def _like(make: Callable[..., Array]) -> Callable[..., Array]:
@@ -281,14 +314,14 @@ def _like(make: Callable[..., Array]) -> Callable[..., Array]:
     ) -> Array:
         x = x if isinstance(x, Array) else asarray(space, x)
         kept = x.sharding if device is None and sharding is None else sharding
-        return make(x.space, x.shape, dtype or x.dtype, device=device, sharding=kept)
+        return in_order_of(make(x.space, x.shape, dtype or x.dtype, device=device, sharding=kept), [x])
 
     made_like.__name__ = made_like.__qualname__ = f"{make.__name__}_like"
     made_like.__doc__ = f"As `{make.__name__}`, in the shape, dtype and placement of `x`."
     return made_like
 
 
-CREATION: dict[str, Callable[..., Array]] = {"asarray": asarray, "arange": arange, "linspace": linspace, "eye": eye}
+CREATION: dict[str, Callable[..., Array]] = {"asarray": of_user, "arange": arange, "linspace": linspace, "eye": eye}
 """The functions that make arrays of a namespace, by name: their first parameter is its space."""
 CREATION |= {"full": full, "full_like": full_like}
 for _make in (empty, zeros, ones):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.arrays.aliases import in_order_of
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import BOOL, UNSIGNED, WHOLE, as_dtype
 from meshwise.arrays.moves import Piece, exchange
@@ -62,7 +63,7 @@ def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, n
                 ones = list(parts[at].shape)
                 ones[axis] = 1
                 parts[at] = torch.cat([begin.new_full(ones, first), parts[at]], axis)
-    return Array(tuple(part.to(kind) for part in parts), held, shape, kind, x.space)
+    return in_order_of(Array(tuple(part.to(kind) for part in parts), held, shape, kind, x.space), [x])
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.aliases import FOREIGN
+from meshwise.arrays.array import Alias, Array
 from meshwise.arrays.dtypes import refuse_gradients
 from meshwise.arrays.moves import agreed, replicate, reshard
 from meshwise.arrays.sharding import sharding
@@ -50,13 +51,17 @@ def from_dtensor(space: Space, x: Any, /) -> Array:
     _check(space, x.device_mesh, "from_dtensor")
     (placement,) = x.placements
     own, shape = x.to_local(), tuple(x.shape)
-    if placement.is_replicate():
-        return Array((own,), sharding(space.places), shape, x.dtype, space)
-    if type(placement) is not Shard:
-        raise UsageError(f"from_dtensor of {placement}: neither divided nor replicated. Write x.redistribute first.")
-    dim = placement.dim % len(shape)
-    sizes = agreed(space, [own.shape[dim]], "from_dtensor")
-    return Array((own,), sharding(space.places, dim, tuple(sizes)), shape, x.dtype, space)
+    placed = sharding(space.places)
+    if not placement.is_replicate():
+        if type(placement) is not Shard:
+            raise UsageError(
+                f"from_dtensor of {placement}: neither divided nor replicated. Write x.redistribute first."
+            )
+        dim = placement.dim % len(shape)
+        placed = sharding(space.places, dim, tuple(agreed(space, [own.shape[dim]], "from_dtensor")))
+    found = Array((own,), placed, shape, x.dtype, space)
+    found.alias = Alias(FOREIGN)
+    return found
 
 
 def _check(space: Space, mesh: DeviceMesh, verb: str) -> None:

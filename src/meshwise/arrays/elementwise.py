@@ -6,15 +6,16 @@ NumPy's are arrays without dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwise.arrays.aliases import in_order_of
 from meshwise.arrays.align import aligned
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, like
 from meshwise.arrays.dtypes import (
     BOOL,
     COMPLEXES,
@@ -69,7 +70,8 @@ def unary(name: str, op: Op, takes: frozenset[torch.dtype], result: torch.dtype 
             dtype = _lifted(name, dtype, takes, x.space.default_float)
             parts = tuple([part.to(dtype) for part in parts])
         run = wide if dtype in WIDE else op
-        return Array(tuple([run(part) for part in parts]), x.sharding, x.shape, result or dtype, x.space)
+        found = Array(tuple([run(part) for part in parts]), x.sharding, x.shape, result or dtype, x.space)
+        return found if x.alias is None or x.alias.strides is None else in_order_of(found, (x,))
 
     return _named(name, rule)
 
@@ -102,14 +104,16 @@ def binary(
                         dtype = _together(dtype, x2.dtype)  # type: ignore[assignment]
                     if dtype in at_once:
                         parts = tuple([op(a, b) for a, b in zip(x1.parts, x2.parts)])  # noqa: B905 equal by sharding
-                        return Array(parts, placed, x1.shape, result or dtype, x1.space)
+                        found = Array(parts, placed, x1.shape, result or dtype, x1.space)
+                        return found if x1.alias is None or x1.alias.strides is None else in_order_of(found, (x1, x2))
             elif numbers and type(x2) in NUMERIC:
                 dtype = x1.dtype
                 if result is BOOL:
                     x2 = compared(x2, dtype)
                 if dtype in at_once and of_scalar(x2, dtype, x1.space.default_float) is dtype:
                     parts = tuple([op(part, x2) for part in x1.parts])
-                    return Array(parts, x1.sharding, x1.shape, result or dtype, x1.space)
+                    found = Array(parts, x1.sharding, x1.shape, result or dtype, x1.space)
+                    return found if x1.alias is None or x1.alias.strides is None else in_order_of(found, (x1,))
         elif type(x2) is Array and type(x1) in NUMERIC:
             dtype = x2.dtype
             if result is BOOL:
@@ -117,25 +121,13 @@ def binary(
             if dtype in at_once and of_scalar(x1, dtype, x2.space.default_float) is dtype:
                 number = torch.scalar_tensor(x1, dtype=dtype, device=HOST)
                 parts = tuple([op(number, part) for part in x2.parts])
-                return Array(parts, x2.sharding, x2.shape, result or dtype, x2.space)
+                found = Array(parts, x2.sharding, x2.shape, result or dtype, x2.space)
+                return found if x2.alias is None or x2.alias.strides is None else in_order_of(found, (x2,))
         return _in_general(name, choose, takes, result, (x1, x2))
 
     BINARY.append(name)
     rule.op, rule.takes, rule.numbers = op, at_once, numbers and result is None  # type: ignore[attr-defined]
     return _named(name, rule)
-
-
-def terms_of_same(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
-    """The right operands of `rule` for the parts of `x`, where the result has its shape, dtype and placement and may be
-    written over it; None where that is not sure."""
-    if x.dtype not in getattr(rule, "takes", ()):
-        return None
-    if type(other) is Array:
-        alike = other.sharding == x.sharding and other.shape == x.shape and other.space == x.space
-        return other.parts if alike and other.dtype is x.dtype else None
-    if rule.numbers and type(other) in NUMERIC and of_scalar(other, x.dtype, x.space.default_float) is x.dtype:
-        return (other,) * len(x.parts)
-    return None
 
 
 _TOGETHER: dict[tuple[torch.dtype, torch.dtype], torch.dtype | None] = {}
@@ -181,7 +173,7 @@ def _in_general(
         next(here) if type(x) is Array else (torch.scalar_tensor(x, dtype=dtype, device=HOST),) * count for x in arrays
     ]
     made = tuple(map(choose(dtype), *every))
-    return Array(made, placed, shape, result or dtype, space)
+    return in_order_of(Array(made, placed, shape, result or dtype, space), real)
 
 
 def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
@@ -266,15 +258,12 @@ def _power(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b == 0, torch.ones((), dtype=a.dtype), torch.pow(a, b)) if b.dim() else torch.pow(a, b)
 
 
-def _to_real(op: Op) -> Rule:
-    """abs, real and imag: of complex numbers the result is of the type of their parts."""
-
-    def rule(x: Any, /) -> Array:
-        if type(x) is not Array:
-            raise NoArrayGiven(f"a function of {type(x).__name__}: no array. Write xp.asarray(value) first.")
-        return Array(tuple(map(op, x.parts)), x.sharding, x.shape, real_of(x.dtype), x.space)
-
-    return rule
+def _absolute(x: Any, /) -> Array:
+    """abs: of complex numbers the result is of the type of their parts."""
+    if type(x) is not Array:
+        raise NoArrayGiven(f"abs of {type(x).__name__}: no array. Write xp.asarray(value) first.")
+    parts = [part.clone() if part.dtype in (BOOL, *UNSIGNED) else torch.abs(part) for part in x.parts]
+    return in_order_of(like(x, parts, real_of(x.dtype)), (x,))
 
 
 for _name, _op in {
@@ -300,9 +289,7 @@ unary("isfinite", torch.isfinite, ANY, BOOL)
 unary("isinf", torch.isinf, ANY, BOOL)
 unary("isnan", torch.isnan, ANY, BOOL)
 unary("signbit", torch.signbit, ORDERED, BOOL)
-_named("abs", _to_real(lambda part: torch.abs(part) if part.dtype not in (BOOL, *UNSIGNED) else part.clone()))
-_named("real", _to_real(lambda part: torch.real(part).clone()))
-_named("imag", _to_real(lambda part: torch.imag(part).clone() if part.is_complex() else torch.zeros_like(part)))
+_named("abs", _absolute)
 
 binary("add", torch.add, ANY, otherwise=(COMPLEXES, _by_parts(torch.add)))
 binary("subtract", torch.sub, NUMBERS, otherwise=(COMPLEXES, _by_parts(torch.sub)))

@@ -97,10 +97,10 @@ def _arrays_of(operation: Callable[[], Any]) -> dict[str, Array]:
 @contextmanager
 def _without_memory(arrays: Any) -> Iterator[Callable[[Array, Sharding], None]]:
     """Meanwhile the arrays have parts without memory. Gives what lays one of them out otherwise."""
-    before = [(x, x.parts, x.sharding) for x in arrays]
+    before = [(x, x.parts, x.sharding, x.alias) for x in arrays]
 
     def lay(x: Array, placed: Sharding) -> None:
-        x.sharding = placed
+        x.sharding, x.alias = placed, None
         x.parts = tuple(
             torch.empty(placed.part_shape(x.shape, part), dtype=x.dtype, device=x.space.devices[place])
             for part, place in x.space.local(placed)
@@ -109,13 +109,15 @@ def _without_memory(arrays: Any) -> Iterator[Callable[[Array, Sharding], None]]:
     try:
         EXPLAINED.append(before)
         with plain_mode(), guard("allow"):
-            for x, _, placed in before:
+            for x, _, placed, _ in before:
                 lay(x, placed)
             yield lay
     finally:
         EXPLAINED.pop()
-        for x, parts, placed in before:
-            x.parts, x.sharding = parts, placed
+        for x, parts, placed, alias in before:
+            x.parts, x.sharding, x.alias = parts, placed, alias
+            if alias is not None and alias.source is not None:
+                del x.parts  # they are fetched when they are read
 
 
 def _moved(operation: Callable[[], Any]) -> CommLog:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,12 @@ from contextvars import ContextVar
 from torch import Tensor
 
 from meshwise.arrays.array import Array
-from meshwise.arrays.moves import elements_moved, replicate, reshard, to_single
+from meshwise.arrays.moves import EXPLAINED, elements_moved, replicate, reshard, to_single
 from meshwise.arrays.sharding import Sharding, evenly, sharding
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.units import bytes_text
+from meshwise.spec.user_code import user_place
 
 WITHOUT_RULE: set[str] = set()
 """The functions that gather what they are given on one place."""
@@ -32,10 +34,11 @@ class GatherWarning(UserWarning):
 
 @contextmanager
 def guard(mode: str) -> Iterator[None]:
-    """What happens in the block where an operation would gather a whole array on one device without being asked to.
+    """What happens in the block where an operation would gather a whole array on one device without being asked to, or
+    where a write to a view has to send all of it back to other devices.
 
-    mode: `error` raises UsageError; `warn`, as outside of all blocks, tells it once an operation; `allow` is silent. It
-    holds in the thread that opened it: one that is started in the block opens its own.
+    mode: `error` raises UsageError; `warn`, as outside of all blocks, tells it once an operation, of writes once a
+    line; `allow` is silent. It holds in the thread that opened it: one that is started in the block opens its own.
     """
     check_known("mode", mode, MODES)
     token = _mode.set(mode)
@@ -56,6 +59,19 @@ def tell(x: Array, operation: str, wanted: Sharding) -> None:
     if operation not in _told:
         _told.add(operation)
         warnings.warn(f"{text} on one. mw.guard('error') finds where.", GatherWarning, stacklevel=4)
+
+
+def tell_return(x: Array, operation: str) -> None:
+    """Warn of, or refuse, a write to a view whose elements lie elsewhere than those of its array, and go back there."""
+    if _mode.get() == "allow" or EXPLAINED:
+        return
+    at, size = user_place(), bytes_text(math.prod(x.shape) * x.dtype.itemsize)
+    text = f"{at}: a write to a view by {operation} that lies on other devices than its array: all goes back, {size}"
+    if _mode.get() == "error":
+        raise UsageError(f"{text}, which mw.guard('error') forbids. Write to the array itself.")
+    if at not in _told:
+        _told.add(at)
+        warnings.warn(f"{text}. Write to the array itself.", GatherWarning, stacklevel=2)
 
 
 def gathered(x: Array, operation: str, place: int | None = None) -> Array:

@@ -10,29 +10,40 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.aliases import strides_of, viewed
+from meshwise.arrays.array import Array, like
 from meshwise.arrays.fetching import OPERATION, ask, common_shape, everywhere, fetch
 from meshwise.arrays.keys import ADVANCED, Cut, Key, read_key
-from meshwise.arrays.layout import arranged
+from meshwise.arrays.layout import arranged, flipped
 from meshwise.arrays.moves import agreed, reshard
 from meshwise.arrays.sharding import Shape, Sharding, sharding
-from meshwise.arrays.views import as_before, as_bits, by_bits, first_divided, made, taken, undivided
+from meshwise.arrays.strides import of_cut
+from meshwise.arrays.views import as_bits, by_bits, first_divided, made, undivided
+
+
+def get_item(x: Array, given: Any, /) -> Array:
+    """`x[given]`: a view where the key has no arrays; one element is a number, and no view."""
+    key = read_key(given, x.shape)
+    if key.arrays:
+        chosen: Array = _chosen(x, key)
+        return chosen
+    if key.out or given is Ellipsis or (type(given) is tuple and any(each is Ellipsis for each in given)):
+        return _shown(cut(x, key.cuts), key, 0)
+    where = region(x, key.cuts)
+    return made([view.clone() for view in where.views], where.placed, x, ())
 
 
 @by_bits
-def get_item(x: Array, given: Any, /) -> Array:
-    """`x[given]`: an array of its own."""
-    key = read_key(given, x.shape)
+def _chosen(x: Array, key: Key) -> Array:
+    """What a key with arrays chooses, copied."""
     found = cut(x, key.cuts)
-    if not key.arrays:
-        return _shown(found, key, 0)
     dims_before = [sum(isinstance(each, range) for each in key.cuts[:dim]) for dim, _ in key.arrays]
     first = key.arrays[0][1]
     if len(key.arrays) == 1 and first.dtype is torch.bool and (isinstance(first, Array) or not first.shape):
@@ -123,19 +134,28 @@ def _within(entries: range, begin: int, size: int) -> range:
 
 def cut(x: Array, cuts: Sequence[Cut]) -> Array:
     """`x` with an entry, or some entries, of each dim. Nothing moves."""
-    found = region(x, cuts)
-    whole = made([taken(view) for view in found.views], found.placed, x, found.shape)
-    return flipped(whole, found.flipped) if found.flipped else whole
+    alias = x.alias
+    if alias is not None and alias.flips and alias.source is not None:
+        x, cuts = alias.source, mirrored(cuts, alias.flips, x.shape)
+
+    def rule(x: Array) -> Array:
+        found = region(x, cuts)
+        return made(found.views, found.placed, x, found.shape)
+
+    ascending = tuple(map(_ascending, cuts))
+    whole = viewed(x, rule, of_cut(x.shape, strides_of(x), ascending))
+    kept = [each for each in cuts if isinstance(each, range)]
+    flips = [dim for dim, each in enumerate(kept) if each.step < 0 and len(each) > 1]
+    return flipped(whole, flips) if flips else whole
 
 
-def flipped(x: Array, dims: Sequence[int]) -> Array:
-    """The entries of these dims in the other order. Along the divided one the places are in the other order, too."""
-    bits, placed = as_bits(x), x.sharding
-    parts = [part.flip(tuple(dims)) for part in bits.parts]
-    if placed.dim in dims:
-        parts.reverse()
-        placed = sharding(placed.places[::-1], placed.dim, placed.sizes[::-1])
-    return as_before(made(parts, placed, bits, x.shape), x.dtype)
+def mirrored(cuts: Sequence[Cut], dims: Collection[int], shape: Shape) -> list[Cut]:
+    """The same entries, where those of these dims are counted from the end."""
+    found: list[Cut] = []
+    for dim, (each, last) in enumerate(zip(cuts, (n - 1 for n in shape), strict=True)):
+        turned = last - each if isinstance(each, int) else range(last - each.start, last - each.stop, -each.step)
+        found.append(turned if dim in dims else each)
+    return found
 
 
 def as_indices(dims: Sequence[int], arrays: Sequence[Array | Tensor]) -> tuple[tuple[int, ...], list[Array | Tensor]]:
@@ -166,7 +186,8 @@ def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> 
     parts = []
     for number, part in enumerate(x.parts):
         where = tuple(each.parts[number].to(torch.int64) for each in there)
-        parts.append(part.permute(*dims, *rest)[where])
+        entries = part.permute(*dims, *rest)[where]
+        parts.append(entries if shape else entries.clone())  # of indices without dims torch makes a view
     placed = x.sharding
     if placed.dim is not None:
         placed = placed.along(len(shape) + rest.index(placed.dim))
@@ -178,7 +199,7 @@ def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
     depth = len(mask.shape)
     if not depth:
         return (
-            arranged(x, [None, *range(len(x.shape))])
+            like(shown := arranged(x, [None, *range(len(x.shape))]), [part.clone() for part in shown.parts])
             if bool(mask)
             else cut(arranged(x, [None, *range(len(x.shape))]), [range(0), *map(range, x.shape)])
         )

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays import reading
+from meshwise.arrays.aliases import FOREIGN, is_last
 from meshwise.arrays.arguments import checked, told
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Alias, Array
 from meshwise.arrays.creation import CREATION, asarray
 from meshwise.arrays.dtypes import as_dtype, numpy_dtype, refuse_gradients
 from meshwise.arrays.gathering import gathered
@@ -41,6 +42,8 @@ def dlpack(
     itself moves there."""
     whole = x if x.sharding.single and not x.space.over_ranks else gathered(x, "__dlpack__")
     if copy is False and whole is not x:
+        if x.alias is not None and not is_last(x):
+            raise BufferError("this array has views, and cannot move to one device without a copy. Leave copy out.")
         x.parts, x.sharding = whole.parts, whole.sharding
     given = {"stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy}
     return whole.parts[0].__dlpack__(**{name: value for name, value in given.items() if value is not None})
@@ -68,7 +71,9 @@ def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | Non
         place = next((place for place in space.here if space.devices[place] == here), None)
     if device is not None or place is None or copy:
         return asarray(space, tensor, device=0 if device is None and place is None else device or place, copy=copy)
-    return Array((tensor,), sharding((place,)), tuple(tensor.shape), tensor.dtype, space)
+    found = Array((tensor,), sharding((place,)), tuple(tensor.shape), tensor.dtype, space)
+    found.alias = Alias(FOREIGN)
+    return found
 
 
 def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
@@ -92,18 +97,24 @@ def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
             raise UsageError(f"from_shards: part of {space.names[place]} lies on {part.device}. Move it there first.")
     sizes = tuple(agreed(space, [part.shape[dim] for part in parts], "from_shards"))
     shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
-    return Array(tuple(parts), sharding(space.places, dim, sizes), shape, first.dtype, space)
+    found = Array(tuple(parts), sharding(space.places, dim, sizes), shape, first.dtype, space)
+    found.alias = Alias(FOREIGN)
+    return found
 
 
 def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-    """`np.asarray(x)`: all values, shared where the array lies on one CPU place. Waits for them."""
+    """`np.asarray(x)`: all values, shared where the array lies on one CPU place; else a copy that is not written, since
+    that would not be seen in `x`. Waits for them."""
     here = x.sharding.single and x.parts and x.parts[0].is_cpu and not x.space.over_ranks
+    shown = here and (x.alias is None or (x.alias.source is None and not x.alias.read_only))
     if here and not copy and not OPEN_DEVICES:  # which are as far from the host as a GPU is
         found = from_array_of(x.parts[0])
     elif copy is False:
         raise ValueError(f"np.asarray(copy=False) of an array with {reading.where(x)}: it has to be copied.")
     else:
         found = reading.numpy(x)
+    if not (copy or shown):
+        found.flags.writeable = False
     return found if dtype is None else found.astype(dtype, copy=False)
 
 

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from meshwise.arrays.aliases import as_array_without_dims, copied
 from meshwise.arrays.align import common_space
 from meshwise.arrays.array import Array
 from meshwise.arrays.creation import asarray
 from meshwise.arrays.dtypes import result_type
 from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
 from meshwise.arrays.elementwise import NoArrayGiven
-from meshwise.arrays.indexing import counted, cut, flipped
-from meshwise.arrays.layout import expand_dims, spread
+from meshwise.arrays.indexing import counted, cut
+from meshwise.arrays.layout import expand_dims, flipped, spread
 from meshwise.arrays.reshaping import flat, reshape
 from meshwise.arrays.runs import Run, intervals, joined, whole
 from meshwise.arrays.sharding import sharding
-from meshwise.arrays.views import as_before, as_bits, as_own, axis_of, by_bits, made
-from meshwise.compat.sharing import is_shared
+from meshwise.arrays.views import as_before, as_bits, axis_of, by_bits, made
 
 
 def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
@@ -53,19 +53,20 @@ def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
     return joined([whole(expand_dims(x, axis=dim), dim) for x in given], dim, "stack")
 
 
-@by_bits
 def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
-    """The entries of a dim, an array each: those of a divided dim lie where they lay."""
+    """The entries of a dim, a view each, of a vector a number: those of a divided dim lie where they lay."""
     dim = axis_of(axis, len(x.shape), "unstack")
     whole = [range(length) for length in x.shape]
-    return tuple(cut(x, [*whole[:dim], at, *whole[dim + 1 :]]) for at in range(x.shape[dim]))
+    entries = tuple(cut(x, [*whole[:dim], at, *whole[dim + 1 :]]) for at in range(x.shape[dim]))
+    return entries if len(x.shape) > 1 else tuple(map(copied, entries))
 
 
-@by_bits
 def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
     """Entries in the other order, along dims or all. Nothing moves: the places of a divided dim are in the other order,
     too."""
     given = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
+    if not x.shape:
+        return copied(x)
     return flipped(x, sorted({axis_of(each, len(x.shape), "flip") for each in given}))
 
 
@@ -83,7 +84,7 @@ def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | No
         raise ValueError(f"roll(shift={shift}, axis={axis}): give as many shifts as axes.")
     placed = x.sharding
     if not axes:
-        return as_own(x)
+        return copied(x)
     for each, by in zip(axes, shifts, strict=True):
         dim = axis_of(each, len(x.shape), "roll")
         length = x.shape[dim]
@@ -101,11 +102,11 @@ def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
         raise ValueError(f"tile({tuple(times)}): a number of repetitions is below 0.")
     if len(times) > len(x.shape):
         x = expand_dims(x, axis=list(range(len(times) - len(x.shape))))
-    result = as_own(x)
+    result = x
     for dim, count in enumerate(times):
         if count != 1:
             result = joined([whole(result, dim)] * count or [Run(result, 0, 0)], dim, "tile")
-    return result
+    return copied(x) if result is x else result
 
 
 @by_bits
@@ -144,7 +145,9 @@ def diff(
     dim = axis_of(axis, len(x.shape), "diff")
     if n < 0:
         raise ValueError(f"diff(n={n}): it must be 0 or more.")
-    if n and (prepend is not None or append is not None):
+    if not n:
+        return x
+    if prepend is not None or append is not None:
         x = concat([each for each in (prepend, x, append) if each is not None], axis=dim)
     dtype, x = x.dtype, as_bits(x)
     whole = [range(length) for length in x.shape]
@@ -153,7 +156,7 @@ def diff(
         after = cut(x, [*whole[:dim], range(min(1, length), length), *whole[dim + 1 :]])
         before = cut(x, [*whole[:dim], range(max(0, length - 1)), *whole[dim + 1 :]])
         x = ELEMENTWISE["not_equal" if x.dtype is torch.bool else "subtract"](after, before)
-    return as_before(x, dtype) if n else as_own(as_before(x, dtype))
+    return as_before(x, dtype)
 
 
 def halo(
@@ -184,7 +187,7 @@ def halo(
         wanted.append((place, low, high) if size else (place, begin + at, begin + at))
     if lies.dim not in (None, dim):
         raise ValueError(f"halo(dim={dim}) of an array divided along dim {lies.dim}: write x.reshard(xp.shard({dim})).")
-    return tuple(part.clone() if is_shared(part) else part for part in intervals(runs, dim, wanted, "halo"))
+    return tuple(intervals(runs, dim, wanted, "halo"))
 
 
 def _ring(x: Array, length: int, before: int) -> list[Run]:
@@ -203,7 +206,7 @@ def pad(x: Array, pad_width: Any, mode: str = "constant", *, constant_values: An
         raise ValueError(f"pad(mode={mode!r}): write constant, edge, wrap, reflect or symmetric.")
     widths = np.broadcast_to(np.asarray(pad_width), (len(x.shape), 2)).tolist()
     values = np.broadcast_to(np.asarray(constant_values), (len(x.shape), 2)).tolist()
-    x = as_own(x)
+    given = x
     for dim, (before, after) in enumerate(widths):
         if before < 0 or after < 0:
             raise ValueError(f"pad({pad_width}): a width is below 0.")
@@ -212,7 +215,7 @@ def pad(x: Array, pad_width: Any, mode: str = "constant", *, constant_values: An
             if mode != "constant":
                 ends = _ends(x, dim, before, after, mode)
             x = joined([ends[0], whole(x, dim), ends[1]], dim, "pad")
-    return x
+    return as_array_without_dims(copied(x)) if x is given else x
 
 
 def _constant(x: Array, dim: int, width: int, value: Any, at_end: bool) -> Run:

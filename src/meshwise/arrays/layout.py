@@ -4,25 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshwise.arrays.aliases import strides_of, viewed
 from meshwise.arrays.align import lies_for
 from meshwise.arrays.array import Array
 from meshwise.arrays.moves import reshard
 from meshwise.arrays.sharding import Shape, Sharding, sharding
-from meshwise.arrays.views import axis_of, made, taken
+from meshwise.arrays.strides import Strides, named, of, of_cut, of_order
+from meshwise.arrays.views import as_before, as_bits, axis_of, made
 
 
 def arranged(x: Array, order: Sequence[int | None]) -> Array:
     """The dims of `x` in this order; None: a new dim of length 1. Lower bound, and moved: 0 bytes."""
-    dims = [dim for dim in order if dim is not None]
-    parts = []
-    for part in x.parts:
-        view = part.permute(dims)
-        for at, dim in enumerate(order):
-            if dim is None:
-                view = view.unsqueeze(at)
-        parts.append(taken(view))
-    placed = x.sharding if x.sharding.dim is None else x.sharding.along(list(order).index(x.sharding.dim))
-    return made(parts, placed, x, [1 if dim is None else x.shape[dim] for dim in order])
+    if x.alias is not None and x.alias.flips and x.alias.source is not None:
+        flips = [at for at, dim in enumerate(order) if dim in x.alias.flips]
+        return flipped(arranged(x.alias.source, order), flips)
+    dims, held = [dim for dim in order if dim is not None], x.sharding
+    placed = held if held.dim is None else held.along(list(order).index(held.dim))
+    shape = [1 if dim is None else x.shape[dim] for dim in order]
+
+    def rule(x: Array) -> Array:
+        parts = []
+        for part in x.parts:
+            view = part.permute(dims)
+            for at, dim in enumerate(order):
+                view = view.unsqueeze(at) if dim is None else view
+            parts.append(view)
+        return made(parts, placed, x, shape)
+
+    return viewed(x, rule, of_order(x.shape, strides_of(x), tuple(order)))
+
+
+def flipped(x: Array, dims: Sequence[int]) -> Array:
+    """The entries of these dims in the other order. Along the divided one the places are in the other order, too."""
+    if x.alias is not None and x.alias.flips and x.alias.source is not None:
+        dims, x = sorted(x.alias.flips.symmetric_difference(dims)), x.alias.source
+    dims = [dim for dim in dims if x.shape[dim] > 1]
+    if not dims:
+        return arranged(x, range(len(x.shape)))
+
+    def rule(x: Array) -> Array:
+        return turned(x, dims)
+
+    cuts = tuple(range(n)[:: -1 if dim in dims else 1] for dim, n in enumerate(x.shape))
+    found = viewed(x, rule, of_cut(x.shape, strides_of(x), cuts), back=rule)
+    if found.alias is not None:
+        found.alias.flips = frozenset(dims)
+    return found
+
+
+def turned(x: Array, dims: Sequence[int]) -> Array:
+    """As `flipped`, copied."""
+    bits, placed = as_bits(x), x.sharding
+    parts = [part.flip(tuple(dims)) for part in bits.parts]
+    if placed.dim in dims:
+        parts.reverse()
+        placed = sharding(placed.places[::-1], placed.dim, placed.sizes[::-1])
+    return as_before(made(parts, placed, bits, x.shape), x.dtype)
 
 
 def permute_dims(x: Array, /, axes: Sequence[int]) -> Array:
@@ -76,33 +113,55 @@ def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
         gone = [axis_of(each, len(shape), "squeeze") for each in ([axis] if isinstance(axis, int) else axis)]
     if len(set(gone)) < len(gone) or any(shape[dim] != 1 for dim in gone):
         raise ValueError(f"squeeze(axis={axis}) of shape {shape}: name dims of length 1, each once.")
-    parts, placed = list(x.parts), x.sharding
-    if placed.dim in gone:
-        holder = placed.sizes.index(1)
-        parts = [part for part, (number, _) in zip(parts, x.space.local(placed), strict=True) if number == holder]
-        placed = sharding((placed.places[holder],))
-    elif placed.dim is not None:
-        placed = placed.along(placed.dim - sum(dim < placed.dim for dim in gone))
     keep = [dim for dim in range(len(shape)) if dim not in gone]
-    return made([taken(part.squeeze(tuple(gone))) for part in parts], placed, x, [shape[dim] for dim in keep])
+
+    def rule(x: Array) -> Array:
+        parts, placed = list(x.parts), x.sharding
+        if placed.dim in gone:
+            holder = placed.sizes.index(1)
+            parts = [part for part, (number, _) in zip(parts, x.space.local(placed), strict=True) if number == holder]
+            placed = sharding((placed.places[holder],))
+        elif placed.dim is not None:
+            placed = placed.along(placed.dim - sum(dim < placed.dim for dim in gone))
+        return made([part.squeeze(tuple(gone)) for part in parts], placed, x, [shape[dim] for dim in keep])
+
+    return viewed(x, rule, of_order(shape, strides_of(x), tuple(keep)))
 
 
 def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
-    """`x` repeated along new dims and those of length 1, without memory for it. Moves nothing: what lies on one place
-    stays there."""
+    """`x` repeated along new dims and those of length 1, without memory for it: a view that is not written. Moves
+    nothing: what lies on one place stays there."""
     wanted = tuple(int(length) for length in shape)
     more = len(wanted) - len(x.shape)
     own = (1,) * more + x.shape
     if more < 0 or any(a not in (1, b) for a, b in zip(own, wanted, strict=True)):
         raise ValueError(f"broadcast_to({wanted}) of shape {x.shape}: lengths must be equal, or 1 in the array.")
-    if x.sharding.dim is not None and x.shape[x.sharding.dim] == 1 != wanted[x.sharding.dim + more]:
-        x = reshard(x, sharding((x.sharding.places[x.sharding.sizes.index(1)],)))  # it lies there: nothing moves
-    placed = x.sharding if x.sharding.dim is None else x.sharding.along(x.sharding.dim + more)
+
+    def rule(x: Array) -> Array:
+        placed = x.sharding
+        if placed.dim is not None and x.shape[placed.dim] == 1 != wanted[placed.dim + more]:
+            x = reshard(x, sharding((placed.places[placed.sizes.index(1)],)))  # it lies there: nothing moves
+        return _repeated(x, wanted, x.sharding if x.sharding.dim is None else x.sharding.along(x.sharding.dim + more))
+
+    return viewed(x, rule, of_repeated(x, wanted), read_only=True)
+
+
+def of_repeated(x: Array, shape: Shape) -> Strides:
+    """The strides of `x` repeated to this shape."""
+    own = zip(x.shape, of(x.shape, strides_of(x)), strict=True)
+    more = len(shape) - len(x.shape)
+    strides = [0] * more + [
+        stride if length == wanted else 0 for (length, stride), wanted in zip(own, shape[more:], strict=True)
+    ]
+    return named(shape, tuple(strides))
+
+
+def _repeated(x: Array, shape: Shape, placed: Sharding) -> Array:
     parts = [
-        part.expand(placed.part_shape(wanted, number))
+        part.expand(placed.part_shape(shape, number))
         for part, (number, _) in zip(x.parts, x.space.local(placed), strict=True)
     ]
-    return made(parts, placed, x, wanted)
+    return made(parts, placed, x, shape)
 
 
 def spread(x: Array, shape: Shape, placed: Sharding, operation: str) -> Array:
@@ -110,9 +169,4 @@ def spread(x: Array, shape: Shape, placed: Sharding, operation: str) -> Array:
 
     Lower bound, and moved: what a place's part of `x` has that is not there; all of `x` where the divided dim repeats.
     """
-    there = reshard(x, lies_for(shape, x.shape, placed), operation)
-    parts = [
-        part.expand(placed.part_shape(shape, number))
-        for part, (number, _) in zip(there.parts, x.space.local(placed), strict=True)
-    ]
-    return made(parts, placed, x, shape)
+    return _repeated(reshard(x, lies_for(shape, x.shape, placed), operation), shape, placed)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.arrays.aliases import as_array_without_dims
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import comparable, result_type
 from meshwise.arrays.elementwise import NoArrayGiven, is_python_number
@@ -46,7 +47,8 @@ def isin(x1: Any, x2: Any, /, *, assume_unique: bool = False, invert: bool = Fal
         x1, x2 = (x1, _operand(x2, x1)[0]) if type(x1) is Array else (x1, x2)
     values, dtype = _operand(x1, x2)
     found = _looked_up(values, x2, partial(_is_in, dtype=dtype), "isin", torch.bool)
-    return Array(tuple(~part for part in found.parts), *_but_parts(found)) if invert else found
+    found = Array(tuple(~part for part in found.parts), *_but_parts(found)) if invert else found
+    return as_array_without_dims(found)
 
 
 def _but_parts(x: Array) -> tuple[Any, ...]:

@@ -5,19 +5,20 @@ Other files add theirs by `METHODS` and `PROPERTIES`, tables of functions whose 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from meshwise.arrays import elementwise, reading, reductions, statistics
+from meshwise.arrays.aliases import fetched, fill, in_place, is_number, writable, written
+from meshwise.arrays.align import aligned
 from meshwise.arrays.arguments import checked, missing
 from meshwise.arrays.array import Array
 from meshwise.arrays.creation import Placement, asarray
+from meshwise.arrays.dtypes import of_scalar
 from meshwise.arrays.elementwise import NoArrayGiven
-from meshwise.arrays.moves import reshard
-from meshwise.arrays.views import alone
 
 BINARY = {
     "add": "add",
@@ -64,15 +65,40 @@ def operator(rule: Callable[..., Array], *, reflected: bool = False) -> Callable
     return apply
 
 
-def in_place(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
+def _terms(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
+    """The right operands of `rule` for the parts of `x`, where the result has its shape, dtype and placement and may be
+    written over it; None where that is not sure."""
+    if x.dtype not in getattr(rule, "takes", ()):
+        return None
+    if type(other) is Array:
+        more = len(x.shape) - len(other.shape)
+        if other.dtype is not x.dtype or other.space != x.space or more < 0:
+            return None
+        if other.shape == x.shape and other.sharding == x.sharding:
+            return other.parts
+        repeats = all(own in (1, length) for own, length in zip(other.shape, x.shape[more:], strict=True))
+        return aligned(rule.__name__, [x, other], x.sharding)[2][1] if repeats else None
+    if (
+        rule.numbers
+        and type(other) in elementwise.NUMERIC
+        and of_scalar(other, x.dtype, x.space.default_float) is x.dtype
+    ):
+        return (other,) * len(x.parts)
+    return None
+
+
+def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
     """`x += y`: the values of `x` change, and all that refers to it sees that. TypeError where its dtype would."""
     apply = operator(rule)
 
     def change(self: Array, other: Any) -> Any:
-        terms = elementwise.terms_of_same(rule, self, other)
-        if terms is not None and alone(self):
-            for mine, term in zip(self.parts, terms, strict=True):
+        if is_number(self):
+            return apply(self, other)
+        terms = _terms(rule, self, other)
+        if terms is not None and in_place(self, other, terms):
+            for mine, term in zip(writable(self), terms, strict=True):
                 rule.op(mine, term, out=mine)  # type: ignore[attr-defined]
+            written(self)
             return self
         new = apply(self, other)
         if new is NotImplemented:
@@ -81,7 +107,7 @@ def in_place(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
             raise ValueError(f"in place on shape {self.shape}: the result has shape {new.shape}. Write x = x + y.")
         if new.dtype is not self.dtype:
             raise TypeError(f"in place on {self.dtype}: the result is {new.dtype}. Write x = x + y.")
-        self.parts = reshard(new, self.sharding, rule.__name__).parts
+        fill(self, new, rule.__name__)
         return self
 
     return change
@@ -117,7 +143,9 @@ def size(x: Array) -> int:
 
 
 def no_such(x: Array, name: str) -> Any:
-    """What `x.name` says where there is none."""
+    """What `x.name` says where there is none; the parts of a view that has none of its own."""
+    if name == "parts":
+        return fetched(x)
     if isinstance(own := Array.__dict__.get(name), property):
         return own.fget(x)  # type: ignore[misc]  # it raises again what it had to say
     raise AttributeError(missing("an array", name, (each for each in dir(Array) if each[0] != "_")))
@@ -148,12 +176,19 @@ PROPERTIES: dict[str, Callable[[Array], Any]] = {
 }
 
 
+SETTERS: dict[str, Callable[[Array, Any], None]] = {
+    "real": lambda x, value: x.real.__setitem__(..., value),
+    "imag": lambda x, value: x.imag.__setitem__(..., value),
+}
+"""The properties that are assigned to."""
+
+
 def install(methods: dict[str, Callable[..., Any]], properties: dict[str, Callable[[Array], Any]]) -> None:
     """Give `Array` these methods and properties."""
     for name, method in methods.items():
         setattr(Array, name, method if name.startswith("__") else checked(f"x.{name}", method))
     for name, read in properties.items():
-        setattr(Array, name, property(read, doc=read.__doc__))
+        setattr(Array, name, property(read, SETTERS.get(name), doc=read.__doc__))
 
 
 def install_operators() -> None:
@@ -171,7 +206,7 @@ def install_binary(name: str, rule: Callable[..., Array]) -> None:
     """Give `Array` an operator, its reflected one and the one in place."""
     setattr(Array, f"__{name}__", operator(rule))
     setattr(Array, f"__r{name}__", operator(rule, reflected=name not in ("add", "mul")))
-    setattr(Array, f"__i{name}__", in_place(rule))
+    setattr(Array, f"__i{name}__", changing(rule))
 
 
 install_operators()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshwise.arrays import (
     casting,
+    complex_parts,
     counting,
     creation,
     dtensor,
@@ -45,6 +46,7 @@ from meshwise.spec.machine import Machine
 
 RULES: list[dict[str, Callable[..., Any]]] = [
     elementwise.FUNCTIONS,
+    complex_parts.FUNCTIONS,
     reductions.FUNCTIONS,
     statistics.FUNCTIONS,
     casting.FUNCTIONS,
@@ -241,5 +243,5 @@ KNOWN = {name: rule for table in RULES for name, rule in table.items()}
 KNOWN = {**numerics.EXTENSIONS["linalg"], **numerics.EXTENSIONS["fft"], **KNOWN}
 KNOWN |= {other: KNOWN[name] for other, name in spellings.ALIASES.items() if name in KNOWN}
 methods.install(interop.numpy_functions(KNOWN), {})
-methods.install(spellings.METHODS | dtensor.METHODS, spellings.PROPERTIES)
+methods.install(spellings.METHODS | dtensor.METHODS | complex_parts.METHODS, complex_parts.PROPERTIES)
 methods.install(shapes.METHODS, shapes.PROPERTIES)

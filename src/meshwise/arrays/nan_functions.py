@@ -46,7 +46,7 @@ def _extreme(name: str, value: float) -> Callable[..., Any]:
         if x.dtype not in FLOATS:
             return found
         none = REDUCTIONS["all"](ELEMENTWISE["isnan"](x), axis=axis, keepdims=keepdims)
-        return x.__array_namespace__().where(none, math.nan, found)
+        return ELEMENTWISE["positive"](x.__array_namespace__().where(none, math.nan, found))
 
     rule.__name__ = rule.__qualname__ = f"nan{name}"
     rule.__doc__ = f"`{name}` of what is not nan; nan where nothing is."
@@ -65,7 +65,7 @@ def nanvar(x: Any, /, axis: Any = None, *, ddof: float = 0.0, correction: float 
     apart = ELEMENTWISE["abs"](_without(x - nanmean(x, axis, keepdims=True), 0.0))
     over = _count(x, axis, keepdims) - (ddof or correction)
     spread = total(apart * apart, axis=axis, keepdims=keepdims) / over
-    return x.__array_namespace__().where(ELEMENTWISE["greater"](over, 0), spread, math.nan)
+    return ELEMENTWISE["positive"](x.__array_namespace__().where(ELEMENTWISE["greater"](over, 0), spread, math.nan))
 
 
 def nanstd(x: Any, /, axis: Any = None, *, ddof: float = 0.0, correction: float = 0.0, keepdims: bool = False) -> Any:

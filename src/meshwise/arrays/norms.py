@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays import layout, reductions
+from meshwise.arrays.aliases import strides_of, viewed
 from meshwise.arrays.align import aligned
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import real_of, result_type
@@ -21,6 +22,7 @@ from meshwise.arrays.sharding import sharding
 from meshwise.arrays.spectra import svdvals
 from meshwise.arrays.stacks import as_matrices
 from meshwise.arrays.statistics import as_floats
+from meshwise.arrays.strides import named, of
 
 
 def vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> Array:
@@ -64,16 +66,28 @@ def _extreme(values: Array, ord: float) -> Array:
 
 
 def diagonal(x: Array, /, *, offset: int = 0) -> Array:
-    """The diagonals of matrices, `offset` above the main one; split as what they are of."""
+    """The diagonals of matrices, `offset` above the main one; split as what they are of: a view that is not written."""
     x = as_array("diagonal", x)
     if len(x.shape) < 2:
         raise ValueError(f"diagonal of shape {x.shape}: it needs matrices in the last two dims.")
+    return diagonal_of(x, offset, read_only=True)
+
+
+def diagonal_of(x: Array, offset: int, *, read_only: bool) -> Array:
+    """The diagonals of matrices as a view."""
+    *stack, rows, columns = of(x.shape, strides_of(x))
+    found = _diagonal(x, offset)
+    strides = named(found.shape, (*stack, rows + columns))
+    return viewed(x, lambda x: _diagonal(x, offset), strides, read_only=read_only, found=found)
+
+
+def _diagonal(x: Array, offset: int) -> Array:
     held, last = x.sharding, len(x.shape) - 1
     parts = []
     for part, (k, _) in zip(x.parts, x.space.local(held), strict=True):
         begin = held.offsets[k] if held.dim is not None and held.dim >= last - 1 else 0
         own = offset + (begin if held.dim == last - 1 else -begin)
-        parts.append(torch.diagonal(part, own, -2, -1).clone())
+        parts.append(torch.diagonal(part, own, -2, -1))
     rows, columns = x.shape[-2:]
     shape = (*x.shape[:-2], max(0, min(rows + min(offset, 0), columns - max(offset, 0))))
     if held.dim is not None and held.dim >= last - 1:

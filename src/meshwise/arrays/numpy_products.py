@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, like
 from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
-from meshwise.arrays.lanes import freed
 from meshwise.arrays.layout import moveaxis, permute_dims
-from meshwise.arrays.norms import cross, matrix_norm, vector_norm
+from meshwise.arrays.norms import cross, diagonal_of, matrix_norm, vector_norm
 from meshwise.arrays.products import Terms, matmul, product, tensordot, vecdot
 from meshwise.arrays.reductions import as_array, total
 from meshwise.arrays.solving import inv
@@ -91,13 +90,8 @@ def _alone(x: Array, labels: str) -> tuple[Array, str]:
     """`x` with each label once: of two dims that have the same, the diagonal."""
     while twice := next((label for label in labels if labels.count(label) > 1), None):
         one, other = labels.index(twice), labels.rindex(twice)
-        x = freed(x, {one, other}, "einsum")
-        rest = [dim for dim in range(len(x.shape)) if dim not in (one, other)]
-        length = min(x.shape[one], x.shape[other])
-        parts = tuple(torch.diagonal(part, 0, one, other).clone() for part in x.parts)
-        held = x.sharding if x.sharding.dim is None else x.sharding.along(rest.index(x.sharding.dim))
-        x = Array(parts, held, (*(x.shape[dim] for dim in rest), length), x.dtype, x.space)
-        labels = "".join(labels[dim] for dim in rest) + twice
+        x = diagonal_of(moveaxis(x, (one, other), (-2, -1)), 0, read_only=False)
+        labels = "".join(label for dim, label in enumerate(labels) if dim not in (one, other)) + twice
     return x, labels
 
 
@@ -130,7 +124,8 @@ def inner(x1: Any, x2: Any, /) -> Any:
     """The sums of products over the last dims of both."""
     x1 = as_array("inner", x1)
     x2 = x1.__array_namespace__().asarray(x2)
-    return x1 * x2 if not x1.shape or not x2.shape else tensordot(x1, x2, axes=((-1,), (-1,)))
+    found = x1 * x2 if not x1.shape or not x2.shape else tensordot(x1, x2, axes=((-1,), (-1,)))
+    return found if found.shape else like(found, found.parts)  # a number
 
 
 def vdot(x1: Any, x2: Any, /) -> Any:

@@ -10,12 +10,12 @@ import numpy as np
 
 from meshwise.arrays.array import Array
 from meshwise.arrays.choosing import take
-from meshwise.arrays.indexing import cut, flipped, nonzero
+from meshwise.arrays.indexing import cut, nonzero
 from meshwise.arrays.joining import concat
-from meshwise.arrays.layout import arranged, moveaxis, permute_dims
+from meshwise.arrays.layout import arranged, flipped, moveaxis, permute_dims
 from meshwise.arrays.reshaping import flat
 from meshwise.arrays.sharding import evenly
-from meshwise.arrays.views import as_own, axis_of
+from meshwise.arrays.views import axis_of
 
 
 def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
@@ -43,18 +43,18 @@ def split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Arr
 
 def atleast_1d(x: Array, /) -> Array:
     """The array; what has no dims with one."""
-    return as_own(x) if x.shape else arranged(x, [None])
+    return x if x.shape else arranged(x, [None])
 
 
 def atleast_2d(x: Array, /) -> Array:
     """The array; a vector as a row."""
-    return as_own(x) if len(x.shape) > 1 else arranged(x, [None, 0] if x.shape else [None, None])
+    return x if len(x.shape) > 1 else arranged(x, [None, 0] if x.shape else [None, None])
 
 
 def atleast_3d(x: Array, /) -> Array:
     """The array; a vector as (1, n, 1), a matrix as (m, n, 1)."""
     if len(x.shape) > 2:
-        return as_own(x)
+        return x
     orders: list[list[int | None]] = [[None, None, None], [None, 0, None], [0, 1, None]]
     return arranged(x, orders[len(x.shape)])
 
@@ -74,9 +74,7 @@ def rot90(x: Array, /, k: int = 1, axes: Sequence[int] = (0, 1)) -> Array:
     first, second = (axis_of(each, len(x.shape), "rot90") for each in axes)
     order = list(range(len(x.shape)))
     order[first], order[second] = second, first
-    turned = as_own(x)
-    if k % 4 in (2, 3):
-        turned = flipped(turned, [first, second])
+    turned = flipped(x, [first, second] if k % 4 in (2, 3) else [])
     return flipped(permute_dims(turned, order), [first]) if k % 2 else turned
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.arrays.aliases import as_array_without_dims
 from meshwise.arrays.align import broadcast_shape, common_space
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import BOOL, promoted
@@ -124,7 +125,8 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
     y = tuple(ours[theirs.index(axis)] if axis in theirs else next(names) for axis in range(len(b)))
     out = tuple(label for label in x if label not in ours) + tuple(label for label in y if label >= len(a))
     shape = tuple(a[k] for k in x if k not in ours) + tuple(b[k] for k in range(len(b)) if k not in theirs)
-    return product(x1, x2, Terms(x, y, out, shape), partial(torch.tensordot, dims=(ours, theirs)), "tensordot")
+    found = product(x1, x2, Terms(x, y, out, shape), partial(torch.tensordot, dims=(ours, theirs)), "tensordot")
+    return as_array_without_dims(found)
 
 
 def outer(x1: Array, x2: Array, /) -> Array:

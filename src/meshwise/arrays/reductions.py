@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.arrays.aliases import in_order_left
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import BOOL, COMPLEX, COMPLEXES, REAL, UNSIGNED, WHOLE, as_dtype
 from meshwise.arrays.elementwise import NoArrayGiven
@@ -92,12 +93,14 @@ def reduced(
     if placed.dim not in axes:
         if len(parts) < len(x.parts):  # an empty part of a divided dim that stays
             parts = _with_empty(x, axes, keepdims, dtype, part_reduce)
-        return Array(tuple(parts), left(placed, axes, keepdims), shape, dtype, x.space)
+        found = Array(tuple(parts), left(placed, axes, keepdims), shape, dtype, x.space)
+        return in_order_left(found, x, axes, keepdims)
     if placed.single:
-        return Array(tuple(parts), sharding(placed.places), shape, dtype, x.space)
+        found = Array(tuple(parts), sharding(placed.places), shape, dtype, x.space)
+        return in_order_left(found, x, axes, keepdims)
     holders = [place for place, size in zip(placed.places, placed.sizes, strict=True) if of_empty or size]
     partials = stacked(x, holders, parts, shape, dtype)
-    return combined(partials, partial_reduce, together(x, shape), dtype, name)
+    return in_order_left(combined(partials, partial_reduce, together(x, shape), dtype, name), x, axes, keepdims)
 
 
 def _of_part(reduce: Reduce, part: Tensor, axes: tuple[int, ...], keepdims: bool) -> Tensor:

@@ -17,54 +17,86 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.aliases import is_number, shown, strides_of, viewed
+from meshwise.arrays.array import Array, like
 from meshwise.arrays.creation import as_shape
-from meshwise.arrays.moves import Piece, exchange, reshard
+from meshwise.arrays.moves import EXPLAINED, Piece, exchange, reshard
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
-from meshwise.arrays.views import made, size_of, taken
+from meshwise.arrays.strides import of_reshape
+from meshwise.arrays.views import made, size_of
 
 
 def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
     """The elements in row-major order in another shape; one length may be -1. See the top of the file for what moves.
 
-    copy: True for memory of its own at once. ValueError with copy=False where elements move or are put in order.
+    A view where NumPy's is one. copy: True for memory of its own at once. ValueError with copy=False where elements
+    move or are put in order.
     """
     wanted = _lengths(x.shape, shape)
+    x = on_its_place(x)
+    if not is_number(x):
+        shown(x)
+    shows, strides = of_reshape(x.shape, strides_of(x), wanted) if size_of(wanted) else (True, None)
+    found, local = _reshaped(x, wanted)
+    shared = list(map(_is_of, found.parts, x.parts)) if local else []
+    if copy is False and not (local and all(shared)):
+        why = "elements are not in order" if local else "as it is divided elements move"
+        raise ValueError(f"reshape({shape}, copy=False) of {x.shape}: {why}. Leave copy out.")
+    if copy or not shows:
+        own = zip(found.parts, shared, strict=True) if local else ()
+        return like(found, [part.clone() if of_x else part for part, of_x in own]) if any(shared) else found
+
+    def rule(x: Array) -> Array:
+        return _reshaped(x, wanted)[0]
+
+    shape, held = x.shape, x.sharding
+
+    def back(found: Array) -> Array:
+        if not local:
+            return _reshaped(on_its_place(found), shape)[0]
+        here = zip(found.parts, found.space.local(held), strict=True)
+        return made([part.reshape(held.part_shape(shape, k)) for part, (k, _) in here], held, found, shape)
+
+    moves = "" if local else "reshape"
+    return viewed(x, rule, strides, back=None if local and all(shared) else back, moves=moves, found=found)
+
+
+def on_its_place(x: Array) -> Array:
+    """A view of what is divided along a dim of one entry: on the place where all of it lies."""
+    held = x.sharding
+    if held.dim is None or x.shape[held.dim] != 1:
+        return x
+    there = sharding((held.places[held.sizes.index(1)],))
+    return viewed(x, lambda x: reshard(x, there), strides_of(x))
+
+
+def _is_of(part: Tensor, whole: Tensor) -> bool:
+    """Whether a reshape of all of a part shows its memory."""
+    return bool(EXPLAINED) or part.data_ptr() == whole.data_ptr()
+
+
+def _reshaped(x: Array, wanted: Shape) -> tuple[Array, bool]:
+    """(the elements in another shape, whether each place keeps what it has). x: divided along no dim of one entry."""
     placed = x.sharding
-    if placed.dim is not None and x.shape[placed.dim] == 1:
-        x = reshard(x, sharding((placed.places[placed.sizes.index(1)],)))  # all of it lies there
-        placed = x.sharding
     if not size_of(wanted):
         placed = evenly(wanted[0], placed.places)
-        found = [
-            part.new_empty(placed.part_shape(wanted, k))
-            for part, (k, _) in zip(x.parts, x.space.local(placed), strict=True)
+        none = [
+            torch.empty(placed.part_shape(wanted, k), dtype=x.dtype, device=x.space.devices[place])
+            for k, place in x.space.local(placed)
         ]
-    elif placed.dim is None:
-        found = [part.reshape(wanted) for part in x.parts]
-    else:
+        return made(none, placed, x, wanted), True
+    if placed.dim is not None:
         old, new = _seen(x.shape, wanted, placed)
-        if old.outer == new.outer == 1 and old.begins == new.begins:
-            placed = new.placed
-            found = [
-                part.reshape(placed.part_shape(wanted, k))
-                for part, (k, _) in zip(x.parts, x.space.local(placed), strict=True)
-            ]
-        elif copy is False:
-            raise ValueError(
-                f"reshape({shape}, copy=False) of {x.shape} as it is divided: elements move. Leave copy out."
-            )
-        else:
-            return _moved(x, wanted, old, new)
-    if copy is False and any(new.data_ptr() != part.data_ptr() for new, part in zip(found, x.parts, strict=False)):
-        raise ValueError(f"reshape({shape}, copy=False) of {x.shape}: elements are not in order. Leave copy out.")
-    parts = [part.clone() if copy else part if copy is False else taken(part) for part in found]
-    return made(parts, placed, x, wanted)
+        if old.outer > 1 or new.outer > 1 or old.begins != new.begins:
+            return _moved(x, wanted, old, new), False
+        placed = new.placed
+    here = zip(x.parts, x.space.local(placed), strict=True)
+    return made([part.reshape(placed.part_shape(wanted, k)) for part, (k, _) in here], placed, x, wanted), True
 
 
 def flat(x: Array) -> Array:
-    """All elements in row-major order, in one dim."""
-    return reshape(x, (-1,))
+    """All elements in row-major order, in one dim: a view where NumPy's is one."""
+    return reshape(x, (-1,), True if strides_of(x) is not None else None)
 
 
 def _lengths(shape: Shape, given: Shape | int) -> Shape:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwise.arrays.aliases import in_order_of
 from meshwise.arrays.array import Array
 from meshwise.arrays.moves import Piece, exchange, reshard
 from meshwise.arrays.sharding import Sharding, evenly, sharding
-from meshwise.arrays.views import SIGNED, made, taken
+from meshwise.arrays.views import SIGNED, made
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | Non
 
     All sources have one dtype, and one shape but along `dim`.
     """
-    first = runs[0].source
+    first, sources = runs[0].source, [run.source for run in runs]
     shape = (*first.shape[:dim], sum(run.count for run in runs), *first.shape[dim + 1 :])
     placed = placed or _best(runs, dim)
     if placed.dim != dim:
@@ -51,12 +52,12 @@ def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | Non
             _joined([_entries(run.source.parts[k], dim, run.start, run.count, run.step) for run in runs], dim)
             for k in range(len(runs[0].source.parts))
         ]
-        return made(parts, placed, first, shape)
+        return in_order_of(made(parts, placed, first, shape), sources)
     wanted = [
         (place, begin, begin + size)
         for place, begin, size in zip(placed.places, placed.offsets, placed.sizes, strict=True)
     ]
-    return made(intervals(runs, dim, wanted, operation), placed, first, shape)
+    return in_order_of(made(intervals(runs, dim, wanted, operation), placed, first, shape), sources)
 
 
 def _best(runs: Sequence[Run], dim: int) -> Sharding:
@@ -180,4 +181,6 @@ def _entries(part: Tensor, dim: int, start: int, count: int, step: int) -> Tenso
 
 
 def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    return taken(tensors[0]) if len(tensors) == 1 else torch.cat(list(tensors), dim)
+    """In memory of their own."""
+    found = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(list(tensors), dim)
+    return found.clone() if found is tensors[0] else found

@@ -11,6 +11,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.assigning import set_item
 from meshwise.arrays.elementwise import NoArrayGiven
 from meshwise.arrays.indexing import get_item
+from meshwise.arrays.views import axis_of
 
 
 def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +56,14 @@ def transposed(x: Array, /, *axes: Any) -> Array:
     return layout.permute_dims(x, axes or tuple(reversed(range(len(x.shape)))))
 
 
+def swapped(x: Array, axis1: int, axis2: int, /) -> Array:
+    """Two dims exchanged."""
+    order = list(range(len(x.shape)))
+    one, other = (axis_of(axis, len(order), "swapaxes") for axis in (axis1, axis2))
+    order[one], order[other] = other, one
+    return layout.arranged(x, order)
+
+
 def flattened(x: Array, /) -> Array:
     """A copy of the elements, in row-major order, in one dim."""
     return reshaping.reshape(x, (-1,), copy=True)
@@ -85,6 +94,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "repeat": joining.repeat,
     "take": choosing.take,
     "nonzero": indexing.nonzero,
-    "swapaxes": lambda x, one, other: layout.moveaxis(x, (one, other), (other, one)),
+    "swapaxes": swapped,
 }
 PROPERTIES: dict[str, Callable[[Array], Any]] = {"T": transposed, "mT": layout.matrix_transpose}

@@ -161,7 +161,7 @@ def matrix_power(x: Array, n: int, /) -> Array:
         found = found if found is None else products.matmul(found, found)
         if bit == "1":
             found = x if found is None else products.matmul(found, x)
-    return _identity(x) if found is None else like(found, [part.clone() for part in found.parts])
+    return _identity(x) if found is None else found
 
 
 def _identity(x: Array) -> Array:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.arrays.aliases import in_order_of
 from meshwise.arrays.array import Array
 from meshwise.arrays.lanes import freed
 from meshwise.arrays.moves import Piece, exchange, reshard
@@ -37,7 +38,7 @@ def argsort(x: Array, /, axis: int | None = -1, *, descending: bool = False, sta
 
 
 def _along(x: Array, axis: int | None, descending: bool, wanted: int, name: str) -> Array:
-    x = as_array(name, x)
+    given = x = as_array(name, x)
     x, axis = (flat(x), 0) if axis is None else (x, axis)
     axis, dtype = axis_of(axis, len(x.shape), name), torch.int64 if wanted else x.dtype
     held = x.sharding
@@ -50,7 +51,8 @@ def _along(x: Array, axis: int | None, descending: bool, wanted: int, name: str)
         parts = tuple(sort_values(part, descending) for part in x.parts)
     else:
         parts = tuple(order(part, axis, descending)[wanted] for part in x.parts)
-    return reshard(Array(parts, x.sharding, x.shape, dtype, x.space), held, name)
+    found = reshard(Array(parts, x.sharding, x.shape, dtype, x.space), held, name)
+    return found if wanted else in_order_of(found, [given])
 
 
 def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Array:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from meshwise.arrays import elementwise
-from meshwise.arrays.array import Array
+from meshwise.arrays.aliases import as_array_without_dims, copied, in_order_of, is_number, strides_of
+from meshwise.arrays.array import Array, like
 from meshwise.arrays.creation import asarray
 from meshwise.arrays.dtypes import WHOLE, promoted
 from meshwise.arrays.norms import diagonal, trace
@@ -48,7 +49,6 @@ ALIASES = {
     "intp": "int64",
     "cfloat": "complex128",
     "asanyarray": "asarray",
-    "ascontiguousarray": "asarray",
     "fmax": "maximum",
     "fmin": "minimum",
     "fix": "trunc",
@@ -116,7 +116,7 @@ def swapaxes(x: Any, /, axis1: int, axis2: int) -> Any:
 
 def ravel(x: Any, /) -> Any:
     """The elements in one dim, in row-major order."""
-    return as_array("ravel", x).reshape(-1)
+    return as_array("ravel", x).ravel()
 
 
 def vstack(arrays: Any, /) -> Any:
@@ -196,10 +196,17 @@ def diag(x: Any, /) -> Any:
     return found
 
 
-def nan_to_num(x: Any, /, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Array:
-    """`x` with numbers for what is none: the greatest and the least of the type for infinities, if not given."""
+def nan_to_num(
+    x: Any, /, copy: bool = True, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
+) -> Array:
+    """`x` with numbers for what is none: the greatest and the least of the type for infinities, if not given; without
+    `copy` in its own memory."""
     x = as_array("nan_to_num", x)
-    return Array(tuple(p.nan_to_num(nan, posinf, neginf) for p in x.parts), x.sharding, x.shape, x.dtype, x.space)
+    found = in_order_of(like(x, [part.nan_to_num(nan, posinf, neginf) for part in x.parts]), [x])
+    if copy:
+        return found
+    x[...] = found
+    return x if x.shape else found
 
 
 def around(x: Any, /, decimals: int = 0) -> Any:
@@ -231,6 +238,18 @@ def item(x: Array, /, *index: Any) -> Any:
 def fill(x: Array, value: Any, /) -> None:
     """`x[...] = value`."""
     x[...] = value
+
+
+def copy_of(x: Array, /) -> Array:
+    """The same elements in memory of their own, in row-major order."""
+    found = copied(x)
+    return found if is_number(x) else as_array_without_dims(found)
+
+
+def in_row_major_order(x: Any, /) -> Any:
+    """The array, of one dim at least; copied where NumPy's is not in row-major order."""
+    x = as_array("ascontiguousarray", x)
+    return copy_of(x) if strides_of(x) is not None else x if x.shape else x.reshape(1)
 
 
 def cumsum(x: Any, /, axis: int | None = None, dtype: Any = None) -> Any:
@@ -285,39 +304,34 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 FUNCTIONS |= {
     "round": around,
-    "copy": lambda x: as_array("copy", x).copy(),
+    "copy": lambda x: in_order_of(as_array_without_dims(as_array("copy", x).copy()), [x]),
+    "ascontiguousarray": in_row_major_order,
     "ndim": lambda x: as_array("ndim", x).ndim,
     "shape": lambda x: as_array("shape", x).shape,
     "size": sized,
 }
 MAKERS: dict[str, Callable[..., Any]] = {"array": array, "identity": identity, "logspace": logspace}
 METHODS: dict[str, Callable[..., Any]] = {
-    "copy": lambda x: asarray(x.space, x, copy=True),
+    "copy": copy_of,
     "fill": fill,
     "dot": dot,
     "tolist": lambda x: x.numpy().tolist(),
     "clip": lambda x, min=None, max=None, **how: _names_of(x).clip(x, min, max, **how),
     "round": around,
-    "conj": lambda x: _names_of(x).conj(x),
     "trace": trace,
     "diagonal": diagonal,
     "ptp": ptp,
     "cumsum": cumsum,
     "cumprod": cumprod,
-    "__copy__": lambda x: asarray(x.space, x, copy=True),
+    "__copy__": copy_of,
     "sort": sort_in_place,
-    "conjugate": lambda x: _names_of(x).conj(x),
     "searchsorted": lambda x, v, side="left", sorter=None: _names_of(x).searchsorted(x, v, side=side, sorter=sorter),
     "tobytes": lambda x: x.numpy().tobytes(),
     "item": item,
-    "__deepcopy__": lambda x, memo: asarray(x.space, x, copy=True),
+    "__deepcopy__": lambda x, memo: copy_of(x),
     "__format__": formatted,
     "__round__": lambda x, decimals=None: round(x.item(), decimals),
     "__divmod__": lambda x, other: (x // other, x % other),
     "__rdivmod__": lambda x, other: (other // x, other % x),
     "argsort": lambda x, axis=-1: _names_of(x).argsort(x, axis=axis),
-}
-PROPERTIES: dict[str, Callable[[Array], Any]] = {
-    "real": lambda x: _names_of(x).real(x),
-    "imag": lambda x: _names_of(x).imag(x),
 }

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.aliases import in_order_left, in_order_of
+from meshwise.arrays.array import Array, like
 from meshwise.arrays.casting import astype
 from meshwise.arrays.dtypes import BOOL, COMPLEXES, FLOATS, UNSIGNED, comparable, real_of
 from meshwise.arrays.moves import combined, reshard, stacked
@@ -36,7 +37,7 @@ def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fal
     axes = as_axes("mean", axis, len(x.shape))
     count = math.prod(x.shape[each] for each in axes)
     added = total(x, axis=axis, keepdims=keepdims)
-    return Array(tuple(part / count for part in added.parts), added.sharding, added.shape, added.dtype, added.space)
+    return in_order_of(like(added, [part / count for part in added.parts]), [added])
 
 
 def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
@@ -49,7 +50,7 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
     if dim not in axes or x.sharding.single:
         parts = tuple(_spread(part, axes, keepdims)[1] / over for part in x.parts)
         placed = sharding(x.sharding.places) if dim in axes else left(x.sharding, axes, keepdims)
-        return Array(parts, placed, shape, kind, x.space)
+        return in_order_left(Array(parts, placed, shape, kind, x.space), x, axes, keepdims)
     assert dim is not None
     rows = {place: size for place, size in zip(x.sharding.places, x.sharding.sizes, strict=True) if size and count}
     if not rows:
@@ -71,7 +72,7 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
         return found
 
     partials = stacked(x, tuple(rows), found, (*shape, 2), x.dtype)
-    return combined(partials, combine, together(x, shape), kind, "var", shape)
+    return in_order_left(combined(partials, combine, together(x, shape), kind, "var", shape), x, axes, keepdims)
 
 
 def real_of_nan(part: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ def _spread(part: Tensor, axes: tuple[int, ...], keepdims: bool) -> tuple[Tensor
 def std(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
     """The standard deviation over axes: the square root of `var`."""
     spread = var(x, axis=axis, correction=correction or ddof, keepdims=keepdims)
-    return Array(tuple(map(torch.sqrt, spread.parts)), spread.sharding, spread.shape, spread.dtype, spread.space)
+    return in_order_of(like(spread, list(map(torch.sqrt, spread.parts))), [spread])
 
 
 def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor]) -> Callable[..., Array]:

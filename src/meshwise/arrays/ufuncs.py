@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.aliases import in_order_of
+from meshwise.arrays.array import Array, like
+from meshwise.arrays.complex_parts import imag, real
 from meshwise.arrays.dtypes import INTEGERS
 from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
 from meshwise.arrays.elementwise import REALS, binary, by_no_zero
@@ -44,7 +46,7 @@ def _of_floats(name: str, op: Callable[..., Any]) -> Callable[..., Array]:
                 f"{name} of complex numbers: not defined for it. Write xp.abs(x) or xp.real(x) for a real one."
             )
         x = x if x.dtype.is_floating_point else x.astype(x.space.default_float)
-        return Array(tuple(op(part) for part in x.parts), x.sharding, x.shape, x.dtype, x.space)
+        return in_order_of(like(x, [op(part) for part in x.parts]), [x])
 
     rule.__name__ = name
     return rule
@@ -60,7 +62,7 @@ def _cube_root(part: Tensor) -> Tensor:
 def angle(x: Any, /, deg: bool = False) -> Any:
     """The angle of complex numbers with the axis of real ones, from -pi to pi; deg: in degrees."""
     x = as_array("angle", x)
-    found = ELEMENTWISE["atan2"](ELEMENTWISE["imag"](x), ELEMENTWISE["real"](x))
+    found = ELEMENTWISE["atan2"](imag(x), real(x))
     return found * (180 / math.pi) if deg else found
 
 

@@ -1,9 +1,4 @@
-"""Parts that share memory: a result that shows part of an array, and the copy that is made before one is written.
-
-To a program every result is an array of its own. Large views share memory until one of the sharers is written: it
-takes a copy first. Small ones are copied at once, so that a row which is kept does not make each write to its array
-copy all of it.
-"""
+"""What rules of shapes and entries share: an array made of parts, its bits, its dims."""
 
 from __future__ import annotations
 
@@ -17,38 +12,6 @@ from torch import Tensor
 
 from meshwise.arrays.array import Array
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
-from meshwise.compat.sharing import is_shared
-
-SMALL = 4
-"""A view of less than one in so many bytes of its memory is copied at once."""
-
-
-def taken(view: Tensor) -> Tensor:
-    """A part that shows another's memory: as it is, or copied where it is a small part of it."""
-    if view.numel() * view.element_size() * SMALL < view.untyped_storage().nbytes():
-        return view.clone(memory_format=torch.contiguous_format)
-    return view
-
-
-def as_own(x: Array) -> Array:
-    """The same elements as an array of its own: to a program a copy, whose memory is shared until one is written."""
-    return made([part.view_as(part) for part in x.parts], x.sharding, x, x.shape)
-
-
-def own(x: Array) -> None:
-    """Before `x` is written: no other array, and no element of its own, has the memory of its parts."""
-    if not alone(x):
-        x.parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in x.parts)
-
-
-def alone(x: Array) -> bool:
-    """Whether no other array, and no element of its own, has the memory of its parts."""
-    return not any(is_shared(part) or _repeats(part) for part in x.parts)
-
-
-def _repeats(part: Tensor) -> bool:
-    """Whether elements share memory, as after `expand`."""
-    return any(stride == 0 and length > 1 for stride, length in zip(part.stride(), part.shape, strict=True))
 
 
 def made(parts: list[Tensor], placed: Sharding, x: Array, shape: Shape | list[int]) -> Array:

@@ -1,0 +1,231 @@
+"""Arrays that show one memory: what is written through one shows in all, as NumPy's views do.
+
+The parts of most views are tensors that show the memory of the parts that they are views of. What torch cannot show,
+entries in descending order and a `reshape` whose elements lie on other places, is a copy: made anew when it is read
+after the memory was written, and written back when it is written itself. A view keeps what it shows alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from sys import getrefcount
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.array import Alias, Array, Memory, like
+from meshwise.arrays.gathering import tell_return
+from meshwise.arrays.moves import EXPLAINED, agreed, reshard
+from meshwise.arrays.sharding import Shape
+from meshwise.arrays.strides import Strides, is_descending, of, of_result
+
+Rule = Callable[[Array], Array]
+FOREIGN = Memory()
+"""What arrays of other libraries show, too: any two of these may show the same."""
+
+
+def is_number(x: Array) -> bool:
+    """Whether NumPy would have a number here, not an array without dims: what is computed, and one element read."""
+    return x.alias is None and not x.shape
+
+
+def as_array_without_dims(x: Array) -> Array:
+    """`x`, whose `+=` is seen by all that refers to it, though it may have no dims."""
+    if is_number(x):
+        x.alias = Alias(Memory())
+    return x
+
+
+def strides_of(x: Array) -> Strides:
+    """NumPy's strides of the array; None: row-major order."""
+    return None if x.alias is None else x.alias.strides
+
+
+def shown(x: Array) -> Alias:
+    """The alias of an array of which there is to be a view, or which is to be written."""
+    if x.alias is None:
+        if any(map(_repeats, x.parts)):  # elements without memory of their own
+            x.parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in x.parts)
+        x.alias = Alias(Memory())
+    return x.alias
+
+
+def _repeats(part: Tensor) -> bool:
+    return any(stride == 0 and length > 1 for stride, length in zip(part.stride(), part.shape, strict=True))
+
+
+def viewed(
+    x: Array,
+    rule: Rule,
+    strides: Strides,
+    *,
+    back: Rule | None = None,
+    moves: str = "",
+    read_only: bool = False,
+    found: Array | None = None,
+) -> Array:
+    """`rule(x)` as a view of `x`. back: given where its parts are copies; and moves: see `Alias`. found: `rule(x)`, if
+    it is known by now. The rules do not keep `x`."""
+    if is_number(x):  # which never changes
+        found = rule(copied(x))
+        found.alias = Alias(Memory(), strides, read_only) if found.shape else None
+        return found
+    own = shown(x)
+    found = rule(x) if found is None else found
+    alias = found.alias = Alias(own.memory, strides, read_only or own.read_only)
+    if back is not None or own.source is not None:
+        alias.source, alias.rule, alias.back, alias.moves = x, rule, back, moves or own.moves
+        alias.kept, alias.seen = found.parts, own.memory.writes
+        del found.parts
+    return found
+
+
+def copied(x: Array) -> Array:
+    """The same elements in memory of their own."""
+    return like(x, [part.clone(memory_format=torch.contiguous_format) for part in x.parts])
+
+
+def fetched(x: Array) -> tuple[Tensor, ...]:
+    """`x.parts` of a view that has none of its own."""
+    alias = x.alias
+    if alias is None or alias.source is None or alias.rule is None:
+        raise AttributeError("parts")
+    if alias.seen != alias.memory.writes:
+        alias.kept, alias.seen = alias.rule(alias.source).parts, alias.memory.writes
+    kept = alias.kept
+    if not (alias.moves and x.space.over_ranks) and is_last(x):
+        _let_go(x)
+    return kept
+
+
+def is_last(x: Array) -> bool:
+    """Whether nobody has another array that shows this memory: what `x` is a copy of is kept by nothing but `x`."""
+    alias, aliases = x.alias, 1
+    memory = alias.memory if alias is not None else FOREIGN
+    while alias is not None and alias.source is not None:
+        if getrefcount(alias.source) > 2:  # the alias, and the call
+            return False
+        alias, aliases = alias.source.alias, aliases + 1
+    return getrefcount(memory) == aliases + 2  # the local name, and the call
+
+
+def _let_go(x: Array) -> None:
+    """What `x` holds is its own from here."""
+    if x.alias is not None:
+        x.parts, x.alias = x.alias.kept, Alias(Memory(), x.alias.strides, x.alias.read_only)
+
+
+def writable(x: Array) -> tuple[Tensor, ...]:
+    """The parts of `x`, to be written; `written(x)` follows. ValueError where it must not be."""
+    alias = shown(x)
+    if alias.read_only:
+        raise ValueError(
+            "assignment destination is read-only: it is a diagonal, or repeats what it is of. Write x.copy() first."
+        )
+    if alias.moves and x.space.over_ranks and all(agreed(x.space, [int(is_last(x))], "view")):
+        fetched(x)
+        _let_go(x)
+    parts = _current(x)
+    if x.alias is alias and alias.moves:
+        tell_return(x, alias.moves)
+    return parts
+
+
+def _current(x: Array) -> tuple[Tensor, ...]:
+    """The parts of `x`; of a view of a copy, those that show it as it is now."""
+    alias = x.alias
+    if alias is not None and alias.source is not None and alias.rule is not None and alias.back is None:
+        _current(alias.source)
+        alias.kept, alias.seen = alias.rule(alias.source).parts, alias.memory.writes
+    return x.parts
+
+
+def written(x: Array) -> None:
+    """After the parts of `x` were written: all else that shows its memory shows that."""
+    alias = shown(x)
+    if alias.source is None:
+        alias.memory.writes += 1
+        return
+    if alias.back is None:
+        written(alias.source)
+    else:
+        fill(alias.source, alias.back(x), "write through a view")
+    alias.seen = alias.memory.writes
+
+
+def fill(x: Array, values: Array, operation: str) -> None:
+    """The elements of `x` become those of an array of its shape and dtype."""
+    there = reshard(values, x.sharding, operation)
+    for part, value in zip(writable(x), there.parts, strict=True):
+        part.copy_(value)
+    written(x)
+
+
+def entangled(x: Array, other: object) -> bool:
+    """Whether an array may show memory that `x` shows."""
+    if not isinstance(other, Array) or other.alias is None:
+        return False
+    return other.alias.memory is FOREIGN or (x.alias is not None and other.alias.memory is x.alias.memory)
+
+
+def in_place(x: Array, other: object, terms: Sequence[Any]) -> bool:
+    """Whether an elementwise result may be written over `x` at once: no element of `other` is at another's place."""
+    if not entangled(x, other) or EXPLAINED:
+        return True
+    return not any(_meet(mine, term) and not _same(mine, term) for mine, term in zip(x.parts, terms, strict=True))
+
+
+def put(target: Tensor, value: Tensor) -> None:
+    """Write a value whose memory may be the target's: nothing where it is all of it, a copy where it is some."""
+    if EXPLAINED:
+        return
+    if not _meet(value, target):
+        target.copy_(value)
+    elif not _same(value, target):
+        target.copy_(value.clone())
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    (begin, end), (low, high) = _span(one), _span(other)
+    return begin < high and low < end
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    ours, theirs = (one.data_ptr(), one.shape, one.stride()), (other.data_ptr(), other.shape, other.stride())
+    return ours == theirs and one.dtype is other.dtype
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from the first element to behind the last."""
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return (begin, begin + (last + 1) * tensor.element_size()) if tensor.numel() else (0, 0)
+
+
+def in_order_of(found: Array, operands: Sequence[Array]) -> Array:
+    """A result that NumPy makes in the order of its operands, which is not row-major in all of them."""
+    first = operands[0]
+    if first.shape == found.shape and is_descending(first.shape, strides_of(first)):
+        return found
+    strides = of_result(found.shape, tuple(_seen(x, found.shape) for x in operands))
+    if strides is not None:
+        found.alias = Alias(Memory(), strides)
+    return found
+
+
+def in_order_left(found: Array, x: Array, axes: Collection[int], keepdims: bool) -> Array:
+    """A reduction of `x`, whose dims lie in the order that those of `x` have."""
+    if x.alias is None or x.alias.strides is None:
+        return found
+    own = [0 if dim in axes else stride for dim, stride in enumerate(x.alias.strides) if keepdims or dim not in axes]
+    strides = of_result(found.shape, (tuple(own),))
+    found.alias = found.alias if strides is None else Alias(Memory(), strides)
+    return found
+
+
+def _seen(x: Array, shape: Shape) -> tuple[int, ...]:
+    """The strides of an operand in the dims of the result; 0 where it is repeated."""
+    strides = of(x.shape, strides_of(x))
+    own = tuple(stride if length > 1 else 0 for length, stride in zip(x.shape, strides, strict=True))
+    return (0,) * (len(shape) - len(own)) + own

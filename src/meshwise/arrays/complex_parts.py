@@ -1,0 +1,47 @@
+"""The real and the imaginary parts of complex numbers: views of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.arrays.aliases import strides_of, viewed
+from meshwise.arrays.array import Alias, Array, Memory, like
+from meshwise.arrays.dtypes import real_of
+from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
+from meshwise.arrays.reductions import as_array
+from meshwise.arrays.strides import named, of
+
+
+def real(x: Any, /) -> Array:
+    """The real parts; of real numbers the array itself."""
+    x = as_array("real", x)
+    return _part(x, torch.real) if x.dtype.is_complex else x
+
+
+def imag(x: Any, /) -> Array:
+    """The imaginary parts; of real numbers zeros, which are not written since they are of no part of `x`."""
+    x = as_array("imag", x)
+    if x.dtype.is_complex:
+        return _part(x, torch.imag)
+    found = like(x, [torch.zeros_like(part) for part in x.parts])
+    found.alias = Alias(Memory(), read_only=True)
+    return found
+
+
+def _part(x: Array, part_of: Callable[[Tensor], Tensor]) -> Array:
+    strides = named(x.shape, tuple(2 * stride for stride in of(x.shape, strides_of(x))))
+    return viewed(x, lambda x: like(x, [part_of(part) for part in x.parts], real_of(x.dtype)), strides)
+
+
+def conjugated(x: Array, /) -> Array:
+    """The complex conjugates; of real numbers the array itself."""
+    return ELEMENTWISE["conj"](x) if x.dtype.is_complex else x
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"real": real, "imag": imag}
+METHODS: dict[str, Callable[..., Any]] = {"conj": conjugated, "conjugate": conjugated}
+PROPERTIES: dict[str, Callable[[Array], Any]] = {"real": real, "imag": imag}
