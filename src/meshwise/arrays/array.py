@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,15 +79,14 @@ class Array:
         def __int__(self) -> int: ...
 
 
+@dataclass(slots=True, eq=False)
 class Memory:
     """What arrays that are views of each other show. writes: how often it was written, the same number on all ranks."""
 
-    __slots__ = ("writes",)
-
-    def __init__(self) -> None:
-        self.writes = 0
+    writes: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Alias:
     """How an array shows a memory. strides: NumPy's, in elements; None: row-major order.
 
@@ -96,19 +96,16 @@ class Alias:
     moves: by which operation what is written goes back to other places; empty where it stays.
     """
 
-    __slots__ = ("back", "flips", "kept", "memory", "moves", "read_only", "rule", "seen", "source", "strides")
-
-    def __init__(self, memory: Memory, strides: tuple[int, ...] | None = None, read_only: bool = False) -> None:
-        self.memory = memory
-        self.strides = strides
-        self.read_only = read_only
-        self.source: Array | None = None
-        self.rule: Callable[[Array], Array] | None = None
-        self.back: Callable[[Array], Array] | None = None
-        self.flips: frozenset[int] = frozenset()
-        self.moves = ""
-        self.kept: tuple[Tensor, ...] = ()
-        self.seen = 0
+    memory: Memory
+    strides: tuple[int, ...] | None = None
+    read_only: bool = False
+    source: Array | None = None
+    rule: Callable[[Array], Array] | None = None
+    back: Callable[[Array], Array] | None = None
+    flips: frozenset[int] = frozenset()
+    moves: str = ""
+    kept: tuple[Tensor, ...] = ()
+    seen: int = 0
 
 
 def like(x: Array, parts: list[Tensor] | tuple[Tensor, ...], dtype: torch.dtype | None = None) -> Array:
