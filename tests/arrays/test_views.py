@@ -174,6 +174,67 @@ def test_strict_devices_and_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyP
             run(Random(seed), 3)
 
 
+COPIES: dict[str, Callable[[Any, Any], Any]] = {
+    "ravel of steps": lambda np, a: a[::2, 0].ravel(),
+    "ravel of a transposed": lambda np, a: a.T.ravel(),
+    "reshape of columns": lambda np, a: a[:, :2].reshape(-1),
+    "reshape of what was computed transposed": lambda np, a: (a.T + 1).reshape(-1),
+    "ascontiguousarray": lambda np, a: np.ascontiguousarray(a.T),
+    "a list of one": lambda np, a: a[[1]],
+    "an index without dims": lambda np, a: np.take(a, np.asarray(0), axis=0),
+    "True": lambda np, a: a[True],
+    "astype": lambda np, a: a.astype(a.dtype),
+    "concatenate": lambda np, a: np.concatenate([a]),
+    "copy of a view": lambda np, a: a[::-1].copy(),
+    "meshgrid": lambda np, a: np.meshgrid(a[0], a[1])[0],
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_numpys_is_one(name: str) -> None:
+    before = np.arange(24.0).reshape(6, 4)
+    for layout in layouts(before.shape):
+        a, x = before.copy(), XP.asarray(before, sharding=layout)
+        theirs, ours = COPIES[name](np, a), COPIES[name](XP, x)
+        theirs = theirs if isinstance(theirs, np.ndarray) else np.asarray(theirs)
+        theirs[...], ours[...] = 7, 7
+        same(x, a)
+        a *= 2
+        x *= 2
+        same(ours, theirs)
+
+
+def test_what_is_read_while_it_is_written_is_read_before() -> None:
+    for layout in layouts((6,)):
+        a, x = np.array([1, 2, 3, 4, 5, 0]), XP.asarray([1, 2, 3, 4, 5, 0], sharding=layout)
+        for each in (a, x):
+            each[each] = each[::-1]
+            each[each[:3]] += each[3:]
+            each[each > 2] = each[: int((each > 2).sum())]
+        same(x, a)
+        m, y = a > 2, x > 2
+        for each in (m, y):
+            each[each[::-1]] = False
+            each[1:][each[:-1]] = True
+        same(y, m)
+
+
+def test_a_view_of_a_copy_is_written_as_it_is_now() -> None:
+    a, x = np.arange(24.0).reshape(4, 6), XP.asarray(np.arange(24.0).reshape(4, 6), sharding=XP.shard(1))
+    with mw.guard("allow"):
+        for each in (a, x):
+            line = each.ravel()
+            middle, back = line[5:15], line[::-1]
+            each[1] = -1
+            line[6] = 50
+            middle[2] = 60
+            each[0] = 3
+            back[10:15] += middle[:5]
+            middle += 1
+            line.reshape(6, 4).T[0] = 8
+    same(x, a)
+
+
 GIVEN: dict[str, Any] = {
     "matrix": np.arange(12.0).reshape(3, 4),
     "square": np.arange(9.0).reshape(3, 3) + 20 * np.eye(3),

@@ -101,13 +101,12 @@ def fetched(x: Array) -> tuple[Tensor, ...]:
 
 def is_last(x: Array) -> bool:
     """Whether nobody has another array that shows this memory: what `x` is a copy of is kept by nothing but `x`."""
-    alias, aliases = x.alias, 1
-    memory = alias.memory if alias is not None else FOREIGN
-    while alias is not None and alias.source is not None:
+    alias, aliases = shown(x), 1
+    while alias.source is not None:
         if getrefcount(alias.source) > 2:  # the alias, and the call
             return False
-        alias, aliases = alias.source.alias, aliases + 1
-    return getrefcount(memory) == aliases + 2  # the local name, and the call
+        alias, aliases = shown(alias.source), aliases + 1
+    return getrefcount(alias.memory) == aliases + 1  # of an attribute: a local name may be counted, or not
 
 
 def _let_go(x: Array) -> None:
@@ -126,19 +125,10 @@ def writable(x: Array) -> tuple[Tensor, ...]:
     if alias.moves and x.space.over_ranks and all(agreed(x.space, [int(is_last(x))], "view")):
         fetched(x)
         _let_go(x)
-    parts = _current(x)
+    parts = x.parts
     if x.alias is alias and alias.moves:
         tell_return(x, alias.moves)
     return parts
-
-
-def _current(x: Array) -> tuple[Tensor, ...]:
-    """The parts of `x`; of a view of a copy, those that show it as it is now."""
-    alias = x.alias
-    if alias is not None and alias.source is not None and alias.rule is not None and alias.back is None:
-        _current(alias.source)
-        alias.kept, alias.seen = alias.rule(alias.source).parts, alias.memory.writes
-    return x.parts
 
 
 def written(x: Array) -> None:
