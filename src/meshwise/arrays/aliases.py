@@ -44,6 +44,8 @@ def strides_of(x: Array) -> Strides:
 
 def shown(x: Array) -> Alias:
     """The alias of an array of which there is to be a view, or which is to be written."""
+    if x.alias is not None and x.alias.source is not None:
+        fetched(x)  # after which it may have what it shows for its own
     if x.alias is None:
         if any(map(_repeats, x.parts)):  # elements without memory of their own
             x.parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in x.parts)
@@ -101,12 +103,12 @@ def fetched(x: Array) -> tuple[Tensor, ...]:
 
 def is_last(x: Array) -> bool:
     """Whether nobody has another array that shows this memory: what `x` is a copy of is kept by nothing but `x`."""
-    alias, aliases = shown(x), 1
-    while alias.source is not None:
+    alias, aliases = x.alias, 1
+    while alias is not None and alias.source is not None:
         if getrefcount(alias.source) > 2:  # the alias, and the call
             return False
-        alias, aliases = shown(alias.source), aliases + 1
-    return getrefcount(alias.memory) == aliases + 1  # of an attribute: a local name may be counted, or not
+        alias, aliases = alias.source.alias, aliases + 1
+    return alias is None or getrefcount(alias.memory) == aliases + 1  # of an attribute: a local name may not be counted
 
 
 def _let_go(x: Array) -> None:

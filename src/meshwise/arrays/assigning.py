@@ -173,10 +173,7 @@ def _laid(x: Array, value: Array | Tensor, shape: Shape, placed: Sharding) -> tu
 
 def _copy(target: Array, value: Array | Tensor) -> None:
     for view, part in zip(target.parts, _laid(target, value, target.shape, target.sharding), strict=True):
-        if isinstance(value, Array) and value.alias is not None:
-            put(view, part)
-        else:
-            view.copy_(part)
+        put(view, part)
 
 
 def _set_masked(target: Array, dim: int, mask: Array, value: Value, key: Key, flips: Sequence[int]) -> None:
