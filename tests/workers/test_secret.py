@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -144,6 +145,23 @@ def test_no_secret_is_taken_from_what_others_could_have_put_there(
             given.tell(port=1)
         given.remove()
         assert os.path.lexists(path)  # nobody's file is removed unasked
+
+
+@as_root
+def test_a_file_of_another_that_cannot_even_be_opened_is_told_with_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = file_of(tmp_path), os.open
+    of_nobody(path)
+
+    def closed(name: Path, flags: int, mode: int) -> int:  # to who is not root
+        if not flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(name, flags, mode)
+
+    monkeypatch.setattr(secret.os, "open", closed)
+    with pytest.raises(UsageError, match=f"belongs to user {NOBODY}, and this process to user 0: no secret"):
+        secret_of("job", tmp_path)
 
 
 def test_where_no_file_can_be_made_it_is_said_what_to_write(tmp_path: Path) -> None:

@@ -134,22 +134,22 @@ def open_door(place: Place, port: int, folder: Path) -> Secret:
 
 def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str, int]:
     """On another rank: the host and the port of the store. Raises UsageError where rank 0 is not found in time."""
-    began, stranger, since, said, made = time.monotonic(), "", math.inf, False, False
+    began, since, said, made = time.monotonic(), math.inf, False, False
     question = json.dumps({"rank": place.rank, "who": uuid.uuid4().hex}).encode()
     while True:
         secret, waited = secret_of(place.key, folder), time.monotonic() - began
-        made |= secret.made
+        made, stranger = made or secret.made, ""
         for address, port in _doors(place, secret):
             try:
                 answer = _ask(address, port, secret.value, question)
             except Unproven:
-                stranger, since = f"{address}:{port}", min(since, waited)
+                stranger = f"{address}:{port}"
                 continue
             if "port" in answer:
                 found = address, int(answer["port"])
                 _secrets[found] = secret
                 return found
-        tried = _tried(place, secret, stranger)
+        tried, since = _tried(place, secret, stranger), min(since, waited) if stranger else math.inf
         if waited > PATIENCE and not said:
             print(f"rank {place.rank} of {place.size} waits for rank 0: {tried}", file=sys.stderr, flush=True)
             said = True

@@ -39,7 +39,7 @@ class Secret:
     """The secret of a start. path: its file. told: what else stands there. why: it is not believed. made: by this
     call."""
 
-    value: bytes
+    value: bytes = field(repr=False)
     path: Path
     told: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
@@ -85,7 +85,7 @@ def secret_of(name: str, folder: Path) -> Secret:
     except FileNotFoundError:
         pass
     except OSError as error:
-        why = _why(error)
+        why = _why(error, path)
     return Secret(_of(given.encode(), name), path, told, why)
 
 
@@ -103,7 +103,7 @@ def _of_file(name: str, path: Path) -> Secret:
                     return Secret(_of(bytes.fromhex(secret), name), path, told, made=made)
             time.sleep(0.02)
     except OSError as error:
-        raise UsageError(_refused(path, _why(error))) from None
+        raise UsageError(_refused(path, _why(error, path))) from None
     raise UsageError(_refused(path, "has no secret in it"))
 
 
@@ -140,15 +140,22 @@ def not_private(facts: os.stat_result) -> str:
     if not stat.S_ISREG(facts.st_mode):
         return "is no file"
     if facts.st_uid != os.geteuid():
-        return f"belongs to user {facts.st_uid}, and this process to user {os.geteuid()}"
+        return _foreign(facts.st_uid)
     if facts.st_mode & 0o077:
         return f"is open to others: its mode is {stat.S_IMODE(facts.st_mode):o}, and not 600"
     return "has another name too" if facts.st_nlink > 1 else ""
 
 
-def _why(error: OSError) -> str:
+def _foreign(owner: int) -> str:
+    return f"belongs to user {owner}, and this process to user {os.geteuid()}"
+
+
+def _why(error: OSError, path: Path) -> str:
     if error.errno == errno.ELOOP:
         return "is a link"
+    with contextlib.suppress(OSError):  # of a file that cannot be opened, for the text alone
+        if error.errno == errno.EACCES and (owner := path.lstat().st_uid) != os.geteuid():
+            return _foreign(owner)
     return error.args[1] if error.errno is None else f"cannot be opened ({error.strerror})"
 
 

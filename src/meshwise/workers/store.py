@@ -23,6 +23,7 @@ from meshwise.workers.doorkeeper import Doorkeeper
 from meshwise.workers.handshake import Line, enter
 
 PURPOSE = "machines"
+PROOF_TIMEOUT = 5.0  # seconds for a launcher that is reached to prove the secret: it may be busy
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,11 @@ class Store:
 
 
 class Link:
-    """The store of another machine. Raises OSError where it is not to be reached, or does not know the secret."""
+    """The store of another machine. Raises OSError where it is not reached in time, or does not know the secret."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, timeout: float) -> None:
         connection = socket.create_connection(address, timeout=timeout)
-        self._line = enter(connection, secret, PURPOSE, timeout)
+        self._line = enter(connection, secret, PURPOSE, PROOF_TIMEOUT)
         self.host = str(connection.getsockname()[0])
         """Where this machine is reached by that one."""
 
