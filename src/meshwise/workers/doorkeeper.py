@@ -60,7 +60,7 @@ class Doorkeeper:
                     self._accept()
                 elif key.fileobj in self._guests:
                     self._hear(key.data)
-            while (oldest := self._oldest()) and oldest.age > TIMEOUT:
+            while (oldest := self._oldest()) and time.monotonic() - oldest.since > TIMEOUT:
                 self._part(oldest)
         for each in (self._server, *self._guests):
             each.close()
@@ -72,7 +72,7 @@ class Doorkeeper:
     def _accept(self) -> None:
         oldest = self._oldest()
         if oldest is not None and len(self._guests) >= GUESTS:
-            if oldest.age < GRACE:
+            if time.monotonic() - oldest.since < GRACE:
                 time.sleep(PAUSE)
                 return
             self._part(oldest)

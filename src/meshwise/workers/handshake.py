@@ -153,12 +153,7 @@ class Guest:
         self.connection = connection
         self.proofs: Proofs | None = None
         """None until it has asked for ours, as we do."""
-        self._heard, self._since = b"", time.monotonic()
-
-    @property
-    def age(self) -> float:
-        """Seconds since it came."""
-        return time.monotonic() - self._since
+        self._heard, self.since = b"", time.monotonic()
 
     def hear(self, secret: bytes, purpose: str) -> Line | None:
         """Take what has come of it: its line, once it has proven the secret. Raises OSError where it has not."""

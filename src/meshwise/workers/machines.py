@@ -93,7 +93,7 @@ class Machines:
                 raise WorkerFailed("the run has ended without this machine.", exit_code=told["code"])
             if self._meeting.try_get("begins") is None and (told := self._meeting.try_get("moved")):
                 self._follow(dict(json.loads(told)), dict(asked or {}), say)
-            waits, stranger = self._meeting.try_get("begins") is None, self._store.stranger
+            waits, stranger = self._meeting.try_get("begins") is None, self._store.door.stranger
             if self._meeting.error is not None or (waits and time.monotonic() > until):
                 raise WorkerFailed(
                     f"not all {self.nnodes} machines came within {RENDEZVOUS_TIMEOUT.seconds // 60} min. Start each "

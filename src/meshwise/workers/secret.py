@@ -82,10 +82,8 @@ def secret_of(name: str, folder: Path) -> Secret:
     told, why = dict[str, Any](), ""
     try:
         told = _read(path)
-    except FileNotFoundError:
-        pass
     except OSError as error:
-        why = _why(error, path)
+        why = "" if isinstance(error, FileNotFoundError) else _why(error, path)
     return Secret(_of(given.encode(), name), path, told, why)
 
 

@@ -54,13 +54,8 @@ class Store:
         self._heard: dict[str, float] = {}
         self._version, self._lock = 0, threading.Lock()
         server = listening(host, port) if listens is None else socket.socket(fileno=listens)
-        self._door = Doorkeeper(server, secret, PURPOSE, self._serve)
-        self.port = self._door.port
-
-    @property
-    def stranger(self) -> str | None:
-        """Where the last one was that did not know the secret."""
-        return self._door.stranger
+        self.door = Doorkeeper(server, secret, PURPOSE, self._serve)
+        self.port = self.door.port
 
     def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
         with self._lock:
@@ -78,7 +73,7 @@ class Store:
 
     def close(self) -> None:
         """Serve no more."""
-        self._door.close()
+        self.door.close()
 
     def _serve(self, line: Line) -> None:
         name = ""
