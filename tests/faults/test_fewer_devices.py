@@ -62,6 +62,13 @@ def test_a_gpu_that_fell_off_its_bus_is_left_out(tmp_path: Path) -> None:
     assert devices.left(1) == 1
 
 
+def test_a_gpu_that_the_system_never_showed_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In some containers and virtual machines /sys has no GPU."""
+    monkeypatch.setattr("meshwise.api.devices_left.pci_address", lambda name: "0000:10:00.0")
+    (tmp_path / "bus/pci/devices").mkdir(parents=True)
+    assert DevicesLeft(SLOTS, tmp_path).left(2) == len(SLOTS)
+
+
 def test_each_sees_the_accelerators_that_are_used() -> None:
     devices = DevicesLeft([WorkerSlot("cpu", at, (), 1, (0, 1)) for at in (0, 1)])
     devices.failed(died(0, 4), 0, 1, [Fault("lost", 0, 4)])

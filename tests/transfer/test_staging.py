@@ -97,7 +97,7 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graph]:
     current = iter([Stream("source"), Stream("target")] * 10)
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch, "Stream", lambda device: Stream(next(names)))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: next(current))
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda device: next(current))
     monkeypatch.setattr(Tensor, "copy_", copy_)
     monkeypatch.setattr(
         Tensor, "record_stream", lambda self, stream: found.work.setdefault(f"keeps {stream.name}", ("", 0))

@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 from meshwise.machine.allowance import allowed_cores, cores_near, split_cores
 from meshwise.machine.discovery.sysfs import address_of
-from meshwise.spec.devices import DeviceRequest, WorkerSlot, core_ranges
+from meshwise.spec.devices import STREAMED, DeviceRequest, WorkerSlot, core_ranges
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import plural
 
@@ -31,7 +31,11 @@ def accelerators() -> tuple[str | None, int]:
     import torch
 
     device = torch.accelerator.current_accelerator(check_available=True)
-    return (None, 0) if device is None else (device.type, torch.accelerator.device_count())
+    if device is not None:
+        return device.type, torch.accelerator.device_count()
+    # Where plans were rehearsed in this process, torch.accelerator knows the rehearsal's stand-in alone.
+    found = next((kind for kind in STREAMED if torch.get_device_module(kind).is_available()), None)
+    return found, torch.get_device_module(found).device_count() if found else 0
 
 
 def describe(slots: Sequence[WorkerSlot], first: int = 0) -> str:

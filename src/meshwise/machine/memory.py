@@ -21,7 +21,7 @@ from meshwise.spec.units import bytes_text
 def used_bytes(device: str) -> int:
     """Bytes now in use: allocated tensors on an accelerator, resident memory of this process for a CPU worker."""
     if has_streams(device):
-        return torch.accelerator.memory_allocated(device)
+        return int(torch.get_device_module(device).memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
 
 
@@ -41,7 +41,7 @@ def memory_counters(device: str) -> dict[str, float]:
 def peak_bytes(device: str) -> int:
     """The largest use so far, as `used_bytes` counts it."""
     if has_streams(device):
-        return torch.accelerator.max_memory_allocated(device)
+        return int(torch.get_device_module(device).max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB on Linux, bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -49,7 +49,7 @@ def peak_bytes(device: str) -> int:
 def free_bytes(device: torch.device) -> int:
     """Bytes that can be allocated on an accelerator now; of another device, bytes of the host, or of this container."""
     if has_streams(device):
-        return int(torch.accelerator.get_memory_info(device)[0])
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
     available, left = int(psutil.virtual_memory().available), memory_left()
     return available if left is None else min(available, left)
 
@@ -57,10 +57,10 @@ def free_bytes(device: torch.device) -> int:
 def memory_facts(device: str) -> dict[str, int]:
     """Bytes `allocated`, `reserved` and `free` on the device, for a report of an out-of-memory error."""
     if has_streams(device):
-        free, total = torch.accelerator.get_memory_info(device)
+        free, total = torch.get_device_module(device).mem_get_info(device)
         return {
-            "allocated": torch.accelerator.memory_allocated(device),
-            "reserved": torch.accelerator.memory_reserved(device),
+            "allocated": torch.get_device_module(device).memory_allocated(device),
+            "reserved": torch.get_device_module(device).memory_reserved(device),
             "free": free,
             "total": total,
         }
@@ -81,7 +81,7 @@ def cap_memory(device: str, limit: int) -> None:
     what is mapped and not used yet stays out of the limit. Raises UsageError for less than the process holds already.
     """
     if has_streams(device):
-        total = torch.accelerator.get_memory_info(device)[1]
+        total = torch.get_device_module(device).mem_get_info(device)[1]
         if limit < total:
             torch.get_device_module(device).set_per_process_memory_fraction(limit / total)
         return

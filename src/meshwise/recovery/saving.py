@@ -173,7 +173,7 @@ class Saver:
             source = view_of(tensors[name], held_box)
             into.copy_(source if inside is None else source[inside], non_blocking=True)
         if has_streams(self._world.device):
-            torch.accelerator.current_stream().synchronize()
+            torch.get_device_module(self._world.device).current_stream().synchronize()
         self._number += 1
         content = [(beginning, as_bytes(buffer))] if copies else []
         folder = self._folder / (files.name_of(facts["step"], facts["attempt"]) + files.PART)

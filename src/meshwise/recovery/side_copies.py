@@ -34,7 +34,7 @@ class SideCopies:
     def copy(self, into: Sequence[Tensor], sources: Sequence[Tensor], then: Callable[[], None]) -> None:
         """Begin to copy, once what the current stream has is done. then: is called, in a thread, when all is copied."""
         self.finish()
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        self._stream.wait_stream(self._current())
         with self._stream:
             copying.copy_all(into, sources, non_blocking=True)
             self._done.record(self._stream)
@@ -47,7 +47,11 @@ class SideCopies:
     def hold_back(self) -> None:
         """Let the current stream wait for the copies: what is copied may change afterwards."""
         if self._waiting is not None:
-            torch.accelerator.current_stream(self._device).wait_event(self._done)
+            self._current().wait_event(self._done)
+
+    def _current(self) -> torch.Stream:
+        stream: torch.Stream = torch.get_device_module(self._device).current_stream(self._device)
+        return stream
 
     def finish(self) -> None:
         """Wait until everything is copied."""

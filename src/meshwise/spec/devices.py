@@ -13,7 +13,8 @@ from meshwise.spec.errors import UsageError, nearest
 
 DEVICE_KINDS = ("cpu", "cuda", "xpu", "mps")
 STREAMED = ("cuda", "xpu")
-"""Kinds that work beside the host, in streams (`torch.Stream`), and count their memory (`torch.accelerator`)."""
+"""Kinds that work beside the host, in streams (`torch.Stream`, `torch.Event`). All else is asked of
+`torch.get_device_module(device)`: `torch.accelerator` knows one kind, which may be a rehearsal's stand-in."""
 
 
 def has_streams(device: object) -> bool:

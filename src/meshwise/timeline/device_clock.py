@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 REBASE = 1_000_000_000  # ns after which times are measured from a newer event
 
 
@@ -28,9 +26,10 @@ class DeviceMark:
 class DeviceClock:
     """Makes marks on the current stream and gives their times, once the device has passed them."""
 
-    def __init__(self, clock: Callable[[], int], make_event: Callable[[], Any] | None = None) -> None:
+    def __init__(self, clock: Callable[[], int], make_event: Callable[[], Any]) -> None:
+        """make_event: makes one that takes the time: `torch.Event(device, enable_timing=True)`."""
         self._clock = clock
-        self._make_event = make_event or (lambda: torch.Event(enable_timing=True))
+        self._make_event = make_event
         self._base: tuple[Any, int] | None = None
         self._shift = 0
 

@@ -9,10 +9,13 @@ One process is one rank and has one recorder: `current()`. It is off until someo
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
+
+import torch
 
 from meshwise.compat.profiling import NVTX, is_profiled, open_range
 from meshwise.spec.devices import has_streams
@@ -57,7 +60,8 @@ class Recorder:
         self._rows: list[Any] = []
         self._counters: list[Count] = []
         self._collectives = 0
-        self._device = DeviceClock(clock) if has_streams(device) else None
+        timed = functools.partial(torch.Event, device, enable_timing=True)
+        self._device = DeviceClock(clock, timed) if has_streams(device) else None
         self._memory_wanted = self._memory_now = False
 
     def begin_step(self, step: int) -> None:

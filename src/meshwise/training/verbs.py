@@ -100,7 +100,7 @@ def memory(device: str | torch.device | None = None) -> Memory:
     `mw.print(mw.memory())` shows rank 0's: `cuda:0: 10.2 GiB allocated, 12.0 GiB reserved, peak 11.1 GiB`.
     """
     name = str(rank_context().world.device if device is None else device)
-    reserved = torch.accelerator.memory_reserved(name) if has_streams(name) else None
+    reserved = torch.get_device_module(name).memory_reserved(name) if has_streams(name) else None
     return Memory(name, used_bytes(name), reserved, peak_bytes(name))
 
 

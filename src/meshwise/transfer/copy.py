@@ -215,7 +215,7 @@ def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], opt
 def _on_stream(dst: Tensor, src: Tensor, stream: torch.Stream | None, non_blocking: bool) -> Seconds:
     """torch's own copy, which makes the current streams of both devices wait for each other; the rest is timing."""
     owner = src.device if has_streams(src.device) else dst.device  # torch copies between devices on the source's stream
-    current = torch.accelerator.current_stream(owner)
+    current = torch.get_device_module(owner).current_stream(owner)
     run = stream or current
     if stream is not None:
         stream.wait_stream(current)

@@ -45,7 +45,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 def _handed_over(batch: Any, stream: torch.Stream, device: str) -> Any:
     """The copies of `stream`, safe to use on the device's current stream, and not reused before that is done."""
-    current = torch.accelerator.current_stream(device)
+    current = torch.get_device_module(device).current_stream(device)
     current.wait_stream(stream)
     for tensor in tensors_in(batch):
         tensor.record_stream(current)

@@ -84,7 +84,7 @@ def _lane(source: torch.device, target: torch.device) -> _Lane:
 
 
 def _stream_legs(dst: Tensor, src: Tensor) -> Seconds:
-    here, there = map(torch.accelerator.current_stream, (src.device, dst.device))
+    here, there = (torch.get_device_module(end).current_stream(end) for end in (src.device, dst.device))
     lane = _lane(src.device, dst.device)
     with lane.lock:
         _make_buffers(lane, min(chunk_bytes(src.numel()), src.numel()))

@@ -133,7 +133,7 @@ def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callab
                     stack.enter_context(stream)
                 move(target, source, how)
         for device in devices:
-            torch.accelerator.synchronize(device)
+            torch.get_device_module(device).synchronize(device)
 
     return at_once
 
@@ -141,5 +141,5 @@ def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callab
 def _staged_alone(target: Tensor, source: Tensor, move: Move) -> None:
     """The clock is in the source's stream, which a staged copy frees after its first leg: it waits for the second."""
     move(target, source, "staged")
-    here, there = map(torch.accelerator.current_stream, (source.device, target.device))
+    here, there = (torch.get_device_module(end).current_stream(end) for end in (source.device, target.device))
     here.wait_stream(there)

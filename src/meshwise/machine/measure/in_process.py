@@ -47,7 +47,7 @@ def _lanes_under_load(device: str) -> Lanes | None:
     for _ in range(LOAD_COPIES):
         _move(target, source, "pinned")
     found = pcie_now().get(pci_address(device))
-    torch.accelerator.synchronize(device)
+    torch.get_device_module(device).synchronize(device)
     return found
 
 
@@ -65,7 +65,7 @@ def _can(path: CopySpec) -> bool:
 def _move(target: Tensor, source: Tensor, how: str) -> None:
     """Enqueue a copy in the current stream: the host must not wait while copies are timed."""
     if has_streams(source.device) and target.is_cpu:
-        copy(target, source, stream=torch.accelerator.current_stream(source.device))
+        copy(target, source, stream=torch.get_device_module(source.device).current_stream(source.device))
     elif has_streams(target.device) and source.is_cpu:
         move(target, source, "copy", CopyOptions(non_blocking=True))
     else:

@@ -76,9 +76,9 @@ def repeat(
 def _seconds(call: Callable[[], object], device: torch.device, batch: int, clock: Callable[[], float]) -> float:
     """Seconds of one call, the mean of `batch` in a row."""
     if has_streams(device):
-        with torch.accelerator.device_index(device.index or 0):
+        with torch.get_device_module(device).device(device):
             hold_stream(HOST_SECONDS * (batch + 2))
-            return stream_seconds(call, batch)
+            return stream_seconds(call, device, batch)
     return host_seconds(call, device, batch, clock)
 
 
@@ -94,9 +94,9 @@ def host_seconds(
     return (clock() - start) / batch
 
 
-def stream_seconds(call: Callable[[], object], batch: int) -> float:
-    """Seconds of one call in the current stream of the current accelerator, the mean of `batch` in a row."""
-    start, end = torch.Event(enable_timing=True), torch.Event(enable_timing=True)
+def stream_seconds(call: Callable[[], object], device: torch.device, batch: int) -> float:
+    """Seconds of one call in the current stream of a device, the mean of `batch` in a row."""
+    start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
     start.record()
     for _ in range(batch):
         call()

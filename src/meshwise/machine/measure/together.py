@@ -105,7 +105,7 @@ def _repeat(case: Case, member: Member, share: float, latency: float, single: bo
 def _timed(case: Case, member: Member, batch: int) -> float:
     """This rank's seconds of one call: by the stream's events on an accelerator, by the host's clock elsewhere."""
     if has_streams(member.device):
-        seconds = stream_seconds(case.call, batch)
+        seconds = stream_seconds(case.call, member.device, batch)
     else:
         seconds = host_seconds(case.call, member.device, batch)
     return seconds if case.counts else 0.0
@@ -129,7 +129,7 @@ def _ping_pong(member: Member, one: int, other: int) -> float:
             for sends, receives in turns if member.rank == one else reversed(turns):
                 send_receive(sends, receives, member.group)
             if has_streams(member.device):
-                torch.accelerator.synchronize(member.device)
+                torch.get_device_module(member.device).synchronize(member.device)
             if number >= PING_PONGS // 4:
                 halves.append((time.perf_counter() - start) / 2)
     return _agree(member, median(halves[1:]) if member.rank == one else 0.0)[0]
