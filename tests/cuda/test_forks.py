@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from meshwise.workers.fork_server import LISTENS
+
 Run = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +53,11 @@ for devices in DEVICES:
 """
 TORCHRUN = "-m", "torch.distributed.run", "--nproc-per-node"
 MESHWISE = "-m", "meshwise", "run", "train.py", "--devices"
+
+
+@pytest.fixture(autouse=True)
+def each_launch_has_a_fork_server_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LISTENS, raising=False)
 
 
 @pytest.mark.parametrize("devices", [0, 2])
