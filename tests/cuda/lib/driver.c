@@ -24,6 +24,12 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice d, unsigned *flags, int *active) { 
 CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { *c = (CUcontext)(uintptr_t)(d + 1); return CUDA_SUCCESS; }
 CUresult cuCtxGetCurrent(CUcontext *c) { *c = (CUcontext)(uintptr_t)(fake_device() + 1); return CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(CUcontext c) { return cudaSetDevice((int)(uintptr_t)c - 1) == cudaSuccess ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE; }
+CUresult cuLogsRegisterCallback(CUlogsCallback call, void *given, CUlogsCallbackHandle *handle) { /* since torch 2.15 */
+  (void)call, (void)given;
+  *handle = NULL; /* nothing is ever logged */
+  return CUDA_SUCCESS;
+}
+CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle handle) { (void)handle; return CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult e, const char **text) { (void)e; *text = "an error of the fake driver"; return CUDA_SUCCESS; }
 CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *bytes, CUdeviceptr p) {
   region r = fake_region((void *)(uintptr_t)p);
