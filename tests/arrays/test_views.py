@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -392,6 +393,17 @@ def test_a_view_keeps_what_it_shows_and_is_not_kept_by_it() -> None:
     assert base() is None
     last[0] = 1
     same(last[0], np.ones(4))
+
+
+def test_a_view_that_is_pickled_is_an_array_of_its_own() -> None:
+    x = XP.arange(1200.0).reshape(400, 3)
+    for view, expected in [(x[:2], [[0.0, 1, 2], [3, 4, 5]]), (x[1::-1], [[3.0, 4, 5], [0, 1, 2]]), (x[0, 2], 2.0)]:
+        stored = pickle.dumps(view)
+        found = pickle.loads(stored)
+        same(found, np.array(expected))
+        found += 1
+        assert len(stored) < 2000
+    same(x[:2], np.arange(6.0).reshape(2, 3))
 
 
 def test_of_another_librarys_memory_an_array_is_a_copy_on_one_device_as_on_several() -> None:

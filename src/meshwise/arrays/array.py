@@ -64,6 +64,12 @@ class Array:
             with suppress(AttributeError):
                 del self.parts  # they are fetched when they are read
 
+    def __reduce__(self) -> Any:
+        if self.alias is None:
+            return Array, (self.parts, self.sharding, self._shape, self._dtype, self.space)
+        own = tuple(part.clone(memory_format=torch.contiguous_format) for part in self.parts)  # not all that they show
+        return Array, (own, self.sharding, self._shape, self._dtype, self.space), (None, {"alias": Alias(Memory())})
+
     __hash__ = None  # type: ignore[assignment]
 
     if TYPE_CHECKING:  # given by methods.py
