@@ -105,6 +105,12 @@ def overlapping(np: Any, a: Any) -> None:
     a[...] = a[::-1]
 
 
+def less_its_first(np: Any, a: Any) -> None:
+    a -= a[0]
+    a += a[:, 1:2]
+    a[1:] *= a[-1:]
+
+
 def of_complex(np: Any, a: Any) -> None:
     z = a + 1j
     z.real[1:] = 3
@@ -130,7 +136,7 @@ def filled(np: Any, a: Any) -> None:
 
 IDIOMS: list[Callable[[Any, Any], None]] = [
     *(every_second, row, inner, rows, column, turned, backwards, flat, reshaped, halves, cut_of_a_cut, into_out),
-    *(written_before_it_is_read, overlapping, of_complex, numbers_never_change, filled),
+    *(written_before_it_is_read, overlapping, less_its_first, of_complex, numbers_never_change, filled),
 ]
 
 
@@ -152,6 +158,17 @@ def test_what_is_alive_shows_every_write_as_numpys_does(draw: Random, places: in
     run(draw, places)
 
 
+def idioms_of_ranks() -> None:
+    xp = mw.array_namespace()
+    for idiom, dim in itertools.product(IDIOMS, (0, 1)):
+        expected = np.random.default_rng(3).permutation(24).astype(float).reshape(6, 4)
+        a = xp.asarray(expected, sharding=xp.shard(dim))
+        idiom(np, expected)
+        with mw.guard("allow"):
+            idiom(xp, a)
+        np.testing.assert_array_equal(a.numpy(), expected, idiom.__name__)
+
+
 def programs_of_ranks(first: int, count: int) -> None:
     for seed in range(first, first + count):
         run(Random(seed), mw.world_size(), over_ranks=True)
@@ -159,7 +176,8 @@ def programs_of_ranks(first: int, count: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_is_alive_shows_every_write_over_ranks(pool: Callable[[int], Pool], ranks: int) -> None:
-    pool(ranks).run(programs_of_ranks, 1000 * ranks, 60)
+    pool(ranks).run(idioms_of_ranks)
+    pool(ranks).run(programs_of_ranks, 1000 * ranks, 40)
 
 
 def test_strict_devices_and_memory_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,11 +161,10 @@ def entangled(x: Array, other: object) -> bool:
     return other.alias.memory is FOREIGN or (x.alias is not None and other.alias.memory is x.alias.memory)
 
 
-def in_place(x: Array, other: object, terms: Sequence[Any]) -> bool:
-    """Whether an elementwise result may be written over `x` at once: no element of `other` is at another's place."""
-    if not entangled(x, other) or EXPLAINED:
-        return True
-    return not any(_meet(mine, term) and not _same(mine, term) for mine, term in zip(x.parts, terms, strict=True))
+def apart(term: Any, target: Tensor) -> Any:
+    """An operand whose result is written over `target`: copied where an element of it is at another's place."""
+    meets = isinstance(term, Tensor) and not EXPLAINED and _meet(term, target) and not _same(term, target)
+    return term.clone() if meets else term
 
 
 def put(target: Tensor, value: Tensor) -> None:

@@ -122,11 +122,11 @@ def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
     def rule(x: Array) -> Array:
         return spread(x, shape, placed, "broadcast_arrays")
 
-    moved = [x.sharding != lies_for(shape, x.shape, placed) for x in given]
-    return tuple(
-        viewed(x, rule, of_repeated(x, shape), back=rule if moves else None, read_only=True)
-        for x, moves in zip(given, moved, strict=True)
-    )
+    def view(x: Array) -> Array:
+        moves = "" if x.sharding == lies_for(shape, x.shape, placed) else "broadcast_arrays"
+        return viewed(x, rule, of_repeated(x, shape), back=rule if moves else None, moves=moves, read_only=True)
+
+    return tuple(map(view, given))
 
 
 def meshgrid(*arrays: Array, indexing: str = "xy") -> tuple[Array, ...]:

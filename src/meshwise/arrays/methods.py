@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from meshwise.arrays import elementwise, reading, reductions, statistics
-from meshwise.arrays.aliases import fetched, fill, in_place, is_number, writable, written
+from meshwise.arrays.aliases import apart, entangled, fetched, fill, is_number, writable, written
 from meshwise.arrays.align import aligned
 from meshwise.arrays.arguments import checked, missing
 from meshwise.arrays.array import Array
@@ -95,9 +95,10 @@ def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
         if is_number(self):
             return apply(self, other)
         terms = _terms(rule, self, other)
-        if terms is not None and in_place(self, other, terms):
+        if terms is not None:
+            shares = entangled(self, other)
             for mine, term in zip(writable(self), terms, strict=True):
-                rule.op(mine, term, out=mine)  # type: ignore[attr-defined]
+                rule.op(mine, apart(term, mine) if shares else term, out=mine)  # type: ignore[attr-defined]
             written(self)
             return self
         new = apply(self, other)
