@@ -281,18 +281,20 @@ def test_a_job_with_lbfgs_refuses_a_scaled_loss() -> None:
 
 
 def test_a_copy_of_a_sharded_model_is_explained(pool: Any) -> None:
-    def case(after: bool) -> None:
+    def case(after: bool | None) -> None:
         model = nn.Linear(8, 8)
         copied = copy.deepcopy(model)
         try:
             model = mw.distribute(model, plan=Plan(shard=2))
             copied = copy.deepcopy(model) if after else copied
+            if after is None:
+                torch.optim.swa_utils.AveragedModel(copied).update_parameters(model)  # of torch/optim, and no optimizer
             with torch.no_grad():
                 copied.weight.lerp_(model.weight, 0.1)
         except (RuntimeError, AssertionError) as error:
             note_what_was_not_gathered(error)
             raise
 
-    for after in (False, True):
+    for after in (False, True, None):
         with pytest.raises(CaseFailed, match=r"A copy of the model \(an EMA\) is made before mw.distribute"):
             pool(2).run(case, after)

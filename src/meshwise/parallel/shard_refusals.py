@@ -36,7 +36,7 @@ def note_what_was_not_gathered(error: BaseException) -> None:
     if not isinstance(error, RuntimeError) or "DTensor" not in text:
         return
     through = "".join(frame.filename for frame in traceback.extract_tb(error.__traceback__)).replace("\\", "/")
-    if "torch/optim/" in through:
+    if "torch/optim/" in through.replace("torch/optim/swa_utils.py", ""):  # which has averages, and no optimizer
         error.add_note(
             "This optimizer cannot step where each rank holds a part of a parameter. Use another, or shard=1, such as "
             "--set zero1=true."
