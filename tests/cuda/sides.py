@@ -14,6 +14,7 @@ from meshwise.spec.plan import Plan
 from meshwise.training.loop import run_job
 from meshwise.training.run_options import RunOptions
 from tests.cuda.jobs import JOBS
+from tests.equivalence.jobs_to_check import built_in
 from tests.pool import Pool
 
 
@@ -29,7 +30,8 @@ class Trained:
 
 def run(name: str, plan: Plan, folder: str, more: dict[str, Any]) -> Any:
     """On every rank."""
-    result = run_job(JOBS[name](), RunOptions(plan=plan, log_every=1, **more), Path(folder))
+    job = JOBS[name]() if name in JOBS else built_in(name)
+    result = run_job(job, RunOptions(plan=plan, log_every=1, **more), Path(folder))
     return result["losses"], result["metrics"], result["notes"]
 
 

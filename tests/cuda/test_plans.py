@@ -69,8 +69,14 @@ FOUR = [
     Plan(data=2, pipeline=2, accumulate=2, zero1=True),
     Plan(pipeline=4, accumulate=4),
 ]
+BUILT_IN = [
+    ("mnist-mlp", Plan(data=2)),
+    ("mnist-cnn", Plan(shard=2)),
+    ("mlp", Plan(data=2, zero1=True)),
+]
 
 CASES = [
+    *BUILT_IN,
     *(("decoder", plan) for plan in [*ONE, *TWO]),
     *(("images", plan) for plan in IMAGES),
     *((name, plan) for name in ("experts", "listed experts") for plan in EXPERTS),
@@ -83,10 +89,14 @@ def test_gpus_train_what_cpu_workers_do_bit_for_bit(gpus: Any, pool: Any, name: 
     assert apart(want, got) == 0 and want.notes == got.notes
 
 
-@pytest.mark.parametrize("plan", FOUR, ids=str)
-def test_four_gpus_train_what_four_cpu_workers_do(gpus: Any, pool: Any, plan: Plan) -> None:
+IN_FLOAT64 = [*(("decoder", plan) for plan in FOUR), ("gpt", Plan(tensor=2)), ("gpt", Plan(shard=2))]
+"""RMS norms are one kernel on CUDA, and several on the CPU."""
+
+
+@pytest.mark.parametrize(("name", "plan"), IN_FLOAT64, ids=str)
+def test_gpus_train_in_float64_what_cpu_workers_do(gpus: Any, pool: Any, name: str, plan: Plan) -> None:
     plan = replace(plan, precision="fp64")
-    want, got = known(pool(4), "decoder", plan), trained(gpus(4), "decoder", plan)
+    want, got = known(pool(plan.devices), name, plan), trained(gpus(plan.devices), name, plan)
     assert apart(want, got) < ROUNDING and want.notes == got.notes
 
 

@@ -122,6 +122,19 @@ const std::map<std::string, Emulation>& emulations() {
          op.callBoxed(s);
          if (!train) (*s)[1] = (*s)[2] = at::Tensor();
        }},
+      {"aten::_fused_rms_norm_backward", [](const OperatorHandle&, Stack* s) {
+         at::Tensor grad = tensor_at(s, 0), x = tensor_at(s, 1), rstd = tensor_at(s, 3), weight = tensor_at(s, 4);
+         int64_t over = (*s)[2].toIntVector().size();
+         std::vector<int64_t> inner, outer;
+         for (int64_t d = 0; d < x.dim(); d++) (d < x.dim() - over ? outer : inner).push_back(d);
+         auto wide = rstd.scalar_type();
+         at::Tensor normed = x.to(wide) * rstd, of_normed = grad.to(wide);
+         at::Tensor of_weight = weight.defined() ? of_normed * normed : at::Tensor();
+         if (weight.defined()) of_normed = of_normed * weight.to(wide);
+         at::Tensor of_x = rstd * (of_normed - normed * (of_normed * normed).mean(inner, true));
+         if (of_weight.defined() && outer.size()) of_weight = of_weight.sum(outer);
+         give(s, {of_x.to(x.scalar_type()), weight.defined() ? of_weight.to(weight.scalar_type()) : at::Tensor()});
+       }},
       {"aten::_softmax", [](const OperatorHandle& op, Stack* s) {
          if ((*s)[2].toBool()) (*s)[0] = tensor_at(s, 0).to(at::kFloat), (*s)[2] = false;
          op.callBoxed(s);

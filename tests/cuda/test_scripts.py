@@ -1,0 +1,66 @@
+"""Scripts and commands on fake GPUs: what they print and save is what CPU workers do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwise.compat.tree import tensors_in
+
+SCRIPT, JOB = Path(__file__).with_name("script.py"), f"{Path(__file__).with_name('jobs.py')}:decoder"
+SCRIPTS = [
+    ("fused", ["data=2", "offload=activations"]),
+    ("workers", ["shard=2"]),
+    ("workers fp16", ["data=2", "zero1=true"]),
+    ("fp16", ["shard=2", "recompute=selective"]),
+    ("fused", ["tensor=2"]),
+]
+
+
+def tensors(path: Path) -> list[Tensor]:
+    return [tensor.cpu() for tensor in tensors_in(torch.load(path))]
+
+
+@pytest.mark.parametrize(("words", "plan"), SCRIPTS)
+def test_a_script_does_on_gpus_what_it_does_on_cpu_workers(
+    meshwise: Any, fake: Any, tmp_path: Path, words: str, plan: list[str]
+) -> None:
+    settings, said = [word for each in plan for word in ("--set", each)], []
+    fake(schedule="random", seed=len(words))
+    for kind in ("cpu", "cuda"):
+        done = meshwise("run", "--devices", f"2x{kind}", *settings, SCRIPT, *words.split(), kind)
+        said.append([line for line in done.stdout.splitlines() if line.startswith(("loss", "average"))])
+    assert said[0] == said[1] and len(said[0]) == 11
+    for a, b in zip(tensors(tmp_path / "state-cpu.pt"), tensors(tmp_path / "state-cuda.pt"), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_run_on_gpus_goes_on_under_another_plan(meshwise: Any, tmp_path: Path) -> None:
+    def goes_on(kind: str) -> list[float]:
+        folder, losses = tmp_path / kind, list[float]()
+        meshwise("run", JOB, "--devices", f"2x{kind}", "--set", "shard=2", "--out", folder)
+        (run,) = folder.iterdir()
+        settings = ["--set", "pipeline=2", "--set", "accumulate=2"]
+        done = meshwise("run", "--resume", run, "--devices", f"2x{kind}", "--epochs", 2, *settings)
+        assert "unbatched" not in done.stdout + done.stderr  # no word of torch's about how stages send
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            losses += [float(part.split("}")[0].split(",")[0]) for part in line.split('"loss":')[1:]]
+        return losses
+
+    assert goes_on("cuda") == goes_on("cpu") != []
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "tensor=2"])
+def test_a_check_on_gpus_says_that_the_plan_is_right(meshwise: Any, plan: str) -> None:
+    done = meshwise("check", JOB, "--devices", "2xcuda", "--set", plan, "--steps", 2)
+    assert done.stdout.startswith(f"equal: Plan({plan}) computes what one device computes"), done.stdout
+
+
+def test_compile_without_triton_is_refused_with_a_sentence(meshwise: Any) -> None:
+    done = meshwise("run", JOB, "--devices", "2xcuda", "--set", "compile=true", check=False)
+    assert "compile=True needs triton on a GPU, and it is not here." in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr and done.returncode != 0
