@@ -139,6 +139,8 @@ def enter_process_group(world: World) -> None:
     interface = "lo" if alone else interface_towards(os.environ["MASTER_ADDR"])
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    # Stages of a pipeline send in groups of their own, one for each direction: that NCCL orders each is no news.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     backend = "cpu:gloo,cuda:nccl" if world.kind == "cuda" else "gloo"
     device = torch.device(world.device) if world.kind == "cuda" else None
     _made_group = True
