@@ -283,7 +283,7 @@ class Computed : public c10::OperatorKernel {
       tensors_of(value, [&](const at::Tensor& t) { if (!t.is_cuda()) job->keep.push_back(t); });
     }
     fix_options(schema, job->arguments);
-    bool waits = WAITED_FOR.count(name) > 0;
+    bool waits = WAITED_FOR.count(name) > 0 || has_mask(arguments);
     if (!waits && !computable(op, name)) fail(name, "the CPU has no kernel of this name, and the fake has no rule for it");
     if (waits) return wait_for(std::move(job), *device, count, stack, schema);
     {
@@ -351,6 +351,17 @@ class Computed : public c10::OperatorKernel {
 
   static bool computable(const OperatorHandle& op, const std::string& name) {
     return emulations().count(name) || op.hasComputedKernelForDispatchKey(DispatchKey::CPU);
+  }
+
+  static bool has_mask(const Stack& arguments) { // how much an index by truth values takes is a value on the device
+    for (const IValue& value : arguments) {
+      if (!value.isList() || !value.type()->isSubtypeOf(*c10::ListType::ofOptionalTensors())) continue;
+      for (const IValue& each : value.toListRef())
+        if (each.isTensor() && each.toTensor().defined() &&
+            (each.toTensor().scalar_type() == at::kBool || each.toTensor().scalar_type() == at::kByte))
+          return true;
+    }
+    return false;
   }
 
   static bool within_one_device(const Stack& arguments) {
