@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader, get_worker_info
 
 from meshwise.workers import failure
-from meshwise.workers.loader_failure import awaited, caught, ended
+from meshwise.workers.loader_failure import await_end, caught, ended
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -88,16 +88,19 @@ def test_a_connection_that_broke_is_told_as_the_end_of_its_loader_worker() -> No
     def handler(number: int, frame: Any) -> None:
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
 
-    before = signal.signal(signal.SIGALRM, handler)
+    before = {number: signal.signal(number, handler) for number in (signal.SIGALRM, signal.SIGCHLD)}
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
         _try_get_data()
     except ConnectionResetError as error:
-        assert failure.by_error(0, awaited(error)).kind == "loader"
+        with pytest.raises(RuntimeError) as told:
+            await_end(error)
+        assert failure.by_error(0, told.value).kind == "loader"
+        await_end(ConnectionResetError("of the program itself"))
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
     finally:
-        signal.signal(signal.SIGALRM, before)
-    own = ConnectionResetError("of the program itself")
-    assert awaited(own) is own
+        for number, own in before.items():
+            signal.signal(number, own)
 
 
 def test_an_error_of_the_rank_itself_is_none_of_a_loader_worker() -> None:

@@ -8,6 +8,7 @@ its end, behind the frames of torch's. Read in torch 2.11, 2.13 and 2.15: `_util
 from __future__ import annotations
 
 import re
+import signal
 import time
 import traceback
 from dataclasses import dataclass
@@ -51,16 +52,13 @@ def ended(error: BaseException) -> tuple[str, str] | None:
     return f"lost its loader worker (process {told[1]}), which {how}{hint}", remedy
 
 
-def awaited(error: BaseException) -> BaseException:
-    """What a rank raised; where the connection to a loader worker broke, what torch's handler of SIGCHLD says of that
-    worker a moment later."""
+def await_end(error: BaseException) -> None:
+    """Hear no more of loader workers, now that a rank has raised `error`; but where its connection to one broke, until
+    the end of that one is known. Raises what torch's handler of SIGCHLD says of one meanwhile."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, OSError | EOFError) and any(frame.name == "_try_get_data" for frame in frames):
-        try:
-            time.sleep(MOMENT)
-        except RuntimeError as told:
-            return told
-    return error
+        time.sleep(MOMENT)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def caught(error: BaseException) -> Caught | None:

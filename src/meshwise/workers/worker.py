@@ -101,8 +101,11 @@ def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:
     except SystemExit as exit:
         return _exited(exit, rank, channel)
     except BaseException as raised:
-        error = loader_failure.awaited(raised)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises anew for each loader worker that ends
+        error = raised
+        try:
+            loader_failure.await_end(raised)
+        except RuntimeError as told:
+            error = told
         by_stop = isinstance(error, KeyboardInterrupt) or failure.is_communication_error(error)
         if not (by_stop and join.rank_context().gate.halted):
             add_hint(error)
