@@ -14,6 +14,8 @@ from meshwise.equivalence.sketches import sketches
 from meshwise.equivalence.tolerance import LIMIT
 from meshwise.equivalence.trace import Output
 
+ROUNDING = 7 * 5**4 * 2.0**-52
+"""Of a sum of so many float64 values: in which order they are added is the kernel's, by the shape it is given."""
 sizes = st.integers(0, 5)
 shapes = st.lists(sizes, max_size=4).map(tuple)
 
@@ -53,7 +55,7 @@ def test_the_slices_of_the_ranks_are_equal_to_the_whole(
     elif changed and full.numel():
         assert found is not None and 1e-4 < found[1] < 1e-2
     else:
-        assert found == (0.0, 0.0)
+        assert found is not None and max(found) < ROUNDING
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4), st.booleans())
@@ -68,7 +70,8 @@ def test_ranks_that_pad_to_their_own_length_are_compared_as_far_as_they_go(
     if changed:
         parts[-1][-1, -1] += 1e-3
     ranks_of = [output(part, len(part)) for part in parts]
-    assert output_difference(output(whole, len(whole)), ranks_of) == (None if changed else (0.0, 0.0))
+    found = output_difference(output(whole, len(whole)), ranks_of)
+    assert found is None if changed else found is not None and max(found) < ROUNDING
 
 
 def test_what_is_alike_on_every_rank_is_compared_whole() -> None:

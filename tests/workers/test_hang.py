@@ -122,8 +122,10 @@ def test_what_may_take_how_long() -> None:
         assert patience(beat, {}, 60.0, stopped=True) == (5, 60)
         assert patience(beat, {}, 4.0, stopped=True) == (5, 5)
     assert patience(works(7, phase="evaluate"), {"evaluate": 20.0}, 60.0) == (90, 180)
+    assert patience(works(7, phase="evaluate"), {}, 8.0) == (4, 8)  # as the user has asked for
+    assert patience(works(7, phase="evaluate"), {"evaluate": 2.0}, 8.0) == (10, 20)
     assert patience(works(7), {}, 60.0, stopped=True) == (ask, 60)
-    assert patience(message(0), {}, 4.0, message=True) == (ask, 4.0) and patience(message(0), {}, 4.0)[0] == 30
+    assert patience(message(0), {}, 4.0, message=True) == (ask, 4.0) and patience(message(0), {}, 4.0)[0] == 2
     assert patience(works(7), {}, 1.0)[1] == ask  # never ended before it is told of
 
 

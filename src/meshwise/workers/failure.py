@@ -15,6 +15,7 @@ from typing import Any
 from meshwise.spec.errors import MeshwiseError, ReplicaError, SpoiledError, UsageError
 from meshwise.spec.user_code import OURS, name_line
 from meshwise.spec.words import error_text, readable
+from meshwise.workers import loader_failure
 
 MORE_MEMORY = "Let the ranks of this machine use less, or give them more memory."
 LINK = "The ranks lost their connections to each other, and all of them live: look at the link between them."
@@ -30,11 +31,11 @@ _COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTI
 class Failure:
     """What is known of one failed worker.
 
-    kind: `raised`, `killed` (by a signal), `left` (without saying done), `victim` (raised inside a collective), `hung`
-    (no progress), `lost` (its machine), `server` (what started all ranks of the machine), `link` (all ranks live, and
-    lost each other), `corrupt` (its values are not those of its replicas), `spoiled` (its parameters are not finite:
-    the run is to go back) or `parted` (ranks that make other calls). smaller: for one that ran out of memory, a plan
-    that needs less (TOML) and what changes with it.
+    kind: `raised`, `killed` (by a signal), `loader` (its loader worker was), `left` (without saying done), `victim`
+    (raised inside a collective), `hung` (no progress), `lost` (its machine), `server` (what started all ranks of the
+    machine), `link` (all ranks live, and lost each other), `corrupt` (its values are not those of its replicas),
+    `spoiled` (its parameters are not finite: the run is to go back) or `parted` (ranks that make other calls). smaller:
+    for one that ran out of memory, a plan that needs less (TOML) and what changes with it.
     step: the one that the rank was in; done: the last that all ranks of this machine have finished, as far as known.
     plain: the message is a sentence for the user, to be shown as it is. notes: what else is known, a line each.
     """
@@ -54,7 +55,7 @@ class Failure:
     @property
     def of_machine(self) -> bool:
         """Whether the program is not to blame, so that it may be started again."""
-        return self.kind in ("killed", "left", "hung", "lost", "server", "link") or self.has_spoiled
+        return self.kind in ("killed", "loader", "left", "hung", "lost", "server", "link") or self.has_spoiled
 
     @property
     def has_spoiled(self) -> bool:
@@ -81,20 +82,26 @@ def is_communication_error(error: BaseException) -> bool:
 
 def by_error(rank: int, error: BaseException) -> Failure:
     """The failure of a worker whose task raised `error`, as the worker itself reports it."""
-    ours = isinstance(error, MeshwiseError)
+    if lost := loader_failure.ended(error):
+        return Failure(rank, "loader", lost[0], notes=[lost[1], *_notes(error)], time=time.time())
+    ours, caught = isinstance(error, MeshwiseError), loader_failure.caught(error)
     if isinstance(error, UsageError):
         name_line(error)
     return Failure(
         rank,
         _kind_of(rank, error),
-        error_text(error),
-        "" if ours else user_traceback(error),
+        f"{readable(caught.text)}\nin {caught.where}" if caught else error_text(error),
+        caught.traceback if caught else "" if ours else user_traceback(error),
         plain=ours,
-        notes=[readable(str(note)) for note in getattr(error, "__notes__", ())],
+        notes=_notes(error),
         exit_code=getattr(error, "exit_code", 1),
         smaller=getattr(error, "smaller_plan", ()),
         time=time.time(),
     )
+
+
+def _notes(error: BaseException) -> list[str]:
+    return [readable(str(note)) for note in getattr(error, "__notes__", ())]
 
 
 def by_exit(rank: int, exit: SystemExit) -> Failure:
@@ -156,6 +163,7 @@ def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
     """
     order = {
         "killed": 0,
+        "loader": 0,
         "raised": 0,
         "hung": 0,
         "lost": 0,
@@ -187,7 +195,9 @@ def patience(failures: Sequence[Failure]) -> float:
     """Seconds after the first of these in which another one may turn out to be the culprit."""
     if all(failure.kind == "victim" for failure in failures):  # whether all ranks lost each other is still to be told
         return VICTIMS_TIMEOUT
-    certain = any(failure.kind in ("killed", "raised", "server", "corrupt", "spoiled") for failure in failures)
+    certain = any(
+        failure.kind in ("killed", "loader", "raised", "server", "corrupt", "spoiled") for failure in failures
+    )
     return CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT
 
 
@@ -199,7 +209,7 @@ def sentence(failure: Failure, size: int, others: Sequence[Failure] = ()) -> str
     if failure.plain:
         return failure.message
     who = f"rank {failure.rank} of {size}"
-    if failure.kind in ("killed", "left"):
+    if failure.kind in ("killed", "left", "loader"):
         return " ".join([f"{who} {failure.message}.", *failure.notes])
     if size > 1 and len({f.rank for f in (failure, *others) if f.message == failure.message}) == size:
         who = f"all {size} ranks"

@@ -80,7 +80,7 @@ def patience(
     if beat.phase in _OF_A_STEP or message:
         ask = 3 * _percentile_99(beat.steps) + 2.0
         return ask, max(limit, ask)
-    ask = 30.0 + before  # a batch of an evaluation; what the program does between two steps
+    ask = min(30.0, limit / 2) + before  # a batch of an evaluation; what the program does between two steps
     return ask, max(limit, 2 * ask)
 
 

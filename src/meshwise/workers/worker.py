@@ -21,7 +21,7 @@ import torch
 
 from meshwise.compat.driver import lost_by_fork
 from meshwise.spec.errors import UsageError
-from meshwise.workers import failure, heartbeat, join, on_device, stopping, verb_log
+from meshwise.workers import failure, heartbeat, join, loader_failure, on_device, stopping, verb_log
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.environment import CORES, DEVICE_KIND, LISTENER, RUN_FOLDER, result_path
 from meshwise.workers.failure import Failure
@@ -100,7 +100,12 @@ def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:
         _save_result(result_path(task, rank), function(*arguments))
     except SystemExit as exit:
         return _exited(exit, rank, channel)
-    except BaseException as error:
+    except BaseException as raised:
+        error = raised
+        try:
+            loader_failure.await_end(raised)
+        except RuntimeError as told:
+            error = told
         by_stop = isinstance(error, KeyboardInterrupt) or failure.is_communication_error(error)
         if not (by_stop and join.rank_context().gate.halted):
             add_hint(error)

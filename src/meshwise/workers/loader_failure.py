@@ -1,0 +1,73 @@
+"""What torch's loader workers did, read from the errors that a rank raises for them.
+
+One that was killed is no fault of the program. One whose code raised sends its traceback as a text: the error stands at
+its end, behind the frames of torch's. Read in torch 2.11, 2.13 and 2.15: `_utils.py` (ExceptionWrapper),
+`utils/data/dataloader.py` and `csrc/DataLoader.cpp`. Tested in tests/workers/test_loader_failure.py.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+
+from meshwise.spec.user_code import is_users
+
+MOMENT = 1.0  # seconds until the end of a process is known whose connections are gone
+_ENDED = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]*)|exited unexpectedly)"
+)
+_CAUGHT = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal (.*)", re.DOTALL)
+_FRAMES = re.compile(r"^Traceback \(most recent call last\):\n((?:  .*\n)+)", re.MULTILINE)
+_FRAME = re.compile(r'^(?=  File ")', re.MULTILINE)
+_MEMORY = "Fewer loader workers, or smaller batches, need less memory."
+_SHARED = "Give them more shared memory (/dev/shm; docker run --shm-size), or let fewer of them run."
+_WITHOUT = "A run without loader workers (num_workers=0, loader_workers=0) shows where."
+
+
+@dataclass(frozen=True)
+class Caught:
+    """An error that a loader worker raised. text: `ValueError: a damaged record`; traceback: of the user's frames."""
+
+    where: str
+    text: str
+    traceback: str
+
+
+def ended(error: BaseException) -> tuple[str, str] | None:
+    """What ended a loader worker, and what helps, where that is what `error`, or what it was raised from, tells."""
+    found: list[re.Match[str]] = []
+    seen: BaseException | None = error
+    while seen is not None:
+        found += [match for match in [_ENDED.search(str(seen))] if match and isinstance(seen, RuntimeError)]
+        seen = seen.__cause__ or seen.__context__
+    if not found:
+        return None
+    told = next((match for match in found if match[2]), found[0])  # who reads a batch knows of no signal
+    how = f"was killed by signal: {told[2]}" if told[2] else "exited"
+    hint = " (often the system's out-of-memory killer)" if told[2] == "Killed" else ""
+    remedy = {"Killed": _MEMORY, "Bus error": _SHARED}.get(told[2] or "", _WITHOUT)
+    return f"lost its loader worker (process {told[1]}), which {how}{hint}", remedy
+
+
+def await_end(error: BaseException) -> None:
+    """Hear no more of loader workers, now that a rank has raised `error`; but where its connection to one broke, until
+    the end of that one is known. Raises what torch's handler of SIGCHLD says of one meanwhile."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, OSError | EOFError) and any(frame.name == "_try_get_data" for frame in frames):
+        time.sleep(MOMENT)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def caught(error: BaseException) -> Caught | None:
+    """The error of a loader worker that `error` carries as a text."""
+    found = _CAUGHT.match(str(error))
+    traces = list(_FRAMES.finditer(found[2])) if found else []
+    if found is None or not traces:
+        return None
+    frames = [frame for frame in _FRAME.split(traces[-1][1]) if frame]
+    theirs = [frame for frame in frames if is_users(frame.partition('"')[2].partition('"')[0])]
+    lines = "Traceback (most recent call last):\n" + "".join(theirs or frames)
+    return Caught(found[1], found[2][traces[-1].end() :].strip(), lines)
