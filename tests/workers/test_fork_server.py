@@ -92,8 +92,11 @@ def test_a_killed_worker_is_known_by_its_signal(processes: None) -> None:
 def test_a_launch_that_is_ended_leaves_no_worker(processes: None, tmp_path: Path) -> None:
     pids: list[int] = []
 
+    def both_run() -> bool:  # each has written its number, not only made its file
+        return sum(bool(file.read_text()) for file in tmp_path.glob("*")) == 2
+
     class EndWhenBothRun(Halt):
-        at_once = property(lambda self: len(list(tmp_path.glob("*"))) == 2, lambda self, value: None)  # type: ignore
+        at_once = property(lambda self: both_run(), lambda self, value: None)  # type: ignore
 
     with pytest.raises(WorkerFailed, match="stopped at once"):
         launch(wait_beside, (str(tmp_path),), SLOTS, halt=EndWhenBothRun())
