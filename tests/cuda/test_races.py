@@ -115,6 +115,14 @@ x.add_(1)  # here
 with on_side():
     double(x)
 """,
+    "the same two lines on a stream of its own each time": """
+for _ in range(3):
+    x.add_(1)  # here
+    own = torch.cuda.Stream()
+    with torch.cuda.stream(own):
+        y = x * 2  # here
+    main.wait_stream(own)
+""",
     "columns that are read by a stream, a whole that is written": """
 with on_side():
     y = x.view(64, 64)[:, 3].clone()  # here

@@ -272,3 +272,8 @@ def job_context() -> None:
 def job_recompute() -> None:
     """ranks: 2."""
     decoder("shard=2", "recompute=full", "precision=bf16")
+
+
+def launched() -> None:
+    """Workers of our own, forked from a process that has imported what they need."""
+    job("mlp", devices="2xcuda", batch_size=4096)

@@ -415,3 +415,21 @@ def saved_and_loaded() -> None:
     torch.save(host, "state.pt")
     model.load_state_dict(torch.load("state.pt"))
     show(model.weight.detach())
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows of a table, made in the loader's processes."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((16,), float(index))
+
+
+def loader_with_processes() -> None:
+    """A DataLoader with processes of its own, forked once the devices are used."""
+    total = torch.zeros(16, device="cuda")
+    for rows in torch.utils.data.DataLoader(Rows(), batch_size=8, num_workers=2, multiprocessing_context="fork"):
+        total += rows.cuda(non_blocking=True).sum(0)
+    show(total)

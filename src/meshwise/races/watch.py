@@ -72,6 +72,7 @@ class _Watcher:
 
     def __init__(self, notify: Callable[[Finding], None]) -> None:
         self.found: list[Finding] = []
+        self._lines: set[tuple[str, str]] = set()
         self._notify, self._names = notify, LaneNames()
         self._checker = Checker(self._report)
         self._lock, self._own = threading.RLock(), threading.local()
@@ -170,10 +171,11 @@ class _Watcher:
                 self._checker.touch(HOST, [touch], stack())
 
     def _report(self, race: Race) -> None:
-        finding = find(race, self._names, _name_of(race.later.block.lo))
-        if all(finding.sentence != known.sentence for known in self.found):
-            self.found.append(finding)
-            self._notify(finding)
+        lines = (race.earlier.where.place, race.later.where.place)
+        if lines not in self._lines:
+            self._lines.add(lines)
+            self.found.append(find(race, self._names, _name_of(race.later.block.lo)))
+            self._notify(self.found[-1])
 
     def _happens(self, event: _Event) -> None:
         events = getattr(self._own, "events", None)
