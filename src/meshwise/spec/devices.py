@@ -6,6 +6,7 @@ Parsing only: whether such devices exist is the machine room's business.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ STREAMED = ("cuda", "xpu")
 `torch.get_device_module(device)`: `torch.accelerator` knows one kind, which may be a rehearsal's stand-in."""
 
 
+@functools.cache  # asked in every step
 def has_streams(device: object) -> bool:
     """Whether a device (`cuda:0`, `cpu`, a torch.device) works beside the host, in streams."""
     return str(device).split(":")[0] in STREAMED

@@ -123,6 +123,8 @@ class ModelStream:
 
     def __init__(self, world: World, draws: ExactDraws | None, paused: Callable[[], bool]) -> None:
         self._world, self._exact, self._paused = world, draws, paused
+        self._device: Any = torch.get_device_module(world.device) if has_streams(world.device) else None
+        """torch's module of the accelerator, such as `torch.cuda`, whose generator models draw from; None on a CPU."""
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
         self._depth, self._open = 0, ExitStack()
@@ -182,12 +184,6 @@ class ModelStream:
 
     def _keep(self) -> None:
         self._states = self._take()
-
-    @property
-    def _device(self) -> Any:
-        """torch's module of the accelerator, such as `torch.cuda`, whose generator models draw from; None on a CPU."""
-        device = self._world.device
-        return torch.get_device_module(device) if has_streams(device) else None
 
     def _take(self) -> list[Tensor]:
         return [torch.get_rng_state(), *([] if self._device is None else [self._device.get_rng_state()])]
