@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import meshwise
 from meshwise.api.report import report
 from meshwise.records.folder import begin_session, end_session, read_run, source_of, span_log, write_run
 from meshwise.timeline.one_device import measured_alone
@@ -100,3 +102,12 @@ def test_a_source_is_the_digest_of_a_file_or_the_version(tmp_path: Path) -> None
     file.write_text("a = 2\n")
     assert source_of(str(file)) != first
     assert source_of("gpt:tiny") == source_of("mnist-mlp") and source_of("mnist-mlp").startswith("meshwise ")
+
+
+def test_the_version_is_known_where_the_package_is_found_by_pythonpath_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", not_installed)
+    monkeypatch.setattr("meshwise.records.folder.version", not_installed)
+    assert source_of("mnist-mlp") == f"meshwise {meshwise.__version__}"

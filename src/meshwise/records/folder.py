@@ -244,7 +244,8 @@ def source_of(word: str) -> str:
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     if file.suffix == ".py" and file.is_file():
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    return f"meshwise {version('meshwise')}"
+    # Of the package itself: one that is found by PYTHONPATH alone has no metadata.
+    return f"meshwise {sys.modules[__name__.partition('.')[0]].__version__}"
 
 
 def _text(time: float) -> str:
