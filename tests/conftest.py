@@ -46,6 +46,7 @@ hypothesis.settings.load_profile("ci")  # --hypothesis-profile names another
 BUDGET = {
     "arrays": 60,
     "cli": 30,
+    "cuda": 600,  # of `make cuda`
     "docs": 10,
     "equivalence": 60,
     "examples": 30,
