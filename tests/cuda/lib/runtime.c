@@ -26,22 +26,24 @@ mark *fake_mark(void);
 bool fake_passed(mark *);
 
 /* ---- settings, errors, devices ---- */
+static void say(const char *format, va_list args) {
+  char text[512];
+  vsnprintf(text, sizeof text, format, args);
+  fprintf(stderr, "fake CUDA: %s\n", text);
+}
+
 void fake_note(const char *format, ...) {
   va_list args;
   va_start(args, format);
-  char text[512];
-  vsnprintf(text, sizeof text, format, args);
+  say(format, args);
   va_end(args);
-  fprintf(stderr, "fake CUDA: %s\n", text);
 }
 
 void fake_die(const char *format, ...) {
   va_list args;
   va_start(args, format);
-  char text[512];
-  vsnprintf(text, sizeof text, format, args);
+  say(format, args);
   va_end(args);
-  fprintf(stderr, "fake CUDA: %s\n", text);
   fflush(stderr);
   void *frames[40];
   if (getenv("FAKE_CUDA_STACK")) backtrace_symbols_fd(frames, backtrace(frames, 40), 2);
