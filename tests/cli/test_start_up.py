@@ -8,9 +8,11 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import psutil
 import pytest
 
 from meshwise import api, cli
+from meshwise.commands.run import typed
 from meshwise.timeline.views.registry import VIEWS
 
 OLD = Path(__file__).parents[1] / "old" / "runs"
@@ -94,3 +96,12 @@ def test_run_says_at_once_that_it_starts(
     with pytest.raises(SystemExit, match="7"):
         cli.main()
     assert capsys.readouterr().err.splitlines()[0] == said
+
+
+def test_a_run_began_when_it_was_typed_whatever_the_kernel_rounds_away_of_its_boot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exact, boot, born = typed(), psutil.boot_time(), psutil.Process().create_time()
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot - 0.9)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: born - 0.9)
+    assert abs(typed() - exact) < 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Annotated
 
 import typer
@@ -47,15 +48,28 @@ def run(
     if as_json and is_script(options.job):
         raise UsageError(f"--json is the summary of a job; {options.job} is a script. Use meshwise report --json.")
     console = Console(stderr=as_json)
-    import psutil  # here: the help has no use for it
-
-    began: float = psutil.Process().create_time()  # when the command was typed, near enough
+    began = typed()
     if is_script(options.job):
         raise typer.Exit(api.script.start_script(context.args, options, console, began, _say_starting))
     summary, code = api.run.start_job(options, console, began, _say_starting)
     if as_json:
         print(json.dumps(json_value(summary), indent=2))
     raise typer.Exit(code)
+
+
+def typed() -> float:
+    """When the command was typed, near enough: the start of this process in seconds since 1970.
+
+    Linux tells it in seconds since a boot whose own time it rounds down: by that an attempt could begin up to a second
+    early, and before the end of the one before it. So it is counted back from now.
+    """
+    import psutil  # here: the help has no use for it
+
+    born: float = psutil.Process().create_time()
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return born
+    since: float = time.clock_gettime(time.CLOCK_BOOTTIME) - (born - psutil.boot_time())
+    return time.time() - since
 
 
 def _say_starting(options: RunOptions) -> None:
