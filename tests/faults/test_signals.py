@@ -13,11 +13,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
+from meshwise.api.supervise import forwarded_signals
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.folder import read_run
 from meshwise.spec.exit_codes import AGAIN, INTERRUPTED, code_of_stop
+from meshwise.timeline.views.live_progress import LiveView
 from meshwise.workers.channel import free_port
+from meshwise.workers.halt import Halt
 from tests.faults.runs import JOBS, LOOP_WITHOUT_STATE, CommandRun, as_at_a_limit, run_folder
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -77,6 +81,17 @@ def test_a_run_whose_fork_server_is_stopped_ends_as_any_other(signals: list[sign
     assert run.wait() == code_of_stop(signals[0]), run.output
     assert read_run(run_folder(tmp_path))["status"] == "stopped"
     assert run.left_over() == []
+
+
+@pytest.mark.parametrize(("asked", "presses"), [(signal.SIGINT, 2), (signal.SIGTERM, 1)])
+def test_a_ctrl_c_that_a_rank_has_passed_on_is_not_the_first_of_two(asked: signal.Signals, presses: int) -> None:
+    halt = Halt()
+    with forwarded_signals(halt, LiveView(Console())):
+        halt.ask(asked)
+        for press in range(presses):
+            assert not halt.at_once, press
+            signal.raise_signal(signal.SIGINT)
+        assert halt.at_once
 
 
 @pytest.mark.slow

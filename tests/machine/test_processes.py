@@ -118,7 +118,7 @@ def test_what_was_measured_before_a_rank_died_is_known(own_fork_server: None) ->
 
     def kill_one(text: str) -> None:
         if text.startswith("broadcast"):
-            own = sorted(workers() - others, key=psutil.Process.create_time)
+            own = sorted(workers() - others, key=lambda worker: (worker.create_time(), worker.pid))
             own[-1].kill()  # after their server and rank 0
 
     others = workers()

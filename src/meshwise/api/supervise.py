@@ -247,14 +247,19 @@ def _answer(
 
 @contextlib.contextmanager
 def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
-    """Each of STOPS stops all ranks after the same step, however often it comes; a second Ctrl-C ends them at once."""
+    """Each of STOPS stops all ranks after the same step, however often it comes; a second Ctrl-C ends them at once. One
+    that a rank has passed on is no first: `scancel -s INT` sends it to every process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    came = set[int]()
+
     def stop(number: int, frame: object) -> None:
-        if halt.wanted and number == signal.SIGINT:
+        again = number in came or halt.signal != number
+        if halt.wanted and number == signal.SIGINT and again:
             halt.at_once = True
+        came.add(number)
         halt.ask(number)
 
     before = {number: signal.signal(number, stop) for number in STOPS}
