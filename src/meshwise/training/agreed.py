@@ -20,6 +20,7 @@ from meshwise.spec.world import World
 from meshwise.training.batch_shapes import BatchShapes
 from meshwise.training.order import BatchSlice
 from meshwise.training.replicas import BUFFER, PARAMETERS, parted
+from meshwise.training.same_data import SameData
 from meshwise.training.settings import Settings, settings_differ
 from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed_bits
@@ -56,7 +57,7 @@ class Agreed:
     def __init__(self, world: World, settings: Callable[[], Settings], notify: Callable[[str], None]) -> None:
         self.world, self.settings, self.notify = world, settings, notify
         self.batches: Batches | None = None
-        self.shapes = BatchShapes()
+        self.shapes, self.data = BatchShapes(), SameData()
         self._now: Settings = ()
         self._crc = 0
         self._signs: tuple[object, Tensor] | None = None  # of the settings alone, as long as they stay

@@ -12,6 +12,7 @@ The objects that come back are the objects that were given; only loaders are new
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, TypeVarTuple, cast, overload
@@ -29,9 +30,10 @@ from meshwise.training.model_stream import ModelStream, draw_alike
 from meshwise.training.order import BatchSlice
 from meshwise.training.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
 from meshwise.training.plan_choice import choose_plan
+from meshwise.training.same_data import samplers_of
 from meshwise.training.session import default_engine
 from meshwise.training.split_batch import Splits
-from meshwise.training.split_loader import check_same_data, split_loader
+from meshwise.training.split_loader import split_loader
 from meshwise.training.wrapped_loader import loader_inside, read_through
 from meshwise.workers.verb_log import came_to
 
@@ -83,7 +85,8 @@ def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
         return thing
     if isinstance(thing, DataLoader):
         own_seed = seed if thing.generator is None else thing.generator.initial_seed() % 2**31
-        check_same_data(thing.dataset, engine.world)
+        samples = len(thing.dataset) if isinstance(thing.dataset, Sized) else None
+        engine.agreed.data.check(thing.dataset, samples, engine.world, engine.notify, samplers_of(thing))
         spec = split_loader(thing, own_seed, engine.world, streams)
         if spec.note:
             engine.notify(spec.note)

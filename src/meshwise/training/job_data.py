@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.training.engine import Part
+from meshwise.training.engine import Engine, Part
 from meshwise.training.job import Job
 from meshwise.training.order import BatchSlice
 from meshwise.training.source import LoaderSettings, Reader, count_samples, read_slices, reader
@@ -21,10 +21,13 @@ class Data:
     read: Reader
 
 
-def open_data(job: Job, data: Any, what: str) -> Data:
-    """A data set of the job: `what` it is, in errors."""
+def open_data(job: Job, data: Any, what: str, engine: Engine | None = None) -> Data:
+    """A data set of the job: `what` it is, in errors. engine: compares that of the ranks, where it is theirs."""
     settings = LoaderSettings(job.collate, job.loader_workers, job.seed, several=True)
-    return Data(count_samples(data, f"the {what} of job '{job.name}'"), reader(data, settings))
+    samples = count_samples(data, f"the {what} of job '{job.name}'")
+    if engine is not None:
+        engine.agreed.data.check(data, samples, engine.world, engine.notify)
+    return Data(samples, reader(data, settings))
 
 
 def read_parts(data: Data, slices: Iterable[BatchSlice], epoch: int, device: str) -> Iterator[Part]:

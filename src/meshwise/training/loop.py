@@ -117,8 +117,8 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
 def _prepare(
     job: Job, options: RunOptions, folder: Path | None, session: RankContext, log: MetricsLog, engine: Engine
 ) -> JobRun:
-    train = open_data(job, job.data(), "training set")
-    test = open_data(job, job.test(), "test set") if job.test else None
+    train = open_data(job, job.data(), "training set", engine)
+    test = open_data(job, job.test(), "test set", engine) if job.test else None
     plan = options.plan_on(session.world.size)
     state = begun(job, plan, engine)
     now, resumed = made_with(job, state.optimizer, train.samples), None

@@ -70,7 +70,7 @@ def run_predict(
 
     engine = make_engine(session, plan, note)
     try:
-        data = open_data(job, data_of(job, options)(), "data")
+        data = open_data(job, data_of(job, options)(), "data", engine)
         model, call = predicting(job, plan, engine, options.weights)
         if options.weights is None and isinstance(options.job, str | Job):
             engine.notify("no weights are given: the model is as the job builds it. Give some with --weights")

@@ -30,7 +30,6 @@ from torch.utils.data import (
     default_collate,
 )
 
-from meshwise.compat.fingerprint import fingerprint
 from meshwise.compat.tree import all_leaves, map_kind
 from meshwise.spec.errors import DataError, UsageError
 from meshwise.spec.world import World
@@ -99,22 +98,6 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
         shuffled = _ordered(loader, seed, world, order, drawn_again=again)
         return replace(shuffled, drawn=(TORCH, *handles_of(loader, sampler)))
     return _foreign(loader, seed, world)
-
-
-def check_same_data(data: Any, world: World) -> None:
-    """Raises DataError where the ranks give other data sets: each would keep its share of its own part. Collective."""
-    if world.size == 1 or isinstance(data, IterableDataset):
-        return
-    indices = getattr(data, "indices", None)  # of a Subset; Hugging Face's data sets have a fingerprint
-    told = zlib.crc32(numpy.asarray(indices).tobytes()) if isinstance(indices, (list, range, *_ARRAYS)) else 0
-    size = len(data) if isinstance(data, Sized) else None
-    ranks = collectives.gather_objects((size, fingerprint(data), told))
-    if any(rank != ranks[0] for rank in ranks):
-        sizes = ", ".join(f"rank {number}: {rank[0]}" for number, rank in enumerate(ranks))
-        raise DataError(
-            f"mw.distribute: the ranks give different data sets ({sizes} samples). Give every rank the whole: its "
-            "share of each batch is taken here, so leave out split_dataset_by_node, dataset.shard and subsets by rank."
-        )
 
 
 def _rows(data: Any) -> Any:
