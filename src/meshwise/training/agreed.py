@@ -6,6 +6,7 @@ and every rank comes to the same conclusion.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.training.batch_shapes import BatchShapes
+from meshwise.training.finite_losses import FiniteLosses, Seen
 from meshwise.training.order import BatchSlice
 from meshwise.training.replicas import BUFFER, PARAMETERS, parted
 from meshwise.training.same_data import SameData
@@ -27,6 +29,7 @@ from meshwise.transfer.splitmix import mixed_bits
 
 SIGNS = 32
 """How many signs travel: ranks that differ are taken for alike once in 2**32 times."""
+_Held = tuple[list[Any], Settings, Seen | None]
 STEPS_OF_A_JOB = 8  # whose batches are compared, each with a collective
 
 
@@ -52,25 +55,32 @@ class Batches(Protocol):
 
 class Agreed:
     """Compares what the ranks hold. settings: gives those of optimizers and schedulers that are in use now, and sums of
-    parameters. notify: takes a line for the user; an empty one says nothing."""
+    parameters. notify: takes a line for the user; an empty one says nothing. losses: is told of those that are not
+    finite."""
 
-    def __init__(self, world: World, settings: Callable[[], Settings], notify: Callable[[str], None]) -> None:
-        self.world, self.settings, self.notify = world, settings, notify
+    def __init__(
+        self,
+        world: World,
+        settings: Callable[[], Settings],
+        notify: Callable[[str], None],
+        losses: FiniteLosses | None = None,
+    ) -> None:
+        self.world, self.settings, self.notify, self._losses = world, settings, notify, losses
         self.batches: Batches | None = None
         self.shapes, self.data = BatchShapes(), SameData()
         self._now: Settings = ()
         self._crc = 0
         self._signs: tuple[object, Tensor] | None = None  # of the settings alone, as long as they stay
-        self._on_its_way: tuple[Tensor, Any, tuple[list[Any], Settings]] | None = None
+        self._on_its_way: tuple[Tensor, Any, _Held] | None = None
 
     def with_signs(self, value: Tensor) -> Tensor:
         """A scalar and the signs that travel with it."""
         signs = self.signs(value)
         return torch.cat([value.reshape(1).to(signs), signs])
 
-    def without_signs(self, mean: Tensor) -> Tensor:
+    def without_signs(self, mean: Tensor, seen: Seen) -> Tensor:
         """Their means over the ranks: compares the signs, and gives the scalar's."""
-        self.compare(mean[1:])
+        self.compare(mean, seen)
         return mean[0]
 
     def signs(self, like: Tensor) -> Tensor:
@@ -89,22 +99,31 @@ class Agreed:
         every: Tensor = (total >> torch.arange(SIGNS, device=like.device)) & 1
         return (every * 2 - 1).to(dtype)
 
-    def compare(self, means: Tensor) -> None:
-        """All ranks' signs have come together. Raises UsageError on every rank where they differ; on an accelerator,
-        which nothing should wait for, with the next ones."""
+    def compare(self, means: Tensor, seen: Seen | None = None) -> None:
+        """All ranks' signs have come together, behind the loss, or its sum and weight, where `seen` tells of which.
+        Raises UsageError on every rank where they differ; on an accelerator, which nothing should wait for, with the
+        next ones."""
         if rehearsing():  # without values; and the other ranks do what this one does
             return
-        held = ([] if self.batches is None else self.batches.take()), self._now
+        held = ([] if self.batches is None else self.batches.take()), self._now, seen
         if not has_streams(means.device):
-            self._check(means, held)
+            self._check(means.tolist(), held)
             return
         earlier, there = self._on_its_way, means.detach().to("cpu", non_blocking=True)
         event = torch.Event(means.device)
         event.record()
         self._on_its_way = there, event, held
+        self._check_earlier(earlier)
+
+    def finish(self) -> None:
+        """No loss comes any more."""
+        earlier, self._on_its_way = self._on_its_way, None
+        self._check_earlier(earlier)
+
+    def _check_earlier(self, earlier: tuple[Tensor, Any, _Held] | None) -> None:
         if earlier is not None:
             earlier[1].synchronize()
-            self._check(earlier[0], earlier[2])
+            self._check(earlier[0].tolist(), earlier[2])
 
     def compare_batches(self, parts: Iterable[tuple[Any, BatchSlice]], place: str) -> None:
         """Of the first steps of a job, whose losses carry nothing. Collective."""
@@ -114,8 +133,11 @@ class Agreed:
             signs = self.signs(torch.zeros((), device=self.world.device))
             self.compare(collectives.all_reduce_mean(signs.clone(), of="shapes"))
 
-    def _check(self, means: Tensor, held: tuple[list[Any], Settings]) -> None:
-        if float(means.abs().min()) > 1 - 1 / self.world.size:
+    def _check(self, means: list[float], held: _Held) -> None:
+        seen, losses = held[2], self._losses
+        if seen is not None and losses is not None and not _is_finite(*means[:-SIGNS]):
+            losses.found(seen)
+        if min(map(abs, means[-SIGNS:])) > 1 - 1 / self.world.size:
             return
         told = None if self.batches is None else self.batches.told(held[0])
         ranks = collectives.gather_objects((told, held[1]))
@@ -127,3 +149,8 @@ class Agreed:
             text = self.batches.explain([batches for batches, _ in ranks])
         if text:
             raise UsageError(text)
+
+
+def _is_finite(loss: float, weight: float = 1.0) -> bool:
+    """Of a mean, or of a sum and its weight."""
+    return weight != 0 and math.isfinite(loss / weight)

@@ -35,6 +35,7 @@ from meshwise.training import faults
 from meshwise.training.agreed import Agreed
 from meshwise.training.by_hand import HandUpdates
 from meshwise.training.coupled import CoupledLosses
+from meshwise.training.finite_losses import FiniteLosses
 from meshwise.training.generators import ProgramGenerator
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.loops import LoopRead, Loops
@@ -49,14 +50,7 @@ from meshwise.training.split_batch import Splits
 from meshwise.training.undistributed import UndistributedLoops
 from meshwise.training.unsummed import UnsummedLoops
 from meshwise.training.watcher import Watcher
-from meshwise.training.weighing import (
-    StepWeights,
-    check_loss,
-    check_reduction,
-    check_said,
-    mean_of_sum,
-    unpadded,
-)
+from meshwise.training.weighing import StepWeights, check_loss, check_reduction, check_said, mean_of_sum, unpadded
 from meshwise.transfer import collectives
 from meshwise.workers.gate import StepGate
 from meshwise.workers.worker import in_progress
@@ -107,12 +101,7 @@ class Engine:
     ) -> None:
         """notify: takes a line for the user. script: the loop is a script's, known from its calls alone."""
         self.world, self.gate, self._notify = world, gate, notify
-        self.program = Program(
-            world,
-            lambda: None if self.part is None or self.part.whole else self.part.samples,
-            self.notify,
-            piggyback_loss=script,
-        )
+        self.program = Program(world, self._samples, self.notify, piggyback_loss=script)
         self.draws = draws
         """The exact random draws, where they are asked for."""
         self.splits: Splits | None = None
@@ -126,7 +115,9 @@ class Engine:
         """Those that were given to `mw.distribute`."""
         self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that it has made."""
-        self.agreed = Agreed(world, lambda: held_alike(self.program, self.schedulers), self.notify)
+        self.finite = FiniteLosses(self.program, self.notify)
+        settings = functools.partial(held_alike, self.program, self.schedulers)
+        self.agreed = Agreed(world, settings, self.notify, self.finite)
         """Compares what the ranks hold, with the loss of a script."""
         self.part: BatchSlice | None = None
         """The microbatch that this rank works on."""
@@ -163,6 +154,9 @@ class Engine:
         self.agreed.settings = tuple  # none: a check finds itself where ranks differ in them
         self._hooks.append(self.program.at_steps(Order.WATCH, watcher.step_begins, watcher.step_ends))
 
+    def _samples(self) -> int | None:
+        return None if self.part is None or self.part.whole else self.part.samples
+
     def saves_loop(self, state: LoopState) -> None:
         """Tell `state` where steps end, from now on; another one of the same loader is told no more."""
         self.loop_states.append(state)
@@ -197,6 +191,7 @@ class Engine:
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
         """Apply `plan` to those models that are new, in place. Collective."""
         self.program.add_models(models, plan)
+        self.finite.models_added()
         self.has_applied = self.has_applied or bool(models)
         dtypes = self.plan.dtypes
         self._stored = dtypes if dtypes.stored != "fp32" else None
@@ -261,6 +256,7 @@ class Engine:
                 if watcher is not None:
                     watcher.loop_ends()
                 self.part = None if read is None else self.reads.end(read)
+                self.finite.loop_ends()
                 in_progress.discard(name)
 
     def begin(self, part: BatchSlice, read: LoopRead | None = None) -> None:
@@ -285,7 +281,7 @@ class Engine:
         with self.watched_backward(self.reduce), self.phases.backward(0 if part is None else part.total), split:
             mean = self._backward_of_batch(loss, weight, part, summed=reduction == "sum")
         self.reads.backward(weighed=reduction == "sum" or weight is not None)
-        self.phases.loss(mean)
+        self.phases.loss(mean, self.finite.look)
         self.notify("" if self.draws is None else self.draws.note())
         if self.watcher is not None:
             self.watcher.loss_known(mean, loss.detach())
@@ -308,6 +304,7 @@ class Engine:
             self.program.check_has_models()
             self.program.plain(loss).backward()
             whole: Tensor = self.program.plain(before.detach())
+            self.finite.waiting.append((self.program.backwards, self.phases.number, part, whole))
             return whole
         self.reads.check_one_share("mw.backward", weighed=summed or weight is not None)
         part, own = check_loss(loss, part), reduction.plain(loss)
@@ -315,15 +312,16 @@ class Engine:
         if summed:
             loss, before = (mean_of_sum(total, part, part.total) for total in (loss, before))
         weights = StepWeights(self.world.size, self.program.coupled_gradients)
-        seen, _ = unpadded(before.reshape(()), weight, part.samples)
-        scaled = weights.scale(*unpadded(loss.reshape(()), weight, part.samples), part, before=seen)
+        value, _ = unpadded(before.reshape(()), weight, part.samples)
+        scaled = weights.scale(*unpadded(loss.reshape(()), weight, part.samples), part, before=value)
         if weight is None:
             value = scaled.detach() if before is loss else weights.share(part)
             mean = reduction.backward(scaled, reduce=self.reduce, value=self.agreed.with_signs(value))
             assert mean is not None
-            return self.agreed.without_signs(mean).to(before.dtype)
+            seen = self.program.backwards, self.phases.number, part, weights.losses[-1][0]
+            return self.agreed.without_signs(mean, seen).to(before.dtype)
         reduction.backward(scaled, reduce=self.reduce, factor=weights.begin_sum(self.agreed.signs(scaled)))
-        self.agreed.compare(weights.mean_of_more())
+        self.agreed.compare(weights.means(), (self.program.backwards, self.phases.number, part, weights.losses[-1][0]))
         return weights.global_mean().to(loss.dtype)
 
     def computing(self) -> contextlib.AbstractContextManager[None]:

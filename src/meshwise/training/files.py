@@ -16,11 +16,16 @@ from meshwise.compat.reducer import default_store
 from meshwise.records.files import write_with
 from meshwise.recovery.collect import collected
 from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import user_place
 from meshwise.spec.world import World
 from meshwise.training.session import default_engine, process_engine
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.workers.verb_log import came_to
 
+SPOILED = (
+    "{place}: mw.save({path}): {what} is not finite in what is saved. Save only while the loss is finite, or each file "
+    "under a name of its own."
+)
 GRACE = 60.0  # seconds in which all ranks must come to a file
 
 
@@ -39,6 +44,8 @@ def save(thing: Any, path: str | Path) -> None:
         _all_come(f"meshwise/saves/{name}/{saves[name]}", world, f"mw.save({path}) under {plan}")
         thing = collected(thing)
     if world.rank == 0:
+        if spoiled := engine.finite.spoiled_in([thing]):
+            engine.notify(SPOILED.format(place=user_place(), path=path, what=spoiled))
         write_with(path, lambda file: torch.save(thing, file))
         if world.size > 1:
             default_store().set(f"meshwise/saved/{name}/{saves[name]}", "1")

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from meshwise.compat.sharding import local_of
@@ -44,6 +46,28 @@ def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Op
     return next(_bad([*parameters, *_kept(models, optimizers)]), ("", None))[0]
 
 
+def not_finite_in_tree(tree: Any, models: Mapping[str, nn.Module], known: frozenset[str]) -> str:
+    """The first entry of the state_dicts in `tree` that has the name of a parameter of these models and is not finite;
+    empty where all are."""
+    held = {
+        name for of, model in models.items() for name, _ in model.named_parameters() if _name(name, of) not in known
+    }
+    named = [(name, local_of(each.detach()), True) for name, each in _entries(tree) if name in held]
+    return next(_bad(named), ("", None))[0]
+
+
+def _entries(tree: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, each in tree.items() if isinstance(tree, Mapping) else ():
+        if isinstance(each, Tensor):
+            yield name, each
+    for each in tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ():
+        yield from _entries(each.state_dict() if isinstance(each, nn.Module) else each)
+
+
+def _name(name: str, of: str) -> str:
+    return f"the parameter {name}" + (f" of model {of}" if of else "")
+
+
 def not_saved(what: str, newest: int | None, folder: Path) -> str:
     """A sentence on a state that is not saved. newest: step of the one that is there."""
     before = "None was saved before."
@@ -56,10 +80,9 @@ def not_saved(what: str, newest: int | None, folder: Path) -> str:
 def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for of, model in models.items():
         lacking = stages.lacked_parameters(model)  # another rank's of a pipeline, which are NaN here
-        where = f" of model {of}" if of else ""
         for name, p in model.named_parameters():
-            if p not in lacking and not p.is_meta:
-                yield f"the parameter {name}{where}", local_of(p.detach())
+            if p not in lacking and not p.is_meta and not isinstance(p, UninitializedParameter):
+                yield _name(name, of), local_of(p.detach())
 
 
 def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, Tensor, bool]]:

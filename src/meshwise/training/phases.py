@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -38,6 +38,8 @@ class Phases:
         self.optimizers = False
         """Whether the program's optimizers are known; without any, each batch with a backward is a step."""
         self._counted = 0.0
+        self.number = 0
+        """Of the step that the newest backward was in."""
 
     @property
     def step(self) -> int:
@@ -111,6 +113,7 @@ class Phases:
             recorder.samples += samples
         self._stepped = self._stepped and self._open  # a step before the first backward prepares state
         self._trained = self._open = True
+        self.number = self._steps + 1
         with recorder.span("backward"):
             yield
         self._since = recorder.mark()
@@ -130,9 +133,10 @@ class Phases:
         if self._since is not None:
             self._since = recorder.mark()
 
-    def loss(self, loss: Tensor) -> None:
-        """Note the global loss, now and then."""
+    def loss(self, loss: Tensor, look: Callable[[], None]) -> None:
+        """Note the global loss, now and then. look: looks at those of one device."""
         now = time.monotonic()
         if now - self._counted > LOSS_EVERY:
             self._counted = now
             current().count("loss", loss.detach())
+            look()

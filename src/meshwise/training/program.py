@@ -84,7 +84,11 @@ class Program:
     @property
     def models(self) -> list[nn.Module]:
         """The models that are alive, in the order in which they were given."""
-        return [model for ref in self._roots.values() if (model := ref()) is not None]
+        return list(self.numbered_models().values())
+
+    def numbered_models(self) -> dict[str, nn.Module]:
+        """`models`, each by its own number."""
+        return {str(number): model for number, ref in self._roots.items() if (model := ref()) is not None}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of what is alive, each once."""

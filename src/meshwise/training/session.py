@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from meshwise.parallel.mesh import divide_work
+from meshwise.spec.errors import LossError
 from meshwise.spec.user_code import user_place
 from meshwise.timeline.recorder import current
 from meshwise.training import plain_program
@@ -36,7 +37,7 @@ def default_engine() -> Engine:
         foreign = joined.channel is None
         _engines[0].recording = begun or record_script(joined.world, foreign=foreign, say=tell)
         _engines[0].phases.go_on(current().step)
-        atexit.register(program_ends)
+        atexit.register(_process_ends)
     return _engines[-1]
 
 
@@ -101,6 +102,24 @@ def program_ends() -> None:
         engine.unsummed.finish()
         for state in engine.loop_states:
             state.close()
+        if engine.watcher is None and not _failed() and not engine.gate.halted:
+            engine.agreed.finish()
+            engine.finite.program_ends()
+
+
+def _process_ends() -> None:
+    """Who started this process has not called `program_ends`, or it is over: an error could not be its exit code."""
+    try:
+        program_ends()
+    except LossError as error:
+        tell(str(error))
+
+
+def _failed() -> bool:
+    """Whether the program ends by an error, or by an exit code of its own."""
+    error = sys.exc_info()[1]
+    clean = error is None or (isinstance(error, SystemExit) and error.code in (0, None))
+    return not clean or hasattr(sys, "last_type")
 
 
 def end_sessions() -> None:

@@ -74,10 +74,10 @@ class StepWeights:
         total, weight = self._wait()[:2].unbind()
         return total / weight
 
-    def mean_of_more(self) -> Tensor:
-        """The means over the ranks of the numbers that travelled with the sum."""
+    def means(self) -> Tensor:
+        """The means over the ranks: of the losses, their weights, and the numbers that travelled with them."""
         assert self._wait is not None
-        return self._wait()[2:] / self._ranks
+        return self._wait() / self._ranks
 
 
 def total_of(losses: Losses) -> Tensor:

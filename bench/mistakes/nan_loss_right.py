@@ -1,0 +1,24 @@
+"""One sample is NaN; the program leaves that step out. Expected: right, said how many, exit 0."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(64, 4)
+y = X.sum(1, keepdim=True)
+X[37] = float("nan")
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(X, y), batch_size=8)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for _ in range(3):
+    for x, target in loader:
+        loss = mw.backward((model(x) - target).square().mean())
+        if torch.isfinite(loss):
+            optimizer.step()
+        optimizer.zero_grad()
+mw.save(model.state_dict(), "weights.pt")
+mw.print(f"loss {loss.item():.6f}")

@@ -1,0 +1,22 @@
+"""A learning rate under which parameters overflow, with a GradScaler that cannot help. Expected: said, exit 1."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(64, 4)
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+scaler = torch.amp.GradScaler("cpu")
+loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), batch_size=8)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for _ in range(3):
+    for x, target in loader:
+        loss = mw.backward(scaler.scale((model(x) - target).square().mean()))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+mw.print(f"loss {loss.item():.6f}")

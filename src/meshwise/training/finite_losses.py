@@ -1,0 +1,134 @@
+"""Losses of a script that are not finite: the first is said, all are counted, and a program that ends so has failed.
+
+Nothing is read for it that is not read anyway: over several ranks a loss comes with the signs of agreed.py; on one
+device losses wait until it is time for the next look. Parameters are looked at where a loop over batches has trained
+and is over, since a program's models may be gone when it ends.
+
+Tested in tests/training/test_finite_losses.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from meshwise.compat.fake import rehearsing
+from meshwise.spec.devices import has_streams
+from meshwise.spec.errors import LossError
+from meshwise.spec.words import ranks_text
+from meshwise.training.finite_state import not_finite_here, not_finite_in_tree, not_finite_names
+from meshwise.training.order import BatchSlice
+from meshwise.training.program import Program
+from meshwise.transfer import collectives
+
+BACKWARDS = 8  # in loops, after which parameters are worth a look
+SHOWN = 4  # samples
+FIRST = (
+    "step {step}: the loss{whose} is {what}. The run goes on; unless the program, or its GradScaler, leaves such a "
+    "step out, its parameters are lost. Lower the learning rate, clip gradients, or look at these samples."
+)
+
+
+Seen: TypeAlias = tuple[int, int, BatchSlice | None, Tensor]
+"""A backward: its number, its step, this rank's part of the batch, and this rank's own loss."""
+
+
+class FiniteLosses:
+    """Of the backwards of one program. say: takes a line for the user, once for all ranks."""
+
+    def __init__(self, program: Program, say: Callable[[str], None]) -> None:
+        self._program, self._say = program, say
+        self.waiting: list[Seen] = []
+        """Of one device, that nobody has looked at."""
+        self._on_its_way: tuple[Tensor, torch.Event | None, list[Seen]] | None = None
+        self._count = self._first = self._last = 0  # how many, the step of the first, the number of the last
+        self._looked_at = 0  # the backwards before the last look at parameters
+        self._never: frozenset[str] = frozenset()
+        self._spoiled, self._ended = "", False
+
+    def models_added(self) -> None:
+        """What is not finite when a model is given to `mw.distribute` is the program's."""
+        if not rehearsing():
+            self._never |= not_finite_names(self._program.numbered_models())
+
+    def look(self) -> None:
+        """Look at the losses that wait; on an accelerator, which nothing should wait for, at those before them."""
+        waiting, self.waiting = self.waiting, []
+        earlier, self._on_its_way = self._on_its_way, None
+        if waiting and not rehearsing():
+            fine = torch.stack([own.reshape(()).isfinite() for _, _, _, own in waiting])
+            if has_streams(fine.device):
+                there, event = fine.to("cpu", non_blocking=True), torch.Event(fine.device)
+                event.record()
+                self._on_its_way = there, event, waiting
+            else:
+                earlier = fine, None, waiting
+        if earlier is None:
+            return
+        if earlier[1] is not None:
+            earlier[1].synchronize()
+        for is_fine, seen in zip(earlier[0].tolist(), earlier[2], strict=True):
+            if not is_fine:
+                self.found(seen)
+
+    def found(self, seen: Seen) -> None:
+        """The loss over all ranks is not finite in this backward, on every rank. Collective the first time."""
+        number, step, part, own = seen
+        self._count, self._last = self._count + 1, number
+        if self._count > 1:
+            return
+        self._first, value = step, float(own)
+        mine = "" if math.isfinite(value) else f"{value}{_samples(part)}"
+        several = self._program.world.size > 1
+        told = (collectives.get_rank(collectives.everyone()), mine)
+        bad = [(rank, text) for rank, text in (collectives.gather_objects(told) if several else [told]) if text]
+        whose = f" of {ranks_text([rank for rank, _ in bad])}" if bad and several else ""
+        self._say(FIRST.format(step=step, whose=whose, what=bad[0][1] if bad else "not finite over all ranks"))
+
+    def loop_ends(self) -> None:
+        """A loop over batches is over: look at parameters, where enough was trained since the last time."""
+        if self._program.backwards - self._looked_at >= BACKWARDS:
+            self._look_at_parameters()
+
+    def spoiled_in(self, thing: Any) -> str:
+        """The first parameter of the program's models that is not finite in `thing`, which is saved; empty for none."""
+        return not_finite_in_tree(thing, self._program.numbered_models(), self._never)
+
+    def _look_at_parameters(self) -> None:
+        if rehearsing():
+            return
+        self._looked_at = self._program.backwards
+        models = self._program.numbered_models()
+        found = not_finite_here(models, {}, self._never)
+        self._spoiled = found if len(models) > 1 else found.partition(" of model ")[0]
+
+    def program_ends(self) -> None:
+        """Nothing more comes. Raises LossError, once, where the last loss, or a parameter, is not finite."""
+        backwards = self._program.backwards
+        if self._ended:
+            return
+        self._ended = True
+        self.look()
+        self.look()
+        if backwards and self._program.models:
+            self._look_at_parameters()
+        what = self._spoiled or ("its last loss" if self._count and self._last == backwards else "")
+        how = f"{self._count} of {backwards} losses were not finite, the first in step {self._first}"
+        if what:
+            text = f"the program has ended, and {what} is not finite. {how if self._count else ''}"
+            raise LossError(text.strip())
+        if self._count:
+            self._say(f"{how}; the last one and all parameters are finite.")
+
+
+def _samples(part: BatchSlice | None) -> str:
+    """` (samples 3, 9, 12, 40 and 4 more)` of a data set."""
+    if part is None or not part.samples:
+        return ""
+    numbers = part.indices[: part.samples].tolist()
+    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    return f" (samples {', '.join(map(str, numbers[:SHOWN]))}{more})"
