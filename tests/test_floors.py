@@ -65,6 +65,7 @@ SHARED_BY_TECHNIQUES |= {
     "passing",
     "holding",
     "shard_refusals",
+    "stage_writes",
     "expert_axis",
     "expert_list",
 }

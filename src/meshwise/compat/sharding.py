@@ -88,6 +88,24 @@ class Group:
         """For each parameter, whether a gradient waits to be reduced."""
         return [_waiting(part) is not None for part in self._group.fsdp_params]
 
+    def versions(self) -> int:
+        """A number that changes when a gathered parameter is written in place; `p.data` has a count of its own."""
+        whole = [part._unsharded_param for part in self._group.fsdp_params if hasattr(part, "_unsharded_param")]
+        return sum(p._version for p in whole if not p.is_inference())
+
+    def written(self) -> nn.Parameter | None:
+        """A parameter that holds something else than it was gathered from, where this rank has its part."""
+        rank = getattr(self._group.mesh_info, "shard_mesh_rank", 0)
+        for part in self._group.fsdp_params:
+            own, wholes = part._sharded_param_data, part.all_gather_outputs
+            if part.fsdp_placement.dim != 0 or len(wholes) != 1 or wholes[0].untyped_storage().size() == 0:
+                continue  # stacked experts; an extension of torch's; not gathered now
+            there = wholes[0].narrow(0, rank * own.numel(), own.numel())
+            if not torch.equal(there.view(torch.uint8), own.to(there).view(torch.uint8)):
+                found: nn.Parameter = part._unsharded_param
+                return found
+        return None
+
     def fill(self, index: int) -> None:
         """Let the parameter take part in the reduction with a gradient of zero."""
         whole = self._group.fsdp_params[index]._unsharded_param
@@ -185,6 +203,14 @@ def local_of(tensor: Tensor) -> Tensor:
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """`local_of` each."""
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Of each tensor that has elements the XOR of their bits, or of this rank's part of them."""
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in locals_of(t.detach() for t in tensors)]
+    found = [torch.hash_tensor(t).view(torch.int64).cpu() for t in real if t.numel()]
+    hashes: list[int] = torch.stack(found).tolist() if found else []
+    return hashes
 
 
 def empty(tensor: Tensor) -> None:

@@ -30,6 +30,7 @@ from meshwise.parallel.holding import Holding, let_go, own_state
 from meshwise.parallel.passing import Pass, Passing
 from meshwise.parallel.reduction import reached_parameters
 from meshwise.parallel.schedule import CHUNKS, Action, forwards, orders, stage_ranges
+from meshwise.parallel.stage_writes import StageWrites, refused
 from meshwise.parallel.step_hooks import needs_closure
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.parallel.trial import unlike_by_parameters
@@ -59,6 +60,7 @@ class Pipeline:
         """The stages of this rank."""
         self._looks = LOOKS * len(self.own)  # forwards to be looked at
         self._now: Pass | None = None
+        self._writes = StageWrites()
         mine = [block for stage in self.own for _, block in self._blocks[slice(*self._ranges[stage])]]
         self.holding = Holding(model, pipe, [block for _, block in self._blocks], mine)
 
@@ -117,6 +119,7 @@ class Pipeline:
             self._passing.receive_forward(now)
         self._now = now
         self.holding.show(True)
+        self._writes.begin(self.holding.model)
         stages.enter_own_layers(action.stage == 0)
         result: Any = None
         try:
@@ -124,6 +127,9 @@ class Pipeline:
         except Leave:
             pass
         except Exception as error:
+            said = refused(error, self.pipe.size) if isinstance(error, RuntimeError) else None
+            if said is not None:
+                raise said from error
             if now.came_to_its_blocks or isinstance(error, MeshwiseError):
                 raise
             raise PlanError(
@@ -133,6 +139,7 @@ class Pipeline:
             ) from error
         finally:
             self._now = None
+            self._writes.end()
             self.holding.show(False)
             stages.enter_own_layers(True)
         now.check_complete(self.pipe.size)
@@ -154,10 +161,10 @@ class Pipeline:
         scalar = self._passing.receive_backward(now) if loss is None else loss
         if not self.holding.decided:
             self.holding.reached |= reached_parameters(scalar)
-        if scalar.requires_grad:
-            run(scalar)
-        else:
-            run(torch.zeros((), requires_grad=True))
+        try:
+            run(scalar if scalar.requires_grad else torch.zeros((), requires_grad=True))
+        except RuntimeError as error:
+            raise refused(error, self.pipe.size) or error from error
         self._passing.send_backward(now)
 
     def finish(self) -> None:

@@ -6,19 +6,22 @@ Tested in tests/parallel/test_shard.py.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.sharding import place_in_memory
+from meshwise.compat.fake import rehearsing
+from meshwise.compat.sharding import Group, groups_of, place_in_memory
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.spec.errors import PlanError
 from meshwise.spec.words import some
 from meshwise.transfer import stages
 
+OFTEN = 8  # forwards between two looks for writes: each asks autograd for a count of every parameter
 SMALL = 4096  # elements: below, a collective of its own costs more than keeping the layer's parameters gathered
 
 
@@ -103,33 +106,53 @@ def _check_first_order(gradient: Tensor) -> None:
 
 
 class StaysGathered:
-    """Hooks around the first forwards of a block, in which its gathered parameters must stay where they are."""
+    """Hooks around the forwards of a block: its gathered parameters stay where they are, and hold what they held.
 
-    def __init__(self, module: nn.Module) -> None:
+    The first two forwards are looked at whole. Later ones are, every `OFTEN`-th, if autograd has counted a write.
+    """
+
+    def __init__(self, module: nn.Module, groups: Sequence[Group] = ()) -> None:
         self._places: dict[int, tuple[int, int]] = {}
-        self._left = 2
+        self._forwards, self._groups, self._writes = 0, groups, [0] * len(groups)
         module.register_forward_pre_hook(self.enter)
         module.register_forward_hook(self.leave, prepend=True)
 
     def enter(self, module: nn.Module, *unused: Any) -> None:
         """The parameters are gathered."""
-        if self._left:
+        if self._forwards < 2:
             self._places = {id(p): place_in_memory(p) for p in module.parameters() if not isinstance(p, DTensor)}
 
     def leave(self, module: nn.Module, *unused: Any) -> None:
         """They are still. PlanError where the model put other values there, which no later step would renew."""
-        for name, p in module.named_parameters() if self._left else ():
+        self._forwards += 1
+        if self._forwards > 2:
+            if self._forwards % OFTEN == 0:
+                self._look_for_writes(module)
+            return
+        for name, p in module.named_parameters():
             if not isinstance(p, DTensor) and self._places.get(id(p), place_in_memory(p)) != place_in_memory(p):
-                raise PlanError(
-                    f"shard: the forward of {type(module).__name__} puts other values into its parameter {name} "
-                    "(layer.to(dtype), p.data = ...), and later steps, which gather it anew, would not be seen there. "
-                    "Cast what it is used with (F.linear(x, weight.to(dtype))), or use shard=1, such as "
-                    "--set zero1=true."
-                )
-        self._left = max(self._left - 1, 0)
+                raise _written(module, name)
+        self._look_for_writes(module, first=True)
+
+    def _look_for_writes(self, module: nn.Module, *, first: bool = False) -> None:
+        for place, group in enumerate(() if rehearsing() else self._groups):
+            writes = group.versions()
+            if (first or writes != self._writes[place]) and (written := group.written()) is not None:
+                names = (name for name, p in module.named_parameters() if p is written)
+                raise _written(module, next(names, "of a layer"))
+            self._writes[place] = writes
 
 
-def watch_forward(module: nn.Module) -> None:
+def _written(module: nn.Module, name: str) -> PlanError:
+    return PlanError(
+        f"shard: the forward of {type(module).__name__} puts other values into its parameter {name} "
+        "(layer.to(dtype), p.data = ..., p.lerp_(...)), and later steps, which gather it anew, would not be "
+        "seen there. Cast what it is used with (F.linear(x, weight.to(dtype))), write a running average in the loop "
+        "behind optimizer.step(), or use shard=1, such as --set zero1=true."
+    )
+
+
+def watch_forward(module: Any) -> None:
     """Refuse what would go wrong in the forward of a gathered block, and behind it."""
     module.register_forward_hook(refuse_second_backward)
-    StaysGathered(module)
+    StaysGathered(module, groups_of(module))

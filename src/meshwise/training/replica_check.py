@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
-from meshwise.compat.sharding import local_of
+from meshwise.compat.sharding import hashes_of, local_of
 from meshwise.recovery.state import RunState
 from meshwise.spec.errors import ReplicaError
 from meshwise.spec.plan import Plan
@@ -71,10 +70,8 @@ class ReplicaCheck:
                 for key, value in entry.items()
                 if isinstance(value, Tensor)
             }
-        local = {name: local_of(tensor.detach()) for name, tensor in named.items()}
-        some_bits = {name: tensor for name, tensor in local.items() if tensor.numel()}
-        hashes = [torch.hash_tensor(tensor).view(torch.int64).cpu() for tensor in some_bits.values()]
-        return zip(some_bits, map(int, torch.stack(hashes).tolist() if hashes else ()), strict=True)
+        some_bits = {name: tensor for name, tensor in named.items() if local_of(tensor).numel()}
+        return zip(some_bits, hashes_of(some_bits.values()), strict=True)
 
 
 def minority(values: Sequence[object]) -> list[int]:

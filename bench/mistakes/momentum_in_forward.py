@@ -1,0 +1,39 @@
+"""refused (--set shard=2): the forward writes a running average of its parameters in place (BYOL, MoCo)."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+
+class Momentum(nn.Module):
+    """A network beside its running average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = nn.Linear(6, 9), nn.Linear(6, 9).requires_grad_(False)
+
+    def average(self) -> None:
+        """Make it anew."""
+        with torch.no_grad():
+            for p, q in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                p.lerp_(q, 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """How far both are apart."""
+        self.average()
+        return (self.online(x) - self.target(x)).square().mean()
+
+
+torch.manual_seed(0)
+model = Momentum()
+optimizer = torch.optim.SGD(model.online.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.randn(64, 6)), batch_size=16)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for epoch in range(2):
+    for (x,) in loader:
+        loss = mw.backward(model(x))
+        optimizer.step()
+        optimizer.zero_grad()
+    mw.print(f"epoch {epoch}: {loss:.6f} {model.target.weight.norm().item():.6f}")

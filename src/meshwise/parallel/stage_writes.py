@@ -1,0 +1,60 @@
+"""Parameters that the forward of a stage writes: an earlier microbatch's backward may need what they were.
+
+Autograd stops a backward for which a parameter was written in place too early. It counts no writes past it
+(`p.data.lerp_(...)`): what the first forwards write so is counted by hand, before each later forward.
+
+Tested in tests/parallel/test_written_parameters.py.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from meshwise.compat.fake import rehearsing
+from meshwise.compat.reducer import versions
+from meshwise.compat.sharding import hashes_of, local_of
+from meshwise.spec.errors import PlanError
+from meshwise.transfer import stages
+
+LOOKS = 2  # first forwards of a rank's stages in which values are read
+
+
+class StageWrites:
+    """What the forwards of this rank write. Call `begin` before each forward, and `end` behind it."""
+
+    def __init__(self) -> None:
+        self._left, self._past = LOOKS, list[Tensor]()
+        self._before: list[tuple[Tensor, int, int]] = []
+
+    def begin(self, model: nn.Module) -> None:
+        """A forward begins. Counts what such forwards write past autograd."""
+        for p in self._past:
+            p.detach().mul_(1)
+        if self._left and not rehearsing():
+            lacked = stages.lacked_parameters(model)
+            held = [local_of(p).detach() for p in model.parameters() if p not in lacked and local_of(p).numel()]
+            self._before = list(zip(held, versions(held), hashes_of(held), strict=True))
+
+    def end(self) -> None:
+        """It is over."""
+        if self._left and self._before:
+            self._left -= 1
+            held = [p for p, _, _ in self._before]
+            after = zip(self._before, versions(held), hashes_of(held), strict=True)
+            self._past += [p for (p, writes, was), now, found in after if found != was and now == writes]
+            self._before = []
+
+
+def refused(error: RuntimeError, ranks: int) -> PlanError | None:
+    """What is to be said of an error of torch's where a forward writes parameters; None of another."""
+    text = str(error)
+    if "written-to tensor refers to a single memory location" in text:
+        what = "the forward writes into a parameter of another stage (p.lerp_(...)), of which this rank has no values"
+    elif "has been modified by an inplace operation" in text:
+        what = "a forward writes values in place (p.lerp_(...)) that the backward of an earlier microbatch still needs"
+    else:
+        return None
+    return PlanError(
+        f"pipeline={ranks}: {what}. Write parameters in the block that holds them, and use what is written without "
+        "gradients (a teacher, a codebook), or use data or tensor for this model."
+    )
