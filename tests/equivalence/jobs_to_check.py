@@ -207,6 +207,26 @@ class Sorted(nn.Module):
         return result
 
 
+class Spectral(nn.Module):
+    """Complex numbers: parameters, a buffer, a cast and a Fourier transform; its loss needs their imaginary parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 8, dtype=torch.complex64) * 0.4)
+        self.register_buffer("turn", torch.polar(torch.ones(8), torch.linspace(0, 3, 8)))
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.fft.fft(x.to(self.weight.real.dtype)).to(self.weight.dtype) @ self.weight * self.turn
+        made: Tensor = self.out(torch.cat([z.real, z.imag], 1).tanh())
+        return made
+
+
+def complex_numbers(seed: int = 0) -> Job:
+    """A model of complex numbers."""
+    return job_of(Spectral, seed, clip_norm=1.0)
+
+
 class Biased(nn.Module):
     """A key bias: its gradient is zero, and rounding is all that there is of it."""
 
@@ -250,6 +270,7 @@ OWN: dict[str, Callable[..., Job]] = {
     "tied": tied,
     "counting": counting,
     "normed": normed,
+    "complex": complex_numbers,
     "sorted": lambda seed=0: job_of(Sorted, seed),
     "weighed": weighed,
     "biased": biased,

@@ -70,6 +70,39 @@ def test_casts_give_float64(cast: Any) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda x: x.to(torch.complex64),
+        lambda x: x.cfloat(),
+        lambda x: torch.zeros(3, dtype=torch.complex64),
+        lambda x: torch.tensor([1j, 0.5], dtype=torch.complex64),
+        lambda x: torch.complex(x.float(), x.float()),
+        lambda x: torch.polar(torch.ones(3), torch.ones(3)),
+        lambda x: torch.fft.fft(x.float()),
+    ],
+)
+def test_complex_casts_give_complex128(cast: Any) -> None:
+    x = torch.rand(3, dtype=torch.float64)
+    assert cast(x).dtype == torch.complex64, "this is a cast"
+    with upcast():
+        assert cast(x).dtype == torch.complex128
+
+
+def test_complex_random_numbers_are_those_of_complex64() -> None:
+    def drawn() -> list[Tensor]:
+        torch.manual_seed(3)
+        one = torch.randn(5, dtype=torch.complex64)
+        return [one, torch.randn_like(one), torch.empty(5, dtype=torch.complex64).normal_()]
+
+    with torch.random.fork_rng():
+        wanted = drawn()
+        with upcast():
+            got = drawn()
+    for one, other in zip(wanted, got, strict=True):
+        assert other.dtype == torch.complex128 and torch.equal(one.to(torch.complex128), other)
+
+
 def test_random_numbers_are_those_of_float32() -> None:
     def drawn() -> list[Tensor]:
         torch.manual_seed(3)

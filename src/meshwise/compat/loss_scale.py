@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from meshwise.compat.complex_numbers import as_real
 
 _before = WeakTensorKeyDictionary()
 
@@ -34,6 +37,23 @@ def note_scaling() -> None:
         return result
 
     scaler.scale = scale
+
+
+class Scaler(torch.amp.GradScaler):
+    """torch's, which unscales the gradients of complex parameters too."""
+
+    def _unscale_grads_(self, optimizer: Any, *facts: Any) -> Any:
+        groups = [{"params": [_real_twin(p) for p in group["params"]]} for group in optimizer.param_groups]
+        return super()._unscale_grads_(SimpleNamespace(param_groups=groups), *facts)  # type: ignore[arg-type]
+
+
+def _real_twin(p: Tensor) -> Tensor:
+    """A parameter, or, of complex numbers, the same memory as real ones."""
+    if not p.is_complex() or p.grad is None:
+        return p
+    p.grad, twin = p.grad.resolve_conj(), as_real(p.detach())
+    twin.grad = as_real(p.grad)
+    return twin
 
 
 def found_infinite(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[Tensor]:

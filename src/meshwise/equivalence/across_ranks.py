@@ -62,7 +62,7 @@ def tensors_diverge(
 
     divided: each rank may have some of them only. Collective; for rank 0.
     """
-    ranks = to_rank_0({name: sketch(value.double()) for name, value in named.items()}, group)
+    ranks = to_rank_0({name: sketch(value) for name, value in named.items()}, group)
     found = {}
     for name in {name for sketches in ranks for name in sketches}:
         held = [sketches[name] for sketches in ranks if name in sketches]

@@ -10,9 +10,11 @@ import contextlib
 import math
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwise.compat.complex_numbers import stored_in
 from meshwise.compat.reducer import default_store
 from meshwise.equivalence import across_ranks
 from meshwise.equivalence.diagnose_evaluation import UNSUMMED
@@ -321,5 +323,5 @@ def _widen_state(optimizer: Optimizer) -> None:
     """An optimizer that has stepped in float32 before its model was in float64."""
     for p, entry in optimizer.state.items():
         for key, value in entry.items() if isinstance(entry, dict) else ():
-            if isinstance(value, Tensor) and value.is_floating_point() and value.ndim and value.dtype != p.dtype:
-                entry[key] = value.to(p.dtype)
+            if isinstance(value, Tensor) and value.ndim and value.dtype != p.dtype:
+                entry[key] = stored_in(value, torch.float64 if p.is_complex() else p.dtype)

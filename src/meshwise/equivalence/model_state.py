@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshwise.compat.complex_numbers import as_real
 from meshwise.compat.sharding import groups_of, sharded_modules
 from meshwise.equivalence.trace import Named
 from meshwise.transfer import stages
@@ -30,8 +31,9 @@ def clean(name: str) -> str:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor on the CPU that nobody writes to: float64 where it is floating."""
-    copy = full_tensor(tensor.detach()).to(device="cpu", copy=True)
+    """A copy of the whole tensor on the CPU that nobody writes to: float64 where it is floating; of complex numbers
+    their real and imaginary parts."""
+    copy = as_real(full_tensor(tensor.detach()).to(device="cpu", copy=True))
     return copy.to(torch.float64) if copy.is_floating_point() else copy
 
 
@@ -72,7 +74,7 @@ def local_norms(model: nn.Module) -> dict[str, float]:
 def local_sum(model: nn.Module) -> float:
     """Of the parameters that this rank has, or its parts of them: another after each update."""
     own = (p.to_local() if isinstance(p, DTensor) else p for _, p in named_parameters(model))
-    return math.fsum(float(p.detach().double().sum()) for p in own)
+    return math.fsum(float(as_real(p.detach()).double().sum()) for p in own)
 
 
 def tied_in(model: nn.Module) -> list[tuple[str, ...]]:

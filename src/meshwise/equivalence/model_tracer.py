@@ -175,7 +175,7 @@ class ModelTracer:
         if self._in_forward:
             self._close_call(name)
             for tensor in tensors_in(output) if stages.counts(module) else ():
-                if tensor.is_floating_point():
+                if tensor.is_floating_point() or tensor.is_complex():
                     self._keep(name, type(module).__name__, tensor)
 
     def _keep(self, name: str, kind: str, tensor: Tensor) -> None:

@@ -153,7 +153,7 @@ def _backward(run: _Reference, batches: list[Part], step: StepTrace) -> float:
         with run.tracer.backward():
             (mean * weight.to(mean.dtype)).backward()
         total, weights = total + model_state.copied(mean) * weight.cpu(), weights + weight.cpu()
-        sums.append({name: sketch(p.grad.double()) for name, p in named if p.grad is not None})
+        sums.append({name: sketch(p.grad) for name, p in named if p.grad is not None})
     for _, p in named:
         if p.grad is not None:
             p.grad /= float(weights)

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from meshwise.compat.complex_numbers import as_real
 from meshwise.training.keyed import keyed_normal
 
 DIRECTIONS = 8
@@ -20,13 +21,14 @@ LONGEST = 4096  # values that are projected together; a longer row has a sketch 
 
 def sketch(value: Tensor) -> Tensor:
     """The sketch of a whole tensor, one row."""
-    return _projected(value.reshape(1, -1))
+    return _projected(as_real(value).reshape(1, -1))
 
 
 def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
     """Sketches of a tensor in every layout that it may have: `0` and `1` for the dim of the batch, `each` for samples
     and positions in them (samples, positions, ...), `whole`; and for rows in whatever order `unordered`, whose sum over
     the ranks is that of one device."""
+    value = as_real(value)
     found = {"whole": sketch(value)}
     if value.dim() == 2:
         found["unordered"] = _projected(value).pow(3).sum(0, keepdim=True)

@@ -1,4 +1,4 @@
-"""Casts to float32 and below, written inside a model, become casts to float64.
+"""Casts to float32 and below, written inside a model, become casts to float64; those to complex64 to complex128.
 
 A model in float64 that says `.float()` in its attention rounds to 1e-7 all the same, and no difference below that can
 be seen. With the casts changed two sides that compute the same agree to 1e-13, so that 1e-9 is a fault.
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from meshwise.compat.complex_numbers import WIDE
 from meshwise.compat.dispatch import gives_view, intercept_operators, operator_name, written_arguments
 from meshwise.compat.tree import map_tensors, tensors_in
 from meshwise.equivalence.grouped import grouped_product
 
-LOWER = (torch.float32, torch.float16, torch.bfloat16)
 FACTORIES = {"rand", "randn", "rand_like", "randn_like"}
 SHAPED_LIKE = {"new_empty", "new_empty_strided"}  # reads no number: copy.deepcopy sets its storage
+_NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 OF_A_SCALER = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"}
 
 
@@ -53,9 +54,9 @@ def called_in_float64(active: bool = True) -> Iterator[None]:
 
     def widen(module: nn.Module, inputs: Any) -> None:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if tensor.dtype in LOWER and not isinstance(tensor, DTensor):
+            if tensor.dtype in WIDE and not isinstance(tensor, DTensor):
                 before[tensor] = tensor.dtype
-                tensor.data = tensor.data.to(torch.float64)
+                tensor.data = tensor.data.to(WIDE[tensor.dtype])
 
     hook = register_module_forward_pre_hook(widen) if active else None
     try:
@@ -73,14 +74,14 @@ def _in_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     name = operator_name(operator)
     if name in OF_A_SCALER:
         return _narrow(operator, args)
-    if kwargs.get("dtype") in LOWER:
-        kwargs = {**kwargs, "dtype": torch.float64}
+    if kwargs.get("dtype") in WIDE:
+        kwargs = {**kwargs, "dtype": WIDE[kwargs["dtype"]]}
     args, kwargs = _read_as_float64(operator, args, kwargs)
     if name == "_grouped_mm":
         return grouped_product(*args, **kwargs)
     result = operator(*args, **kwargs)
-    if name == "lift_fresh" and result.dtype in LOWER:  # torch.tensor(..., dtype=torch.float32)
-        return result.to(torch.float64)
+    if name == "lift_fresh" and result.dtype in WIDE:  # torch.tensor(..., dtype=torch.float32)
+        return result.to(WIDE[result.dtype])
     return result
 
 
@@ -89,16 +90,21 @@ def _read_as_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     gives a tensor of its own. What is written in float32 is written from float32."""
     given = [*args, *kwargs.values()]
     tensors = [t for each in given for t in (each if isinstance(each, list) else [each]) if isinstance(t, Tensor)]
-    if operator.namespace != "aten" or all(tensor.dtype not in LOWER for tensor in tensors):
+    if operator.namespace != "aten" or all(tensor.dtype not in WIDE for tensor in tensors):
         return args, kwargs
     if gives_view(operator) or operator_name(operator) in SHAPED_LIKE:
         return args, kwargs
     written = {id(tensor): tensor.dtype for tensor in tensors_in(written_arguments(operator, args, kwargs))}
-    wanted = next((dtype for dtype in LOWER if dtype in written.values()), torch.float64)
+    narrow = next((dtype for dtype in WIDE if dtype in written.values()), None)
 
     def read(tensor: Tensor) -> Tensor:
-        kept = id(tensor) in written or not tensor.is_floating_point()
-        return tensor if kept else tensor.to(wanted)
+        if id(tensor) in written or not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        if narrow is None:
+            return tensor.to(WIDE.get(tensor.dtype, tensor.dtype))
+        if tensor.is_complex():
+            return tensor.to(torch.complex64)
+        return tensor.to(torch.float32 if narrow.is_complex else narrow)
 
     return map_tensors(read, args), map_tensors(read, kwargs)
 
@@ -116,8 +122,11 @@ def _narrow(operator: Any, args: tuple[Any, ...]) -> Any:
 def _random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Random numbers are those of float32: start values, and data that a script makes, are those of the program."""
     name, first = operator_name(operator), args[0] if args else None
-    if name.endswith("_") and isinstance(first, torch.Tensor) and first.dtype == torch.float64:
-        return first.copy_(operator(first.float(), *args[1:], **kwargs))
-    if name in FACTORIES and kwargs.get("dtype") in (None, *LOWER):
-        return operator(*args, **{**kwargs, "dtype": torch.float32}).to(torch.float64)
+    if name.endswith("_") and isinstance(first, torch.Tensor) and first.dtype in (torch.float64, torch.complex128):
+        return first.copy_(operator(first.to(_NARROW[first.dtype]), *args[1:], **kwargs))
+    given = kwargs.get("dtype")
+    if name in FACTORIES and (given is None or given in WIDE):
+        kind = first.dtype if given is None and isinstance(first, Tensor) else given or torch.float64
+        wide = torch.complex128 if kind.is_complex else torch.float64
+        return operator(*args, **{**kwargs, "dtype": _NARROW[wide]}).to(wide)
     return operator(*args, **kwargs)

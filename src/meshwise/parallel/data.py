@@ -28,6 +28,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parameter import UninitializedParameter
 
 from meshwise.compat import reducer
+from meshwise.compat.complex_numbers import stored_in
 from meshwise.parallel.reduction import SKIPPED, reached_parameters, reduced_in
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
@@ -191,7 +192,7 @@ class DataParallel:
                     gradient.add_(self._kept.pop(id(p)))
         if self._dtype is None or self._dtype == buffer.dtype:
             return collectives.begin_mean(buffer, of="gradients")
-        mean = collectives.begin_mean(buffer.to(self._dtype), of="gradients")
+        mean = collectives.begin_mean(stored_in(buffer, self._dtype), of="gradients")
         return mean.then(lambda done: buffer.copy_(done.value()))
 
     def _complete(self, armed: list[_Group], before: Mapping[int, tuple[Tensor, int]]) -> None:
@@ -211,7 +212,7 @@ class DataParallel:
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
         for key in keys:
             store.add(key, 1)
-        torch.stack([(p * 0).sum().float() for _, p in missing]).sum().backward()
+        torch.stack([(p * 0).sum().real.float() for _, p in missing]).sum().backward()
         for key, (_, p) in zip(keys, missing, strict=True):
             if store.add(key, 0) == collectives.world_size() and id(p) not in before:
                 p.grad = None
@@ -260,13 +261,13 @@ class DataParallel:
         return _Group(parameters, names, ddp, self._calls)
 
     def _replay(self, group: _Group, gradients: Sequence[Tensor | None]) -> None:
-        """Reduce `gradients` by a backward made for it: the gradient of sum(p * g) with respect to p is g."""
+        """Reduce `gradients` by a backward made for it: the gradient of sum(p * conj(g)) with respect to p is g."""
         self._factor, self._calls, self._kept = None, 0, {}
         for p in group.parameters:
             p.grad = None
         reducer.arm(group.ddp)
         terms = [
-            (p * (torch.zeros_like(p) if g is None else g)).sum().float()
+            (p * (torch.zeros_like(p) if g is None else g.conj())).sum().real.float()
             for p, g in reversed(list(zip(group.parameters, gradients, strict=True)))
         ]  # autograd runs the newest node first: the last term's gradient is ready first
         torch.stack(terms).sum().backward()

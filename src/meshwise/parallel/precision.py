@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from meshwise.compat.complex_numbers import store_model, stored_in
 from meshwise.compat.modules import put_forward
 from meshwise.compat.tree import map_tensors
 from meshwise.parallel.reduction import TORCH, reduced_in
@@ -33,10 +34,10 @@ CAST = (nn.Linear, *CONVOLUTIONS, nn.LSTM, nn.MultiheadAttention)  # whose weigh
 
 def store_parameters(model: nn.Module, dtypes: Dtypes) -> None:
     """Convert the model's floating parameters and buffers, in place, where they are to be stored in another dtype than
-    float32."""
+    float32, and complex ones with float64."""
     stored = dtypes.stored
     if stored != "fp32":
-        model.to(TORCH[stored])
+        store_model(model, TORCH[stored])
 
 
 @contextlib.contextmanager
@@ -77,15 +78,10 @@ def saying_what_lacks(device: str, dtypes: Dtypes) -> Iterator[None]:
 
 
 def cast_batch(batch: Any, dtypes: Dtypes) -> Any:
-    """Floating tensors of a batch in the dtype of the parameters, where that is not float32."""
-    stored = dtypes.stored
-    if stored == "fp32":
+    """Floating tensors of a batch in the dtype of the parameters, where that is not float32; complex ones as those."""
+    if dtypes.stored == "fp32":
         return batch
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(TORCH[stored]) if tensor.is_floating_point() else tensor
-
-    return map_tensors(cast, batch)
+    return map_tensors(lambda tensor: stored_in(tensor, TORCH[dtypes.stored]), batch)
 
 
 def gathered_narrow(model: nn.Module) -> set[int]:

@@ -32,6 +32,7 @@ NAMES = {
     "int8": "I8",
     "uint8": "U8",
     "bool": "BOOL",
+    "complex64": "C64",
 }
 ALIGNED = 64  # bytes to a multiple of which the header is filled up
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
@@ -39,13 +40,17 @@ def save_weights(model: nn.Module, path: Path, header: Mapping[str, str] | None 
     """Write the model's state_dict on rank 0, whole under any plan. Collective.
 
     header: what the file says beside its tensors. Tensors that share memory (tied weights) are written once under each
-    name.
+    name; complex128, which safetensors lacks, as complex64.
     """
     state = collected(state_of(model))
     if state is not None:
-        tensors = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+        tensors = {name: _written_as(tensor).contiguous().clone() for name, tensor in state.items()}
         content = save(tensors, metadata={"format": "pt", **(header or {})})
         write_of(path.parent, attempt(), path, lambda file: file.write(content))
+
+
+def _written_as(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex64) if tensor.dtype == torch.complex128 else tensor
 
 
 def export_weights(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwise.compat.complex_numbers import as_real
 from meshwise.compat.reducer import version
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
@@ -64,7 +65,7 @@ class HandUpdates:
             self._compare(parameters)
 
     def _compare(self, parameters: Sequence[Tensor]) -> None:
-        total = torch.stack([p.detach().double().sum().cpu() for p in parameters]).sum().item()
+        total = torch.stack([as_real(p.detach()).double().sum().cpu() for p in parameters]).sum().item()
         if agree(f"{self._key}/{self._compared}", repr(total), self._program.world.size, GRACE):
             raise UsageError(
                 f"{user_place()}: the ranks' parameters have parted: in this loop they are changed by hand, from "

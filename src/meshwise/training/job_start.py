@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
+from meshwise.compat.loss_scale import Scaler
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.mesh import divide_work
 from meshwise.parallel.step_hooks import needs_closure
@@ -19,6 +21,8 @@ from meshwise.training.engine import Engine
 from meshwise.training.job import Job
 from meshwise.training.keyed import ExactDraws
 from meshwise.workers.join import RankContext
+
+NARROW_WEIGHTS = "safetensors has no complex128: weights.safetensors has complex64 of it. Saved states have it whole."
 
 
 def make_engine(
@@ -45,10 +49,12 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
             f"{plan.precision!r} scales a loss once a step. Use precision='bf16' or 'fp32', or another optimizer."
         )
     engine.add_optimizer(optimizer)
+    if any(tensor.dtype == torch.complex128 for tensor in model.state_dict().values() if isinstance(tensor, Tensor)):
+        engine.notify(NARROW_WEIGHTS)
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     return RunState(model, optimizer, scheduler, loss_scaler(engine.world.device, plan), job.seed)
 
 
 def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:
     """Scales the loss where float16 is computed in; passes everything through otherwise."""
-    return torch.amp.GradScaler(device.split(":")[0], enabled=plan.dtypes.scaled)
+    return Scaler(device.split(":")[0], enabled=plan.dtypes.scaled)

@@ -1,0 +1,36 @@
+"""Complex numbers beside real ones: torch's `model.to(torch.float64)` takes their imaginary parts away.
+
+Read in torch 2.11, 2.13 and 2.15: `nn/modules/module.py`, `to`. Tested in tests/parallel/test_complex.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+WIDE = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+"""The dtype of a check, by those that it stands for."""
+
+
+def stored_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A floating tensor in `dtype`; a complex one as wide as float64 beside float64, and as it is beside narrow
+    dtypes, for which torch has no complex kernels."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128) if dtype == torch.float64 else tensor
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def store_model(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert parameters, their gradients and buffers, in place, as `stored_in` does."""
+    model._apply(lambda tensor: stored_in(tensor, dtype))
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, in a last dimension of two; another tensor as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
