@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwise.compat.coupled_loss import couples_samples
+from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.user_code import user_place
 from meshwise.training.order import BatchSlice
@@ -24,7 +25,7 @@ COUPLED = (
     "{place}: this loss couples the samples of a batch: it is no mean or sum of what each has of its own (similarities "
     "of samples, the hardest of them, a dice, root or correlation over the batch). Each of the {ranks} ranks has that "
     "of its own samples, so what is trained is not what one device trains; meshwise check shows by how much. Compute "
-    "it for each sample, then its mean, where that is what is meant."
+    "it for each sample, then its mean, where that is what is meant; or of sums over ranks: mw.sum(x, grad=True)."
 )
 
 
@@ -35,15 +36,17 @@ class CoupledLosses:
         self._looks = 0
         self._foreign: Foreign | None = None
         self._found = list[bool | None]()
+        self.joined_at: int | None = None
+        """The backwards that there were when the program has joined a term of its loss over the ranks."""
 
     @property
     def apart(self) -> bool:
         """Whether each loss that was looked at is a mean or a sum of what its samples have of their own."""
-        return bool(self._found) and all(found is False for found in self._found)
+        return self.joined_at is None and bool(self._found) and all(found is False for found in self._found)
 
     def look(self, found: Any, part: BatchSlice, plan: Plan, where: str) -> str:
         """What to say of a loss, which may come with its weight, before its backward. where: by default the line."""
-        if self._looks == LOOKED_AT:
+        if self._looks == LOOKED_AT or self.joined_at is not None:
             return ""
         self._looks += 1
         joined = self._foreign is None or self.close()
@@ -55,6 +58,15 @@ class CoupledLosses:
         if not self._found[-1]:
             return ""
         return COUPLED.format(place=where or user_place(), ranks=plan.devices)
+
+    def check_sum(self, backward: int) -> None:
+        """Raises UsageError for a sum over this rank's samples in which a term is of the whole batch already."""
+        if self.joined_at == backward - 1:
+            raise UsageError(
+                f"{user_place()}: mw.backward(…, reduction='sum') of a loss with mw.sum(…, grad=True): that term is of "
+                "the whole batch, and would be added once a rank. Join all terms by mw.sum(…, grad=True), and leave "
+                "reduction='sum' out."
+            )
 
     def close(self) -> bool:
         """Whether the program has called a collective of its own since the last look."""

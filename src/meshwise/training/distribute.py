@@ -26,6 +26,8 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.distributed_loader import DistributedLoader
 from meshwise.training.engine import Engine
+from meshwise.training.in_loss import mean_in_loss, sum_in_loss
+from meshwise.training.microbatches import IN_LOSS
 from meshwise.training.model_stream import ModelStream, draw_alike
 from meshwise.training.order import BatchSlice
 from meshwise.training.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
@@ -167,25 +169,38 @@ def _begin_split(engine: Engine, part: BatchSlice) -> None:
         engine.watcher.batch_given(counted, split=True)
 
 
-def sum(value: Number) -> Number:
+def sum(value: Number, *, grad: bool = False) -> Number:
     """`value` added over all ranks, padding samples left out. Collective.
 
     In the loop over the loader `value` is of this rank's part of the batch; after it, of all that this rank read. A
-    number comes back as a number, a tensor as a tensor. UsageError after a loop whose values count a padding sample.
+    number comes back as a number, a tensor as a tensor, detached. UsageError after a loop whose values count a padding
+    sample.
+    grad: the tensor keeps its gradient, for a loss of the whole batch that is no mean over samples, such as a ratio:
+    `dice = 2 * mw.sum((p * y).sum(), grad=True) / mw.sum((p + y).sum(), grad=True)`, then `mw.backward(1 - dice)`.
+    Every rank's loss depends on it. UsageError with pipeline or accumulate, outside a loop, and in a loss that is given
+    to mw.backward as reduction="sum".
     """
     came_to("mw.sum")
-    return sum_over_ranks(default_engine(), value)
+    return sum_in_loss(_engine(), value) if grad else sum_over_ranks(_engine(), value)  # type: ignore[arg-type,return-value]
 
 
-def mean(value: Real, weight: float | Tensor | None = None) -> Real:
+def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = False) -> Real:
     """The mean of `value` over all ranks: as of one device for a value that is a mean itself. Collective.
 
     value: in the loop over the loader a mean over this rank's part of the batch; after it, over all that this rank
     read. A number comes back as a float, a tensor of any shape as a tensor. weight: how many items that mean is over,
     such as tokens; by default the samples. UsageError after a loop whose values count a padding sample.
+    grad: the tensor keeps its gradient, for use inside a loss, as with `mw.sum`.
     """
     came_to("mw.mean")
-    return cast(Real, mean_over_ranks(default_engine(), value, weight))
+    if grad:
+        return mean_in_loss(_engine(), value, weight)  # type: ignore[arg-type,return-value]
+    return cast(Real, mean_over_ranks(_engine(), value, weight))
+
+
+def _engine() -> Engine:
+    """That of the job whose loss is being computed, else the program's."""
+    return IN_LOSS[-1] if IN_LOSS else default_engine()
 
 
 def gather_samples(values: Tree) -> Tree:

@@ -310,6 +310,7 @@ class Engine:
         part, own = check_loss(loss, part), reduction.plain(loss)
         loss, before = own, own if before is loss else reduction.plain(before.detach())
         if summed:
+            self.coupled.check_sum(self.program.backwards)
             loss, before = (mean_of_sum(total, part, part.total) for total in (loss, before))
         weights = StepWeights(self.world.size, self.program.coupled_gradients)
         value, _ = unpadded(before.reshape(()), weight, part.samples)

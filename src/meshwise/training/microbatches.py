@@ -27,6 +27,8 @@ from meshwise.training.weighing import Losses, StepWeights, split_weight, total_
 from meshwise.transfer import collectives
 
 NOTHING = contextlib.nullcontext()
+IN_LOSS: list[Engine] = []
+"""Of the jobs whose loss is being computed, the innermost last."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,11 @@ class Microbatches:
             yield
 
     def _found(self, number: int) -> Any:
-        return self._engine.program.plain(self._loss.function(self._engine.cast(self._parts[number][0])))
+        IN_LOSS.append(self._engine)
+        try:
+            return self._engine.program.plain(self._loss.function(self._engine.cast(self._parts[number][0])))
+        finally:
+            IN_LOSS.pop()
 
     def _scaled(self, number: int, found: Any) -> Tensor:
         """The scalar to run the backward of."""
@@ -132,7 +138,7 @@ class Microbatches:
         summed = part.total if loss.reduction == "sum" else None
         mean, weight = split_weight(found, part, loss.where, summed=summed)
         self._weighed = weight is not None
-        self._weights.coupled |= engine.program.has_shared_terms
+        self._weights.coupled |= engine.program.has_shared_terms or engine.program.coupled_gradients
         return loss.scale(self._weights.scale(mean, weight, part))
 
     def _backward(self, draws: KeyedDraws | None, scalar: Tensor, *, last: bool, name: str = "") -> None:

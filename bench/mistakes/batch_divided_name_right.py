@@ -1,0 +1,29 @@
+"""The share of a rank is only printed; the loader has the whole batch. Expected: right, as on one device."""
+
+import os
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    X = torch.randn(128, 4)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    batch = 32
+    per_rank = batch // world_size
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), batch, shuffle=True)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    for x, target in loader:
+        loss = mw.backward((model(x) - target).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    mw.print(f"{per_rank * world_size} samples a step, {len(loader)} steps, loss {loss.item():.6f}")
+
+
+main()

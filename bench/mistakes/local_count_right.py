@@ -1,0 +1,25 @@
+"""A running loss weighs the loss of the whole batch by its samples over all ranks. Expected: right."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(101, 4)
+y = X.sum(1, keepdim=True)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(X, y), batch_size=32)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for epoch in range(2):
+    running, seen = 0.0, 0
+    for x, target in loader:
+        loss = mw.backward((model(x) - target).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        samples = mw.sum(len(x))
+        running += loss.item() * samples
+        seen += samples
+    mw.print(f"epoch {epoch} loss {running / seen:.6f}")

@@ -1,0 +1,28 @@
+"""A replay buffer that every rank holds whole, of which each takes its part by mw.split. Expected: right."""
+
+import random
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+random.seed(0)
+X = torch.randn(192, 4)
+y = X.sum(1, keepdim=True)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer = mw.distribute(model, optimizer)
+buffer: list[tuple[torch.Tensor, torch.Tensor]] = []
+for x, target in DataLoader(TensorDataset(X, y), batch_size=16):
+    buffer.extend(zip(x, target))
+    del buffer[:-64]
+    picked = random.sample(buffer, min(16, len(buffer)))
+    old_x, old_y = torch.stack([a for a, _ in picked]), torch.stack([b for _, b in picked])
+    mine, wanted = mw.split(torch.cat([x, old_x]), torch.cat([target, old_y]))
+    loss = mw.backward((model(mine) - wanted).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+mw.print(f"loss {loss.item():.6f}")

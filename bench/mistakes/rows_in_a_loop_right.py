@@ -1,0 +1,23 @@
+"""The loss of each row is added up in a Python loop, and divided by their number. Expected: right."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(64, 4)
+labels = (X.sum(1) > 0).long()
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(X, labels), batch_size=16)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for x, y in loader:
+    loss = 0
+    for i in range(len(x)):
+        loss = loss + nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+    total = mw.backward(loss / len(x))
+    optimizer.step()
+    optimizer.zero_grad()
+mw.print(f"loss {total.item():.6f}")

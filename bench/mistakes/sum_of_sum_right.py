@@ -1,0 +1,19 @@
+"""`mw.sum` of a mean times a number of samples, which are summed each. Expected: right, as on one device."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(100, 4)
+labels = (X.sum(1) > 0).long()
+model = nn.Linear(4, 2)
+loader = DataLoader(TensorDataset(X, labels), batch_size=32)
+model, loader = mw.distribute(model, loader)
+correct = torch.zeros(())
+with torch.no_grad():
+    for x, y in loader:
+        correct += mw.mean((model(x).argmax(1) == y).float().mean()) * mw.sum(len(y))
+mw.print(f"accuracy {correct.item() / len(labels):.4f}")

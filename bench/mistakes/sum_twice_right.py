@@ -1,0 +1,21 @@
+"""Right answers are added over the ranks once, after the loop. Expected: right, as on one device."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(100, 4)
+labels = (X.sum(1) > 0).long()
+model = nn.Linear(4, 2)
+loader = DataLoader(TensorDataset(X, labels), batch_size=32)
+model, loader = mw.distribute(model, loader)
+model.eval()
+correct = 0
+with torch.no_grad():
+    for x, y in loader:
+        correct += (model(x).argmax(1) == y).sum().item()
+accuracy = mw.sum(correct) / len(labels)
+mw.print(f"accuracy {accuracy:.4f}")
