@@ -66,6 +66,8 @@ SHARED_BY_TECHNIQUES |= {
     "holding",
     "shard_refusals",
     "stage_writes",
+    "gather_order",
+    "skipped",
     "expert_axis",
     "expert_list",
 }

@@ -31,17 +31,21 @@ from meshwise.compat import sharding
 from meshwise.compat.modules import generates_together, hooks_at_forward, put_forward
 from meshwise.compat.reducer import default_store
 from meshwise.compat.whole_values import plain_loss, read_whole
+from meshwise.parallel.gather_order import FIRST, GRACE, GatherOrder
 from meshwise.parallel.mesh import WITHIN_SAMPLES, make_mesh, mesh_of_stage
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.reduction import SKIPPED
 from meshwise.parallel.shard_refusals import check_steps_on_parts
 from meshwise.parallel.shard_units import (
+    called_by_all,
     check_can_be_sharded,
+    leave_in_order,
     make_contiguous,
     roots_of,
     units_of,
     watch_forward,
 )
+from meshwise.parallel.skipped import parameters_that_may_be_skipped
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
@@ -51,8 +55,6 @@ from meshwise.transfer.agreement import agree
 from meshwise.transfer.reading import look_out, meet, together
 
 _made = itertools.count()  # every rank shards its models in the same order
-FIRST = 1800.0  # seconds in which all ranks must come to the first reduction: as long as gloo waits in a collective
-GRACE = 60.0  # seconds for a later one in an order that is new: a rank with a known order does not say so
 
 
 class Sharded:
@@ -74,12 +76,15 @@ class Sharded:
         self._mixed = dtypes.param_dtype is not None
         wide = {name for name, p in model.named_parameters() if id(p) not in setup.gathered_narrow}
         self._roots: list[FSDPModule] = []
-        self._staged = setup.plan.pipeline > 1
-        self._apart = setup.apart
+        self._key = f"meshwise/shard/{next(_made)}/{collectives.group_key()}"
+        self._skipped = parameters_that_may_be_skipped(model, roots_of(model))
+        self._staged, self._apart = setup.plan.pipeline > 1, setup.apart
         lacked = stages.lacked_parameters(model) | {p for name, p in model.named_parameters() if name in self._apart}
         for root in roots_of(model):
             parts = [module for module in root.modules() if module in setup.own_parts]
             units = [unit for unit in units_of(root) if unit not in parts and lacked.isdisjoint(unit.parameters())]
+            units, unsure, said = (units, [], []) if self._staged else called_by_all(root, units)
+            setup.notes += said
             for module, keep in [*((unit, not reshard) for unit in parts + units), (root, bool(units) or not reshard)]:
                 check_can_be_sharded(model, module)
                 fully_shard(
@@ -94,20 +99,12 @@ class Sharded:
                 sharding.keep_class_name(module)
                 watch_forward(module)
                 hooks_at_forward(module)
+            if unsure:
+                GatherOrder(root, unsure, f"{self._key}/{len(self._roots)}")
             self._roots.append(root)  # type: ignore[arg-type]
             if self._staged:
-                put_forward(root, functools.partial(_leave_in_order, self._roots[-1], root.forward))
-        names = {id(p): name for name, p in model.named_parameters()}
-        self._groups, self._names = list[sharding.Group](), dict[int, list[str]]()
-        for _, sharded in sharding.sharded_modules(model):
-            for group in sharding.groups_of(sharded):
-                self._names[len(self._groups)] = [names[id(p)] for p in group.parameters]
-                if self._mixed:
-                    group.gather_as_stored([i for i, name in enumerate(self._names[len(self._groups)]) if name in wide])
-                group.around_collectives(collectives.recorded)
-                group.before_reducing(functools.partial(self._before, len(self._groups)))
-                self._groups.append(group)
-        self._key = f"meshwise/shard/{next(_made)}/{collectives.group_key()}"
+                put_forward(root, functools.partial(leave_in_order, self._roots[-1], root.forward))
+        self._take_groups(model, wide)
         self._agreed: set[int] = set()
         self._idle: set[str] | None = None
         self._so_far = self._passed = self._asked = self._backwards = 0
@@ -121,6 +118,18 @@ class Sharded:
         self.shared_terms = False
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
         """That of the parameters: with the axes over which they are split besides."""
+
+    def _take_groups(self, model: nn.Module, wide: set[str]) -> None:
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._groups, self._names = list[sharding.Group](), dict[int, list[str]]()
+        for _, sharded in sharding.sharded_modules(model):
+            for group in sharding.groups_of(sharded):
+                self._names[len(self._groups)] = [names[id(p)] for p in group.parameters]
+                if self._mixed:
+                    group.gather_as_stored([i for i, name in enumerate(self._names[len(self._groups)]) if name in wide])
+                group.around_collectives(collectives.recorded)
+                group.before_reducing(functools.partial(self._before, len(self._groups)))
+                self._groups.append(group)
 
     def backward(
         self,
@@ -290,7 +299,7 @@ class Sharded:
         if self._idle is None:
             everyone = collectives.gather_objects(sorted(unreached))
             nowhere = set.intersection(*map(set, everyone))
-            self._idle = set(nowhere)
+            self._idle = nowhere - self._skipped
         elif unreached:
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()  # the others have counted before their reduction began
@@ -309,14 +318,6 @@ class Sharded:
             mean = collectives.all_reduce_mean(factor().detach().clone(), of="the loss")
             for gradient in reduced:
                 gradient.mul_(mean.to(gradient.dtype))
-
-
-def _leave_in_order(root: FSDPModule, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return forward(*args, **kwargs)
-    except BaseException:  # a stage leaves behind its last block
-        sharding.leave_forward(root)
-        raise
 
 
 def _second_dim(p: nn.Parameter) -> Shard:

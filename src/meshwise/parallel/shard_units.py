@@ -6,7 +6,7 @@ Tested in tests/parallel/test_shard.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwise.compat.fake import rehearsing
-from meshwise.compat.sharding import Group, groups_of, place_in_memory
+from meshwise.compat.sharding import Group, groups_of, leave_forward, place_in_memory
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.blocks import called_in, repeated_blocks
+from meshwise.parallel.skipped import may_be_skipped
 from meshwise.spec.errors import PlanError
 from meshwise.spec.words import some
 from meshwise.transfer import stages
@@ -43,6 +44,22 @@ def units_of(root: nn.Module) -> list[nn.Module]:
         if own and sum(p.numel() for p in block.parameters()) >= SMALL:
             units.append(block)
     return units
+
+
+def called_by_all(root: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module], list[str]]:
+    """Of `units`: those that every rank calls in a forward of `root`, or may; those of them of which nobody knows; and
+    what is to be said of the others, which are gathered with `root`."""
+    names = {id(module): name for name, module in root.named_modules()}
+    found = [(unit, names[id(unit)], may_be_skipped(root, names[id(unit)])) for unit in units]
+    skipped: dict[str, list[str]] = {}
+    for _, name, why in found:
+        if why:
+            skipped.setdefault(why, []).append(name)
+    said = [
+        f"shard: a rank may skip {some(each)} ({why}), so they are gathered together with {type(root).__name__}."
+        for why, each in skipped.items()
+    ]
+    return [unit for unit, _, why in found if not why], [unit for unit, _, why in found if why is None], said
 
 
 def _places(module: nn.Module) -> Counter[int]:
@@ -156,3 +173,12 @@ def watch_forward(module: Any) -> None:
     """Refuse what would go wrong in the forward of a gathered block, and behind it."""
     module.register_forward_hook(refuse_second_backward)
     StaysGathered(module, groups_of(module))
+
+
+def leave_in_order(root: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run `forward`, also where a stage leaves it behind its last block, by an exception."""
+    try:
+        return forward(*args, **kwargs)
+    except BaseException:
+        leave_forward(root)
+        raise

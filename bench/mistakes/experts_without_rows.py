@@ -1,0 +1,39 @@
+"""right (--set shard=2): a mixture of experts that skips an expert without rows, in a list of another name."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+
+class Mixture(nn.Module):
+    """Each row goes to one of four layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.ffns = nn.Linear(64, 4), nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What the chosen layers give."""
+        chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.ffns):
+            rows = (chosen.indices == number).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * chosen.values[rows, None])
+        return out
+
+
+torch.manual_seed(0)
+model = Mixture()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+x = torch.randn(36, 64)
+loader = DataLoader(TensorDataset(x, x.sin()), batch_size=6)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for epoch in range(2):
+    for x, y in loader:
+        loss = mw.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    mw.print(f"epoch {epoch}: {loss:.6f}")

@@ -1,0 +1,69 @@
+"""All ranks gather the same blocks in the same order: found out before a rank waits in a gather that others leave out.
+
+The others are asked about orders that are new to this rank, so that a step in a known one asks nobody. Only blocks of
+which nobody can tell whether a forward may skip them are looked at (skipped.py).
+
+Tested in tests/parallel/test_skipped.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from meshwise.compat.fake import rehearsing
+from meshwise.parallel.reduction import SKIPPED
+from meshwise.spec.errors import PlanError
+from meshwise.transfer import collectives
+from meshwise.transfer.agreement import agree
+
+FIRST = 1800.0  # seconds in which all ranks must come to the blocks of the first forward, which may compile
+GRACE = 60.0  # seconds for an order that is new later: a rank with a known order does not say so
+
+
+class GatherOrder:
+    """Hooks around the forward of `root`, and before those of `blocks` in it. key: of the facts that ranks agree on."""
+
+    def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], key: str) -> None:
+        names = {id(module): name for name, module in root.named_modules()}
+        self._key, self._names = key, [names[id(block)] for block in blocks]
+        self._known = set[int]()
+        self._so_far = self._passed = self._asked = 0
+        self._runs = self._met = False
+        root.register_forward_pre_hook(self._begin, prepend=True)
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(functools.partial(self._come, number), prepend=True)
+        root.register_forward_hook(self._end, prepend=True)
+
+    def _begin(self, *unused: Any) -> None:
+        self._runs, self._so_far, self._passed = not rehearsing(), 0, 0
+
+    def _end(self, *unused: Any) -> None:
+        if self._runs:
+            self._come(-1)
+        self._runs, self._met = False, True
+
+    def _come(self, number: int, *unused: Any) -> None:
+        """This rank is about to gather a block, in a forward: what a backward runs again, it runs on all."""
+        if not self._runs:
+            return
+        self._so_far = hash((self._so_far, number))
+        if self._so_far not in self._known:
+            self._agree(f"comes to {self._names[number]}" if number >= 0 else "is through")
+            self._known.add(self._so_far)
+        self._passed += 1
+
+    def _agree(self, what: str) -> None:
+        self._asked += 1
+        what = f"{what} after {self._passed} blocks"
+        other = agree(f"{self._key}/{self._asked}", what, collectives.world_size(), GRACE if self._met else FIRST)
+        if other is not None:
+            others = f"that of another rank: {other}" if other else "those of other ranks do not"
+            raise PlanError(
+                f"shard: the forward of this rank {what}, and {others}. Blocks are gathered by all ranks together, and "
+                "a rank has skipped one. Put modules that a rank may skip into a list named experts, which is gathered "
+                f"with the whole model, or use data (shard=1). {SKIPPED}"
+            )
