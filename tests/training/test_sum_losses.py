@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.compat.loss_graph import has_penalty, mean_term, summed_loss, uneven_mean
+from meshwise.compat.loss_graph import adds_rows, has_penalty, mean_term, summed_loss, uneven_mean
 from meshwise.spec.errors import UsageError
 from meshwise.training.loop import run_job
 from meshwise.training.run_options import RunOptions
@@ -128,6 +128,45 @@ def test_the_graph_tells_a_mean_over_something_else_than_samples() -> None:
     said = unsaid_weight(UNEVEN["…"], 4, "train.py:3", "mw.backward(loss, ")
     assert said.startswith("train.py:3: this loss is not a mean over samples") and "mw.backward(loss, weight=…)" in said
     assert check_reduction(EVEN["a mean"], None, 2, "", "", 4) == ""
+
+
+def of_rows(width: int = 3) -> list[Tensor]:
+    """The loss of each of four rows, on which the model runs one at a time."""
+    return [F.cross_entropy(F.linear(TARGETS[i : i + 1], W, B)[:, :width], CLASSES[i : i + 1]) for i in range(4)]
+
+
+def of_times() -> list[Tensor]:
+    """The loss of each of four moments of four rows."""
+    return [F.cross_entropy(F.linear(TARGETS * time, W, B), CLASSES) for time in range(4)]
+
+
+ADDED = {
+    "in a loop": 0 + of_rows()[0] + of_rows()[1] + of_rows()[2] + of_rows()[3],
+    "by sum()": sum(of_rows()),
+    "stacked": torch.stack(of_rows()).sum(),
+    "of bare rows": sum(F.mse_loss(F.linear(TARGETS[i], W, B), TARGETS[i]) for i in range(4)),
+    "subtracted": -sum(F.linear(TARGETS[i : i + 1], W).square().mean() for i in range(4)),
+}
+NOT_ADDED = {
+    "divided at the end": sum(of_rows()) / 4,
+    "divided in the loop": sum(each / 4 for each in of_rows()),
+    "times a part": sum(0.25 * each for each in of_rows()),
+    "a mean of them": torch.stack(of_rows()).mean(),
+    "moments": sum(of_times()),
+    "chunks": sum(F.cross_entropy(F.linear(TARGETS[i : i + 2], W, B), CLASSES[i : i + 2]) for i in (0, 2)),
+    "other terms": sum(of_rows()[:3]) + F.mse_loss(ROWS, TARGETS),
+    "penalties": sum(W[i].square().sum() for i in range(3)) + F.cross_entropy(ROWS, CLASSES),
+}
+
+
+def test_the_graph_tells_rows_that_are_added_in_python() -> None:
+    assert [name for name, loss in ADDED.items() if not adds_rows(loss, 4)] == []
+    assert [name for name, loss in NOT_ADDED.items() if adds_rows(loss, 4)] == []
+    for loss in ADDED.values():
+        with pytest.raises(UsageError, match=r"line 3: this loss adds up one term for each of this rank's 4 samples\."):
+            check_reduction(loss, None, 2, "line 3", "mw.backward(loss, ", 4)
+        assert [check_reduction(loss, said, 2, "", "", 4) for said in ("mean", "sum")] == ["", ""]
+    assert [name for name, loss in NOT_ADDED.items() if check_reduction(loss, None, 2, "", "", 4)] == []
 
 
 def test_a_job_is_told_what_to_return_beside_its_loss() -> None:

@@ -178,3 +178,11 @@ def test_arrays_are_scattered_and_gathered_as_tensors_are() -> None:
         parts = scatter(torch.arange(5).numpy(), devices)  # type: ignore[arg-type]
         assert [part.tolist() for part in map(plain, parts)] == [[0, 1, 2], [3, 4]]
     assert gather([torch.ones(2).numpy(), torch.zeros(1).numpy()], "cpu").tolist() == [1, 1, 0]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "gather"])
+def test_one_tensor_is_no_list_of_tensors_of_devices(verb: str) -> None:
+    gradient = torch.tensor([1.0, 2.0])
+    with pytest.raises(UsageError, match=rf"mw\.{verb} of one tensor: it takes a list .* Over the ranks .* write mw\."):
+        {"all_reduce": all_reduce, "gather": lambda tensor: gather(tensor, "cpu")}[verb](gradient)  # type: ignore[operator]
+    assert gradient.tolist() == [1, 2], "its elements are not added up"

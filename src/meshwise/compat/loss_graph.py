@@ -40,6 +40,10 @@ OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackwar
            "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
 """What gives a row for each sample; so do products with a parameter."""
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "MvBackward0")
+ROW_OF = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "ConvolutionBackward0": "_saved_input",
+          "EmbeddingBackward0": "_saved_indices"}  # fmt: skip
+"""Products of parameters, and where they keep the data."""
+JOINED = ("StackBackward0", "CatBackward0")
 LEAF = "torch::autograd::AccumulateGrad"
 
 
@@ -60,6 +64,33 @@ def summed_loss(loss: Tensor, weighed: bool = False) -> str:
         elif kind in ("SumBackward0", "SumBackward1") and (what := _of_each(below[0], weighed)) and _reads_data(node):
             return f"{what} of each sample, then .sum()"
     return ""
+
+
+def adds_rows(loss: Tensor, samples: int) -> bool:
+    """Whether `loss` adds up, in Python, as many terms as there are `samples`, each of one row, and divides nothing by
+    their number."""
+    terms = list[Any]()
+    for node, following in _walk(loss.grad_fn):
+        kind, below = node.name(), _below(node)
+        joined = kind == "SumBackward0" and below and below[0].name() in JOINED
+        if kind in (*SUMS, "NegBackward0", *JOINED) or joined:
+            following += below
+        elif kind in FACTORS or len(terms) == samples:
+            return False
+        else:
+            terms.append(node)
+    return len(terms) == samples > 1 and all(map(_is_of_one_row, terms))
+
+
+def _is_of_one_row(term: Any) -> bool:
+    """Whether whatever products of a parameter and data are below have a single row of data."""
+    rows = set()
+    for node, following in _walk(term):
+        saved, followers = ROW_OF.get(node.name(), ""), [each for each, _ in node.next_functions]
+        if saved and (node.name() == "EmbeddingBackward0" or None in followers):
+            rows.add(len(getattr(node, saved)))
+        following += _below(node)
+    return rows == {1}
 
 
 def mean_term(loss: Tensor) -> str:
@@ -149,7 +180,8 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
             weights, ignored = node._saved_weight, node._saved_ignore_index
             if weights is not None and weights.min() != weights.max():
                 return "class_weights[y].sum()"
-            if weights is None and float(node._saved_total_weight) % max(samples, 1):
+            counted = float(node._saved_total_weight)
+            if weights is None and counted % max(samples, 1) and node._saved_target.numel() >= samples:  # of all rows
                 return f"(y != {signed(ignored)}).sum()"
         if kind == "DivBackward0" and _is_divided_sum(node, samples):
             return "…"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.loss_graph import has_penalty, mean_term, summed_loss, uneven_mean
+from meshwise.compat.loss_graph import adds_rows, has_penalty, mean_term, summed_loss, uneven_mean
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.training.job import REDUCTIONS
 from meshwise.training.order import BatchSlice
@@ -178,6 +178,12 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
                 f"{where}: this loss is a sum over samples ({what}). Taken for a mean, its gradients would be those of "
                 f"one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to have them so."
             )
+    if reduction is None and adds_rows(loss, samples):
+        raise UsageError(
+            f"{where}: this loss adds up one term for each of this rank's {samples} samples. Taken for a mean, its "
+            f"gradients would be those of one device divided by {ranks}. Divide it by the number of terms, or write "
+            f"{verb}reduction='sum'); or reduction='mean' to have them so."
+        )
     if reduction is None and (what := summed_loss(loss, weighed=True)):
         return (
             f"{where}: this loss looks like a sum over samples ({what}), and is taken for a mean: then its gradients "

@@ -73,6 +73,7 @@ def gather(
     Raises UsageError where dtypes, or shapes other than along `dim`, differ.
     """
     target = as_device(device)
+    _check_several("gather", tensors)
     tensors = [from_array(tensor) for tensor in tensors]
     dim = _joinable(tensors, dim)
     options = CopyOptions(links, verify)
@@ -97,6 +98,7 @@ def all_reduce(
     the result does not depend on time. Distinct CUDA devices sum by NCCL unless `verify` or `links` is given; its
     result is the same on all too, in an order of its own. No gradients.
     """
+    _check_several("all_reduce", tensors)
     every = _reducible(list(tensors), op)
     with torch.no_grad():
         if op == "sum" and not verify and links is None and _by_nccl(every):
@@ -168,6 +170,16 @@ def _devices(verb: str, devices: Sequence[Device]) -> list[torch.device]:
     if isinstance(devices, str) or not len(devices):
         raise UsageError(f"{verb} to {devices!r}: write a list of devices, such as ['cuda:0', 'cuda:1'].")
     return [as_device(device) for device in devices]
+
+
+def _check_several(verb: str, tensors: object) -> None:
+    """Raises UsageError for one tensor, whose rows would be taken for the tensors of several devices."""
+    if isinstance(tensors, Tensor):
+        over = "mw.sum(tensor)" if verb == "all_reduce" else "mw.gather_samples(tensor)"
+        raise UsageError(
+            f"mw.{verb} of one tensor: it takes a list of tensors, one for each device of this process. Over the ranks "
+            f"of a run write {over}."
+        )
 
 
 def _dim(verb: str, dim: int, dims: int) -> int:

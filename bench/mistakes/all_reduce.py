@@ -1,0 +1,20 @@
+"""`mw.all_reduce` of one tensor, as torch.distributed has it: it added up the elements. Expected: refused."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(64, 4)
+labels = (X.sum(1) > 0).long()
+model = nn.Linear(4, 2)
+loader = DataLoader(TensorDataset(X, labels), batch_size=16)
+model, loader = mw.distribute(model, loader)
+counts = torch.zeros(2)
+with torch.no_grad():
+    for x, _ in loader:
+        counts += torch.bincount(model(x).argmax(1), minlength=2)
+mw.all_reduce(counts)
+mw.print(f"predicted {counts.tolist()}")
