@@ -9,7 +9,8 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -88,6 +89,14 @@ def _with_hooks(
         return module(*args, **kwargs)
     entered.clear()
     return forward(*args, **kwargs)
+
+
+def modules_called_around(frame: FrameType | None) -> Iterator[nn.Module]:
+    """The modules whose call is running around `frame`, the innermost first. Read in torch 2.13: `nn/modules`."""
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:

@@ -20,6 +20,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.training.batch_shapes import BatchShapes
 from meshwise.training.finite_losses import FiniteLosses, Seen
+from meshwise.training.made_in_forward import Made, made_differ, sums_of_made
 from meshwise.training.order import BatchSlice
 from meshwise.training.replicas import BUFFER, PARAMETERS, parted
 from meshwise.training.same_data import SameData
@@ -68,6 +69,8 @@ class Agreed:
         self.world, self.settings, self.notify, self._losses = world, settings, notify, losses
         self.batches: Batches | None = None
         self.shapes, self.data = BatchShapes(), SameData()
+        self.made: list[Made] = []
+        """What was made in a forward since the last loss."""
         self._now: Settings = ()
         self._crc = 0
         self._signs: tuple[object, Tensor] | None = None  # of the settings alone, as long as they stay
@@ -86,6 +89,8 @@ class Agreed:
     def signs(self, like: Tensor) -> Tensor:
         """The checksum as numbers 1 and -1 that travel with `like`: shape (32,)."""
         now = self.settings() + self.shapes.take()
+        if self.made:
+            now += sums_of_made(self.made)
         if now != self._now:
             self._now, self._crc = now, zlib.crc32(repr(now).encode())
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -144,7 +149,7 @@ class Agreed:
         held_by = [settings for _, settings in ranks]
         self.notify(parted(held_by, BUFFER))
         self.notify(self.shapes.differ(held_by))
-        text = settings_differ(held_by) or parted(held_by, PARAMETERS)
+        text = settings_differ(held_by) or parted(held_by, PARAMETERS) or made_differ(held_by)
         if not text and self.batches is not None:
             text = self.batches.explain([batches for batches, _ in ranks])
         if text:

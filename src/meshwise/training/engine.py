@@ -39,6 +39,7 @@ from meshwise.training.finite_losses import FiniteLosses
 from meshwise.training.generators import ProgramGenerator
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.loops import LoopRead, Loops
+from meshwise.training.made_in_forward import note_made
 from meshwise.training.model_stream import StepDraws
 from meshwise.training.order import BatchSlice
 from meshwise.training.phases import Phases
@@ -143,7 +144,8 @@ class Engine:
         self.undistributed = UndistributedLoops(self.reads, world, self.notify) if several else None
         self.phases = Phases()
         faults.hold(lambda: [p for p in self.program.named_parameters().values() if not is_lacked(p)])
-        self._hooks = [subscribe(Order.GUARD, self.program.check_step), self.step_draws.subscribe(self.program)]
+        self._hooks: list[Any] = [note_made(self.program, self.agreed.made)] if several else []
+        self._hooks += [subscribe(Order.GUARD, self.program.check_step), self.step_draws.subscribe(self.program)]
         if script:
             note_scaling()
             self._hooks += note_steps(self.program, self.phases, lambda: self.part is not None, self.notify)

@@ -1,0 +1,82 @@
+"""A layer that is made inside a forward of a distributed model is refused where each rank has drawn its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+from meshwise.training.session import default_engine
+from tests.pool import CaseFailed
+
+
+class Net(nn.Module):
+    def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(4, 4), nn.Linear(4, 2), between
+        self.head: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.between(self, torch.relu(self.first(x))))
+        return result
+
+
+def lazily(net: Net, hidden: Tensor) -> Tensor:
+    if net.head is None:
+        net.head = nn.Linear(4, 4)  # here
+    result: Tensor = net.head(hidden)
+    return result
+
+
+def each_time(net: Net, hidden: Tensor) -> Tensor:
+    result: Tensor = nn.Linear(4, 4)(hidden)
+    return result
+
+
+def a_norm(net: Net, hidden: Tensor) -> Tensor:
+    result: Tensor = nn.LayerNorm(4)(hidden)
+    return result
+
+
+def from_a_seed(net: Net, hidden: Tensor) -> Tensor:
+    made = nn.Linear(4, 4)
+    nn.init.eye_(made.weight)
+    nn.init.zeros_(made.bias)
+    result: Tensor = made(hidden)
+    return result
+
+
+def train(between: Callable[[Any, Tensor], Tensor], before: bool = False) -> list[str]:
+    torch.manual_seed(0)
+    model: Any = Net(between)
+    if before:
+        model(torch.randn(2, 4))
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    loader: Any = DataLoader(TensorDataset(torch.randn(16, 4)), 4)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    for (x,) in loader:
+        mw.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if mw.is_main():  # what one rank makes beside its model
+            nn.Linear(4, 4)
+    return default_engine().notes
+
+
+@pytest.mark.parametrize("between", [lazily, each_time])
+def test_it_is_refused_with_its_line(between: Any, pool: Any) -> None:
+    message = (
+        r"test_made_in_forward\.py:\d+: this makes a Linear inside a forward: every rank has drawn its own weight, so"
+    )
+    with pytest.raises(CaseFailed, match=message):
+        pool(2).run(train, between)
+
+
+@pytest.mark.parametrize("between, before", [(a_norm, False), (from_a_seed, False), (lazily, True)])
+def test_what_is_made_alike_or_before_is_no_alarm(between: Any, before: bool, pool: Any) -> None:
+    assert pool(2).run(train, between, before) == [[], []]
