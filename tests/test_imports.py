@@ -45,3 +45,25 @@ def test_whoever_asks_for_a_device_is_found(processes: None) -> None:
     assert codes == ["1"] * len(ASKS), done.stdout + done.stderr
     for name in ("torch.cuda.is_available", "torch.accelerator.device_count", "torch._C._get_accelerator"):
         assert f"{name} is called:\n" in done.stdout
+
+
+DRAWS = """
+import pathlib, random
+import numpy, torch
+random.seed(0); numpy.random.seed(0); torch.manual_seed(0)
+before = random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist()
+import meshwise
+from meshwise import api
+for name in meshwise.__all__:
+    getattr(meshwise, name)
+for file in pathlib.Path(api.__file__).parent.glob("[a-z]*.py"):
+    getattr(api, file.stem)
+after = random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist()
+print([one == other for one, other in zip(before, after, strict=True)])
+"""
+
+
+def test_a_name_that_is_used_first_moves_no_random_numbers_of_the_program(processes: None) -> None:
+    """rich draws from Python's generator where it is imported: `python` and `meshwise run` drew other numbers."""
+    done = run("-c", DRAWS)
+    assert done.stdout.strip() == "[True, True, True]", done.stdout + done.stderr

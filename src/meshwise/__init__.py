@@ -5,6 +5,7 @@ when it is first used, so that a command which needs no torch does not wait for 
 """
 
 import ast as _ast
+import random as _random
 import warnings as _warnings
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
@@ -29,7 +30,9 @@ def __getattr__(name: str) -> _Any:
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'meshwise' has no attribute {name!r}")
+    drawn = _random.getstate()  # a program may have seeded it, and rich draws where it is imported
     value = globals()[name] = getattr(_import_module(module), name)
+    _random.setstate(drawn)
     return value
 
 

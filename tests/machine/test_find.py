@@ -17,6 +17,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     """`host("cuda", 4, cores=8, near={...})`: a machine made of these; `near` gives the cores beside each device."""
 
     def of(kind: str | None, count: int, cores: int = 8, near: dict[int, tuple[int, ...]] | None = None) -> None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.setattr(find, "accelerators", lambda: (kind, count))
         monkeypatch.setattr(find, "allowed_cores", lambda: tuple(range(cores)))
         monkeypatch.setattr(find, "pci_address", lambda device: device.rpartition(":")[2])
@@ -36,6 +37,27 @@ def test_cpu_workers_share_the_cores(host: Host) -> None:
 def test_more_cpu_workers_than_cores_are_bound_to_none(host: Host) -> None:
     host(None, 0, cores=2)
     assert find_devices(parse_devices("3xcpu")) == [WorkerSlot("cpu", None, (), 1)] * 3
+
+
+@pytest.mark.parametrize(("said", "threads"), [("4", 4), ("3,2", 3), ("", 0), ("many", 0), ("0", 0)])
+def test_omp_num_threads_wins_and_one_worker_alone_has_torchs_own(
+    host: Host, monkeypatch: pytest.MonkeyPatch, said: str, threads: int
+) -> None:
+    host(None, 0, cores=8)
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert [slot.threads for slot in find_devices(parse_devices("1xcpu"))] == [threads]
+    assert [slot.threads for slot in find_devices(parse_devices("2xcpu"))] == [threads or 4] * 2
+
+
+def test_more_threads_than_cores_are_said(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host(None, 0, cores=4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert describe(find_devices(parse_devices("2xcpu"))).endswith(
+        "OMP_NUM_THREADS=3: 6 threads on 4 cores, which slows them"
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "slows" not in describe(find_devices(parse_devices("2xcpu")))
+    assert describe(find_devices(parse_devices("5xcpu"))).endswith("10 threads on 4 cores, which slows them")
 
 
 def test_all_is_every_accelerator_else_one_cpu_worker(host: Host) -> None:

@@ -245,3 +245,23 @@ def test_equal_slices_are_slices(pool: Any) -> None:
         return max(float((found[name] - value).abs().max()) for name, value in alone.named_buffers())
 
     assert max(pool(2).run(case)) < 1e-9
+
+
+def of_one_value(samples: tuple[int, int], shared: bool) -> str:
+    """A row on each rank, of which those with a sample count; with `shared` the same row, which no loop gave."""
+    torch.manual_seed(0 if shared else collectives.get_rank())
+    model = nn.BatchNorm1d(3)
+    join_batch_norms(model, lambda: None if shared else samples[collectives.get_rank()])
+    try:
+        model(torch.randn(1, 3))
+    except ValueError as error:
+        return str(error)
+    return "right" if bool(model.running_var.isfinite().all()) else "not a number"
+
+
+def test_one_value_over_all_ranks_is_refused_as_on_one_device(pool: Any) -> None:
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got input size") as one:
+        nn.BatchNorm1d(3)(torch.randn(1, 3))
+    assert pool(2).run(of_one_value, (1, 0), False) == [str(one.value)] * 2
+    assert pool(2).run(of_one_value, (1, 1), True) == [str(one.value)] * 2
+    assert pool(2).run(of_one_value, (1, 1), False) == ["right"] * 2

@@ -5,25 +5,31 @@ CPU workers are found without torch, which takes a second to import.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 
 from meshwise.machine.allowance import allowed_cores, cores_near, split_cores
 from meshwise.machine.discovery.sysfs import address_of
-from meshwise.spec.devices import STREAMED, DeviceRequest, WorkerSlot, core_ranges
+from meshwise.spec.devices import STREAMED, DeviceRequest, WorkerSlot, core_ranges, threads_in
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import plural
 
 
 def find_devices(request: DeviceRequest) -> list[WorkerSlot]:
-    """One slot a worker. `all` is every accelerator, else one CPU worker. Raises UsageError for a missing device."""
+    """One slot a worker. `all` is every accelerator, else one CPU worker. Raises UsageError for a missing device.
+
+    Each has a thread for each of its cores; one worker alone as many as plain torch takes, and all of them what
+    OMP_NUM_THREADS says.
+    """
     if request.kind is None:
         kind, count = accelerators()
         return find_devices(DeviceRequest(kind, count=count) if kind and count else DeviceRequest("cpu", count=1))
-    if request.kind == "cpu":
-        return _cpu_shares(request.count or 1)
-    return _accelerator_shares(request)
+    slots = _cpu_shares(request.count or 1) if request.kind == "cpu" else _accelerator_shares(request)
+    said = threads_in(os.environ)
+    return [replace(slot, threads=said) for slot in slots] if said or len(slots) == 1 else slots
 
 
 def accelerators() -> tuple[str | None, int]:
@@ -46,13 +52,18 @@ def describe(slots: Sequence[WorkerSlot], first: int = 0) -> str:
     parts = [_one(rank, slot) for rank, slot in enumerate(slots[:4], first)]
     if len(slots) > 4:
         parts.append(f"and so on to rank {first + len(slots) - 1}")
-    return f"{count}: {', '.join(parts)}"
+    crowded = ""
+    if any(slot.threads > max(len(slot.cores), 1) for slot in slots):
+        cores = len({core for slot in slots for core in slot.cores}) or len(allowed_cores())
+        threads = f"{sum(slot.threads for slot in slots)} threads on {plural(cores, 'core')}"
+        crowded = f". OMP_NUM_THREADS={slots[0].threads}: {threads}, which slows them"
+    return f"{count}: {', '.join(parts)}{crowded}"
 
 
 def _one(rank: int, slot: WorkerSlot) -> str:
     cores = f"core{'s' if len(slot.cores) > 1 else ''} {core_ranges(slot.cores)}"
     on = "" if slot.index is None else f"{slot.name}, "
-    threads = f"{slot.threads} thread{'s' if slot.threads > 1 else ''}"
+    threads = plural(slot.threads, "thread") if slot.threads else "as many threads as plain PyTorch"
     return f"rank {rank} on {on}{cores if slot.cores else 'no core of its own'} ({threads})"
 
 

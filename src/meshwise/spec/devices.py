@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwise.spec.errors import UsageError, nearest
@@ -93,7 +94,7 @@ class WorkerSlot:
     device: kind of device, `cpu` or `cuda`.
     index: which accelerator of the host, as the driver counts; None for a CPU worker.
     cores: processor cores that it is bound to; empty when it is not bound.
-    threads: threads that its operators use.
+    threads: threads that its operators use; 0 for as many as torch takes by itself.
     sees: accelerators of the host that it sees; empty for its own alone.
     """
 
@@ -106,6 +107,12 @@ class WorkerSlot:
     @property
     def name(self) -> str:
         return self.device if self.index is None else f"{self.device}:{self.index}"
+
+
+def threads_in(environment: Mapping[str, str]) -> int:
+    """What OMP_NUM_THREADS says, which may be a list for nested regions; 0 where it says nothing."""
+    first = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
 
 
 def core_ranges(cores: tuple[int, ...]) -> str:

@@ -1,4 +1,5 @@
-"""Packages whose files are imported when they are first used, so that a command's help waits for no torch.
+"""Packages whose files are imported when they are first used, so that a command's help waits for no torch. The
+program's random numbers do not move then: some libraries draw where they are imported.
 
 A package says in its `__init__.py` `__getattr__ = files_of(__name__)`, and names its files to type checkers in
 `__init__.pyi`; then `from meshwise import api` and `api.run.start_job(...)`.
@@ -7,6 +8,7 @@ Tested in tests/cli/test_start_up.py.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
@@ -18,11 +20,14 @@ def files_of(package: str) -> Callable[[str], ModuleType]:
     def file(name: str) -> ModuleType:
         if name.startswith("_"):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        drawn = random.getstate()
         try:
             return import_module(f"{package}.{name}")
         except ModuleNotFoundError as error:
             if error.name != f"{package}.{name}":
                 raise
             raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+        finally:
+            random.setstate(drawn)
 
     return file

@@ -20,6 +20,7 @@ import cloudpickle
 import torch
 
 from meshwise.compat.driver import lost_by_fork
+from meshwise.spec.devices import threads_in
 from meshwise.spec.errors import UsageError
 from meshwise.workers import failure, heartbeat, join, loader_failure, on_device, stopping, verb_log
 from meshwise.workers.channel import WorkerChannel
@@ -39,7 +40,9 @@ def main() -> int:
     """The life of a worker: its cores, its session, its task. Returns the exit code of the process."""
     die_with_parent()
     bind_to_cores(os.environ.get(CORES, ""))
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    threads = threads_in(os.environ)
+    if threads not in (0, torch.get_num_threads()):  # forked from where torch was loaded with another number
+        torch.set_num_threads(threads)
     session = join.rank_context()
     if session.channel is None:
         raise UsageError("meshwise.workers is started by `meshwise run` and `mw.launch` alone.")
