@@ -27,7 +27,7 @@ def write_a_line(*facts):
 
 
 def test_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    program, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     made = "model = Net()\noptimizer = torch.optim.SGD(model.parameters(), 0.1)"
     assert program.count("model, optimizer = Net(), ...") == 1
     monkeypatch.chdir(tmp_path)
