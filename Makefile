@@ -13,7 +13,7 @@ DEV := $(VENV)/installed-dev
 CUDA := .venv-cuda
 CUDA_TORCH := 2.13.0
 
-.PHONY: help demo quick test check suite cuda lint format types api bench browser clean
+.PHONY: help demo quick test check suite cuda evidence lint format types api bench browser clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ cuda: $(CUDA)/built  ## every test that needs a GPU, on a fake one: torch's CUDA
 	MESHWISE_FAKE_CUDA=$(CURDIR)/$(CUDA)/fake LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/fake PYTHONPATH=$(CURDIR)/$(CUDA)/fake/site \
 		FAKE_CUDA_DEVICES=2 $(CUDA)/bin/python -m pytest -q -n 2 -p no:cacheprovider -m "gpu or cuda" \
 		tests/cuda tests/transfer tests/recovery
+
+evidence: export MESHWISE_KEEP_EVIDENCE := $(CURDIR)/bench/results/evidence.json
+evidence: cuda  ## make cuda, and write docs/evidence.md of what passed
+	$(CUDA)/bin/python bench/evidence.py
 
 suite: lint types cuda  ## everything, for a night: the slow tests too, hypothesis with 400 examples
 	$(PY) -m pytest tests --hypothesis-profile=suite

@@ -1,34 +1,35 @@
-"""Everything of this project that needs a GPU, in one go.
+"""Everything of this project that needs a GPU, in parts of at most eight minutes, the one that is worth most first.
 
-    PYTHONPATH=src python bench/gpu.py
+    PYTHONPATH=src python bench/gpu.py [PART ...]         the parts that bench/results/gpu.json lacks, or those named
+    PYTHONPATH=src python bench/gpu.py --small [PART ...]  a trial on the fake CUDA (tests/cuda): nothing is kept
 
-Correctness on CUDA (losses of the built-in jobs against a plain loop on the same GPU, float32 without TF32), time and
-memory of the jobs, the cost of our step over a plain one, bf16 and fp16; plans of one device (precision, recompute,
-offload, compile) checked against the plain loop, with the peaks that were allocated and reserved; copies against plain
-CUDA events, and `meshwise bench` of all GPUs with its verdicts; arrays of one GPU as two places. Writes
-bench/results/gpu.json.
+Each part is kept when it is done, and a part that fails does not end the others. docs/evidence.md shows `claims`.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from keep import keep
-from rich.console import Console
+from keep import RESULTS, keep
 from torch.utils.data import Subset
 
 import meshwise as mw
 from meshwise.api.bench import bench
 from meshwise.api.check import check
-from meshwise.api.run import start_job
 from meshwise.jobs.registry import find_job
 from meshwise.machine.file.write import machine_to_toml
 from meshwise.machine.judge import sentence
@@ -42,12 +43,14 @@ from meshwise.training.loop import run_job
 from meshwise.training.order import epoch_order
 from meshwise.training.run_options import RunOptions
 
-sys.path.insert(0, str(Path(__file__).parent))
-from arrays import cases, seconds
-from copies import on_gpus
-from overhead import measure
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from arrays import cases, seconds  # noqa: E402
+from copies import on_gpus  # noqa: E402
+from overhead import measure  # noqa: E402
 
 STEPS = 50
+SMALL = "--small" in sys.argv
 PLANS = (
     Plan(),
     Plan(accumulate=2),
@@ -93,23 +96,8 @@ def largest_difference(name: str) -> float:
     with tempfile.TemporaryDirectory() as out:
         summary = mw.run(job, devices="1xcuda", out=out, log_every=10)
         lines = (Path(summary.folder) / "metrics.jsonl").read_text().splitlines()
-    ours = [eval(line)["loss"] for line in lines[:STEPS]]
+    ours = [json.loads(line)["loss"] for line in lines[:STEPS]]
     return max(abs(a - b) / abs(b) for a, b in zip(ours, plain_losses(job), strict=False))
-
-
-def run(job: str, precision: str) -> dict[str, Any]:
-    """A whole run on all GPUs: final metrics, seconds, throughput, peak memory."""
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as out:
-        summary, _ = start_job(RunOptions(job, devices="all", precision=precision, out=out), Console(quiet=True))
-    return {
-        "metrics": dict(summary.metrics),
-        "seconds": time.perf_counter() - start,
-        "samples_per_second": summary.samples_per_second,
-        "peak_bytes": list(summary.memory),
-        "phases": [dict(phases) for phases in summary.phases],
-        "verdict": summary.verdict,
-    }
 
 
 def under_plan(name: str, plan: Plan) -> dict[str, Any]:
@@ -140,6 +128,136 @@ def peaks_of(name: str, plan: Plan) -> dict[str, Any]:
         "reserved bytes": torch.cuda.max_memory_reserved(),
         "seconds of ten steps": round(time.perf_counter() - start, 3),
     }
+
+
+def words(*command: str, may_fail: bool = False) -> str:
+    """What `meshwise …` prints, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "meshwise", *command], cwd=folder, capture_output=True, text=True, timeout=450
+        )
+    if done.returncode and not may_fail:
+        raise RuntimeError(
+            f"meshwise {' '.join(command)}: exit {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
+        )
+    return done.stdout + done.stderr
+
+
+# ---- The parts, each a dictionary of what was found; `claims` are those that hold, for docs/evidence.md --------------
+
+
+def starts() -> dict[str, Any]:
+    """Whether anything runs at all: workers, loader workers, a check, a killed rank, commands that look at devices."""
+    many = f"{torch.cuda.device_count()}xcuda"
+    found = {
+        "run on one": words("run", "mnist-mlp", "--devices", "1xcuda", "--epochs", "1")[-300:],
+        "run on all": words("run", "mnist-mlp", "--devices", many, "--epochs", "1")[-300:],
+        "check": words("check", "mnist-mlp", "--devices", many, "--set", f"data={torch.cuda.device_count()}")[:300],
+        "killed": words("run", "mnist-mlp", "--devices", many, "--epochs", "1", "--fault", "kill:rank=0,step=20")[
+            -600:
+        ],
+        "devices": words("devices"),
+        "examples/01": script("examples/01_mnist.py"),
+    }
+    return found | {
+        "claims": {"workers start, train, are checked and replaced when killed": "run, check, kill, a script"}
+    }
+
+
+def script(path: str) -> str:
+    """The last lines of a script of ours under `meshwise run`."""
+    return words("run", "--devices", "1xcuda", str(HERE.parent / path))[-300:]
+
+
+def values() -> dict[str, Any]:
+    """Losses of built-in jobs beside a plain loop's on the same GPU; plans of one device proved in float64."""
+    names = ("mnist-mlp",) if SMALL else ("mnist-mlp", "mnist-cnn", "gpt")
+    apart = {name: largest_difference(name) for name in names}
+    plans = {name: {repr(plan): under_plan(name, plan) for plan in PLANS} for name in names[1:]}
+    equal = sum(found.get("equal", False) for each in plans.values() for found in each.values())
+    total = sum(map(len, plans.values()))
+    claims = {
+        f"losses of {', '.join(apart)} are those of a plain loop": f"at most {max(apart.values()):.1e} apart",
+        "plans of one device compute what a plain loop computes": f"{equal} of {total} equal in float64",
+    }
+    return {"largest relative difference to a plain loop": apart, "plans": plans, "claims": claims}
+
+
+RACE = """
+import torch, meshwise as mw
+side = torch.cuda.Stream()
+with mw.find_races() as found:
+    x = torch.ones(1 << 22, device="cuda") * 2
+    {wait}
+    with torch.cuda.stream(side):
+        y = x + 1
+    torch.cuda.synchronize()
+print(len(found))
+"""
+
+
+def races() -> dict[str, Any]:
+    """The checker of races on real streams: one that is planted, the same with its wait, and our own under a run."""
+    told = {}
+    for wait in ("pass", "side.wait_stream(torch.cuda.current_stream())"):
+        done = subprocess.run(
+            [sys.executable, "-c", RACE.format(wait=wait)], capture_output=True, text=True, check=True
+        )
+        told[wait] = int(done.stdout.split()[-1])
+    own = words("check", "mnist-mlp", "--perturb", "--devices", "1xcuda", "--set", "offload=optimizer", may_fail=True)
+    claims = {"a missing wait is told, its twin is not": f"{told['pass']} and {told[wait]}"}
+    return {"told": told, "check --perturb of an offloaded plan": own[-600:], "claims": claims}
+
+
+def overhead() -> dict[str, Any]:
+    """Our step over a plain one, by turns."""
+    (found,) = mw.launch(measure, "mnist-cnn", 64 if SMALL else 1024, 10 if SMALL else 200, devices="1xcuda")
+    return {"mnist-cnn": found, "claims": {"our step over a plain one, mnist-cnn": str(found)[:100]}}
+
+
+def forecast(first: int, last: int) -> dict[str, Any]:
+    """Step time and memory of configurations on which no constant was fitted, beside `meshwise plan`'s."""
+    found = {}
+    for name in list(CONFIGURATIONS)[first:last]:
+        job, settings = CONFIGURATIONS[name]
+        try:
+            found[name] = forecast_of(f"{HERE / 'gpu_jobs.py'}:{job}", settings)
+        except RuntimeError as error:
+            found[name] = {"failed": str(error)}
+        print(name, found[name], flush=True)
+    steps = [abs(each["step off"]) for each in found.values() if each.get("step off") is not None]
+    memory = [abs(each["memory off"]) for each in found.values() if each.get("memory off") is not None]
+    said = f"{len(steps)} of {len(found)}: step {statistics.median(steps):.1%} off" if steps else "no step predicted"
+    said += f", memory {statistics.median(memory):.1%} off (medians)" if memory else ""
+    return {"configurations": found, "claims": {f"predictions {first + 1} to {last} beside what was measured": said}}
+
+
+def forecast_of(job: str, settings: tuple[str, ...]) -> dict[str, Any]:
+    """One of them: planned, run under that plan, and what the report says of both."""
+    with tempfile.TemporaryDirectory() as folder:
+        sets = [word for each in settings for word in ("--set", each)]
+        plan, out = str(Path(folder) / "plan.toml"), str(Path(folder) / "runs")
+        words("plan", job, *sets, "--devices", "1", "--save", plan)
+        words("run", job, "--plan", plan, "--devices", "1xcuda", "--out", out, "--redundancy", "0")
+        (run,) = Path(out).iterdir()
+        told = json.loads(words("report", str(run), "--json"))["predicted"]
+    most = max(told["memory"], key=lambda row: row["predicted"], default=None)
+    off = most["predicted"] / most["measured"] - 1 if most and most["measured"] else None
+    step = told["seconds"] / told["measured"] - 1 if told["seconds"] and told["measured"] else None
+    return {"step off": step, "memory off": off, **told}
+
+
+CONFIGURATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    f"{job} {' '.join(settings)}".strip(): (job, settings)
+    for settings in (("precision=bf16",), (), ("precision=bf16", "recompute=full"), ("offload=optimizer",))
+    for job in ("decoder", "wide", "long", "encoder", "convolutions")
+}
+"""Twenty: bench/gpu_jobs.py under four plans."""
+
+
+def copying() -> dict[str, Any]:
+    """Copies beside torch's own, and `meshwise bench` of all GPUs."""
+    return {"copies": on_gpus(size=1 << 20 if SMALL else 1 << 30), "bench": preflight()}
 
 
 def watched(job: str) -> dict[str, Any]:
@@ -202,26 +320,53 @@ def arrays() -> dict[str, Any]:
     return {"µs beyond": beyond, "enqueued": enqueued, "read": time.perf_counter() - begin, "value": value}
 
 
+def timeline() -> dict[str, Any]:
+    """What the timeline of a run on all GPUs says of itself."""
+    return {"mnist-mlp": watched("mnist-mlp")}
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "starts": starts,
+    "values": values,
+    "races": races,
+    "overhead": overhead,
+    "forecast 1": lambda: forecast(0, 7),
+    "forecast 2": lambda: forecast(7, 14),
+    "forecast 3": lambda: forecast(14, 20),
+    "copies": copying,
+    "arrays": lambda: {"arrays": arrays()},
+    "timeline": timeline,
+}
+"""In the order of their worth: a session with a GPU may end at any moment."""
+
+
 def main() -> None:
-    """Measure, print, keep."""
+    """Run the parts that are asked for, and keep each when it is done."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--small", action="store_true", help="a trial on the fake CUDA: nothing is kept")
+    options = parser.parse_args()
+    if unknown := [part for part in options.parts if part not in PARTS]:
+        parser.error(f"unknown: {', '.join(unknown)}. The parts are {', '.join(PARTS)}.")
     if not torch.cuda.is_available():
         sys.exit("bench/gpu.py needs a CUDA device; torch sees none here.")
-    result: dict[str, Any] = {"gpus": torch.cuda.device_count()}
-    for name in ("mnist-mlp", "mnist-cnn", "gpt"):
-        result[f"{name}: largest relative difference to a plain loop in {STEPS} steps"] = largest_difference(name)
-        for precision in ("fp32", "bf16", "fp16"):
-            result[f"{name} {precision}"] = run(name, precision)
-            print(name, precision, result[f"{name} {precision}"], flush=True)
-    for name in ("gpt", "mnist-cnn"):
-        result[f"plans of {name}"] = {repr(plan): under_plan(name, plan) for plan in PLANS}
-        print(name, result[f"plans of {name}"], flush=True)
-    result["timeline mnist-cnn"] = watched("mnist-cnn")
-    result["copies"] = on_gpus(size=1 << 30)
-    result["arrays"] = arrays()
-    print("arrays", result["arrays"], flush=True)
-    result["bench"] = preflight()
-    (result["overhead mnist-cnn"],) = mw.launch(measure, "mnist-cnn", 1024, 200, devices="1xcuda")
-    keep("gpu", result)
+    os.environ["MESHWISE_SMALL_GPU_JOBS"] = str(int(options.small))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    path = RESULTS / "gpu.json"
+    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not options.small else {}
+    kept |= {"gpus": torch.cuda.device_count(), "claims": kept.get("claims", {})}
+    for part in options.parts or [part for part in PARTS if part not in kept]:
+        begin = time.perf_counter()
+        try:
+            found = PARTS[part]()
+        except Exception:  # one part that fails must not end the others
+            found = {"failed": traceback.format_exc()[-3000:]}
+        found["seconds"] = round(time.perf_counter() - begin, 1)
+        kept["claims"] |= found.pop("claims", {})
+        print(part, json.dumps(found, indent=1, default=str)[:4000], flush=True)
+        if not options.small:
+            keep("gpu", {name: value for name, value in kept.items() if name != "machine"} | {part: found})
+            kept[part] = found
 
 
 if __name__ == "__main__":

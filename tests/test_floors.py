@@ -85,6 +85,9 @@ MOST_CODE_LINES = 51_850 + 3_120
 second number is what is new: races between streams, views of arrays that write through, a rendezvous with a secret,
 whether the ranks hold the same data, losses that are not finite, sums inside a loss, slips in a script's sums, what
 a forward writes or skips."""
+MOST_SAY_CUDA = 20
+"""Files whose code says `cuda`, messages and docstrings left out: the rest asks `has_streams` and
+`torch.get_device_module`. May only fall."""
 MOST_UNTESTED = 125
 """Modules without a test file of their name and not named in the docstring of one. May only fall."""
 
@@ -419,6 +422,27 @@ def test_every_floor_has_a_room() -> None:
 def test_the_package_stays_within_its_lines() -> None:
     lines = sum(code_lines(source) for source in own_sources())
     assert lines <= MOST_CODE_LINES, f"{lines} lines of code"
+
+
+def says_cuda(source: Source) -> bool:
+    """In names, imports and texts without a space: no sentences."""
+    docstrings = {id(node.value) for node in source.nodes if isinstance(node, ast.Expr)}
+    for node in source.nodes:
+        said = (
+            [node.id] if isinstance(node, ast.Name)
+            else [node.attr] if isinstance(node, ast.Attribute)
+            else [node.name] if isinstance(node, ast.alias)
+            else [node.value] if isinstance(node, ast.Constant) and id(node) not in docstrings
+            else []
+        )  # fmt: skip
+        if any(isinstance(word, str) and "cuda" in word.lower() and " " not in word.strip() for word in said):
+            return True
+    return False
+
+
+def test_few_files_are_of_one_kind_of_accelerator() -> None:
+    found = [source.path for source in own_sources() if says_cuda(source)]
+    assert len(found) <= MOST_SAY_CUDA, found
 
 
 def test_blank_lines_comments_and_docstrings_are_no_code() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cuda.evidence import pytest_runtest_logreport, pytest_runtest_setup, pytest_sessionfinish  # noqa: F401
 from tests.pool import Pool
 
 FOLDER = os.environ.get("MESHWISE_FAKE_CUDA")

@@ -63,11 +63,13 @@ for make in (mlp, cnn, gpt):
 """
 
 
+@pytest.mark.evidence("an MLP, a CNN and a GPT in float32 train on the fake as on the CPU, bit for bit")
 @pytest.mark.parametrize("schedule", ["immediate", "default-late", "side-late", "random"])
 def test_float32_training_is_that_of_the_cpu_bit_for_bit(program: Program, schedule: str) -> None:
     program(MODELS + EQUAL, schedule=schedule, seed=1)
 
 
+@pytest.mark.evidence("bf16 and fp16 on the fake stay within a stated bound of the CPU")
 def test_half_precision_stays_near_the_cpus(program: Program) -> None:
     """autocast's lists of CUDA and of the CPU differ: 2e-2 of a loss of 2.3 is 3 roundings of bfloat16."""
     program(MODELS + """
@@ -113,6 +115,7 @@ WAITS = {
 }
 
 
+@pytest.mark.evidence("a missing wait is wrong numbers under some schedule, by seed")
 @pytest.mark.parametrize("race", RACES)
 def test_a_missing_wait_is_wrong_numbers_under_some_schedule_and_a_wait_right_ones_under_all(
     program: Program, race: str
@@ -128,6 +131,7 @@ def test_a_missing_wait_is_wrong_numbers_under_some_schedule_and_a_wait_right_on
     assert not all(right("pass"))
 
 
+@pytest.mark.evidence("a missing wait is wrong numbers under some schedule, by seed")
 def test_the_same_seed_gives_the_same_wrong_numbers(program: Program) -> None:
     race = RACES["another stream reads before the first has written"].replace("WAIT", "pass")
     text = "import torch\nfor _ in range(20):\n" + "".join(f"    {line}\n" for line in race.strip().splitlines())
@@ -136,6 +140,7 @@ def test_the_same_seed_gives_the_same_wrong_numbers(program: Program) -> None:
     assert first == second and "False" in first
 
 
+@pytest.mark.evidence("random numbers follow the device's generator")
 def test_random_numbers_follow_seed_and_state_of_the_devices_generator(program: Program) -> None:
     program("""
 import torch
@@ -149,6 +154,7 @@ assert abs((kept == 0).float().mean().item() - 0.25) < 0.03 and abs(kept.max().i
 """)  # fmt: skip
 
 
+@pytest.mark.evidence("out of memory at a limit is said with the remedy")
 def test_memory_ends_at_its_limit(program: Program) -> None:
     program("""
 import torch
@@ -168,6 +174,7 @@ assert free == total == 64 << 20, (free, total)
 CARDS = [("A100", (8, 0), True), ("H100", (9, 0), True), ("T4", (7, 5), False)]
 
 
+@pytest.mark.evidence("control flow and refusals of A100, H100 and T4 (7.5, no bf16)")
 @pytest.mark.parametrize(("gpu", "capability", "bf16"), CARDS)
 def test_a_device_is_what_was_asked_for(program: Program, gpu: str, capability: tuple[int, int], bf16: bool) -> None:
     program(f"""
@@ -177,6 +184,9 @@ assert torch.cuda.is_bf16_supported(including_emulation=False) is {bf16}
 """, gpu=gpu, devices=8)  # fmt: skip
 
 
+@pytest.mark.evidence(
+    "workers start on machines with GPUs; notebooks and scripts that touched CUDA before; loader workers"
+)
 def test_a_forked_child_cannot_use_a_device_that_its_parent_used(program: Program) -> None:
     done = program("""
 import os, torch
@@ -203,6 +213,9 @@ torch.cuda.synchronize()
 """
 
 
+@pytest.mark.evidence(
+    "what NCCL would not say (host memory, another device, collectives that differ) is an error on the fake"
+)
 @pytest.mark.parametrize(
     ("device", "body", "says"),
     [
@@ -227,3 +240,33 @@ both = [subprocess.Popen([sys.executable, "pair.py", str(rank), port]) for rank 
 both[0].wait(100); both[1].wait(100)
 """)  # fmt: skip
     assert says in said
+
+
+TRAINS = """
+import torch
+model, side = torch.nn.Linear(8, 8).cuda(), torch.cuda.Stream()
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(20):
+    x = torch.randn(4, 8).pin_memory().cuda(non_blocking=True)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = model(x)
+    torch.cuda.current_stream().wait_stream(side)
+    y.square().mean().backward()
+    optimizer.step()
+    torch.cuda.Event().record()
+    LEAK
+"""
+LEAKS = {
+    "torch.w = [torch.cuda.Event(), *getattr(torch, 'w', [])]; torch.w[0].record()": "events that cudaEventCreate",
+    "torch.kept = torch.ones(9).pin_memory()": "pinned bytes that cudaHostAlloc",
+    "torch.kept = y.detach()": "device bytes that cudaMalloc",
+    "torch.w = x.cpu(); torch.cuda.cudart().cudaHostRegister(torch.w.data_ptr(), 128, 0)": "cudaHostRegister made",
+}
+
+
+@pytest.mark.evidence("what a program leaves of events, pinned and device memory at its end is an error on the fake")
+@pytest.mark.parametrize("leak", ["pass", *LEAKS])
+def test_what_is_left_at_exit_is_an_error_with_the_calls_name(program: Program, leak: str) -> None:
+    said = program(TRAINS.replace("LEAK", leak), fails=leak != "pass", leaks=1)
+    assert ("are left at exit" in said) is (leak != "pass") and LEAKS.get(leak, "") in said, said

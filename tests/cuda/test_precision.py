@@ -22,6 +22,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.evidence("bf16 and fp16 with a scaled loss train as on CPU workers, within the bound that the test states")
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
 def test_gpus_train_in_half_precision_what_cpu_workers_do(gpus: Any, pool: Any, width: dict[str, Any]) -> None:
     for settings in PLANS:

@@ -25,6 +25,9 @@ def tensors(path: Path) -> list[Tensor]:
     return [tensor.cpu() for tensor in tensors_in(torch.load(path))]
 
 
+@pytest.mark.evidence(
+    "a script prints and saves what it does on CPU workers: loader workers, pinning, fp16, a fused optimizer"
+)
 @pytest.mark.parametrize(("words", "plan"), SCRIPTS)
 def test_a_script_does_on_gpus_what_it_does_on_cpu_workers(
     meshwise: Any, fake: Any, tmp_path: Path, words: str, plan: list[str]
@@ -39,6 +42,7 @@ def test_a_script_does_on_gpus_what_it_does_on_cpu_workers(
         assert torch.equal(a, b)
 
 
+@pytest.mark.evidence("a run goes on from its saved state, under another plan or on fewer devices")
 def test_a_run_on_gpus_goes_on_under_another_plan(meshwise: Any, tmp_path: Path) -> None:
     def goes_on(kind: str) -> list[float]:
         folder, losses = tmp_path / kind, list[float]()
@@ -54,12 +58,14 @@ def test_a_run_on_gpus_goes_on_under_another_plan(meshwise: Any, tmp_path: Path)
     assert goes_on("cuda") == goes_on("cpu") != []
 
 
+@pytest.mark.evidence("`meshwise check` on GPUs proves a plan")
 @pytest.mark.parametrize("plan", ["shard=2", "tensor=2"])
 def test_a_check_on_gpus_says_that_the_plan_is_right(meshwise: Any, plan: str) -> None:
     done = meshwise("check", JOB, "--devices", "2xcuda", "--set", plan, "--steps", 2)
     assert done.stdout.startswith(f"equal: Plan({plan}) computes what one device computes"), done.stdout
 
 
+@pytest.mark.evidence("what a device lacks is refused with a sentence")
 def test_compile_without_triton_is_refused_with_a_sentence(meshwise: Any) -> None:
     done = meshwise("run", JOB, "--devices", "2xcuda", "--set", "compile=true", check=False)
     assert "compile=True needs triton on a GPU, and it is not here." in done.stdout + done.stderr

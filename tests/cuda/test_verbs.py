@@ -11,6 +11,10 @@ import pytest
 
 JOB = f"{Path(__file__).with_name('jobs.py')}:decoder"
 Run = Callable[..., Any]
+VERBS = (
+    "`devices`, `bench`, `plan`, `run --plan auto`, `predict`, `report`, `runs`, `checkpoints` do on GPUs what they do "
+    "on CPU workers"
+)
 
 
 @pytest.fixture
@@ -20,6 +24,7 @@ def run_folder(meshwise: Run, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.evidence("a run goes on from its saved state, under another plan or on fewer devices")
 def test_a_run_is_reported_listed_verified_resumed_on_fewer_devices_and_predicts(
     meshwise: Run, run_folder: Path
 ) -> None:
@@ -31,27 +36,114 @@ def test_a_run_is_reported_listed_verified_resumed_on_fewer_devices_and_predicts
     meshwise("run", "--resume", run_folder, "--epochs", "2", "--devices", "1xcuda")
 
 
+@pytest.mark.evidence("`meshwise check` on GPUs proves a plan")
 def test_a_check_on_gpus_says_equal(meshwise: Run) -> None:
     assert "equal" in meshwise("check", JOB, "--devices", "2xcuda", "--set", "shard=2").stdout
 
 
+@pytest.mark.evidence(VERBS)
 def test_devices_names_what_was_asked_for(meshwise: Run, fake: Run) -> None:
     fake(gpu="H100", devices=8)
     said = meshwise("devices").stdout
     assert "cuda:0-7" in said and "H100" in said and "80.0 GiB" in said, said
 
 
+@pytest.mark.evidence(VERBS)
+def test_bench_finds_every_byte_where_it_belongs_and_the_fake_far_below_a_gpu(meshwise: Run) -> None:
+    done = meshwise("bench", "--devices", "2xcuda", "--sizes", "64K", "--seconds", "0.2", check=False)
+    assert done.returncode == 3, done.stdout + done.stderr
+    said = " ".join(done.stdout.split())
+    assert "24 of 24 paths delivered the bytes they were given" in said and "of the 271 TFLOP/s expected" in said
+    assert "nccl" in said and "cuda:0 → cuda:1" in said
+
+
+@pytest.mark.evidence(VERBS)
+def test_a_collective_is_repeated_alone(meshwise: Run, python: Run, run_folder: Path, tmp_path: Path) -> None:
+    collectives = json.loads(meshwise("report", run_folder, "--json").stdout)["collectives"]
+    number = next(at for at, each in enumerate(collectives, 1) if each["name"] == "all-reduce" and each["bytes"])
+    (tmp_path / "one.py").write_text(meshwise("report", run_folder, "--replay", f"collective:{number}").stdout)
+    done = python("-m", "torch.distributed.run", "--nproc-per-node", "2", tmp_path / "one.py")
+    assert "in the run" in done.stdout and "on 2 ranks" in done.stdout
+
+
+@pytest.mark.evidence("what a device lacks is refused with a sentence")
+def test_bf16_on_a_device_that_only_emulates_it_is_refused(meshwise: Run, fake: Run) -> None:
+    fake(gpu="T4")
+    done = meshwise("run", JOB, "--devices", "2xcuda", "--set", "precision=bf16", check=False)
+    assert done.returncode == 2 and "this GPU is older than it" in " ".join((done.stdout + done.stderr).split())
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+VERBS_OF_A_SCRIPT = """
+import torch, meshwise as mw
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data = torch.utils.data.TensorDataset(torch.ones(9, 4), torch.arange(9))
+model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, batch_size=4))
+for x, n in loader:
+    mw.backward(model(x).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    mw.print("sum", float(mw.sum(n.sum())), float(mw.sum(n.cpu().sum())))
+    mw.print("all", mw.gather_samples(n).tolist(), mw.gather_samples(n.cpu()).tolist())
+mw.print("memory", mw.memory())
+"""
+
+
+@pytest.mark.evidence(
+    "a script prints and saves what it does on CPU workers: loader workers, pinning, fp16, a fused optimizer"
+)
+def test_the_verbs_of_a_script_take_tensors_of_the_device_and_of_the_host(meshwise: Run, tmp_path: Path) -> None:
+    (tmp_path / "verbs.py").write_text(VERBS_OF_A_SCRIPT)
+
+    def said(kind: str) -> list[str]:
+        out = meshwise("run", "--devices", f"2x{kind}", "verbs.py").stdout
+        assert ("cuda:0: " in out and " allocated" in out) is (kind == "cuda"), out
+        return [line for line in out.splitlines() if line.startswith(("sum", "all"))]
+
+    assert said("cuda") == said("cpu") != []
+
+
+@pytest.mark.evidence(VERBS)
+def test_plans_for_the_gpus_that_are_here_are_told_to_fit(meshwise: Run) -> None:
+    said = meshwise("plan", JOB, "--devices", "2", "--set", "data=2").stdout
+    assert "A100" in said and "of 80.0 GiB" in said and "fits" in said
+
+
+@pytest.mark.evidence(VERBS)
+def test_predictions_are_those_of_cpu_workers(meshwise: Run, run_folder: Path, tmp_path: Path) -> None:
+    def predicted(kind: str) -> list[Any]:
+        out = tmp_path / f"{kind}.jsonl"
+        meshwise("predict", JOB, "--weights", run_folder, "--devices", f"2x{kind}", "--out", out)
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    assert predicted("cuda") == predicted("cpu") != []
+
+
+@pytest.mark.evidence("a killed rank is replaced on its device; a hang is explained, with torch's flight recorder")
+def test_a_hang_names_the_rank_and_what_the_devices_wait_for(meshwise: Run) -> None:
+    done = meshwise(
+        "run", JOB, "--devices", "2xcuda", "--epochs", "4", "--fault", "hang:rank=1,step=10", "--hang-limit", "4"
+    )
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "rank 1 is in its phase" in said and "rank 0 waits for it in all-reduce of gradients" in said, said
+    assert "rank 0, by torch's flight recorder:" in said and "finished after" in said, said
+
+
+@pytest.mark.evidence(VERBS)
 def test_a_plan_that_was_chosen_here_is_run_here(meshwise: Run) -> None:
     """The rehearsal's stand-in for a GPU hid the GPUs from the run that followed it."""
     assert "finished after" in meshwise("run", JOB, "--plan", "auto", timeout=400).stdout
 
 
+@pytest.mark.evidence("a killed rank is replaced on its device; a hang is explained, with torch's flight recorder")
 def test_a_killed_rank_is_started_again_on_its_device(meshwise: Run, tmp_path: Path) -> None:
     """The system shows no fake GPU on its bus, as in some containers: none is taken for lost."""
-    said = meshwise("run", JOB, "--devices", "2xcuda", "--fault", "kill:rank=1,step=4").stdout
+    said = meshwise("run", JOB, "--set", "data=2", "--fault", "kill:rank=1,step=4").stdout  # on all that are here
     assert "was killed by SIGKILL" in said and "finished after" in said
 
 
+@pytest.mark.evidence("out of memory at a limit is said with the remedy")
 def test_what_does_not_fit_is_said_with_the_remedy(meshwise: Run, fake: Run) -> None:
     fake(memory=24)
     done = meshwise("run", "gpt", "--devices", "1xcuda", "--restarts", "0", check=False)
@@ -59,6 +151,7 @@ def test_what_does_not_fit_is_said_with_the_remedy(meshwise: Run, fake: Run) -> 
     assert "out of memory" in (done.stdout + done.stderr).lower() and "Traceback" not in done.stdout
 
 
+@pytest.mark.evidence("arrays on two devices; copies, scatter and gather between devices")
 def test_arrays_and_copies_between_devices_are_right(program: Run) -> None:
     program("""
 import numpy as np, torch, meshwise as mw
@@ -73,5 +166,19 @@ dst = torch.empty(10**6, device="cuda:1")
 mw.copy(dst, src, verify=True)
 assert torch.equal(dst.cpu(), src.cpu())
 parts = mw.scatter(src, ["cuda:0", "cuda:1"])
+single = mw.array_namespace(["cuda:1"]).asarray(a)
+assert single.__cuda_array_interface__["shape"] == a.shape and torch.as_tensor(single, device="cuda").sum() == a.sum()
+assert not hasattr(x, "__cuda_array_interface__")
+assert not hasattr(mw.array_namespace("1xcpu").asarray(a), "__cuda_array_interface__")
+assert mw.array_namespace(["cpu", "cpu"]).asarray(a).sum() == a.sum()
+for wrong in (["cuda:0", "cpu"], "3xcuda", "cuda:7"):
+    try:
+        mw.array_namespace(wrong)
+    except mw.UsageError as error:
+        print(error)
+    else:
+        raise AssertionError(wrong)
+with mw.virtual_devices(2):
+    assert mw.copy(torch.empty(10**6), src).sum() == src.sum() and mw.to(src, "cpu:1").sum() == src.sum()
 assert torch.equal(mw.gather(parts, "cuda:1").cpu(), src.cpu())
 """, devices=2, schedule="random", seed=4)  # fmt: skip

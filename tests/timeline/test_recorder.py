@@ -70,17 +70,19 @@ def test_an_unknown_kind_is_refused(recorder: Recorder) -> None:
         recorder.span("lunch")
 
 
-def test_memory_is_taken_at_the_phases_of_the_step_after_it_was_wanted(recorder: Recorder) -> None:
+def test_memory_is_taken_at_the_phases_of_the_first_step_and_of_that_after_it_was_wanted(recorder: Recorder) -> None:
     recorder.memory = lambda: {"resident": 42}
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         recorder.begin_step(step)
-        if step == 1:
+        if step == 2:
             recorder.request_memory()
         for phase in ("forward", "backward"):
             with recorder.span(phase):
                 pass
     _, counters = recorder.drain()
-    assert [(step, name, value) for _, step, _, name, value in counters] == [(2, "resident", 42)] * 2
+    assert [(step, name, value) for _, step, _, name, value in counters] == [
+        (step, "resident", 42) for step in (1, 1, 3, 3)
+    ]
 
 
 def test_when_nobody_drains_the_oldest_spans_go_and_are_counted(recorder: Recorder) -> None:

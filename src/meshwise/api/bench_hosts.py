@@ -13,7 +13,7 @@ from meshwise.machine.bench import Bench, merged
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.processes import WHAT, measure_hosts
 from meshwise.machine.measure.progress import SILENT, Progress, listeners, sent_over
-from meshwise.spec.devices import parse_devices
+from meshwise.spec.devices import has_streams, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.environment import started_by_launcher
@@ -38,7 +38,8 @@ def bench_hosts(
     alone, or for sizes that do not fit in memory.
     """
     # One worker on the first accelerator of this host, or on all its cores.
-    slot = find_devices(parse_devices("cuda:0" if accelerators()[0] == "cuda" else "1xcpu"))[0]
+    kind, _ = accelerators()
+    slot = find_devices(parse_devices(f"{kind}:0" if has_streams(kind) else "1xcpu"))[0]
     arguments = (sizes_for([slot], sizes), seconds or SECONDS, tuple(what))
     measured, stopped = Measured(progress), None
     if started_by_launcher():

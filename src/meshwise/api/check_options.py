@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from meshwise.spec.arguments import Plain, argument_texts
+from meshwise.spec.devices import IN_WORDS
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option
 from meshwise.spec.plan import Plan
@@ -38,7 +39,7 @@ class CheckOptions:
         tuple[str, ...], Option("a field of the plan, such as shard=4", name="--set", metavar="FIELD=VALUE")
     ] = ()
     devices: Annotated[
-        str | None, Option("4xcpu, 2xcuda; default: a CPU worker for each device of the plan, else 2xcpu")
+        str | None, Option(f"{IN_WORDS}; default: a CPU worker for each device of the plan, else 2xcpu")
     ] = None
     steps: Annotated[int, Option("optimizer steps; the last one has a ragged batch")] = 3
     batch_size: Annotated[int | None, Option("samples of the global batch, over all devices", scripts=False)] = None

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from meshwise.arrays.sharding import Layout, Shape, Sharding, evenly, fitting, sharding
-from meshwise.spec.devices import parse_devices
+from meshwise.machine.find import accelerators
+from meshwise.spec.devices import has_streams, parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
 from meshwise.transfer.devices import as_device, open_devices
@@ -122,7 +123,7 @@ def _asked_of_ranks(devices: Any) -> tuple[str, int | None]:
     """(kind, how many) of the devices that are asked for; None for as many as there are."""
     if isinstance(devices, str) and not devices.startswith("cpu:"):
         request = parse_devices(devices)
-        return request.kind or "cuda", None if "x" not in devices else request.count
+        return request.kind or str(accelerators()[0]), None if "x" not in devices else request.count
     listed = [devices] if isinstance(devices, str | torch.device) else list(devices)
     return torch.device(listed[0]).type, len(listed)
 
@@ -144,7 +145,8 @@ def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype, he
 def find_devices(devices: Any) -> tuple[torch.device, ...]:
     """The torch devices that are meant. UsageError for what is not here, or says nothing."""
     if devices is None:
-        return _count("cuda", torch.cuda.device_count()) if torch.cuda.is_available() else _count("cpu", 1)
+        kind, count = accelerators()
+        return _count(kind, count) if kind else _count("cpu", 1)
     if isinstance(devices, torch.device):
         devices = str(devices)
     if isinstance(devices, str):
@@ -163,15 +165,16 @@ def _of_words(words: str) -> tuple[torch.device, ...]:
     if words.startswith("cpu:"):
         return _count("cpu", 1)
     request = parse_devices(words)
-    kind = request.kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = request.kind or accelerators()[0] or "cpu"
     if request.indices is not None:
         return tuple(as_device(f"{kind}:{index}") for index in request.indices)
     count = request.count if request.kind is not None and "x" in words else None
-    if kind == "cuda":
-        there = torch.cuda.device_count()
+    if has_streams(kind):
+        there = torch.get_device_module(kind).device_count()
         if not there or (count or 1) > there:
             raise UsageError(
-                f"array_namespace({words!r}): torch sees {there} CUDA devices here. For a trial write '2xcpu'."
+                f"array_namespace({words!r}): torch sees {there} {kind.upper()} devices here. "
+                "For a trial write '2xcpu'."
             )
         return _count(kind, count or there)
     return _count(kind, count or 1)

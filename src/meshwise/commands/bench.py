@@ -24,6 +24,7 @@ from meshwise.machine import views
 from meshwise.machine.compare import compare as compare_machines
 from meshwise.machine.file.write import machine_to_toml, toml_writer
 from meshwise.records.files import write_text
+from meshwise.spec.devices import IN_WORDS
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option
 from meshwise.workers.node_options import NodeOptions
@@ -39,9 +40,7 @@ class BenchOptions:
     compute: Annotated[bool, Option("measure each device: memory, matrix products")] = False
     links: Annotated[bool, Option("measure copies between host and devices")] = False
     collectives: Annotated[bool, Option("measure all-reduce and the others")] = False
-    devices: Annotated[
-        str | None, Option("4xcpu, 2xcuda, cuda:0,1; default: all accelerators, else a worker a core")
-    ] = None
+    devices: Annotated[str | None, Option(f"{IN_WORDS}; default: all accelerators, else a worker a core")] = None
     sizes: Annotated[str | None, Option("1K:1G in steps of four, 1K:1G:2 doubles, 64M is one")] = None
     seconds: Annotated[float | None, Option("of measuring in all")] = None
     save: Annotated[str | None, Option("write what was measured as a machine file", metavar="FILE")] = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 
+from meshwise.spec.devices import DEVICE_KINDS
 from meshwise.spec.plan import Plan
 from meshwise.training.trackers import TRACKERS
 
@@ -42,7 +43,7 @@ def plan_fields(incomplete: str) -> list[str]:
 
 def devices(incomplete: str) -> list[str]:
     """Some devices that there may be."""
-    return _those(("all", "1xcpu", "2xcpu", "4xcpu", "1xcuda", "2xcuda", "4xcuda", "8xcuda"), incomplete)
+    return _those(("all", *(f"{count}x{kind}" for kind in DEVICE_KINDS[:2] for count in (1, 2, 4, 8))), incomplete)
 
 
 def plan_files(incomplete: str) -> list[str]:

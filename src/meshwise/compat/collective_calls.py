@@ -30,7 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwise.compat.driver import is_capturing
 from meshwise.compat.tree import tensors_in
+from meshwise.spec.devices import has_streams
 from meshwise.spec.user_code import is_users, place
 
 OPERATORS = {
@@ -152,7 +154,7 @@ class _Ends:
 
     def expect(self, work: Any, call: Call, ended: Ended) -> None:
         """Call `ended` when the work is done."""
-        if call.device == "cuda":
+        if has_streams(call.device):
             future = work.get_future()
             if future.done():  # nccl's: what follows it in a stream comes after the collective
                 future.then(lambda done: ended())
@@ -209,7 +211,7 @@ def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType 
     group, device = given["process_group"], tensors[0].device.type if tensors else ""
     if dist.distributed_c10d._world.pg_coalesce_state or device == "meta" or not isinstance(group, torch.ScriptObject):
         return None
-    if device == "cuda" and torch.cuda.is_current_stream_capturing():
+    if has_streams(device) and is_capturing():
         return None
     of, inside_c = _source(frame)
     blocking = inside_c or not given.get("async_op", kind not in ("send", "receive"))
@@ -220,7 +222,7 @@ def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType 
 
 def _kept(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
     """The group, which from now on lives as long as the process, after its modules too."""
-    if device != "cuda" and id(group) not in _groups:
+    if not has_streams(device) and id(group) not in _groups:
         _groups[id(group)] = group
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     return group

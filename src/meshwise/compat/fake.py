@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from meshwise.compat.dispatch import operator_name, without_interception
 from meshwise.compat.fake_values import concerns_values, fake_batch, give_value, lose, with_values
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import tensors_in
+from meshwise.spec.devices import has_streams
 
 try:
     from torch._subclasses.fake_tensor import (
@@ -256,7 +257,8 @@ def is_random(operator: Any) -> bool:
 
 def own_generator(device: torch.device) -> torch.Generator:
     """The generator that operators on `device` draw from when they are given none."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
+    if has_streams(device):
+        known = torch.get_device_module(device)
+        index = known.current_device() if device.index is None else device.index
+        return cast(torch.Generator, known.default_generators[index])
     return torch.default_generator

@@ -52,6 +52,11 @@ _OF_GPU: dict[str, Callable[..., Any]] = {
 _OF_NONE: dict[str, Callable[..., Any]] = {"is_available": lambda: False, "device_count": lambda: 0}
 
 
+def by_its_name(text: str) -> str:
+    """What torch says of the device that is not there, as it would say it of a GPU."""
+    return text.replace(f"{NAME}:0", str(_CUDA))
+
+
 @contextmanager
 def cuda_by_name(there: bool) -> Iterator[None]:
     """During the body, `cuda` is the fake device, or nothing. To be entered inside of `FakeTensors`."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwise.compat.held_stream import hold_stream
+from meshwise.compat.driver import hold_stream
 from meshwise.spec.user_code import user_place
 
 WRITES_AND_READS: dict[str, tuple[int | None, int | None]] = {
@@ -64,8 +64,7 @@ class Perturbed:
         seconds = share * (VERY_LATE if draw < SELDOM else LATE if draw < OFTEN else 0.0)
         if seconds:
             time.sleep(seconds)
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                hold_stream(seconds)
+            hold_stream(seconds)
 
     def call(self, name: str, real: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """One of the functions is called."""

@@ -13,7 +13,7 @@ from importlib.metadata import version
 
 from meshwise.machine.allowance import allowed_cores, cores_near, split_cores
 from meshwise.machine.discovery.sysfs import address_of
-from meshwise.spec.devices import STREAMED, DeviceRequest, WorkerSlot, core_ranges, threads_in
+from meshwise.spec.devices import STREAMED, DeviceRequest, WorkerSlot, core_ranges, has_streams, threads_in
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import plural
 
@@ -97,8 +97,8 @@ def _accelerator_shares(request: DeviceRequest) -> list[WorkerSlot]:
 
 def pci_address(device: str) -> str:
     """`0000:3b:00.0` of `cuda:0`, as sysfs writes it, or an empty text where torch does not know it."""
-    if not device.startswith("cuda"):
+    if not has_streams(device):
         return ""
     import torch
 
-    return address_of(torch.cuda.get_device_properties(device))
+    return address_of(torch.get_device_module(device).get_device_properties(device))

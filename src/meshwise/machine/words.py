@@ -13,6 +13,7 @@ import re
 from dataclasses import replace
 
 from meshwise.machine.catalog import NOT_CONFIRMED, Part, PartLink, networks, nominal, parts
+from meshwise.spec.devices import DEVICE_KINDS
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.machine import DEVICE, HOST, MOST_DEVICES, NODE, Device, Host, Link, Machine
 from meshwise.spec.units import bandwidth_text
@@ -151,7 +152,7 @@ def _means(plain: str, part: Part) -> bool:
 
 def _near(plain: str) -> str:
     known = {_plain(name): part.name for part in parts() for name in (part.name, part.family, *part.aliases)}
-    if plain in ("cuda", "gpu", "xpu", "mps"):
+    if plain == "gpu" or plain in DEVICE_KINDS:
         return f" '{plain}' is not a part: name one, or see what is here with `meshwise devices`."
     close = difflib.get_close_matches(plain, list(known), n=5, cutoff=0.5)
     names = list(dict.fromkeys(known[name] for name in close))[:3]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwise.compat.complex_numbers import store_model, stored_in
+from meshwise.compat.driver import computes_bf16
 from meshwise.compat.modules import put_forward
 from meshwise.compat.tree import map_tensors
 from meshwise.parallel.reduction import TORCH, reduced_in
@@ -102,8 +103,7 @@ def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None
     computed = dtypes.computed
     if computed in ("fp64", "fp32"):
         return
-    kind = device.split(":")[0]
-    if kind == "cuda" and computed == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if computed == "bf16" and not computes_bf16(device):
         raise PlanError(f"{_lacks(device, computed)}: this GPU is older than it. {_instead(computed)}")
     with_lstm = model is not None and any(isinstance(part, nn.LSTM) for part in model.modules())
     for kind_of, wrong in _tried(device, computed, with_lstm):

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from meshwise.compat import gpu_trace
 from meshwise.compat.compiling import without_compiling
 from meshwise.compat.dispatch import StorageMap, intercept_operators, operator_name, without_interception
+from meshwise.compat.driver import is_capturing
 from meshwise.compat.torch_function import called
 from meshwise.compat.touched import has_parts, is_collective, touched
 from meshwise.races.checker import Checker, Race, Touch
@@ -92,7 +93,7 @@ class _Watcher:
         self._own.events = events
         try:
             result = operator(*args, **kwargs)
-            if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            if not is_capturing():
                 with self._lock:
                     lane, touches, waited = self._touches(operator, args, kwargs, result)
             return result

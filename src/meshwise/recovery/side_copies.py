@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from meshwise.compat import copying
+from meshwise.compat import copying, driver
 
 
 class SideCopies:
@@ -28,8 +28,8 @@ class SideCopies:
         """Copies go into this memory from now on."""
         self.finish()
         if self._pinned is not None:
-            copying.unpin(self._pinned)
-        self._pinned = memory if copying.pin(memory) else None
+            driver.unpin(self._pinned)
+        self._pinned = memory if driver.pin(memory) else None
 
     def copy(self, into: Sequence[Tensor], sources: Sequence[Tensor], then: Callable[[], None]) -> None:
         """Begin to copy, once what the current stream has is done. then: is called, in a thread, when all is copied."""

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from meshwise.compat import fake, fake_device
 from meshwise.compat.fake import NEEDS_VALUES, FakeTensors
+from meshwise.compat.fake_cuda import by_its_name
 from meshwise.compat.fake_values import fake_batch, fake_without_values
 from meshwise.compat.fake_world import fake_world, resizing, start_values_unread
 from meshwise.compat.loss_scale import always_steps
@@ -94,7 +95,7 @@ def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
 
 def why_not(what: str, error: Exception) -> str:
     """Why `what` cannot be rehearsed, of an error that it raised."""
-    first = str(error).partition("\n")[0].partition(". This could be because")[0].replace("sim:0", "cuda:0")
+    first = by_its_name(str(error)).partition("\n")[0].partition(". This could be because")[0]
     if isinstance(error, NEEDS_VALUES):
         return (
             f"{what} is rehearsed on tensors without values, and this line needs one ({first}). Known are numbers and "

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from meshwise.spec.errors import UsageError, nearest
 
 DEVICE_KINDS = ("cpu", "cuda", "xpu", "mps")
+IN_WORDS = "all, 4xcpu, 2xcuda or cuda:0,1"
+"""How an option names devices."""
 STREAMED = ("cuda", "xpu")
 """Kinds that work beside the host, in streams (`torch.Stream`, `torch.Event`). All else is asked of
 `torch.get_device_module(device)`: `torch.accelerator` knows one kind, which may be a rehearsal's stand-in."""

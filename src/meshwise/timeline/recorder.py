@@ -62,7 +62,7 @@ class Recorder:
         self._collectives = 0
         timed = functools.partial(torch.Event, device, enable_timing=True)
         self._device = DeviceClock(clock, timed) if has_streams(device) else None
-        self._memory_wanted = self._memory_now = False
+        self._memory_wanted, self._memory_now = True, False  # of the first step: a short run has no other
 
     def begin_step(self, step: int) -> None:
         """What is recorded from now on belongs to `step`."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from meshwise.spec.arguments import Plain, argument_texts
+from meshwise.spec.devices import IN_WORDS
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option
 from meshwise.spec.plan import Plan
@@ -38,9 +39,7 @@ class PredictOptions:
         str | Path | None, Option("a run folder, a .safetensors file, or a Hugging Face folder", metavar="PATH")
     ] = None
     out: Annotated[str | Path | None, Option("a .jsonl or .safetensors file", metavar="FILE")] = None
-    devices: Annotated[
-        str | None, Option("all, 4xcpu, 2xcuda or cuda:0,1; default: all accelerators, else one CPU worker")
-    ] = None
+    devices: Annotated[str | None, Option(f"{IN_WORDS}; default: all accelerators, else one CPU worker")] = None
     plan: Annotated[Plan | PlanText | str | Path | None, Option("a plan file; default: replicas", metavar="FILE")] = (
         None
     )

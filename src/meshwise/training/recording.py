@@ -21,6 +21,7 @@ import torch
 from meshwise.compat.reducer import default_store
 from meshwise.machine.memory import memory_counters
 from meshwise.records import folder as names
+from meshwise.spec.devices import has_streams
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import Recorder, make_current
 from meshwise.timeline.span_log import SpanLog
@@ -114,7 +115,7 @@ class Recording:
 
 
 def _device_name(world: World) -> str:
-    return torch.cuda.get_device_name() if world.device.startswith("cuda") else world.device
+    return torch.get_device_module(world.device).get_device_name() if has_streams(world.device) else world.device
 
 
 def record_script(

@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from meshwise.spec.arguments import Plain, argument_texts
+from meshwise.spec.devices import IN_WORDS
 from meshwise.spec.durations import seconds_of
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.faults import parse_fault
@@ -49,9 +50,7 @@ class RunOptions(NodeOptions):
         Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True),
     ] = None
     _: KW_ONLY
-    devices: Annotated[
-        str | None, Option("all, 4xcpu, 2xcuda or cuda:0,1; default: all accelerators, else one CPU worker")
-    ] = None
+    devices: Annotated[str | None, Option(f"{IN_WORDS}; default: all accelerators, else one CPU worker")] = None
     epochs: Annotated[int | None, Option("epochs to train", scripts=False)] = None
     batch_size: Annotated[int | None, Option("samples of the global batch, over all devices", scripts=False)] = None
     accumulate: Annotated[int | None, Option("microbatches that make a step", scripts=False)] = None

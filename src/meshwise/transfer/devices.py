@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwise.compat.dispatch import StorageMap
+from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
 
@@ -86,12 +87,14 @@ def as_device(word: str | torch.device | int) -> torch.device:
         raise UsageError(f"device {word!r}: not a device. Write cpu, cuda:0, or cpu:1 for a virtual one.") from error
     if device.type == "cpu":
         return _host_or_virtual(device)
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        index = torch.cuda.current_device() if str(device) == "cuda" and count else device.index or 0
+    if has_streams(device):
+        known = torch.get_device_module(device)
+        count = known.device_count()
+        index = known.current_device() if str(device) == device.type and count else device.index or 0
         if index >= count:
-            raise UsageError(f"device {word}: torch sees {count} CUDA devices here. `meshwise devices` lists them.")
-        return torch.device("cuda", index)
+            kinds = f"{device.type.upper()} devices"
+            raise UsageError(f"device {word}: torch sees {count} {kinds} here. `meshwise devices` lists them.")
+        return torch.device(device.type, index)
     kind = torch.accelerator.current_accelerator()
     if kind is None or kind.type != device.type:
         raise UsageError(f"device {word}: this torch has none here. `meshwise devices` lists what is here.")

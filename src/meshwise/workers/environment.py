@@ -16,6 +16,7 @@ from meshwise.spec.world import World
 from meshwise.workers.launchers.find import place_in
 
 DEVICE_KIND = "MESHWISE_DEVICE"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_FOLDER = "MESHWISE_RUN"
 """Where this run keeps its records."""
 PLAN_FILE = "MESHWISE_PLAN"
@@ -49,7 +50,7 @@ def result_path(task: Path, rank: int) -> Path:
 
 def visible(index: int) -> str:
     """The driver's name of accelerator `index`, where CUDA_VISIBLE_DEVICES already hides some from us."""
-    shown = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
+    shown = [v for v in os.environ.get(VISIBLE, "").split(",") if v]
     return shown[index] if index < len(shown) else str(index)
 
 

@@ -19,7 +19,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.workers import parting_of_others
 from meshwise.workers.channel import WorkerChannel, connect
-from meshwise.workers.environment import LISTENER, derived_ranks, read_world
+from meshwise.workers.environment import LISTENER, VISIBLE, derived_ranks, read_world, visible
 from meshwise.workers.gate import StepGate
 from meshwise.workers.interface import interface_towards
 from meshwise.workers.launchers.find import place_in
@@ -38,7 +38,6 @@ class RankContext:
     place: Place = ALONE
 
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 _session: RankContext | None = None
 _made_group = _stands = False
 _store: object = None  # held as long as this process lives
@@ -120,8 +119,7 @@ def _see_one_gpu(local_rank: int) -> None:
     if local_rank >= count:
         raise UsageError(f"local rank {local_rank} has no GPU: torch sees {count} here. Start fewer processes.")
     if not torch.cuda.is_initialized():
-        visible = [v for v in os.environ.get(VISIBLE, "").split(",") if v]
-        os.environ[VISIBLE] = visible[local_rank] if visible else str(local_rank)
+        os.environ[VISIBLE] = visible(local_rank)
 
 
 def _put_back(name: str, value: str | None) -> None:

@@ -152,7 +152,7 @@ class _Launcher:
             "MASTER_ADDR": self.nodes.master if self.nodes else "127.0.0.1",
             "MASTER_PORT": str(port),
             **threads,
-            "CUDA_VISIBLE_DEVICES": visible,
+            environment.VISIBLE: visible,
             "PYTHONUNBUFFERED": "1",
             ADDRESS: self._channel.address,
             TOKEN: self._token,

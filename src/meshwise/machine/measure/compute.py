@@ -12,6 +12,7 @@ from statistics import median
 
 import torch
 
+from meshwise.compat.driver import computes_bf16
 from meshwise.machine.measure.timing import host_seconds, repeat
 from meshwise.machine.memory import free_bytes
 from meshwise.spec.machine import Matmul
@@ -20,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 SHAPES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 """Square products of these sizes, smallest first, and at each one a product of a transformer block: (m, 4m, m)."""
 FLUSH_BYTES = 256 << 20  # larger than the last cache of any device of the catalog
-COPY_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # read and written by the measure of memory: four times the cache
+COPY_BYTES = {"cpu": 256 << 20}  # elsewhere 1 GiB; read and written by the measure of memory: four times the cache
 LAUNCHES = 1000
 
 
@@ -53,7 +54,7 @@ def dtypes_of(device: torch.device) -> tuple[str, ...]:
 
 def memory_rate(device: torch.device, budget: float) -> float:
     """Bytes a second that a copy inside the device's memory reads and writes, both counted."""
-    size = min(COPY_BYTES.get(device.type, 1 << 28), free_bytes(device) // 8)
+    size = min(COPY_BYTES.get(device.type, 1 << 30), free_bytes(device) // 8)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / repeat(lambda: target.copy_(source), device, budget).seconds
@@ -95,7 +96,7 @@ def _computes(device: torch.device, dtype: torch.dtype) -> bool:
         torch.mm(one, one)
     except RuntimeError:
         return False
-    return not (device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False))
+    return dtype != torch.bfloat16 or computes_bf16(device)
 
 
 def _fits(device: torch.device, name: str, m: int, n: int, k: int) -> bool:

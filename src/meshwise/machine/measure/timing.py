@@ -13,7 +13,7 @@ from statistics import median, quantiles
 
 import torch
 
-from meshwise.compat.held_stream import hold_stream
+from meshwise.compat.driver import hold_stream
 from meshwise.spec.devices import has_streams
 
 WARM_UP = 2

@@ -49,14 +49,17 @@ import torch.distributed as dist
 
 RANKS, ELEMENTS, DTYPE = {ranks}, {elements}, torch.{dtype}{unknown}
 REPEAT, IN_THE_RUN = {repeat}, {seconds:.9f}  # times; seconds, median
+ON_ACCELERATOR = {on_accelerator}
 BUS_BYTES = {bus}  # what a link carries, as nccl-tests count it
 
 
 def main():
-    device = torch.device("{device}", int(os.environ["LOCAL_RANK"])) if "{device}" == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device, backend = torch.device("cpu"), "gloo"
+    if ON_ACCELERATOR:
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        device = torch.accelerator.current_accelerator()
+        backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend)
     rank = dist.get_rank()
     if dist.get_world_size() != RANKS:
         raise SystemExit(f"started on {{dist.get_world_size()}} ranks: use torchrun --nproc-per-node {{RANKS}}")
@@ -64,12 +67,12 @@ def main():
     times = []
     for repetition in range(5 + REPEAT):
         dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if ON_ACCELERATOR:
+            torch.accelerator.synchronize()
         began = time.perf_counter()
         {call}
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if ON_ACCELERATOR:
+            torch.accelerator.synchronize()
         times.append(time.perf_counter() - began)
     slowest = torch.tensor(times[5:], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -111,7 +114,6 @@ def _script(report: Report, found: CollectiveReport) -> str:
         elements = -(-elements // ranks) * ranks
     prepare, call = CALLS[found.name]
     factor = FACTORS[found.name](ranks) if found.name in FACTORS else 0.0
-    is_cuda = any("cpu" not in rank.device for rank in report.ranks)
     count = plural(found.count, "time")
     source = f"Made by meshwise from {report.folder}: there it ran {count}, in {seconds_text(found.seconds)} (median)."
     return SCRIPT.format(
@@ -124,7 +126,7 @@ def _script(report: Report, found: CollectiveReport) -> str:
         repeat=min(max(found.count, FEWEST), MOST),
         seconds=found.seconds,
         bus=round(factor * found.bytes),
-        device="cuda" if is_cuda else "cpu",
+        on_accelerator=any("cpu" not in rank.device for rank in report.ranks),
         prepare=prepare or "pass",
         call=call,
     )
