@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import checkpoints_in, verified
 from meshwise.records.files import read_lines
-from tests.faults.runs import CommandRun
+from tests.faults.runs import LOOP_WITHOUT_STATE, CommandRun, run_folder
 from tests.faults.test_restarts import final, trained
 
 pytestmark = [
@@ -40,6 +41,22 @@ def test_a_full_disk_stops_no_training(undisturbed: Path, tmp_path: Path) -> Non
     assert "attempt" not in run.output and same(folder, undisturbed)
     assert [verified(saved) for saved in checkpoints_in(folder / names.CHECKPOINTS)] == ["", ""]
     assert run.left_over() == []
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_run_whose_folder_is_gone_trains_on_and_ends_with_1(moved: bool, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP_WITHOUT_STATE.replace("40000", "1600").replace("0.02", "0.05"))
+    run = CommandRun("--devices", "2xcpu", "--out", str(tmp_path / "runs"), str(tmp_path / "loop.py"), out=tmp_path)
+    run.wait_for("ten steps")
+    folder = run_folder(tmp_path)
+    if moved:
+        folder.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(folder)
+    run.wait_for("was removed or moved: the run goes on")
+    assert run.wait() == 1 and "ended after 200" in run.output, run.output
+    assert f"The run finished, but its folder {folder} was removed or moved meanwhile" in run.output.splitlines()[-1]
+    assert "Traceback" not in run.output and list((tmp_path / "runs").iterdir()) == [] and run.left_over() == []
 
 
 @pytest.mark.slow

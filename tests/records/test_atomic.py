@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.records.files import atomic_file, write_text, write_with
+from meshwise.records.files import append_lines, atomic_file, is_lost, stay_in, write_text, write_with
 
 
 class Interrupted(BaseException):
@@ -54,3 +54,20 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="disk full"):
         write_with(tmp_path / "weights", write)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("gone", ["removed", "moved", "another"])
+def test_a_folder_that_is_lost_is_not_made_anew(gone: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    stay_in(folder)
+    append_lines(folder / "spans" / "rank0.jsonl", [{"a": 1}])
+    assert not is_lost(folder) and not is_lost(tmp_path / "other")
+    folder.rename(tmp_path / "elsewhere")
+    if gone == "another":
+        folder.mkdir()
+    assert is_lost(folder)
+    for write in (lambda path: append_lines(path, [{"a": 1}]), lambda path: write_text(path, "")):
+        with pytest.raises(FileNotFoundError, match="the run folder was removed or moved"):
+            write(folder / "spans" / "new" / "rank0.jsonl")
+    assert not (folder / "spans").exists()

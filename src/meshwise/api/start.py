@@ -25,7 +25,7 @@ from meshwise.machine.find import describe, find_devices
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.claims import is_over, newest, write_of
-from meshwise.records.files import write_text
+from meshwise.records.files import stay_in, write_text
 from meshwise.records.lock import FolderLock
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
@@ -154,6 +154,7 @@ def opened(
     faults = faults_of(options.fault, machines.world)
     late, told = machines.late, machines.folder_told()
     folder = _folder_of(program, options, told.get("name"))
+    stay_in(folder)
     machines.finds(folder, told)
     restarts = Restarts(
         folder,

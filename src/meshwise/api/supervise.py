@@ -25,6 +25,7 @@ from meshwise.api.several import JOINED, Several
 from meshwise.records import folder as names
 from meshwise.records.attempts import lost_texts
 from meshwise.records.claims import is_over
+from meshwise.records.files import is_lost
 from meshwise.records.rank_logs import open_log
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
@@ -43,6 +44,10 @@ from meshwise.workers.kept_memory import KeptMemory
 from meshwise.workers.launch import launch
 from meshwise.workers.listeners import Listeners
 
+WITHOUT_RECORDS = (
+    "The run {ended}, but its folder {folder} was removed or moved meanwhile: what it would have recorded and saved "
+    "there is lost."
+)
 STOPS = (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []), *WARNINGS)
 """Signals that stop all ranks after the same step."""
 
@@ -69,6 +74,7 @@ class Viewer:
         self._devices = tuple(devices)
         self._memory: list[int | None] = [None] * len(devices)
         self._job = ""
+        self._lost, self._looked = False, time.monotonic()
         self._told: list[str] = []
         """Lines of the attempt that its record keeps."""
 
@@ -104,6 +110,15 @@ class Viewer:
 
     def _joins(self) -> bool:
         return isinstance(self._halt, Halt) and self._halt.wanted and not self._halt.ends
+
+    def look_for(self, folder: Path) -> None:
+        """Say once that the run folder is gone: a look a second."""
+        if not self._lost and time.monotonic() - self._looked > 1.0:
+            self._looked, self._lost = time.monotonic(), is_lost(folder)
+            if self._lost:
+                self._view.print(
+                    f"{folder} was removed or moved: the run goes on, and keeps no more records or states."
+                )
 
     def stops(self, where: str = "") -> None:
         """Say once that the run is stopped, by what, and where it stood."""
@@ -173,6 +188,7 @@ def supervise(
         viewer = Viewer(view, named, live=view.draws, restarts=restarts, halt=halt, machines=machines)
 
         def look() -> None:
+            viewer.look_for(restarts.folder)
             if viewer.steps and machines.has_more(restarts):
                 halt.ask(JOINS)
 
@@ -200,6 +216,10 @@ def supervise(
         stopped = halt.ends
         if stopped:
             viewer.stops()
+    if is_lost(restarts.folder):
+        raise WorkerFailed(
+            WITHOUT_RECORDS.format(folder=restarts.folder, ended="was stopped" if stopped else "finished")
+        )
     if folder := _record_folder(restarts, machines):
         facts = {"reason": viewer.stopped.removeprefix("stopped by ")} if stopped else {}
         names.end_session(folder, "stopped" if stopped else "finished", **facts)
@@ -207,8 +227,10 @@ def supervise(
 
 
 def _record_folder(restarts: Restarts, machines: Alone | Several) -> Path | None:
-    """The run folder, where this machine keeps its record."""
-    return restarts.folder if machines.keeps and not is_over(restarts.folder, restarts.number) else None
+    """The run folder, where this machine keeps its record, and it is there."""
+    if not machines.keeps or is_lost(restarts.folder) or is_over(restarts.folder, restarts.number):
+        return None
+    return restarts.folder
 
 
 def _answer(

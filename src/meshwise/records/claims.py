@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from meshwise.records.files import atomic_file
+from meshwise.records.files import atomic_file, make_folder
 
 CLAIMS = "attempts"
 _CLAIM, _RECORD = re.compile(r"(\d{1,9})\.json"), re.compile(r"(\d{1,9})\.run\.json")
@@ -33,7 +33,7 @@ def claim(folder: Path, number: int, facts: Mapping[str, Any]) -> bool:
     claims = folder / CLAIMS
     if newest(folder) >= number:
         return False
-    (claims / str(number)).mkdir(parents=True, exist_ok=True)
+    make_folder(claims / str(number))
     try:
         file = os.open(claims / f"{number}.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:

@@ -6,6 +6,7 @@ And JSON lines: one record a line, appended as the run goes on; a line cut off b
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,33 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 Record = dict[str, Any]
+_places: dict[Path, int] = {}
+"""Folders that this process does not make anew, with their inodes."""
+
+
+def stay_in(folder: Path) -> None:
+    """From now on nothing of this process makes the folder anew: where it is removed or moved, it stays so, and what
+    would be written there is an OSError."""
+    _places[folder.absolute()] = folder.stat().st_ino if folder.exists() else 0
+
+
+def is_lost(folder: Path) -> bool:
+    """Whether a folder that this process stays in was removed, moved, or is another one by now."""
+    path = folder.absolute()
+    try:
+        return path in _places and path.stat().st_ino != _places[path]
+    except FileNotFoundError:
+        return True
+    except OSError:  # a disk that does not answer now
+        return False
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder where it is missing, but none in a place that is lost. Raises OSError."""
+    for place in (folder, *folder.parents):
+        if is_lost(place):
+            raise FileNotFoundError(errno.ENOENT, "the run folder was removed or moved", str(place))
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager
@@ -20,7 +48,7 @@ def atomic_file(path: Path, room: Path | None = None) -> Iterator[BinaryIO]:
     """A binary file that appears at `path` when the with-body succeeds, and leaves nothing behind when it does not.
 
     room: a folder of the same disk in which it is written first; FileNotFoundError where that is gone by the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     beside = (room or path.parent) / f".{path.name}.{os.getpid()}.part"
     try:
         with beside.open("wb") as file:
@@ -49,7 +77,7 @@ def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
 def append_lines(path: Path, records: Iterable[Record], same: BinaryIO | None = None) -> bool:
     """Append each record as one line, all or none; the file and its folder are made where they are missing. same: the
     file as it was opened; nothing is written, and False returned, where another one lies there by now."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     text = "".join(json.dumps(record) + "\n" for record in records)
     with path.open("ab+", buffering=0) as file:
         if same is not None and not os.path.sameopenfile(file.fileno(), same.fileno()):

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+from meshwise.records.files import make_folder
+
 WORKERS = "workers"
 BEGINS = re.compile(r"--- begins on (?P<host>\S+) at (?P<time>\d+(\.\d+)?)")
 """The line with which a launcher begins an attempt: its host, and seconds since 1970."""
@@ -21,7 +23,7 @@ _RANK = re.compile(r"rank(\d+)(?:\.(\d+))?\.log")
 def open_log(folder: Path, rank: int, attempt: int = 1) -> BinaryIO:
     """The log of a rank in a run folder, for an attempt."""
     path = folder / WORKERS / (f"rank{rank}.log" if attempt == 1 else f"rank{rank}.{attempt}.log")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     log = path.open("ab")
     log.write(f"--- begins on {socket.gethostname()} at {time.time():.1f}\n".encode())
     log.flush()

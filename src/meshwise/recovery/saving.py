@@ -21,6 +21,7 @@ from meshwise.records import checkpoints as files
 from meshwise.records.boxes import volume
 from meshwise.records.checkpoints import Checkpoint
 from meshwise.records.claims import newest, room_of
+from meshwise.records.files import make_folder
 from meshwise.records.merging import merged
 from meshwise.recovery.collect import collected
 from meshwise.recovery.layout import Held, Part, deal, held, plainly_held, view_of, within
@@ -120,7 +121,7 @@ class Saver:
             key = secrets.token_hex(8)
             if self._world.rank == 0:
                 with contextlib.suppress(OSError):  # what cannot be written is said where it is written
-                    self._folder.mkdir(parents=True, exist_ok=True)
+                    make_folder(self._folder)
                     files.remove_leftovers(self._folder, self._numbered())
             number = self._numbered()
             key, number = collectives.broadcast_object((key, number), collectives.everyone())

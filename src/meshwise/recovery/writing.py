@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from meshwise.compat.reducer import default_store
 from meshwise.records import checkpoints as files
 from meshwise.records.checkpoints import Manifest, Piece, StoredFile, StoredTensor, write_file
+from meshwise.records.files import make_folder
 from meshwise.recovery.layout import Held, Part
 from meshwise.recovery.tensor_files import laid_out
 from meshwise.spec.units import bytes_text
@@ -116,7 +117,7 @@ class Writing:
     def _write(self) -> list[dict[str, Any]] | str:
         """Write this rank's file: what was written, or why not."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             name = f"rank{self.rank}.safetensors"
             return [asdict(write_file(self.folder / name, *each)) for each in self.content]
         except OSError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwise.records.files import make_folder
 from meshwise.training.weighing import Losses, totals_of
 
 ROWS, WIDTH = 4096, 4
@@ -29,7 +30,7 @@ class LossLedger:
 
     def __init__(self, folder: Path, rank: int) -> None:
         path, size = ledger_path(folder, rank), ROWS * WIDTH * 8
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with path.open("a+b") as file:
             os.posix_fallocate(file.fileno(), 0, size)  # a mapped page for which no room is left ends the process
             self._rows = memoryview(mmap.mmap(file.fileno(), size)).cast("d")

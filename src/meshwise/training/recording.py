@@ -21,6 +21,7 @@ import torch
 from meshwise.compat.reducer import default_store
 from meshwise.machine.memory import memory_counters
 from meshwise.records import folder as names
+from meshwise.records.files import stay_in
 from meshwise.spec.devices import has_streams
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import Recorder, make_current
@@ -88,6 +89,7 @@ class Recording:
         self._log: SpanLog | None = None
         if folder is None:
             return
+        stay_in(folder)
         if world.size > 1 and recorder is None:
             self._clocks = Clocks(world, clock)
         self.recorder.memory = partial(memory_counters, world.device)
