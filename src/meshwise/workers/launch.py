@@ -29,7 +29,7 @@ import cloudpickle
 
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
-from meshwise.workers import environment, failure
+from meshwise.workers import environment, failure, left_processes
 from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message, listening
 from meshwise.workers.failure import Failure
 from meshwise.workers.far_beats import FarBeats
@@ -345,4 +345,6 @@ class _Launcher:
             for reader in entry.readers:
                 reader.join(timeout=2)
             entry.log.close()
+        if text := left_processes.said(ADDRESS, self._channel.address, self._forks.process):
+            self.listeners.message(self.first_rank, {"kind": "note", "text": text})
         self._channel.close()

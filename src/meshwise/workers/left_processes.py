@@ -1,0 +1,40 @@
+"""Processes that outlive a launch, because they lead a session of their own: which they are.
+
+Those of a worker's own group end with it. Tested in tests/faults/test_faults.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from pathlib import Path
+
+MOST_SAID = 8
+
+
+def said(variable: str, value: str, server: subprocess.Popen[bytes] | None) -> str:
+    """What to tell of the living processes of this user that began with the environment variable, as Linux's /proc
+    keeps it; nothing where there are none. server: that of forks, which may have begun so too. What was just killed has
+    half a second to go."""
+    wanted, deadline = f"{variable}={value}\0".encode(), time.monotonic() + 0.5
+    own = (os.getpid(), server.pid if server else 0)
+    while (left := _found(wanted, own)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if not left:
+        return ""
+    named = ", ".join(f"{number} ({name})" for number, name in left[:MOST_SAID])
+    more = f" and {len(left) - MOST_SAID} more" if len(left) > MOST_SAID else ""
+    numbers = " ".join(str(number) for number, _ in left[:MOST_SAID])
+    return f"Left running, in sessions of their own: {named}{more}. To end them: kill {numbers}"
+
+
+def _found(wanted: bytes, own: tuple[int, ...]) -> list[tuple[int, str]]:
+    """Number and name of each."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(path.name) not in own and wanted in (path / "environ").read_bytes():
+                found.append((int(path.name), (path / "comm").read_text().strip()))
+    return sorted(found)
