@@ -244,7 +244,7 @@ both[0].wait(100); both[1].wait(100)
 
 TRAINS = """
 import torch
-model, side = torch.nn.Linear(8, 8).cuda(), torch.cuda.Stream()
+model, side, pin = torch.nn.Linear(8, 8).cuda(), torch.cuda.Stream(), torch.cuda.cudart().cudaHostRegister
 optimizer = torch.optim.Adam(model.parameters())
 for _ in range(20):
     x = torch.randn(4, 8).pin_memory().cuda(non_blocking=True)
@@ -261,7 +261,7 @@ LEAKS = {
     "torch.w = [torch.cuda.Event(), *getattr(torch, 'w', [])]; torch.w[0].record()": "events that cudaEventCreate",
     "torch.kept = torch.ones(9).pin_memory()": "pinned bytes that cudaHostAlloc",
     "torch.kept = y.detach()": "device bytes that cudaMalloc",
-    "torch.w = x.cpu(); torch.cuda.cudart().cudaHostRegister(torch.w.data_ptr(), 128, 0)": "cudaHostRegister made",
+    "hasattr(torch, 'w') or (setattr(torch, 'w', x.cpu()), pin(torch.w.data_ptr(), 128, 0))": "cudaHostRegister made",
 }
 
 
