@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,6 +38,7 @@ from meshwise.training.coupled import CoupledLosses
 from meshwise.training.finite_losses import FiniteLosses
 from meshwise.training.generators import ProgramGenerator
 from meshwise.training.keyed import ExactDraws
+from meshwise.training.loop_state import LoopState
 from meshwise.training.loops import LoopRead, Loops
 from meshwise.training.made_in_forward import note_made
 from meshwise.training.model_stream import StepDraws
@@ -63,31 +64,6 @@ NOTHING = contextlib.nullcontext()
 LOOKED_AT = 8  # backwards whose losses are looked at: a program may have several, and none becomes another one later
 
 
-class LoopState(Protocol):
-    """What `mw.checkpoint` has made."""
-
-    def step_ends(self, loader: Any) -> None:
-        """The next batch of `loader` is asked for."""
-
-    def epoch_ends(self, loader: Any, *, early: bool) -> None:
-        """There is no further batch of `loader` in this epoch, or (early) its loop was left."""
-
-    def epoch_begins(self, loader: Any) -> None:
-        """A loop over `loader` begins."""
-
-    def keeps(self) -> list[Any]:
-        """The program's things that it saves."""
-
-    def finishes_epoch(self) -> bool:
-        """The run was asked to stop: whether the program first comes to its next epoch."""
-
-    def stops(self) -> None:
-        """The run was asked to stop."""
-
-    def close(self) -> None:
-        """The program ends."""
-
-
 class Engine:
     """Trains a program's models under a plan. `close` it; models, optimizers and loaders are held weakly."""
 
@@ -102,7 +78,12 @@ class Engine:
     ) -> None:
         """notify: takes a line for the user. script: the loop is a script's, known from its calls alone."""
         self.world, self.gate, self._notify = world, gate, notify
-        self.program = Program(world, self._samples, self.notify, piggyback_loss=script)
+        self.program = Program(  # a function, not a method: a copy of a model copies what its batch norms hold
+            world,
+            lambda: None if self.part is None or self.part.whole else self.part.samples,
+            self.notify,
+            piggyback_loss=script,
+        )
         self.draws = draws
         """The exact random draws, where they are asked for."""
         self.splits: Splits | None = None
@@ -155,9 +136,6 @@ class Engine:
         self.watcher = watcher
         self.agreed.settings = tuple  # none: a check finds itself where ranks differ in them
         self._hooks.append(self.program.at_steps(Order.WATCH, watcher.step_begins, watcher.step_ends))
-
-    def _samples(self) -> int | None:
-        return None if self.part is None or self.part.whole else self.part.samples
 
     def saves_loop(self, state: LoopState) -> None:
         """Tell `state` where steps end, from now on; another one of the same loader is told no more."""
