@@ -25,6 +25,8 @@ class LoopRead:
     samples: array[int] = field(default_factory=lambda: array("q"))
     padded: bool = False
     part: BatchSlice | None = None
+    uneven: bool = False
+    """Whether this rank's share of a batch was another than of the one before it."""
 
 
 @dataclass(eq=False)
@@ -58,6 +60,8 @@ class Loops:
         """A loop gives a batch."""
         read.samples.append(part.samples)
         read.padded |= part.total < self.ranks
+        before = read.part or part
+        read.uneven |= part.samples * before.total != before.samples * part.total
         read.part = part
         if read in self._open:
             self._open.remove(read)
