@@ -78,12 +78,8 @@ class Engine:
     ) -> None:
         """notify: takes a line for the user. script: the loop is a script's, known from its calls alone."""
         self.world, self.gate, self._notify = world, gate, notify
-        self.program = Program(  # a function, not a method: a copy of a model copies what its batch norms hold
-            world,
-            lambda: None if self.part is None or self.part.whole else self.part.samples,
-            self.notify,
-            piggyback_loss=script,
-        )
+        # A function, not a method: a copy of a model copies what its batch norms hold.
+        self.program = Program(world, lambda: _samples(self.part), self.notify, piggyback_loss=script)
         self.draws = draws
         """The exact random draws, where they are asked for."""
         self.splits: Splits | None = None
@@ -325,3 +321,7 @@ class Engine:
     def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
         """Around a backward, for who looks on."""
         return self.watcher.backward(reduce) if self.watcher else NOTHING
+
+
+def _samples(part: BatchSlice | None) -> int | None:
+    return None if part is None or part.whole else part.samples
