@@ -297,19 +297,14 @@ def progress(p: Program) -> None:
 # Buffers.
 
 
-def train_on(p: Program, samples: Any) -> None:
-    rows = [row for row, _ in samples]
-    mw.backward(F.cross_entropy(p.model(torch.stack(rows)), torch.stack([label for _, label in samples])))
-    p.step()
-
-
 @mistake(BUFFER)
 def of_samples(p: Program) -> None:
     buffer: deque[Any] = deque(maxlen=6)
     for x, y in p.loader:
         buffer.extend(zip(x, y, strict=True))  # here
         mw.backward(F.cross_entropy(p.model(x), y))
-        train_on(p, random.sample(buffer, 3)) if False else p.step()
+        random.sample(buffer, 3)
+        p.step()
 
 
 @mistake(BUFFER)
@@ -321,6 +316,53 @@ def of_a_list(p: Program) -> None:
         del buffer[:-6]
         picked = random.sample(buffer, 3)
         mw.backward(F.cross_entropy(p.model(torch.stack([row for row, _ in picked])), y[:3]))
+        p.step()
+
+
+class Memory:
+    """As programs write it. whole: it keeps batches, each rank its part of the same ones."""
+
+    def __init__(self, most: int, whole: bool = False) -> None:
+        self.kept: deque[Any] = deque(maxlen=most)
+        self.whole = whole
+
+    def push(self, x: Tensor, y: Tensor) -> None:
+        for each in [(x, y)] if self.whole else zip(x, y, strict=True):
+            self.kept.append(each)
+
+    def sample(self, number: int) -> tuple[Tensor, Tensor]:
+        picked = random.sample(self.kept, number)
+        join = torch.cat if self.whole else torch.stack
+        return join([x for x, _ in picked]), join([y for _, y in picked])
+
+
+@mistake(BUFFER)
+def of_a_class(p: Program) -> None:
+    buffer = Memory(6)
+    for x, y in p.loader:
+        buffer.push(x, y)  # here
+        old, labels = buffer.sample(3)
+        mw.backward(F.cross_entropy(p.model(x), y) + F.cross_entropy(p.model(old), labels))
+        p.step()
+
+
+@right
+def of_whole_batches(p: Program) -> None:
+    buffer = Memory(2, whole=True)
+    for x, y in p.loader:
+        buffer.push(x, y)
+        mw.backward(F.cross_entropy(*map(torch.cat, zip((p.model(x), y), (p.model(x), y), strict=True))))
+        buffer.sample(1)
+        p.step()
+
+
+@right
+def of_a_class_that_is_never_full(p: Program) -> None:
+    buffer = Memory(600)
+    for x, y in p.loader:
+        buffer.push(x, y)
+        buffer.sample(3)
+        mw.backward(F.cross_entropy(p.model(x), y))
         p.step()
 
 

@@ -14,8 +14,12 @@ from __future__ import annotations
 import ast
 from collections import deque
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
+from torch import nn
+
+from meshwise.compat.tree import tensors_in
 from meshwise.spec.user_code import place, user_frame
 from meshwise.training.user_source import Source, adds, bare, given, inside, loop_at, source_of
 
@@ -148,6 +152,10 @@ def _reads(node: ast.AST, name: str) -> bool:
 def _buffers(source: Source, loop: ast.For, rows: set[str]) -> Iterator[tuple[int, str]]:
     for node in inside(loop):
         name = _extended(node, rows)
+        if called := _pushed(node, rows):
+            kept, batch = source.values.get(called), [source.values.get(row) for row in rows]
+            if _is_full_of_samples(kept, batch) and _is_called(loop, called, "sample"):
+                yield node.lineno, called  # type: ignore[attr-defined]
         if name and _lets_go(loop, name, source.values.get(name)) and _is_drawn_from(loop, name):
             yield node.lineno, name  # type: ignore[attr-defined]
 
@@ -160,6 +168,32 @@ def _extended(node: ast.AST, rows: set[str]) -> str:
     if _is_call_of(node, "extend") and any(_reads(each, name) for each in node.args for name in rows):  # type: ignore[attr-defined]
         return str(node.func.value.id)  # type: ignore[attr-defined]
     return ""
+
+
+def _pushed(node: ast.AST, rows: set[str]) -> str:
+    """The thing with methods of its own that a call gives a batch, such as `memory.push(x, y)`."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return ""
+    holder, gives = node.func.value, any(_reads(each, name) for each in node.args for name in rows)
+    return holder.id if gives and isinstance(holder, ast.Name) and holder.id not in rows else ""
+
+
+def _is_full_of_samples(thing: Any, batch: list[Any]) -> bool:
+    """Whether a thing of a class of the user's has a deque that is full, of single samples of such a batch."""
+    if isinstance(thing, nn.Module | ModuleType):
+        return False
+    dims = {tensor.dim() for tensor in tensors_in(batch)}
+    for each in list(getattr(thing, "__dict__", {}).values()):
+        if isinstance(each, deque) and each and len(each) == each.maxlen:
+            sample = [tensor.dim() for tensor in tensors_in(each[-1])]
+            return bool(sample and dims) and max(sample) == max(dims) - 1
+    return False
+
+
+def _is_called(loop: ast.For, name: str, word: str) -> bool:
+    """Whether a method with this word in its name is called of it."""
+    calls = [n.func for n in inside(loop) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    return any(word in f.attr and isinstance(f.value, ast.Name) and f.value.id == name for f in calls)
 
 
 def _is_call_of(node: ast.AST, name: str) -> bool:
