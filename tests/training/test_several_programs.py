@@ -138,6 +138,16 @@ def features_that_are_kept() -> None:
         mw.backward(loss + 0 * kept[0].sum())
 
 
+def a_running_loss_of_one_rank() -> None:
+    setting, running, seen = Setting(), 0.0, 0
+    for x, y in setting.loader:
+        loss = F.cross_entropy(setting.model(x), y)
+        mw.backward(loss)
+        running += loss.item() * len(x)
+        seen += len(x)
+    print(running / seen)
+
+
 PROGRAMS: tuple[Callable[[], None], ...] = (
     right,
     a_sum,
@@ -151,6 +161,7 @@ PROGRAMS: tuple[Callable[[], None], ...] = (
     dropout,
     noise_on_gradients,
     a_loss_that_is_not_finite_once,
+    a_running_loss_of_one_rank,
     features_that_are_kept,
 )
 BY_NAME = {program.__name__: program for program in PROGRAMS}

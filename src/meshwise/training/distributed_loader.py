@@ -174,7 +174,7 @@ class DistributedLoader:
             for state in engine.loop_states:
                 state.stops()
             raise engine.gate.stop(engine.phases.step, self._epoch + 1)
-        for line in says_counted_parts(uneven=read.uneven) if engine.world.size > 1 else ():
+        for line in says_counted_parts(engine.reads.over, uneven=read.uneven) if engine.world.size > 1 else ():
             engine.notify(line)
         for state in engine.loop_states:
             state.epoch_ends(self, early=False)

@@ -175,6 +175,7 @@ class Engine:
         self._by_hand.begins()
         if program:
             self._said.clear()
+            self.reads.over.clear()
             self.unsummed.program_begins()
             self.finite.program_begins()
 
