@@ -118,6 +118,8 @@ class Engine:
         self.notes: list[str] = []
         """What was said of the plan and the program, on every rank."""
         self._said = set[str]()  # to the newest program of the process
+        self.earlier: weakref.WeakSet[Any] = weakref.WeakSet()
+        """What `mw.distribute` was given by the programs before that."""
         several = script and world.size > 1
         self.unsummed = UnsummedLoops(lambda: self.program.models, self.notify, self.begins, on=several)
         """Evaluations of a script of which each rank has its own figures."""
@@ -175,6 +177,7 @@ class Engine:
         self._by_hand.begins()
         if program:
             self._said.clear()
+            self.earlier = weakref.WeakSet([*self.program.models, *self.program.optimizers, *self.schedulers])
             self.reads.over.clear()
             self.unsummed.program_begins()
             self.finite.program_begins()
