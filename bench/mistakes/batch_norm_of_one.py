@@ -1,4 +1,4 @@
-"""refused: the last batch has one sample, which batch norm cannot normalise: as on one device."""
+"""The last batch has one sample, which batch norm cannot normalise: as on one device. Expected: refused."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""right: the last batch, of one sample, is dropped."""
+"""The last batch, of one sample, is dropped. Expected: right."""
 
 import torch
 from torch import nn

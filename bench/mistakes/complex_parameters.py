@@ -1,4 +1,4 @@
-"""right: complex parameters train on several devices (their first gradient was conjugated), and in every check."""
+"""Complex parameters train on several devices (a first gradient was conjugated) and in checks. Expected: right."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""right: complex numbers as pairs of real parameters."""
+"""Complex numbers as pairs of real parameters. Expected: right."""
 
 import torch
 from torch import nn

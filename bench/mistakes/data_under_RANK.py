@@ -1,4 +1,4 @@
-"""refused: the data are drawn under a seed of the environment's RANK."""
+"""The data are drawn under a seed of the environment's RANK. Expected: refused."""
 
 import os
 

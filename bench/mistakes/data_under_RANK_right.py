@@ -1,4 +1,4 @@
-"""right: RANK is read, and seeds nothing that the data are drawn from."""
+"""RANK is read, and seeds nothing that the data are drawn from. Expected: right."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""refused: the data are drawn under torch.manual_seed(mw.rank())."""
+"""The data are drawn under torch.manual_seed(mw.rank()). Expected: refused."""
 
 import torch
 from torch import nn

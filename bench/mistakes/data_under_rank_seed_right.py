@@ -1,4 +1,4 @@
-"""right: the data are drawn from one seed; the seed of each rank comes after it."""
+"""The data are drawn from one seed; the seed of each rank comes after it. Expected: right."""
 
 import torch
 from torch import nn

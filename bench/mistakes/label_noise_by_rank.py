@@ -1,4 +1,4 @@
-"""refused: labels get noise under a seed of each rank."""
+"""Labels get noise under a seed of each rank. Expected: refused."""
 
 import torch
 from torch import nn

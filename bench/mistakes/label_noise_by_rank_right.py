@@ -1,4 +1,4 @@
-"""right: samples are augmented at random where they are read, and the ranks are seeded apart."""
+"""Samples are augmented at random where they are read, and the ranks are seeded apart. Expected: right."""
 
 import torch
 from torch import nn

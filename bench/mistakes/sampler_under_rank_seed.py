@@ -1,4 +1,4 @@
-"""refused: the order of a sampler is drawn under a seed of each rank."""
+"""The order of a sampler is drawn under a seed of each rank. Expected: refused."""
 
 import random
 

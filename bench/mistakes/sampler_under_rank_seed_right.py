@@ -1,4 +1,4 @@
-"""right: the order of a sampler is drawn from one seed."""
+"""The order of a sampler is drawn from one seed. Expected: right."""
 
 import random
 

@@ -1,4 +1,7 @@
-"""Complex parameters train as on one device, keep their imaginary parts in every precision, and are compared whole."""
+"""Complex parameters train as on one device, keep their imaginary parts in every precision, and are compared whole.
+
+Of compat/complex_numbers.py.
+"""
 
 from __future__ import annotations
 

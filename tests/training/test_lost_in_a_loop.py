@@ -159,6 +159,17 @@ def test_what_was_distributed_and_is_not_saved_is_said(tmp_path: Path) -> None:
     assert said() == ""
 
 
+def test_what_an_earlier_program_of_the_process_was_given_is_not_missed(tmp_path: Path) -> None:
+    """A cell of a notebook has trained without a state; its model is there still."""
+    earlier = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(earlier.parameters(), lr=0.1)
+    _, _, loader = mw.distribute(earlier, optimizer, DataLoader(TensorDataset(torch.ones(8, 2)), 2))
+    train(earlier, optimizer, loader)
+    model, optimizer, loader, saved = begun(tmp_path)
+    train(model, optimizer, loader)
+    assert said() == "" and saved is not None
+
+
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_resumed_program_that_counts_its_epochs_anew_is_told(asks: bool, tmp_path: Path) -> None:
     model, optimizer, loader, _ = begun(tmp_path)

@@ -123,7 +123,7 @@ def test_buffers_are_compared_under_shard_too(plan: Plan, kinds: list[str]) -> N
     model = nn.Linear(2, 2)
     model.register_buffer("center", torch.ones(2))
     program: Any = SimpleNamespace(
-        backwards=2, plan=plan, models=[model], named_parameters=lambda: dict(model.named_parameters())
+        backwards=2, began=0, plan=plan, models=[model], named_parameters=lambda: dict(model.named_parameters())
     )
     assert {kind for kind, _, _ in sums_of(program)} == set(kinds)
 

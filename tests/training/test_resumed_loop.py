@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwise.training import resumed_loop
+from meshwise.training import user_source
 from meshwise.training.resumed_loop import says_counted
 
 LIBRARY = """
@@ -110,5 +110,5 @@ def test_what_goes_on_or_belongs_to_a_batch_is_not_said(before: str, body: str) 
 
 
 def test_a_source_that_cannot_be_read_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resumed_loop.linecache, "getlines", lambda *_: ["%matplotlib inline\n", "for x in loader:\n"])
+    monkeypatch.setattr(user_source.linecache, "getlines", lambda *_: ["%matplotlib inline\n", "for x in loader:\n"])
     assert said_of("for x in loader:\n    pass\n") == []

@@ -1,4 +1,7 @@
-"""What lies beside a loop of one's own in its state: other loaders' places, and the lines that it has logged."""
+"""What lies beside a loop of one's own in its state: other loaders' places, and the lines that it has logged.
+
+Of training/loop_state.py too.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ are given here they reduce or gather first, which all ranks must do together: `m
 a read. Operators that exchange inside (the sum of two norms) call it too.
 
 The hooks are private. Read in torch 2.13: `distributed/tensor/_dispatch.py`, `_redistribute.py`,
-`_api.py`, `nn/utils/clip_grad.py`.
+`_api.py`, `nn/utils/clip_grad.py`, `optim/swa_utils.py`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, _api, _dispatch, _redistribute
 from torch.nn.utils import clip_grad
+from torch.optim import swa_utils
 
 Meet = Callable[[str], None]
 """Called with what is about to be exchanged; returns when all ranks have come to it, or raises."""
 _EXCHANGE, _TOTAL_NORM = "redistribute_local_tensor", "_get_total_norm"
+_GROUPED = "_group_tensors_by_device_and_dtype"
 _READERS = ("__array__", "__format__", "cpu", "numpy", "tolist")
 _PRINTED_AND_SAVED = ("__repr__", "__reduce_ex__")
 _MIXING = ("add", "sub", "mul", "div", "add_", "sub_")
@@ -172,6 +174,7 @@ def _install() -> None:
     for name in _PRINTED_AND_SAVED:
         setattr(kind, name, _as_one_device_has_it(name, getattr(kind, name)))
     setattr(clip_grad, _TOTAL_NORM, _plain(getattr(clip_grad, _TOTAL_NORM)))
+    setattr(swa_utils, _GROUPED, _apart(getattr(swa_utils, _GROUPED)))
 
 
 def _met(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -253,6 +256,23 @@ def _as_one_device_has_it(name: str, original: Callable[..., Any]) -> Callable[.
         return getattr(there, name)(*arguments)
 
     return given
+
+
+def _apart(grouped: Callable[..., Any]) -> Callable[..., Any]:
+    """What `AveragedModel` groups tensors by, so that each group is computed in one call: by their mesh too."""
+
+    @functools.wraps(grouped)
+    def apart(lists: Any, *arguments: Any) -> dict[Any, Any]:
+        by_mesh: dict[Any, list[int]] = {}
+        for place, tensor in enumerate(lists[0]):
+            by_mesh.setdefault(getattr(tensor, "device_mesh", None), []).append(place)
+        found: dict[Any, Any] = {}
+        for mesh, places in by_mesh.items():
+            of_mesh = grouped([[each[place] for place in places] for each in lists], *arguments)
+            found |= {(device, (dtype, mesh)): group for (device, dtype), group in of_mesh.items()}
+        return found
+
+    return apart
 
 
 def _plain(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshwise.compat import optimizers
 
+MAKES_STATE = "_init_optim_state"  # of torch's distributed/checkpoint/state_dict.py
 Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 """(optimizer, the positional arguments of its step, the others)"""
 After = Callable[[Optimizer], None]
@@ -174,13 +175,16 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _is_inner(frame: FrameType) -> bool:
     """Whether `frame`, which calls the hooks of a step, runs inside another step of the same optimizer: one that calls
-    `super().step()` comes to torch's hooks again.
+    `super().step()` comes to torch's hooks again. Or inside torch's `set_optimizer_state_dict`, which steps with zero
+    for gradients and rates, so that there is state to load into.
 
     Read in torch 2.11, 2.13 and 2.15: `optim/optimizer.py`, `profile_hook_step`, whose `wrapper` every step has.
     """
     optimizer, outer = frame.f_locals["self"], frame.f_back
     while outer is not None:
         if outer.f_code is frame.f_code and outer.f_locals["self"] is optimizer:
+            return True
+        if outer.f_code.co_name == MAKES_STATE:
             return True
         outer = outer.f_back
     return False

@@ -44,6 +44,15 @@ def user_place(frame: FrameType | None = None) -> str:
     return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
 
 
+def user_lines(most: int = 8) -> tuple[tuple[str, int], ...]:
+    """The user's lines that are running in this thread, from inside out: where a function was called, too."""
+    frame, found = user_frame(), list[tuple[str, int]]()
+    while frame is not None and len(found) < most:
+        found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = None if frame.f_back is None else user_frame(frame.f_back)
+    return tuple(found)
+
+
 def name_line(error: Exception) -> None:
     """Begin the sentence of `error` with the user's line that it was raised in, unless it names one of that file."""
     at, trace, text = None, error.__traceback__, str(error)

@@ -22,7 +22,7 @@ from meshwise.spec.user_code import user_place
 from meshwise.training.program import Program
 from meshwise.transfer.agreement import agree
 
-MOST = 5  # comparisons of a program: what writes gradients and leaves replicas alike (an attack on inputs) goes on
+MOST = 5  # comparisons of a loop: what writes gradients and leaves replicas alike (an attack on inputs) goes on
 LOOKED_AT = 4  # batches at the beginning of a loop
 GRACE = 10.0  # seconds for the other ranks; where they do not come, it is not known
 _made = itertools.count()  # every rank makes its engines in the same order
@@ -37,7 +37,11 @@ class HandUpdates:
         self._backwards_of_any = [0]  # mw.backward's or not
         self._hooked = WeakIdKeyDictionary()
         self._backwards = -1
-        self._compared = 0
+        self._compared = self._compared_in_it = 0
+
+    def begins(self) -> None:
+        """Another program, or another loop, begins."""
+        self._compared_in_it = 0
 
     def batch_given(self, number: int) -> None:
         """The program has this batch of its loop, from 1. Raises UsageError where replicas have parted."""
@@ -48,7 +52,7 @@ class HandUpdates:
                 return
         elif number > LOOKED_AT:
             return
-        if self._compared == MOST or program.reduction is None or program.plan is None:
+        if self._compared_in_it == MOST or program.reduction is None or program.plan is None:
             return
         if program.plan.parameters_divided:
             return
@@ -62,6 +66,7 @@ class HandUpdates:
         before, self._written = self._written, written
         if before and len(before) == len(written) and before != written:
             self._compared += 1
+            self._compared_in_it += 1
             self._compare(parameters)
 
     def _compare(self, parameters: Sequence[Tensor]) -> None:

@@ -241,7 +241,8 @@ class LoopState:
         self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
         say(unread_numbers(held=sys.getrefcount(self._parts.extra), extra=self._parts.extra))
         last = [each._parts.things for each in engine.loop_states if isinstance(each, LoopState)][-1]
-        say(forgotten(kept_by(engine.loop_states), last, program.models, program.optimizers, engine.schedulers))
+        kept = [*kept_by(engine.loop_states), *engine.earlier]
+        say(forgotten(kept, last, program.models, program.optimizers, engine.schedulers))
         if self.restored:
             say(self._asked.unread(self._epoch, self._parts.extra))
 

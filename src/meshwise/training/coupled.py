@@ -30,7 +30,7 @@ COUPLED = (
 
 
 class CoupledLosses:
-    """Looks at the first losses of a program."""
+    """Looks at the first losses of a program, and of each of its loops."""
 
     def __init__(self) -> None:
         self._looks = 0
@@ -38,6 +38,12 @@ class CoupledLosses:
         self._found = list[bool | None]()
         self.joined_at: int | None = None
         """The backwards that there were when the program has joined a term of its loss over the ranks."""
+
+    def begins(self) -> None:
+        """Another program, or another loop, begins."""
+        self._looks, self.joined_at = 0, None
+        self._found.clear()
+        self.close()
 
     @property
     def apart(self) -> bool:

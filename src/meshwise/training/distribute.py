@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.distributed_loader import DistributedLoader
+from meshwise.training.divided_batch import says_divided
 from meshwise.training.engine import Engine
 from meshwise.training.in_loss import mean_in_loss, sum_in_loss
 from meshwise.training.microbatches import IN_LOSS
@@ -37,6 +38,7 @@ from meshwise.training.session import default_engine
 from meshwise.training.split_batch import Splits
 from meshwise.training.split_loader import split_loader
 from meshwise.training.wrapped_loader import loader_inside, read_through
+from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
 
 First = TypeVar("First")
@@ -90,6 +92,8 @@ def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
         samples = len(thing.dataset) if isinstance(thing.dataset, Sized) else None
         engine.agreed.data.check(thing.dataset, samples, engine.world, engine.notify, samplers_of(thing))
         spec = split_loader(thing, own_seed, engine.world, streams)
+        if engine.world.size > 1:
+            engine.notify(says_divided(thing.batch_size, rank_context().world.size))
         if spec.note:
             engine.notify(spec.note)
         return DistributedLoader(thing, spec, seed, engine)

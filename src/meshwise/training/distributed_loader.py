@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from meshwise.compat.fake import as_rehearsed
+from meshwise.training.counted_parts import says_counted_parts
 from meshwise.training.engine import Engine
 from meshwise.training.generators import TORCH, Draws, OrderGenerators, States, packed, unpacked
 from meshwise.training.loop_things import kept_by
@@ -173,6 +174,8 @@ class DistributedLoader:
             for state in engine.loop_states:
                 state.stops()
             raise engine.gate.stop(engine.phases.step, self._epoch + 1)
+        for line in says_counted_parts(engine.reads.over, uneven=read.uneven) if engine.world.size > 1 else ():
+            engine.notify(line)
         for state in engine.loop_states:
             state.epoch_ends(self, early=False)
         self._end_epoch()

@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,6 +38,7 @@ from meshwise.training.coupled import CoupledLosses
 from meshwise.training.finite_losses import FiniteLosses
 from meshwise.training.generators import ProgramGenerator
 from meshwise.training.keyed import ExactDraws
+from meshwise.training.loop_state import LoopState
 from meshwise.training.loops import LoopRead, Loops
 from meshwise.training.made_in_forward import note_made
 from meshwise.training.model_stream import StepDraws
@@ -63,33 +64,24 @@ NOTHING = contextlib.nullcontext()
 LOOKED_AT = 8  # backwards whose losses are looked at: a program may have several, and none becomes another one later
 
 
-class LoopState(Protocol):
-    """What `mw.checkpoint` has made."""
-
-    def step_ends(self, loader: Any) -> None:
-        """The next batch of `loader` is asked for."""
-
-    def epoch_ends(self, loader: Any, *, early: bool) -> None:
-        """There is no further batch of `loader` in this epoch, or (early) its loop was left."""
-
-    def epoch_begins(self, loader: Any) -> None:
-        """A loop over `loader` begins."""
-
-    def keeps(self) -> list[Any]:
-        """The program's things that it saves."""
-
-    def finishes_epoch(self) -> bool:
-        """The run was asked to stop: whether the program first comes to its next epoch."""
-
-    def stops(self) -> None:
-        """The run was asked to stop."""
-
-    def close(self) -> None:
-        """The program ends."""
-
-
 class Engine:
     """Trains a program's models under a plan. `close` it; models, optimizers and loaders are held weakly."""
+
+    splits: Splits | None = None
+    """The batches that the program splits itself, once it has split one."""
+    recording: Recording | None = None
+    """Ends with the engine."""
+    watcher: Watcher | None = None
+    part: BatchSlice | None = None
+    """The microbatch that this rank works on."""
+    reduce = True
+    has_applied = False
+    """Whether a plan was applied to some model."""
+    stopped = False
+    """Whether a loop over batches has ended because the run was asked to stop."""
+    _narrow: Dtypes | None = None  # what is computed in, where that is not what tensors have
+    _stored: Dtypes | None = None  # what batches are cast to, where that is not float32
+    _looked_from = 0  # backwards of the process, when the newest of its loops began
 
     def __init__(
         self,
@@ -102,16 +94,10 @@ class Engine:
     ) -> None:
         """notify: takes a line for the user. script: the loop is a script's, known from its calls alone."""
         self.world, self.gate, self._notify = world, gate, notify
-        self.program = Program(world, self._samples, self.notify, piggyback_loss=script)
+        # A function, not a method: a copy of a model copies what its batch norms hold.
+        self.program = Program(world, lambda: _samples(self.part), self.notify, piggyback_loss=script)
         self.draws = draws
         """The exact random draws, where they are asked for."""
-        self.splits: Splits | None = None
-        """The batches that the program splits itself, once it has split one."""
-        self._narrow: Dtypes | None = None  # what is computed in, where that is not what tensors have
-        self._stored: Dtypes | None = None  # what batches are cast to, where that is not float32
-        self.recording: Recording | None = None
-        """Ends with the engine."""
-        self.watcher: Watcher | None = None
         self.schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
         """Those that were given to `mw.distribute`."""
         self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -120,17 +106,10 @@ class Engine:
         settings = functools.partial(held_alike, self.program, self.schedulers)
         self.agreed = Agreed(world, settings, self.notify, self.finite)
         """Compares what the ranks hold, with the loss of a script."""
-        self.part: BatchSlice | None = None
-        """The microbatch that this rank works on."""
         self.step_draws = StepDraws(world)
         self._by_hand = HandUpdates(self.program)
         self.coupled = CoupledLosses()
         self.reads = Loops(world)  # what this rank reads in its loops
-        self.reduce = True
-        self.has_applied = False
-        """Whether a plan was applied to some model."""
-        self.stopped = False
-        """Whether a loop over batches has ended because the run was asked to stop."""
         self.saves: Counter[str] = Counter()
         self.loads = 0
         """How often each file was saved, and any was loaded: ranks count alike, to meet there."""
@@ -138,8 +117,11 @@ class Engine:
         """What is saved of the program's own loop."""
         self.notes: list[str] = []
         """What was said of the plan and the program, on every rank."""
+        self._said = set[str]()  # to the newest program of the process
+        self.earlier: weakref.WeakSet[Any] = weakref.WeakSet()
+        """What `mw.distribute` was given by the programs before that."""
         several = script and world.size > 1
-        self.unsummed = UnsummedLoops(lambda: self.program.models, self.notify, on=several)
+        self.unsummed = UnsummedLoops(lambda: self.program.models, self.notify, self.begins, on=several)
         """Evaluations of a script of which each rank has its own figures."""
         self.undistributed = UndistributedLoops(self.reads, world, self.notify) if several else None
         self.phases = Phases()
@@ -155,9 +137,6 @@ class Engine:
         self.watcher = watcher
         self.agreed.settings = tuple  # none: a check finds itself where ranks differ in them
         self._hooks.append(self.program.at_steps(Order.WATCH, watcher.step_begins, watcher.step_ends))
-
-    def _samples(self) -> int | None:
-        return None if self.part is None or self.part.whole else self.part.samples
 
     def saves_loop(self, state: LoopState) -> None:
         """Tell `state` where steps end, from now on; another one of the same loader is told no more."""
@@ -181,17 +160,34 @@ class Engine:
             self.recording.close()
 
     def notify(self, text: str) -> None:
-        """A line for the user, once."""
-        if not text or text in self.notes or (self.draws is not None and text == DROPOUT_NOTE):  # exact draws: untrue
+        """A line for the user, once a program."""
+        if not text or text in self._said or (self.draws is not None and text == DROPOUT_NOTE):  # exact draws: untrue
             return
-        self.notes.append(text)
+        self._said.add(text)
+        self.notes += [text] if text not in self.notes else []
         if collectives.get_rank(collectives.everyone()) == 0:
             self._notify(text)
+
+    def begins(self, *, program: bool = False) -> None:
+        """A loop at another place, or another program, begins in this process: its first steps are looked at as those
+        of the first one, and it is told what that was told."""
+        self._looked_from = self.program.backwards
+        self.coupled.begins()
+        self.agreed.shapes.backwards = 0
+        self._by_hand.begins()
+        if program:
+            self._said.clear()
+            self.earlier = weakref.WeakSet([*self.program.models, *self.program.optimizers, *self.schedulers])
+            self.reads.over.clear()
+            self.unsummed.program_begins()
+            self.finite.program_begins()
 
     # Models and optimizers.
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
         """Apply `plan` to those models that are new, in place. Collective."""
+        if self.program.begins_with(models):
+            self.begins(program=True)
         self.program.add_models(models, plan)
         self.finite.models_added()
         self.has_applied = self.has_applied or bool(models)
@@ -291,7 +287,8 @@ class Engine:
 
     def look_at(self, loss: Any, reduction: str | None, where: str, verb: str, weight: Any = None) -> None:
         """Say, or refuse, what the first losses are taken for and are not; a check finds it itself."""
-        looks = self.world.size > 1 and self.program.backwards <= LOOKED_AT and not rehearsing()
+        first = self.program.backwards - self._looked_from <= LOOKED_AT
+        looks = first and self.world.size > 1 and not rehearsing()
         part = self.part
         if looks and self.watcher is None and part is not None and not part.whole:
             samples = part.samples if weight is None else 0
@@ -347,3 +344,7 @@ class Engine:
     def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
         """Around a backward, for who looks on."""
         return self.watcher.backward(reduce) if self.watcher else NOTHING
+
+
+def _samples(part: BatchSlice | None) -> int | None:
+    return None if part is None or part.whole else part.samples

@@ -49,6 +49,7 @@ class FiniteLosses:
         self._looked_at = 0  # the backwards before the last look at parameters
         self._never: frozenset[str] = frozenset()
         self._spoiled, self._ended = "", False
+        self._began, self._wrong = 0, ""  # the backwards of earlier programs, and what one of them ended with
 
     def models_added(self) -> None:
         """What is not finite when a model is given to `mw.distribute` is the program's."""
@@ -106,23 +107,33 @@ class FiniteLosses:
         found = not_finite_here(models, {}, self._never)
         self._spoiled = found if len(models) > 1 else found.partition(" of model ")[0]
 
+    def program_begins(self) -> None:
+        """Another program begins in this process: say how the one before it ended."""
+        self._wrong = self._conclude() or self._wrong
+        self._began, self._count, self._spoiled = self._program.backwards, 0, ""
+
     def program_ends(self) -> None:
         """Nothing more comes. Raises LossError, once, where the last loss, or a parameter, is not finite."""
-        backwards = self._program.backwards
         if self._ended:
             return
         self._ended = True
+        if text := self._conclude() or self._wrong:
+            raise LossError(text)
+
+    def _conclude(self) -> str:
+        """What is not finite at the end of a program; empty where nothing is."""
+        backwards = self._program.backwards
         self.look()
         self.look()
-        if backwards and self._program.models:
+        if backwards > self._began and self._program.models:
             self._look_at_parameters()
         what = self._spoiled or ("its last loss" if self._count and self._last == backwards else "")
-        how = f"{self._count} of {backwards} losses were not finite, the first in step {self._first}"
+        how = f"{self._count} of {backwards - self._began} losses were not finite, the first in step {self._first}"
         if what:
-            text = f"the program has ended, and {what} is not finite. {how if self._count else ''}"
-            raise LossError(text.strip())
+            return f"the program has ended, and {what} is not finite. {how if self._count else ''}".strip()
         if self._count:
             self._say(f"{how}; the last one and all parameters are finite.")
+        return ""
 
 
 def _samples(part: BatchSlice | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwise.training.engine import LoopState
+from meshwise.training.loop_state import LoopState
 
 
 def kept_by(states: Iterable[LoopState]) -> list[Any]:

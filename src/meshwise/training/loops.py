@@ -6,6 +6,7 @@ Tested in tests/training/test_over_ranks.py.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 
 from meshwise.spec.errors import UsageError
@@ -25,6 +26,8 @@ class LoopRead:
     samples: array[int] = field(default_factory=lambda: array("q"))
     padded: bool = False
     part: BatchSlice | None = None
+    uneven: bool = False
+    """Whether this rank's share of a batch was another than of the one before it."""
 
 
 @dataclass(eq=False)
@@ -51,6 +54,8 @@ class Loops:
         self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
         self.ended: LoopRead | None = None
         """The loop that has ended since the last batch was given, or the last backward: values are of it as a whole."""
+        self.over: Counter[tuple[str, int]] = Counter()
+        """How often loops of the newest program were over, by the user's line."""
         self.whole: WholeRead | None = None
         """The loop that gave the newest batch, where its loader is not distributed."""
 
@@ -58,6 +63,8 @@ class Loops:
         """A loop gives a batch."""
         read.samples.append(part.samples)
         read.padded |= part.total < self.ranks
+        before = read.part or part
+        read.uneven |= part.samples * before.total != before.samples * part.total
         read.part = part
         if read in self._open:
             self._open.remove(read)

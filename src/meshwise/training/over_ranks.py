@@ -16,7 +16,9 @@ from torch import Tensor
 
 from meshwise.compat.tree import all_leaves, map_tensors
 from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import user_place
 from meshwise.training.engine import Engine
+from meshwise.training.summed_twice import RATIO, TWICE, is_ratio, is_summed
 from meshwise.training.weighing import as_weight
 from meshwise.transfer import collectives
 
@@ -37,6 +39,11 @@ def _sum(engine: Engine, value: Number) -> Number:
     mine = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
     with _adding(engine, "mw.sum", mine):
         total = collectives.all_reduce(mine * counts, of="mw.sum")
+    if is_summed() and all(
+        collectives.gather_objects(torch.allclose(total.double(), mine.double() * engine.world.size))
+    ):
+        engine.notify(TWICE.format(place=user_place()))
+        return value
     return total if isinstance(value, Tensor) else type(value)(total.item())
 
 
@@ -63,6 +70,8 @@ def _is_of_whole_batch(engine: Engine) -> bool:
 def _mean(engine: Engine, value: Tensor, weight: float | Tensor | None) -> Tensor:
     if _is_of_whole_batch(engine):
         return value
+    if weight is None and is_ratio():
+        engine.notify(RATIO.format(place=user_place()))
     samples = _samples_of(engine, "mw.mean", weighed=weight is not None)
     given = samples if weight is None else weight if samples != 0 else 0
     known = as_weight(1 if given is None else given, value)

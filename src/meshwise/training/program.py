@@ -34,6 +34,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.block_spans import record_blocks
+from meshwise.training.step_errors import NOT_OURS, STEPPED_TWICE
 from meshwise.transfer import collectives
 from meshwise.workers.environment import BLOCKS
 
@@ -66,7 +67,9 @@ class Program:
         self.pipeline: Pipeline | None = None
         """Runs the stages of this rank, where the plan has a pipeline."""
         self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job`
-        self.backwards = 0
+        self.backwards = self.began = 0
+        """Of the process; and those before the newest of its programs, whose optimizers are `_older`."""
+        self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
         """Those with parameters of their own, by number of the model and name: a program may keep parts of a model."""
@@ -103,6 +106,14 @@ class Program:
         """Where the models lie."""
         first = next(iter(self.named_parameters().values()), None)
         return "cpu" if first is None else str(first.device)
+
+    def begins_with(self, models: Sequence[nn.Module]) -> bool:
+        """Whether another program begins with these models: they are new, and others have trained."""
+        new = any(all(model is not known for known in self.models) for model in models)
+        begins = new and self.backwards > self.began
+        if begins:
+            self.began, self._older = self.backwards, weakref.WeakSet(self.optimizers)
+        return begins
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
         """Apply the plan to those models that are new, in place. Collective."""
@@ -181,7 +192,7 @@ class Program:
         together = nn.ModuleList(new) if len(new) > 1 else new[0]
         world = self.world
         if collectives.world_size(collectives.everyone()) == 1:  # where the program has put its models
-            world = replace(world, device=_device_of(together, world.device))
+            world = replace(world, device=next((str(p.device) for p in together.parameters()), world.device))
         said: Any = {"piggyback_loss": self._piggyback_loss, "stage_cost": self.stage_cost}
         setup = apply(together, plan, world, samples=self._samples, **said)
         self.pipeline = setup.pipeline
@@ -287,8 +298,9 @@ class Program:
                 self.optimizers.setdefault(optimizer, None)
             if ours and reduction is not None:
                 again = optimizer in self._stepped
-                if (self.backwards == 0 or again) and any(p.grad is not None for p in held_parameters(optimizer)):
-                    raise UsageError(_STEPPED_TWICE if again and self.backwards else _NOT_OURS)
+                none = self.backwards == self.began and optimizer not in self._older
+                if (none or again) and any(p.grad is not None for p in held_parameters(optimizer)):
+                    raise UsageError(NOT_OURS if none else STEPPED_TWICE)
                 if reduction.unreduced:
                     reduction.reduce_now()
         self._stepped.add(optimizer)
@@ -333,18 +345,3 @@ class Program:
         if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
             self._notify("zero1: an optimizer that was not given to mw.distribute keeps its whole state on every rank.")
         return True
-
-
-_NOT_OURS = (
-    "optimizer.step() found gradients that mw.backward did not make, so each rank has its own. "
-    "Write mw.backward(loss) instead of loss.backward()."
-)
-_STEPPED_TWICE = (
-    "optimizer.step() was called twice after one mw.backward. Its gradients were used already, or come from "
-    "loss.backward() and are each rank's own. Call mw.backward(loss) before each step."
-)
-
-
-def _device_of(model: nn.Module, otherwise: str) -> str:
-    first = next(model.parameters(), None)
-    return otherwise if first is None else str(first.device)

@@ -2,6 +2,7 @@
 
 Gradients are reduced, so parameters part only where something changes them apart: noise that each rank draws for
 itself, or a rule that looks at this rank's samples. The sums travel with the loss (agreed.py) at backward 2, 4, 8 …
+of each program.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def held_alike(program: Program, schedulers: Iterable[LRScheduler]) -> Settings:
 
 def sums_of(program: Program) -> Settings:
     """Sums of what the program's replicas hold, where it is time to compare them."""
-    count = program.backwards
+    count = program.backwards - program.began
     if count < 2 or count & (count - 1) or program.plan is None or rehearsing():
         return ()
     named = [

@@ -8,17 +8,16 @@ Tested in tests/training/test_resumed_loop.py.
 from __future__ import annotations
 
 import ast
-import functools
-import linecache
 import math
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import Tensor
 
 from meshwise.spec.user_code import place, user_frame
 from meshwise.spec.words import some
+from meshwise.training.user_source import adds, given, parsed
 
 
 def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
@@ -27,7 +26,7 @@ def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
     if (frame := user_frame()) is None:
         return
     file, line = frame.f_code.co_filename, frame.f_lineno
-    tree = _parsed("".join(linecache.getlines(file, frame.f_globals)))
+    tree = parsed(frame)
     at = f"{place(file, line)}: the loop goes on with batch {start + 1} of its epoch"
     for inside, name in _counted(tree, line):
         yield (
@@ -57,14 +56,6 @@ def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
     return value in (0, math.inf, -math.inf) if isinstance(value, int | float) else True
 
 
-@functools.lru_cache(4)
-def _parsed(source: str) -> ast.Module:
-    try:
-        return ast.parse(source)
-    except (SyntaxError, ValueError):  # a cell of a notebook with magics
-        return ast.Module([], [])
-
-
 def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
     """Of each `enumerate(tqdm(loader))` in this line, which has no start: `tqdm(loader)` and `loader`."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and not node.keywords]
@@ -87,20 +78,20 @@ def _loops(tree: ast.Module, line: int) -> Iterator[ast.For]:
 
 def _sums(loop: ast.For) -> list[str]:
     """Names that the body adds to, and does not begin with each batch: `t += x`, `t = 0.9 * t + x`."""
-    nodes = [node for node in ast.walk(loop) if _adds(node)]
+    nodes = [node for node in ast.walk(loop) if adds(node)]
     added = dict.fromkeys(node.target.id for node in nodes if isinstance(node.target, ast.Name))
-    added |= dict.fromkeys(name for node in ast.walk(loop) for name, value in _given(node) if _reads(value, name))
-    begun = {name for node in loop.body for name, value in _given(node) if not _reads(value, name)}
+    added |= dict.fromkeys(name for node in ast.walk(loop) for name, value in given(node) if _reads(value, name))
+    begun = {name for node in loop.body for name, value in given(node) if not _reads(value, name)}
     return [name for name in added if name not in begun]
 
 
 def _gathered(loop: ast.For) -> list[str]:
     """Names of what the body adds to: `losses.append(x)`, `d["loss"] += x`, `meter.update(x)`."""
     found: dict[str, None] = {}
-    begun = {name for node in loop.body for name, _ in _given(node)}
+    begun = {name for node in loop.body for name, _ in given(node)}
     for node in ast.walk(loop):
         holder: ast.expr | None = None
-        if _adds(node) and isinstance(node.target, ast.Subscript | ast.Attribute):
+        if adds(node) and isinstance(node.target, ast.Subscript | ast.Attribute):
             holder = node.target.value
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
             function = node.value.func
@@ -111,24 +102,5 @@ def _gathered(loop: ast.For) -> list[str]:
     return list(found)
 
 
-def _adds(node: ast.AST) -> TypeGuard[ast.AugAssign]:
-    return isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
-
-
 def _reads(value: ast.expr, name: str) -> bool:
     return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(value))
-
-
-def _given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """The names that a statement gives a value to, each with it: `a = b = 0`, `a, b = 0, 0.0`."""
-    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
-        return
-    value = node.value
-    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-        if isinstance(target, ast.Name):
-            yield target.id, value
-        elif isinstance(target, ast.Tuple):
-            several = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
-            yield from (
-                (each.id, of) for each, of in zip(target.elts, several, strict=False) if isinstance(each, ast.Name)
-            )

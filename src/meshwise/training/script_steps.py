@@ -20,7 +20,7 @@ def note_steps(
     some programs step without gradients to prepare state."""
 
     def ends(optimizer: Optimizer) -> None:
-        if program.backwards or not in_loop():
+        if program.backwards > program.began or not in_loop():
             return
         if all(p.grad is None for p in held_parameters(optimizer)):
             notify(f"{user_place()}: this step changes nothing: mw.backward(loss) was not called before it.")

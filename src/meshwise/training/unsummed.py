@@ -39,7 +39,7 @@ from meshwise.compat import compiling
 from meshwise.compat.modules import BatchNorm
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.batch_norm import is_joined
-from meshwise.spec.user_code import user_place
+from meshwise.spec.user_code import user_lines, user_place
 from meshwise.transfer.foreign import Foreign
 
 MISSING = (
@@ -62,6 +62,8 @@ class Loop:
     place: str
     loader: int = 0
     models: Sequence[nn.Module] = ()
+    prepares: bool = False
+    """Whether the program had not trained when it began."""
     several: bool = False
     trained: bool = False
     reduced: bool = False
@@ -119,17 +121,25 @@ class Loop:
 
 
 class UnsummedLoops:
-    """The loops of a program, where they are watched (`on`). models: those that train. say: takes a sentence."""
+    """The loops of a program, where they are watched (`on`). models: those that train. say: takes a sentence. begins:
+    is called where a loop begins that is called from other lines, or is over another loader."""
 
     def __init__(
-        self, models: Callable[[], Sequence[nn.Module]], say: Callable[[str], None], *, on: bool = True
+        self,
+        models: Callable[[], Sequence[nn.Module]],
+        say: Callable[[str], None],
+        begins: Callable[[], None] = lambda: None,
+        *,
+        on: bool = True,
     ) -> None:
-        self._models, self._say, self._on = models, say, on
+        self._models, self._say, self._begins, self._on = models, say, begins, on
+        self._seen: set[object] = set()
         self._open: list[Loop] = []
         self._waiting: list[Loop] = []
         self._training: set[tuple[str, int]] = set()
         self.expects_backward = False
         """Whether the next backward tells something that is not known."""
+        self._told: set[str] = set()
         self.places: list[str] = []
         """Where those are that were said."""
 
@@ -155,7 +165,10 @@ class UnsummedLoops:
 
     def _begun(self, place: str, loader: int) -> Loop:
         self._say_waiting(lambda waiting: waiting.place != place and not self._is_kept(waiting))
-        loop = Loop(place, loader, self._models())
+        if (called := (user_lines(), loader)) not in self._seen:
+            self._seen.add(called)
+            self._begins()
+        loop = Loop(place, loader, self._models(), prepares=not self._training)
         self._open.append(loop)
         self.expects_backward = True
         if (place, loader) not in self._training:
@@ -185,19 +198,27 @@ class UnsummedLoops:
                 loop.foreign.close()
         self._waiting.clear()
 
+    def program_begins(self) -> None:
+        """Another program begins: it has not trained yet."""
+        self._training.clear()
+        self._told.clear()
+        for loop in self._waiting:
+            loop.prepares = False
+
     def finish(self) -> None:
         """The program has ended."""
         self._say_waiting(lambda loop: True)
 
     def _is_kept(self, loop: Loop) -> bool:
         """Whether the loop prepares a training that has not begun, as far as can be seen."""
-        return not self._training and loop.output is not None and not loop.output.expired()
+        return loop.prepares and loop.output is not None and not loop.output.expired()
 
     def _say_waiting(self, which: Callable[[Loop], bool]) -> None:
         for loop in [loop for loop in self._waiting if which(loop)]:
             self._waiting.remove(loop)
             by_the_program = loop.foreign is not None and loop.foreign.close()
-            if not by_the_program and loop.place not in self.places:
+            if not by_the_program and loop.place not in self._told:
+                self._told.add(loop.place)
                 self.places.append(loop.place)
                 self._say(MISSING.format(place=loop.place))
 
