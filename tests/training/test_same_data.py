@@ -25,10 +25,14 @@ from torch.utils.data import (
 )
 
 import meshwise as mw
+from meshwise.parallel.mesh import divide_work
 from meshwise.spec.errors import DataError
+from meshwise.spec.plan import Plan
 from meshwise.training.job_data import open_data
-from meshwise.training.same_data import MOST_BYTES, Reading
+from meshwise.training.same_data import MOST_BYTES, Reading, SameData
 from meshwise.training.session import default_engine
+from meshwise.transfer import collectives
+from meshwise.workers.join import join
 
 N = 40
 
@@ -158,6 +162,22 @@ def test_the_tensor_is_named(refused: Any) -> None:
 def test_data_that_every_rank_has_give_no_alarm(pool: Any, tmp_path: Path) -> None:
     for rank in pool(2).run(of_all, RIGHT, tmp_path):
         assert rank == dict.fromkeys(rank, "")
+
+
+def under_tensor() -> str:
+    """Both ranks work on the same samples."""
+    assert divide_work(Plan(tensor=2), join().world).size == 1
+    try:
+        SameData().check(TensorDataset(x(mw.rank())), N, print)
+    except DataError as error:
+        return str(error)
+    finally:
+        collectives.divide_among(None)
+    return ""
+
+
+def test_ranks_that_work_on_the_same_samples_are_compared_too(pool: Any) -> None:
+    assert all("rank 1 has other values than rank 0" in text for text in pool(2).run(under_tensor))
 
 
 def with_samplers(kind: str) -> str:

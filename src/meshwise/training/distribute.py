@@ -90,7 +90,7 @@ def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
     if isinstance(thing, DataLoader):
         own_seed = seed if thing.generator is None else thing.generator.initial_seed() % 2**31
         samples = len(thing.dataset) if isinstance(thing.dataset, Sized) else None
-        engine.agreed.data.check(thing.dataset, samples, engine.world, engine.notify, samplers_of(thing))
+        engine.agreed.data.check(thing.dataset, samples, engine.notify, samplers_of(thing))
         spec = split_loader(thing, own_seed, engine.world, streams)
         if engine.world.size > 1:
             engine.notify(says_divided(thing.batch_size, rank_context().world.size))

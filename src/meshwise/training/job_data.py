@@ -26,7 +26,7 @@ def open_data(job: Job, data: Any, what: str, engine: Engine | None = None) -> D
     settings = LoaderSettings(job.collate, job.loader_workers, job.seed, several=True)
     samples = count_samples(data, f"the {what} of job '{job.name}'")
     if engine is not None:
-        engine.agreed.data.check(data, samples, engine.world, engine.notify)
+        engine.agreed.data.check(data, samples, engine.notify)
     return Data(samples, reader(data, settings))
 
 

@@ -27,7 +27,6 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Iterable
 from meshwise.compat.fake import rehearsing
 from meshwise.compat.fingerprint import fingerprint
 from meshwise.spec.errors import DataError
-from meshwise.spec.world import World
 from meshwise.transfer import collectives
 
 MOST_BYTES, MOST_SECONDS, MOST_THINGS = 1 << 20, 0.05, 256
@@ -72,25 +71,23 @@ class SameData:
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def check(
-        self, data: Any, samples: int | None, world: World, say: Callable[[str], object], samplers: Sequence[Any] = ()
-    ) -> None:
+    def check(self, data: Any, samples: int | None, say: Callable[[str], object], samplers: Sequence[Any] = ()) -> None:
         """Raises DataError where the ranks give other data sets or samplers: each would keep its share of its own.
         Collective. samples: of the data set. say: gets what differs and has no row for each of them."""
-        if world.size == 1 or isinstance(data, IterableDataset):
+        everyone = collectives.everyone()  # those too that work on the same samples
+        if collectives.world_size(everyone) == 1 or isinstance(data, IterableDataset):
             return
         reading = Reading(self._known, samples)
         found = {} if rehearsing() else reading.read({"": data, "sampler": samplers})
-        ranks = collectives.gather_objects(
-            (samples, fingerprint(data), {name: held.bits for name, held in found.items()})
-        )
+        facts = samples, fingerprint(data), {name: held.bits for name, held in found.items()}
+        ranks = collectives.gather_objects(facts, everyone)
         different = DIFFERENT.format(sizes=", ".join(f"rank {rank}: {one[0]}" for rank, one in enumerate(ranks)))
         if any(rank[:2] != ranks[0][:2] for rank in ranks):
             raise DataError(different)
         bits = [rank[2] for rank in ranks]
         unequal = [name for name in bits[0] if any(one.get(name, bits[0][name]) != bits[0][name] for one in bits)]
         for name in unequal[:MOST_SENT]:
-            every: list[Held | None] = collectives.gather_objects(found.get(name))
+            every: list[Held | None] = collectives.gather_objects(found.get(name), everyone)
             first = next(filter(None, every))
             rank = next((rank for rank, one in enumerate(every) if one is not None and _differ(first, one)), None)
             if rank is None:

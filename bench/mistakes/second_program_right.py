@@ -1,0 +1,26 @@
+"""Two folds in one process, each a mean over samples. Expected: right."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+
+def fold(number, reduction):
+    """Train on one fold."""
+    torch.manual_seed(number)
+    x = torch.randn(256, 4)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    for x, y in loader:
+        loss = mw.backward(nn.functional.cross_entropy(model(x), y, reduction=reduction))
+        optimizer.step()
+        optimizer.zero_grad()
+    mw.print(f"fold {number}: {loss:.4f}")
+
+
+fold(0, "mean")
+fold(1, "mean")
