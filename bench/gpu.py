@@ -282,7 +282,7 @@ def watched(job: str) -> dict[str, Any]:
 
 def preflight() -> dict[str, Any]:
     """`meshwise bench` of all GPUs: verdicts, what was wrong, bf16 products at 8192 against the peak."""
-    found = bench(seconds=5.0 if SMALL else None)
+    found = bench(seconds=1.0, sizes="64K") if SMALL else bench()
     try:
         file = machine_to_toml(found.machine)
     except MeshwiseError as error:  # without tomli-w
