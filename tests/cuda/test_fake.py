@@ -81,6 +81,7 @@ for dtype in (torch.bfloat16, torch.float16):
 """)  # fmt: skip
 
 
+@pytest.mark.evidence("recurrent layers on the fake are those of the CPU within rounding")
 def test_recurrent_layers_are_those_of_the_cpu_within_rounding(program: Program) -> None:
     """CUDA adds the biases of their cells in one kernel of its own."""
     program("""

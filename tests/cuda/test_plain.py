@@ -56,6 +56,7 @@ def by_hand() -> list[float]:
     return losses
 
 
+@pytest.mark.evidence("a program of DDP that knows nothing of meshwise is recorded, with its own numbers")
 def test_ddp_whose_gradients_a_thread_of_autograd_sends_is_recorded(meshwise: Any, tmp_path: Path) -> None:
     (tmp_path / "ddp.py").write_text(DDP)
     printed = meshwise("run", "--devices", "2xcuda", "ddp.py").stdout
