@@ -81,6 +81,28 @@ for dtype in (torch.bfloat16, torch.float16):
 """)  # fmt: skip
 
 
+@pytest.mark.evidence("recurrent layers on the fake are those of the CPU within rounding")
+def test_recurrent_layers_are_those_of_the_cpu_within_rounding(program: Program) -> None:
+    """CUDA adds the biases of their cells in one kernel of its own."""
+    program("""
+import copy, torch
+from torch import nn
+layers = nn.LSTM(6, 8, 2), nn.GRU(6, 8, 2), nn.GRU(6, 8, bias=False), nn.RNN(6, 8), nn.LSTMCell(6, 8), nn.GRUCell(6, 8)
+for layer in layers:
+    layer, x = layer.double(), torch.randn(5, 3, 6).double()
+    x = x[0] if isinstance(layer, nn.RNNCellBase) else x
+    found = []
+    for device in ("cpu", "cuda"):
+        mine, given = copy.deepcopy(layer).to(device), x.detach().to(device).requires_grad_()
+        out = mine(given)
+        first = out[0] if isinstance(out, tuple) else out
+        first.square().sum().backward()
+        found.append([each.cpu() for each in (first, given.grad, *(p.grad for p in mine.parameters()))])
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, 1e-12, 1e-14), type(layer)
+""")  # fmt: skip
+
+
 RACES = {
     "a copy to the host is read before its event": """
 src = torch.arange(1e4, device="cuda") * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -522,6 +523,28 @@ def test_a_model_itself_is_not_saved_in_parts(pool: Any, tmp_path: Path) -> None
         mw.save(mw.distribute(net(), plan=plan), path)
 
     assert "state_dict()" in refused(pool, case, PLANS["shard"], str(tmp_path / "m.pt"))
+
+
+def whole_model(path: str) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    model.register_forward_hook(logging.debug)  # the program's own stays
+    model = mw.distribute(model)
+    for batch in torch.randn(2, 6, 6):
+        mw.backward(model(mw.split(batch)).square().mean())
+        hooks = dict(model._forward_hooks)
+        mw.save(model, path)
+        assert dict(model._forward_hooks) == hooks and len(hooks) > 1
+        assert "forward" in vars(model[1])
+    mw.barrier()
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.BatchNorm1d, nn.ReLU, logging.debug]):
+        found = torch.load(path, weights_only=True)
+    assert "forward" not in vars(found[1]) and list(found._forward_hooks.values()) == [logging.debug]
+    return [torch.equal(a, b) for a, b in zip(found.buffers(), model.buffers(), strict=True)]
+
+
+def test_a_saved_whole_model_is_the_programs_own(pool: Any, tmp_path: Path) -> None:
+    assert pool(2).run(whole_model, str(tmp_path / "model.pt")) == [[True] * 3] * 2
 
 
 def gan(plan: mw.Plan | None, calls: int) -> Any:

@@ -6,7 +6,8 @@ Read in torch 2.11, 2.13 and 2.15: `csrc/distributed/c10d/Ops.cpp`. Where one of
 AttributeError, and nothing is surrounded.
 
 The end of a collective is seen where the program waits for it, else by a thread that waits too. On nccl it is a
-callback of its future, which runs at once and marks a stream.
+callback of its future, which runs at once and marks a stream; one that blocks is in the current stream already. DDP's
+reducer calls it from a thread of autograd's, which has no frame of Python.
 
 A group of gloo whose collectives were seen is never destroyed: who drops its last reference holds Python's lock and
 waits for gloo's threads, and they want that lock to let go of tensors that Python has seen. The process's end ends it.
@@ -154,7 +155,9 @@ class _Ends:
 
     def expect(self, work: Any, call: Call, ended: Ended) -> None:
         """Call `ended` when the work is done."""
-        if has_streams(call.device):
+        if work is None:  # nccl's that blocks: it is in the current stream, and a barrier is over
+            ended()
+        elif has_streams(call.device):
             future = work.get_future()
             if future.done():  # nccl's: what follows it in a stream comes after the collective
                 future.then(lambda done: ended())
@@ -194,7 +197,7 @@ def _kernel(
     names = [argument.name for argument in operator._schema.arguments]
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
-        call = _call(kind, moved, dict(zip(names, arguments, strict=False)), sys._getframe(1))
+        call = _call(kind, moved, dict(zip(names, arguments, strict=False)), sys._getframe().f_back)
         ended = None if call is None else begin(call)
         result = operator.redispatch(keyset & after, *arguments)
         work = result[-1] if isinstance(result, tuple) else result

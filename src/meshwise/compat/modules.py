@@ -99,6 +99,25 @@ def modules_called_around(frame: FrameType | None) -> Iterator[nn.Module]:
         frame = frame.f_back
 
 
+@contextlib.contextmanager
+def without_hooks(module: nn.Module, taken: Callable[[Any], bool]) -> Iterator[None]:
+    """During the body no module in it has hooks of which `taken(hook)` is true; then they are where they were."""
+    before: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for each in module.modules():
+        every = [value for name, value in vars(each).items() if "_hooks" in name and isinstance(value, dict)]
+        ours = {key for hooks in every for key, hook in hooks.items() if taken(getattr(hook, "hook", hook))}
+        for hooks in every if ours else []:
+            before.append((hooks, dict(hooks)))
+            for key in ours & hooks.keys():
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, were in before:
+            hooks.clear()
+            hooks.update(were)
+
+
 def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
     """Let the module run `around(...)` for its forward, with the signature that its own has: programs ask for it, such
     as `generate` of transformers, which gives `position_ids` to a model that takes them by name."""

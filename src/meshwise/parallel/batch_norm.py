@@ -8,10 +8,11 @@ LeVeque (1979), which does not cancel; the backward sums two numbers a channel. 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -64,6 +65,22 @@ class _JoinedForward(functools.partial[Any]):
     def __reduce__(self) -> Any:
         _, own, *_ = self.args
         return functools.partial, (own,)
+
+
+@contextlib.contextmanager
+def unjoined(model: nn.Module) -> Iterator[None]:
+    """During the body the batch norms in it are those of the program, for who writes the model to a file."""
+    joined = [(module, vars(module)["forward"]) for module in model.modules() if is_joined(module)]
+    for module, forward in joined:
+        _, own, *_ = forward.args
+        module.forward = own
+        if getattr(own, "__func__", None) is type(module).forward:
+            del module.forward
+    try:
+        yield
+    finally:
+        for module, forward in joined:
+            module.forward = forward
 
 
 def is_joined(module: nn.Module) -> bool:

@@ -6,13 +6,17 @@ were distributed take whole tensors in their `load_state_dict`.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwise.compat.modules import without_hooks
 from meshwise.compat.reducer import default_store
+from meshwise.compat.tree import leaves_of
+from meshwise.parallel.batch_norm import unjoined
 from meshwise.records.files import write_with
 from meshwise.recovery.collect import collected
 from meshwise.spec.errors import UsageError
@@ -32,7 +36,8 @@ GRACE = 60.0  # seconds in which all ranks must come to a file
 def save(thing: Any, path: str | Path) -> None:
     """`torch.save`, once: rank 0 writes, whole or not at all; the others go on.
 
-    thing: state_dicts, or anything that holds them. Under a plan that divides them every rank calls it.
+    thing: state_dicts, or anything that holds them. Under a plan that divides them every rank calls it. A whole model
+    is written as the program made it, without hooks of meshwise.
     """
     engine, path = default_engine(), Path(path)
     world, plan, name, saves = engine.world, engine.plan, str(path.resolve()), process_engine().saves
@@ -46,9 +51,18 @@ def save(thing: Any, path: str | Path) -> None:
     if world.rank == 0:
         if spoiled := engine.finite.spoiled_in([thing]):
             engine.notify(SPOILED.format(place=user_place(), path=path, what=spoiled))
-        write_with(path, lambda file: torch.save(thing, file))
+        with contextlib.ExitStack() as stack:
+            for model in leaves_of(nn.Module, thing):
+                stack.enter_context(unjoined(model))
+                stack.enter_context(without_hooks(model, _is_ours))
+            write_with(path, lambda file: torch.save(thing, file))
         if world.size > 1:
             default_store().set(f"meshwise/saved/{name}/{saves[name]}", "1")
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a hook is of this package: a file that has it is read only where meshwise is, and not as weights only."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("meshwise.")
 
 
 def load(path: str | Path) -> Any:

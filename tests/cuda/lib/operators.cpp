@@ -168,6 +168,25 @@ const std::map<std::string, Emulation>& emulations() {
                                      of_cell * in * (1 - cell * cell), of_out * out * (1 - out)}, 1);
          give(s, {gates, of_cell * forget, (*s)[5].toBool() ? gates.sum(0) : at::Tensor()});
        }},
+      {"aten::_thnn_fused_gru_cell", [](const OperatorHandle&, Stack* s) {
+         at::Tensor of_input = tensor_at(s, 0), of_hidden = tensor_at(s, 1), before = tensor_at(s, 2);
+         if (tensor_at(s, 3).defined()) of_input = of_input + tensor_at(s, 3), of_hidden = of_hidden + tensor_at(s, 4);
+         auto in = of_input.chunk(3, 1), hidden = of_hidden.chunk(3, 1);
+         at::Tensor reset = (in[0] + hidden[0]).sigmoid(), update = (in[1] + hidden[1]).sigmoid();
+         at::Tensor next = (in[2] + reset * hidden[2]).tanh();
+         give(s, {next + update * (before - next), at::cat({reset, update, next, before, hidden[2]}, 1)});
+       }},
+      {"aten::_thnn_fused_gru_cell_backward", [](const OperatorHandle&, Stack* s) {
+         at::Tensor grad = tensor_at(s, 0);
+         auto parts = tensor_at(s, 1).chunk(5, 1);
+         at::Tensor reset = parts[0], update = parts[1], next = parts[2];
+         at::Tensor of_update = grad * (parts[3] - next) * update * (1 - update);
+         at::Tensor of_next = grad * (1 - update) * (1 - next * next), of_reset = of_next * parts[4] * reset * (1 - reset);
+         at::Tensor of_input = at::cat({of_reset, of_update, of_next}, 1);
+         at::Tensor of_hidden = at::cat({of_reset, of_update, of_next * reset}, 1);
+         bool bias = (*s)[2].toBool();
+         give(s, {of_input, of_hidden, grad * update, bias ? of_input.sum(0) : at::Tensor(), bias ? of_hidden.sum(0) : at::Tensor()});
+       }},
       {"aten::batch_norm_stats", [](const OperatorHandle&, Stack* s) {
          at::Tensor x = tensor_at(s, 0).to(at::kFloat).transpose(0, 1).flatten(1);
          if (tensor_at(s, 0).scalar_type() == at::kDouble) x = tensor_at(s, 0).transpose(0, 1).flatten(1);

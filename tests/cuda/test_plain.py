@@ -1,0 +1,67 @@
+"""Programs that know nothing of meshwise, on fake GPUs: recorded, with the numbers that they have without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwise.records import folder as names
+from meshwise.timeline.analyse import report_of
+from meshwise.timeline.read import read_timeline
+
+DDP = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)).cuda())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+torch.manual_seed(dist.get_rank())
+for x in torch.randn(5, 4, 8):
+    optimizer.zero_grad()
+    loss = model(x.cuda()).square().mean()
+    loss.backward()
+    optimizer.step()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)  # it blocks: nccl gives no work back
+    if dist.get_rank() == 0:
+        print("loss", mean.item() / 2, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def by_hand() -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data, losses = [], list[float]()
+    for rank in range(2):
+        torch.manual_seed(rank)
+        data.append(torch.randn(5, 4, 8))
+    for x in torch.cat(data, 1):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.evidence("a program of DDP that knows nothing of meshwise is recorded, with its own numbers")
+def test_ddp_whose_gradients_a_thread_of_autograd_sends_is_recorded(meshwise: Any, tmp_path: Path) -> None:
+    (tmp_path / "ddp.py").write_text(DDP)
+    printed = meshwise("run", "--devices", "2xcuda", "ddp.py").stdout
+    losses = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("loss")]
+    assert losses == pytest.approx(by_hand(), rel=1e-5) and len(losses) == 5
+    report = report_of(read_timeline(names.newest_run(tmp_path / "runs")))
+    assert report.steps == 5 and [rank.steps for rank in report.ranks] == [5, 5]
+    assert ("all-reduce", "gradients") in {(each.name, each.of) for each in report.collectives}
