@@ -15,7 +15,12 @@ from meshwise.workers.fork_server import LISTENS
 Run = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
 
-TOUCHES = {"untouched": "", "asked": "torch.cuda.is_available()", "used": "torch.ones(3, device='cuda')"}
+TOUCHES = {
+    "untouched": "",
+    "asked": "torch.cuda.is_available()",
+    "used": "torch.ones(3, device='cuda')",
+    "grouped": "import os; 'TORCHELASTIC_RUN_ID' in os.environ and torch.distributed.init_process_group('nccl')",
+}
 SCRIPT = """
 import torch
 TOUCH
@@ -104,6 +109,15 @@ def test_a_script_may_touch_cuda_above_its_first_line_of_ours(touch: str, python
     assert list(alone) == list(launched) == ["16"]
     assert set(under_torchrun) == {"16", "17"}, "each rank has a GPU of its own"
     assert {*alone.values(), *launched.values(), *under_torchrun.values()} == {alone["16"]}
+
+
+@pytest.mark.evidence(
+    "workers start on machines with GPUs; notebooks and scripts that touched CUDA before; loader workers"
+)
+def test_torchrun_starts_a_job_on_a_gpu_a_rank(python: Run) -> None:
+    job = f"{Path(__file__).with_name('jobs.py')}:decoder"
+    done = python(*TORCHRUN, 2, "-m", "meshwise", "run", job, "--epochs", "1")
+    assert "finished after" in done.stdout and "2 devices" in done.stdout, done.stdout
 
 
 @pytest.mark.evidence(

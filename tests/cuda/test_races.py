@@ -223,6 +223,14 @@ with on_side():
     x.add_(1)
 x.view(64, 64)[1:].t().shape, torch.empty_like(x), x.data_ptr()
 """,
+    "tensors without memory, and a read of the device": """
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    torch.ones(4, device="cuda").add_(1)
+with on_side():
+    y = torch.ones(3, device="cuda")
+    y.tolist()
+""",
     "threads that wait for each other": """
 host.copy_(x, non_blocking=True)
 event.record()

@@ -179,6 +179,8 @@ for wrong in (["cuda:0", "cpu"], "3xcuda", "cuda:7"):
     else:
         raise AssertionError(wrong)
 with mw.virtual_devices(2):
+    u, v = torch.ones(3, device="cpu:1"), torch.tensor([1.0, 2.0, 3.0], device="cuda:1")
+    assert torch.equal(u.to("cuda:1") + v, v + 1) and torch.equal(v.to("cpu:1") + u, (v + 1).cpu().to("cpu:1"))
     assert mw.copy(torch.empty(10**6), src).sum() == src.sum() and mw.to(src, "cpu:1").sum() == src.sum()
 assert torch.equal(mw.gather(parts, "cuda:1").cpu(), src.cpu())
 """, devices=2, schedule="random", seed=4)  # fmt: skip

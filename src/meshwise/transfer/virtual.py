@@ -92,7 +92,7 @@ class _Rules(TorchFunctionMode):
             place, kwargs = asked.index, kwargs | {"device": torch.device("cpu")}
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
-            if place is not None and self.places.get(tensor) is None:
+            if place is not None and tensor.is_cpu and self.places.get(tensor) is None:
                 self.places.set(tensor, place)
         return result
 
