@@ -11,10 +11,11 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+T = TypeVar("T")
 BatchNorm = nn.modules.batchnorm._BatchNorm
 """The class of all batch norms; its forward is that of each."""
 
@@ -116,6 +117,25 @@ def without_hooks(module: nn.Module, taken: Callable[[Any], bool]) -> Iterator[N
         for hooks, were in before:
             hooks.clear()
             hooks.update(were)
+
+
+def has_pre_hooks(module: nn.Module) -> bool:
+    """Whether something runs before the module's forward: a pruned weight, an old weight norm."""
+    return bool(module._forward_pre_hooks)
+
+
+def around_pre_hooks(module: nn.Module, before: Callable[[], T], after: Callable[[T], None]) -> None:
+    """Call `before` before the hooks that run before the module's forward, and `after` of what it gave behind them."""
+    found: list[T] = []
+
+    def begin(*unused: Any) -> None:
+        found.append(before())
+
+    def end(*unused: Any) -> None:
+        after(found.pop())
+
+    module.register_forward_pre_hook(begin, prepend=True)
+    module.register_forward_pre_hook(end)
 
 
 def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:

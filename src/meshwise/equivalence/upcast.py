@@ -48,11 +48,13 @@ def upcast(active: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def called_in_float64(active: bool = True) -> Iterator[None]:
-    """In the with-body: a module that is called has its own parameters and buffers in float64; afterwards in what they
-    were."""
+    """In the with-body: a module that is called in `upcast` has its own parameters and buffers in float64; afterwards
+    in what they were."""
     before: dict[Tensor, torch.dtype] = {}
 
     def widen(module: nn.Module, inputs: Any) -> None:
+        if torch.get_default_dtype() != torch.float64:  # outside of `upcast`: a job's model is made, and calls parts
+            return
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.dtype in WIDE and not isinstance(tensor, DTensor):
                 before[tensor] = tensor.dtype

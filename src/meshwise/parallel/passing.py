@@ -86,10 +86,12 @@ class Pass:
         """Whether a block of this stage was called, or it is the first, which misses nothing."""
         return self._entered > 0 or self.lo == 0
 
-    def passed_by(self, number: int) -> Any:
-        """What a block of a stage before gives."""
+    def passed_by(self, number: int, *, again: bool = False) -> Any:
+        """What a block of a stage before gives; `again`, where a checkpoint runs it in the backward."""
         if number < self.lo - 1:
             return map_kind(_Form, lambda form: _poison(form, self.device), self.forms[number])
+        if again:
+            return self.received
         stages.put_down(self.carried)
         stages.enter_own_layers(True)
         return self.received

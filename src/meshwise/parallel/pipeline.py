@@ -60,6 +60,7 @@ class Pipeline:
         """The stages of this rank."""
         self._looks = LOOKS * len(self.own)  # forwards to be looked at
         self._now: Pass | None = None
+        self._again: Pass | None = None  # whose backward runs
         self._writes = StageWrites()
         mine = [block for stage in self.own for _, block in self._blocks[slice(*self._ranges[stage])]]
         self.holding = Holding(model, pipe, [block for _, block in self._blocks], mine)
@@ -161,10 +162,13 @@ class Pipeline:
         scalar = self._passing.receive_backward(now) if loss is None else loss
         if not self.holding.decided:
             self.holding.reached |= reached_parameters(scalar)
+        self._again = now
         try:
             run(scalar if scalar.requires_grad else torch.zeros((), requires_grad=True))
         except RuntimeError as error:
             raise refused(error, self.pipe.size) or error from error
+        finally:
+            self._again = None
         self._passing.send_backward(now)
 
     def finish(self) -> None:
@@ -181,7 +185,14 @@ class Pipeline:
 
     def block_call(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The call of a block in the forward of some stage."""
-        now = self._now
+        now, again = self._now, self._again
+        if now is None and again is not None:  # a checkpoint runs it again
+            if number < again.hi:
+                return again.passed_by(number, again=True) if number < again.lo else forward(*args, **kwargs)
+            raise PlanError(
+                f"pipeline={self.pipe.size}: a checkpoint holds blocks of two stages, and the backward of one runs it "
+                f"again up to block {self._blocks[number][0]} of the other. Give each block a checkpoint of its own."
+            )
         if now is None:
             raise PlanError(
                 f"pipeline={self.pipe.size}: the model was called outside of the job's loss and metrics, and this rank "

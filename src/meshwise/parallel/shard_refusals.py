@@ -33,13 +33,15 @@ def note_what_was_not_gathered(error: BaseException) -> None:
         error.add_note(f"A sharded model cannot be copied. {COPIED}")
     if "out of bounds for storage of size 0" in text:
         error.add_note(AGAIN)
+    through = "".join(frame.filename for frame in traceback.extract_tb(error.__traceback__)).replace("\\", "/")
+    if isinstance(error, RuntimeError) and "torch/nn/utils/prune.py" in through:
+        error.add_note("Parameters that ranks hold in parts cannot be pruned. Prune the model before mw.distribute.")
     if not isinstance(error, RuntimeError) or "DTensor" not in text:
         return
-    through = "".join(frame.filename for frame in traceback.extract_tb(error.__traceback__)).replace("\\", "/")
     if "torch/optim/" in through.replace("torch/optim/swa_utils.py", ""):  # which has averages, and no optimizer
         error.add_note(
-            "This optimizer cannot step where each rank holds a part of a parameter. Use another, or shard=1, such as "
-            "--set zero1=true."
+            "This optimizer cannot step where each rank holds a part of a parameter. Use another, or data alone, such "
+            "as --set zero1=true."
         )
     elif re.search(r"aten\.\w+_\.\w+ got mixed", text):  # written in place
         error.add_note(f"Each rank holds a part of a sharded parameter, and one was given a whole tensor. {COPIED}")
@@ -47,7 +49,7 @@ def note_what_was_not_gathered(error: BaseException) -> None:
         error.add_note(
             "A sharded model's parameters are gathered while the model itself is called, model(x). What was called "
             "here is another method, or a layer of it alone. Let forward call it (with an argument that says so), or "
-            "use shard=1, such as --set zero1=true."
+            "use data alone, such as --set zero1=true."
         )
 
 
@@ -66,7 +68,7 @@ def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
         alone = isinstance(optimizer, LBFGS) or not takes_hooks(optimizer) or unlike_by_parameters(optimizer)
         raise PlanError(
             f"shard: {name} may make another step where each rank holds a part of every parameter: {why}. Use another "
-            f"optimizer, or shard=1{'' if alone else ', such as --set zero1=true'}."
+            f"optimizer, or data alone{'' if alone else ', such as --set zero1=true'}."
         )
     if divided:
         _tried.add(optimizer)

@@ -76,19 +76,19 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module) -> None:
         if p.ndim == 0:
             raise PlanError(
                 f"shard: parameter {names[id(p)]} is a single number, which cannot be divided over ranks. "
-                "Give it the shape (1,), or use shard=1."
+                "Give it the shape (1,), or use data alone."
             )
         if p.numel() == 0:
             raise PlanError(
                 f"shard: parameter {names[id(p)]} of shape {tuple(p.shape)} has no elements, so there is nothing to "
-                "divide. Leave it out of the model, or use shard=1."
+                "divide. Leave it out of the model, or use data alone."
             )
     dtypes = {p.dtype: names[id(p)] for p in own if p.requires_grad}
     if len(dtypes) > 1:
         stored = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise PlanError(
             f"shard: the trained parameters of a block must be stored in one dtype; here are {stored}. "
-            "Store them in one dtype (precision says what is computed in), or use shard=1."
+            "Store them in one dtype (precision says what is computed in), or use data alone."
         )
 
 
@@ -165,7 +165,7 @@ def _written(module: nn.Module, name: str) -> PlanError:
         f"shard: the forward of {type(module).__name__} puts other values into its parameter {name} "
         "(layer.to(dtype), p.data = ..., p.lerp_(...)), and later steps, which gather it anew, would not be "
         "seen there. Cast what it is used with (F.linear(x, weight.to(dtype))), write a running average in the loop "
-        "behind optimizer.step(), or use shard=1, such as --set zero1=true."
+        "behind optimizer.step(), or use data alone, such as --set zero1=true."
     )
 
 

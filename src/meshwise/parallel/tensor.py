@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from meshwise.compat.modules import parameters_in, put_forward, renew_flat_weights
+from meshwise.compat.modules import around_pre_hooks, has_pre_hooks, parameters_in, put_forward, renew_flat_weights
 from meshwise.compat.sharding import division, packed
 from meshwise.compat.whole_values import plain_loss, read_whole
 from meshwise.parallel.blocks import blocks_of, called_in, repeated_blocks
@@ -74,6 +74,8 @@ def _apply(setup: Setup) -> None:
             if any(True for _ in module.parameters()):
                 around = entering_once if module in blocks else contextlib.nullcontext
                 put_forward(module, functools.partial(_run, owners, axis, around, module.forward))
+                if has_pre_hooks(module) and parameters_in(module):
+                    around_pre_hooks(module, functools.partial(_localise, [module], axis), _put_back)
     total = sum(p.numel() for p in known.values())
     divided = sum(p.numel() for p in known.values() if isinstance(p, DTensor) and not p.placements[0].is_replicate())
     setup.notes.append(f"tensor={mesh.size()}: {divided / max(total, 1):.0%} of the parameters are split.")
@@ -112,9 +114,13 @@ def _run(
         with around():
             return forward(*args, **kwargs)
     finally:
-        for own, held in changed:
-            parameters_in(own).update(held)
-            renew_flat_weights(own)
+        _put_back(changed)
+
+
+def _put_back(changed: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> None:
+    for own, held in changed:
+        parameters_in(own).update(held)
+        renew_flat_weights(own)
 
 
 def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:

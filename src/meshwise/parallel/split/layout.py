@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from meshwise.compat.modules import parameters_in
 from meshwise.parallel.blocks import repeated_blocks
 from meshwise.parallel.split.packing import sections_of
 
@@ -98,7 +99,8 @@ def _of_multi_head(model: nn.Module, ranks: int) -> dict[int, Cut]:
         if not isinstance(module, nn.MultiheadAttention) or module.num_heads % ranks or module.bias_k is not None:
             continue
         if module.in_proj_weight is not None:
-            found[id(module.out_proj.weight)] = Cut(1)
+            if "weight" in parameters_in(module.out_proj):
+                found[id(module.out_proj.weight)] = Cut(1)
             found |= {id(p): Cut(0, 3) for p in (module.in_proj_weight, module.in_proj_bias) if p is not None}
     return found
 
@@ -110,6 +112,8 @@ def _divides(length: int, ranks: int) -> bool:
 
 def _layers(model: nn.Module) -> Iterator[Layer]:
     for name, module in model.named_modules():
+        if parameters_in(module).get("weight") is None:  # one that is computed (a parametrization, a pruned weight)
+            continue
         if isinstance(module, nn.Linear):
             yield Layer(name, module, 0, 1)
         elif isinstance(module, nn.Embedding):
