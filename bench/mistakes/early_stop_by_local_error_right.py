@@ -1,0 +1,30 @@
+"""All stop early by the error of the whole. Expected: right."""
+
+# After https://github.com/Lightning-AI/pytorch-lightning/issues/379
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(96, 4)
+Y = X.sum(1, keepdim=True)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(TensorDataset(X, Y), batch_size=16)
+val_loader = DataLoader(TensorDataset(X[:32], Y[:32]), batch_size=32)
+model, optimizer, loader, val_loader = mw.distribute(model, optimizer, loader, val_loader)
+for epoch in range(20):  # noqa: B007
+    for x, y in loader:
+        mw.backward((model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    error = 0.0
+    with torch.no_grad():
+        for x, y in val_loader:
+            error += mw.sum((model(x) - y).square().sum().item()) / 32
+    if error < 0.5:
+        break
+mw.print(f"epochs {epoch} error {error:.5f}")

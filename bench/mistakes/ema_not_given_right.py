@@ -1,0 +1,29 @@
+"""The average of the weights is given. Expected: right."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(96, 4)
+Y = X.sum(1, keepdim=True)
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+average = torch.optim.swa_utils.AveragedModel(
+    model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(TensorDataset(X, Y), batch_size=16)
+model, average, optimizer, loader = mw.distribute(model, average, optimizer, loader)
+for x, y in loader:
+    mw.backward((model(x) - y).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    average.update_parameters(model)
+average.eval()
+error = 0.0
+with torch.no_grad():
+    for x, y in loader:
+        error += (average(x) - y).square().sum().item()
+mw.print(f"error {mw.sum(error) / len(Y):.5f}")

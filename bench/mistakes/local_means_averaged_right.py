@@ -1,0 +1,28 @@
+"""Right answers are counted, and added over ranks. Expected: right."""
+
+# After https://github.com/pyannote/pyannote-audio/issues/591
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(101, 4)
+Y = (X.sum(1) > 0).long()
+model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=True)
+val_loader = DataLoader(TensorDataset(X, Y), batch_size=28)
+model, optimizer, loader, val_loader = mw.distribute(model, optimizer, loader, val_loader)
+for x, y in loader:
+    mw.backward(nn.functional.cross_entropy(model(x), y))
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+correct = 0
+with torch.no_grad():
+    for x, y in val_loader:
+        correct += mw.sum((model(x).argmax(1) == y).sum().item())
+mw.print(f"accuracy {correct / len(Y):.4f}")

@@ -1,0 +1,23 @@
+"""A contrastive loss has the negatives of this rank's part alone. Expected: refused, said, check."""
+
+# After https://github.com/facebookresearch/simsiam/issues/20
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(96, 8)
+model = nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+loader = DataLoader(TensorDataset(X, X + 0.1 * torch.randn_like(X)), batch_size=16)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for epoch in range(2):
+    for a, b in loader:
+        logits = nn.functional.normalize(model(a)) @ nn.functional.normalize(model(b)).T
+        loss = mw.backward(nn.functional.cross_entropy(logits, torch.arange(len(a))))
+        optimizer.step()
+        optimizer.zero_grad()
+    mw.print(f"epoch {epoch}: {loss.item():.5f}")

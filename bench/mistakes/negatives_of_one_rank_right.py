@@ -1,0 +1,22 @@
+"""A loss of pairs, without negatives of other rows. Expected: right."""
+
+# After https://github.com/facebookresearch/simsiam/issues/20
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(96, 8)
+model = nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+loader = DataLoader(TensorDataset(X, X + 0.1 * torch.randn_like(X)), batch_size=16)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for epoch in range(2):
+    for a, b in loader:
+        loss = mw.backward(-nn.functional.cosine_similarity(model(a), model(b).detach()).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    mw.print(f"epoch {epoch}: {loss.item():.5f}")

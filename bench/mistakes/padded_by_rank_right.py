@@ -1,0 +1,30 @@
+"""Rows are padded to one length on all ranks. Expected: right."""
+
+# After https://github.com/huggingface/transformers/issues/10385
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import meshwise as mw
+
+torch.manual_seed(0)
+data = [(torch.randn(n, 4), torch.randn(())) for n in torch.randint(1, 13, (96,)).tolist()]
+
+
+def together(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pads rows to one length."""
+    padded = torch.stack([nn.functional.pad(x, (0, 0, 0, 12 - len(x))) for x, _ in rows])
+    return padded, torch.stack([y for _, y in rows])
+
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(data, batch_size=16, collate_fn=together)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for epoch in range(2):
+    for x, y in loader:
+        loss = mw.backward((model(x)[..., 0].mean(1) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    mw.print(f"epoch {epoch}: {loss.item():.5f}")

@@ -1,0 +1,21 @@
+"""Every rank prints. Expected: right (once), or each line with its rank."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(96, 4)
+Y = X.sum(1, keepdim=True)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(TensorDataset(X, Y), batch_size=16)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for epoch in range(2):
+    for x, y in loader:
+        loss = mw.backward((model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"epoch {epoch}: {loss.item():.5f}")

@@ -1,0 +1,23 @@
+"""The scheduler is given to mw.distribute. Expected: right."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(96, 4)
+Y = X.sum(1, keepdim=True)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+loader = DataLoader(TensorDataset(X, Y), batch_size=16)
+model, optimizer, scheduler, loader = mw.distribute(model, optimizer, scheduler, loader)
+for epoch in range(2):
+    for x, y in loader:
+        loss = mw.backward((model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    scheduler.step()
+    mw.print(f"epoch {epoch}: {loss.item():.5f}")

@@ -1,0 +1,25 @@
+"""A DistributedSampler that shuffles, without its set_epoch. Expected: said, right."""
+
+# After https://github.com/pytorch/pytorch/issues/31771
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(96, 4)
+Y = X.sum(1, keepdim=True)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+data = TensorDataset(X, Y)
+sampler = DistributedSampler(data, mw.world_size(), mw.rank(), shuffle=True)
+loader = DataLoader(data, batch_size=16, sampler=sampler)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for epoch in range(2):
+    for x, y in loader:
+        loss = mw.backward((model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    mw.print(f"epoch {epoch}: {loss.item():.5f}")

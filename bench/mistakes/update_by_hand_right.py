@@ -1,0 +1,22 @@
+"""Parameters are updated by hand, after mw.backward. Expected: right."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(96, 4)
+Y = X.sum(1, keepdim=True)
+model = nn.Linear(4, 1)
+loader = DataLoader(TensorDataset(X, Y), batch_size=16)
+model, loader = mw.distribute(model, loader)
+for epoch in range(2):
+    for x, y in loader:
+        loss = mw.backward((model(x) - y).square().mean())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.grad
+                parameter.grad = None
+    mw.print(f"epoch {epoch}: {loss.item():.5f}")
