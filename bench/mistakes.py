@@ -5,7 +5,7 @@
 bench/mistakes has NAME.py with a mistake and NAME_right.py without it. Each runs on one CPU worker and on two; what it
 prints is compared. A mistake is `right` where two print what one prints, `refused` where the run on two ends with a
 sentence, `said` where two are told a line of the script that one is not, `check` where only `meshwise check` names it;
-else it is silent. `raw` is a traceback of two alone without a remedy, `stuck` a run of more than 150 s. A twin is
+else it is silent. `raw` is a traceback of two alone without a remedy or a crash, `stuck` more than 150 s. A twin is
 clean where it runs, prints the same, and is told nothing of its lines; that a loss is not finite is a fact of its data,
 and no alarm. Results are kept as they come.
 
@@ -97,6 +97,8 @@ def of_mistake(path: Path) -> dict[str, Any]:
     if STUCK in (one.code, two.code):
         return {"verdict": "stuck", "said": ""}
     new = [line for line in two.told if line not in one.told]
+    if "was killed by SIG" in two.text:
+        return {"verdict": "raw", "said": _last(two)}
     if two.code and ("Traceback" not in two.text.replace("Traceback of rank", "") or _remedied(two)):
         return {"verdict": "refused", "said": _last(two)}
     if two.code and one.code:
