@@ -229,7 +229,7 @@ with FakeTensorMode():
     torch.ones(4, device="cuda").add_(1)
 with on_side():
     y = torch.ones(3, device="cuda")
-    y.tolist()
+    y.tolist(), y.__cuda_array_interface__
 """,
     "threads that wait for each other": """
 host.copy_(x, non_blocking=True)

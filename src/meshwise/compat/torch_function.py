@@ -22,8 +22,12 @@ def on_parts() -> AbstractContextManager[None]:
 
 def called(func: Callable[..., Any]) -> str:
     """The name of a function that `__torch_function__` is given; `.shape` of a property that is read."""
-    name = getattr(func, "__name__", "")
-    return f".{func.__self__.__name__}" if name == "__get__" else name  # type: ignore[attr-defined]
+    name: str = getattr(func, "__name__", "")
+    if name != "__get__":
+        return name
+    read: Any = func.__self__  # type: ignore[attr-defined]
+    read = read.fget if isinstance(read, property) else read  # one that torch wrote in Python
+    return f".{read.__name__}"
 
 
 @functools.cache

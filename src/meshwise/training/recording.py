@@ -89,7 +89,8 @@ class Recording:
         self._log: SpanLog | None = None
         if folder is None:
             return
-        stay_in(folder)
+        if folder.exists() or attempt() > 1:  # else it is made
+            stay_in(folder)
         if world.size > 1 and recorder is None:
             self._clocks = Clocks(world, clock)
         self.recorder.memory = partial(memory_counters, world.device)
