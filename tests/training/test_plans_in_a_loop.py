@@ -191,7 +191,8 @@ def resumed(plan: Plan, folder: str) -> Any:
 
 @pytest.mark.parametrize("name", ["shard", quick("zero1", ())])
 def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(name: str, pool: Any, tmp_path: Path) -> None:
-    (tmp_path / "half").mkdir()  # as a launch does: where there is no folder, nothing is saved
+    for folder in ("half", "whole"):  # as a launch does: where there is no folder, nothing is saved
+        (tmp_path / folder).mkdir()
     assert on(pool, PLANS[name], half, str(tmp_path / "half"))
     rest = on(pool, PLANS[name], resumed, str(tmp_path / "half"))[0]
     assert rest == on(pool, PLANS[name], trained, str(tmp_path / "whole"))[0][8:]
