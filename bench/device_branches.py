@@ -87,12 +87,12 @@ def main() -> None:
     parser.add_argument("--fake", type=Path, default=ROOT / ".venv-cuda/fake")
     parser.add_argument("--only", choices=list(PARTS), help="one part of the tests; answers of --answers count too")
     parser.add_argument("--answers", type=Path, help="a file that keeps the answers, so that parts can be run apart")
+    parser.add_argument("--tell", action="store_true", help="run nothing: tell what --answers has")
     options = parser.parse_args()
     answers = (options.answers or Path(tempfile.mkstemp()[1])).resolve()
     answers.touch()
-    said = run(
-        options.python.absolute(), options.fake.resolve(), [options.only] if options.only else list(PARTS), answers
-    )
+    parts = [] if options.tell else [options.only] if options.only else list(PARTS)
+    said = run(options.python.absolute(), options.fake.resolve(), parts, answers)
     all_asked, found = asked(ROOT / "src/meshwise"), answered(answers)
     one_way = {name: ", ".join(found.get(name, ["never asked"])) for name in all_asked if len(found.get(name, ())) < 2}
     for name, given in one_way.items():

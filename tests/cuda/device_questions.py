@@ -30,7 +30,7 @@ def is_question(node: ast.AST) -> bool:
         each = [e for side in sides for e in (side.elts if isinstance(side, ast.Tuple) else [side])]
         return any(isinstance(e, ast.Constant) and e.value in KINDS for e in each if not _unhashable(e))
     if isinstance(node, ast.Attribute):
-        return node.attr == "is_cuda" and isinstance(node.ctx, ast.Load)
+        return node.attr == "is_cuda" and isinstance(node.ctx, ast.Load) and ast.unparse(node.value) != "Tensor"
     if not isinstance(node, ast.Call):
         return False
     if isinstance(node.func, ast.Name):
