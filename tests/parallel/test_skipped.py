@@ -261,12 +261,22 @@ def nested() -> nn.Module:
     return Twice(inside=True)
 
 
-@pytest.mark.parametrize("plan", [Plan(shard=2), Plan(shard=3), Plan(shard=2, recompute="full")], ids=repr)
+PLANS = [Plan(shard=2), Plan(shard=3), Plan(shard=2, recompute="full"), Plan(data=2), Plan(data=3)]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
 @pytest.mark.parametrize("kind", [flat, nested, Chance])
 def test_what_each_rank_skips_for_itself_trains_as_on_one_device(plan: Plan, kind: Any, pool: Any) -> None:
     want = trained(None, kind)
     for found in pool(plan.devices).run(trained, plan, kind):
         assert_equal(found, want)
+
+
+def test_replicas_do_so_with_accumulation(pool: Any) -> None:
+    want = trained(None, flat, 2)
+    for plan in (Plan(data=2), Plan(data=2, zero1=True)):
+        for found in pool(2).run(trained, plan, flat, 2):
+            assert_equal(found, want)
 
 
 def test_it_does_so_with_accumulation_and_the_run_says_what_is_gathered_together(pool: Any) -> None:

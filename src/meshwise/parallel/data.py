@@ -26,10 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.compat import reducer
 from meshwise.compat.complex_numbers import stored_in
 from meshwise.parallel.reduction import SKIPPED, reached_parameters, reduced_in
+from meshwise.parallel.shard_units import roots_of
+from meshwise.parallel.skipped import parameters_that_may_be_skipped
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
@@ -37,6 +40,7 @@ from meshwise.transfer import collectives
 from meshwise.transfer.agreement import agree
 
 CARRIED = 1 + 32  # numbers that travel with the gradients: the loss, and what the engine lets travel with it
+_skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
 _made = itertools.count()  # every rank makes its reductions in the same order
 LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter that is new to the reduction
 
@@ -210,8 +214,8 @@ class DataParallel:
         ]
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
-        for key in keys:
-            store.add(key, 1)
+        for key, (_, p) in zip(keys, missing, strict=True):
+            store.add(key, int(id(p) not in before))  # what an earlier backward of the step has left counts
         torch.stack([(p * 0).sum().real.float() for _, p in missing]).sum().backward()
         for key, (_, p) in zip(keys, missing, strict=True):
             if store.add(key, 0) == collectives.world_size() and id(p) not in before:
@@ -242,8 +246,12 @@ class DataParallel:
         else:
             everyone = collectives.gather_objects([*order, *fresh])
             fresh = list(dict.fromkeys(index for reached in everyone for index in reached))  # in rank 0's order
+        later = [i for i, (_, p) in enumerate(self._named) if p.requires_grad and p in _skipped and i not in fresh]
+        later = later if fresh and not self._groups else []  # a rank may reach them alone, at another time
         if fresh:
-            self._groups.append(self._make_group(fresh))
+            self._groups.append(self._make_group([*fresh, *later]))
+        for i in later:
+            self._named[i][1].grad = None
 
     def _make_group(self, indices: Sequence[int]) -> _Group:
         """A reducer over these parameters, in this order of readiness, with its bucket rebuild behind it."""
@@ -335,6 +343,7 @@ def _apply(setup: Setup) -> None:
         setup.notes.append(DROPOUT_NOTE)
     if setup.reduction is None:
         named = dict(setup.model.named_parameters())
+        _skipped.update({named[n]: True for n in parameters_that_may_be_skipped(setup.model, roots_of(setup.model))})
         setup.reduction = reduction_of(named, setup.plan, piggyback_loss=setup.piggyback_loss)
 
 
