@@ -79,6 +79,11 @@ def of_benches() -> Iterator[tuple[str, str, str, str]]:
     hidden = f"; {races['hidden, by the checker']} of {races['hidden']} planted without having read the checker"
     clean = f"; no alarm in {races['without alarm, with the checker on']} of {races['clean programs']} clean programs"
     yield "races between streams are told by line", "R3", found + hidden + clean, "[races.py](../bench/races.py)"
+    foreign = _kept("foreign_on_fake")["programs"]
+    count = sum(each["holds"] for each in foreign.values())
+    held = f"{count} of {len(foreign)}: losses equal, or within a bound with its reason"
+    where = "[foreign_on_fake.py](../bench/foreign_on_fake.py)"
+    yield "programs of pytorch/examples with the two lines on two GPUs, beside two CPU workers", "R2", held, where
     asked = _kept("device_branches")
     both = f"{asked['questions'] - len(asked['one way only'])} of {asked['questions']} answered both ways"
     where = "[device_branches.py](../bench/device_branches.py)"

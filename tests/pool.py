@@ -15,6 +15,7 @@ from unittest.mock import patch
 import cloudpickle
 import torch
 
+from meshwise.compat import compiling
 from meshwise.spec.devices import WorkerSlot
 from meshwise.training.session import end_sessions
 from meshwise.workers import verb_log, worker
@@ -48,10 +49,12 @@ def serve(address: Any) -> None:
 
 
 def fresh() -> None:
-    """Forget what an earlier case has distributed."""
+    """Forget what an earlier case has distributed, and compiled: loops are looked at in another way then."""
     end_sessions()
     worker.in_progress.clear()
     torch.set_default_dtype(torch.float32)
+    if compiling.is_used():
+        torch._dynamo.reset()
 
 
 class CaseFailed(Exception):

@@ -70,7 +70,7 @@ def test_a_collective_is_repeated_alone(meshwise: Run, python: Run, run_folder: 
 def test_bf16_on_a_device_that_only_emulates_it_is_refused(meshwise: Run, fake: Run) -> None:
     fake(gpu="T4")
     found = meshwise("bench", "--compute", "--devices", "1xcuda", "--seconds", "0.2", check=False).stdout
-    assert "fp16 matmul" in found and "bf16 matmul" not in found
+    assert "fp16 products" in found and "bf16 products" not in found
     done = meshwise("run", JOB, "--devices", "2xcuda", "--set", "precision=bf16", check=False)
     assert done.returncode == 2 and "this GPU is older than it" in " ".join((done.stdout + done.stderr).split())
     assert "Traceback" not in done.stdout + done.stderr
@@ -171,7 +171,6 @@ assert torch.equal(dst.cpu(), src.cpu())
 parts = mw.scatter(src, ["cuda:0", "cuda:1"])
 both = mw.all_reduce([src.clone(), src.to("cuda:1")])
 assert torch.equal(both[0].cpu(), 2 * src.cpu()) and torch.equal(both[1].cpu(), 2 * src.cpu())
-assert torch.equal(mw.copy(torch.empty(10**6), src, path="staged"), src.cpu())
 assert float(xp.sum(xp.from_dlpack(torch.ones(3, device="cuda:1")))) == 3
 single = mw.array_namespace(["cuda:1"]).asarray(a)
 assert single.__cuda_array_interface__["shape"] == a.shape and torch.as_tensor(single, device="cuda").sum() == a.sum()
