@@ -21,7 +21,7 @@ from torch import nn
 
 from meshwise.compat.tree import tensors_in
 from meshwise.spec.user_code import place, user_frame
-from meshwise.training.user_source import Source, adds, bare, given, inside, loop_at, source_of
+from meshwise.training.user_source import Source, adds, bare, given, inside, loop_at, name_of, source_of, whole_of
 
 RUNNING = (
     "{place}: {name} adds up losses times this rank's part of each batch, and nothing adds it up over the ranks: it is "
@@ -62,9 +62,7 @@ def _of_batch(loop: ast.For) -> set[str]:
     rows = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     for node in inside(loop):
         for name, value in given(node):
-            part = bare(value)
-            while isinstance(part, ast.Subscript | ast.Attribute):
-                part = part.value
+            part = whole_of(bare(value))
             if isinstance(part, ast.Name) and part.id in rows:
                 rows.add(name)
     return rows
@@ -109,9 +107,8 @@ def _counts(node: ast.expr, rows: set[str]) -> bool:
         of = node.func.value
     elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
         of = node.value.value
-    while isinstance(of, ast.Subscript | ast.Attribute):
-        of = of.value
-    return isinstance(of, ast.Name) and of.id in rows
+    whole = None if of is None else whole_of(of)
+    return isinstance(whole, ast.Name) and whole.id in rows
 
 
 def _is_divided_by_all(source: Source, name: str) -> bool:
@@ -139,7 +136,7 @@ def _may_be_joined(source: Source, name: str, behind: tuple[str, ...] = ()) -> b
             if not made or any(_may_be_joined(source, each, (*behind, name)) for each in new):
                 return True
         elif isinstance(node, ast.Call) and any(_reads(each, name) for each in ast.iter_child_nodes(node)):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            called = name_of(node)
             if called in functions or any(word in called.lower() for word in JOINS):
                 return True
     return False

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwise.spec.user_code import place, user_frame
-from meshwise.training.user_source import Source, call_in, inside, source_of
+from meshwise.training.user_source import Source, call_in, inside, name_of, source_of
 
 DIVIDED = (
     "{place}: this loader's batch_size, {size}, is {whole} divided by the number of ranks, and mw.distribute takes it "
@@ -44,19 +44,15 @@ def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Ca
     if isinstance(node, ast.Name) and deep:
         for value in source.given_to(node.id):
             yield from _loaders(source, value, deep - 1) if value is not None else ()
-    elif isinstance(node, ast.Call) and _name(node).endswith("DataLoader"):
+    elif isinstance(node, ast.Call) and name_of(node).endswith("DataLoader"):
         yield node, source
     elif isinstance(node, ast.Call) and deep:
         for function in ast.walk(source.tree):
-            if isinstance(function, ast.FunctionDef) and function.name == _name(node):
+            if isinstance(function, ast.FunctionDef) and function.name == name_of(node):
                 at = replace(source, scope=function, values={})
                 for each in inside(function):
-                    if isinstance(each, ast.Call) and _name(each).endswith("DataLoader"):
+                    if isinstance(each, ast.Call) and name_of(each).endswith("DataLoader"):
                         yield each, at
-
-
-def _name(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
@@ -67,7 +63,7 @@ def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
         and _counts(source, node.right, deep)
     ):
         yield node.left
-    elif isinstance(node, ast.Call) and _name(node) in ("int", "max", "round"):
+    elif isinstance(node, ast.Call) and name_of(node) in ("int", "max", "round"):
         for each in node.args:
             yield from _dividends(source, each, deep)
     elif isinstance(node, ast.Name) and deep:
@@ -81,7 +77,7 @@ def _counts(source: Source, node: ast.expr, deep: int) -> bool:
     if isinstance(node, ast.Name) and deep:
         values = source.given_to(node.id)
         return len(values) == 1 and values[0] is not None and _counts(source, values[0], deep - 1)
-    called = {_name(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+    called = {name_of(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
     return bool(called & COUNTS) or any(
         isinstance(each, ast.Constant) and each.value == "WORLD_SIZE" for each in ast.walk(node)
     )

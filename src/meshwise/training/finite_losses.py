@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwise.compat.fake import rehearsing
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import LossError
-from meshwise.spec.words import ranks_text
+from meshwise.spec.words import ranks_text, some
 from meshwise.training.finite_state import not_finite_here, not_finite_in_tree, not_finite_names
 from meshwise.training.order import BatchSlice
 from meshwise.training.program import Program
@@ -140,6 +140,4 @@ def _samples(part: BatchSlice | None) -> str:
     """` (samples 3, 9, 12, 40 and 4 more)` of a data set."""
     if part is None or not part.samples:
         return ""
-    numbers = part.indices[: part.samples].tolist()
-    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
-    return f" (samples {', '.join(map(str, numbers[:SHOWN]))}{more})"
+    return f" (samples {some(list(map(str, part.indices[: part.samples].tolist())), SHOWN)})"

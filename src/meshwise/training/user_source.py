@@ -156,6 +156,18 @@ def given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             )
 
 
+def name_of(call: ast.Call) -> str:
+    """`f` of `f(x)` and of `a.f(x)`; empty where a call has no name."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def whole_of(node: ast.expr) -> ast.expr:
+    """`x` of `x[0]`, `x.shape` and `x[0].shape[1]`."""
+    while isinstance(node, ast.Subscript | ast.Attribute):
+        node = node.value
+    return node
+
+
 def bare(node: ast.expr) -> ast.expr:
     """`x` of `float(x)`, `x.item()`, `torch.tensor(x)`."""
     while isinstance(node, ast.Call):

@@ -11,6 +11,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from meshwise.spec.words import some
+
 MOST_SAID = 8
 
 
@@ -24,10 +26,9 @@ def said(variable: str, value: str, server: subprocess.Popen[bytes] | None) -> s
         time.sleep(0.05)
     if not left:
         return ""
-    named = ", ".join(f"{number} ({name})" for number, name in left[:MOST_SAID])
-    more = f" and {len(left) - MOST_SAID} more" if len(left) > MOST_SAID else ""
+    named = some([f"{number} ({name})" for number, name in left], MOST_SAID)
     numbers = " ".join(str(number) for number, _ in left[:MOST_SAID])
-    return f"Left running, in sessions of their own: {named}{more}. To end them: kill {numbers}"
+    return f"Left running, in sessions of their own: {named}. To end them: kill {numbers}"
 
 
 def _found(wanted: bytes, own: tuple[int, ...]) -> list[tuple[int, str]]:
