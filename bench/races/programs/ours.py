@@ -92,13 +92,14 @@ def side_copies() -> None:
     from meshwise.recovery.side_copies import SideCopies
 
     side, weights = SideCopies(torch.device("cuda:0")), [numbers(1 << 18), numbers(1 << 16)]
-    memory = torch.zeros((1 << 18) + (1 << 16))
+    memory = torch.zeros(2, (1 << 18) + (1 << 16))
     side.pin(memory)
-    into = [memory[: 1 << 18], memory[1 << 18 :]]
-    for step in range(4):
+    for step in range(5):
         side.hold_back()
         for weight in weights:
             weight.mul_(1.5).add_(step)
+        half = memory[step % 2]
+        into = [half[: 1 << 18], half[1 << 18 :]]
         side.copy(into, weights, lambda: None)
         if step % 2:
             side.finish()
