@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 
 import torch
@@ -173,7 +174,7 @@ def trained_with(**plan: object) -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=mw.Plan(**plan))
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=mw.Plan(**plan) if plan else None)
     for _ in range(2):
         for x, y in loader:
             loss = mw.backward((model(x.cuda()) - y.cuda()).square().mean())
@@ -200,7 +201,11 @@ def trained_zero1() -> None:
 
 def trained_tensor() -> None:
     """ranks: 2"""
-    trained_with(tensor=2)
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write("tensor = 2\n")
+        file.flush()
+        os.environ["MESHWISE_PLAN"] = file.name
+        trained_with()
 
 
 def trained_recompute() -> None:
