@@ -1,0 +1,76 @@
+"""What programs and their models draw on a GPU: alike on all ranks outside of models, keyed by batch and rank in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+DRAWS = "what a program draws on GPUs is alike on every rank, and what its models draw is keyed by batch and rank"
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.weight, 0.5)
+
+
+def split() -> Any:
+    """(what dropout leaves of a batch, of the next, of a whole one; what the program itself has drawn around them)"""
+    torch.manual_seed(1)
+    model = mw.distribute(Doubled().cuda())
+    kept, own = [], []
+    for whole in (False, False, True):
+        own.append(torch.rand(3, device="cuda").tolist())
+        kept.append(model(mw.split(torch.ones(8, 64, device="cuda"), whole=whole)).tolist())
+    return kept, [*own, torch.rand(3, device="cuda").tolist()]
+
+
+@pytest.mark.evidence(DRAWS)
+def test_a_batch_in_pieces_has_its_draws_on_the_gpu(gpus: Any) -> None:
+    (alone, on_one), *_ = gpus(1).run(split)
+    (first, on_first), (second, on_second) = gpus(2).run(split)
+    assert on_one == on_first == on_second and len({str(each) for each in on_one}) == 4
+    assert first[0] == alone[0][:4] and first[0] != second[0]
+    assert first[0] != first[1] and first[2] == second[2] == alone[2]
+
+
+class Noisy(torch.optim.SGD):
+    """Each step moves the parameters by noise, which is drawn on their device."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.data += 0.1 * torch.randn_like(p)
+        return super().step(closure)
+
+
+def stepped() -> Any:
+    """(the model after some noisy steps, what the loop drew behind each of them)"""
+    torch.manual_seed(1)
+    model, loader = nn.Linear(4, 2).cuda(), DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4)
+    optimizer = Noisy(model.parameters(), 0.1)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    drawn = []
+    for (x,) in loader:
+        mw.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        drawn.append(torch.rand(3, device=x.device).tolist())
+    return [p.tolist() for p in model.parameters()], drawn
+
+
+@pytest.mark.evidence(DRAWS)
+def test_an_optimizer_draws_alike_on_gpus_and_leaves_the_draws_of_each_rank_as_they_were(gpus: Any) -> None:
+    """Its step seeded the device for all ranks alike, and left it so: each rank's noise behind it was the same."""
+    (want, _), *_ = gpus(1).run(stepped)
+    (first, of_first), (second, of_second) = gpus(2).run(stepped)
+    assert first == second and torch.allclose(torch.tensor(first[0]), torch.tensor(want[0]), atol=1e-6)
+    assert all(a != b for a, b in zip(of_first, of_second, strict=True))
