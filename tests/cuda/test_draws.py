@@ -1,7 +1,8 @@
-"""What programs and their models draw on a GPU: alike on all ranks outside of models, keyed by batch and rank in them."""
+"""Draws on a GPU: what a program draws is alike on all ranks, what its models draw is keyed by batch and rank."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
+from meshwise.transfer.sharded import full_tensor
 
 DRAWS = "what a program draws on GPUs is alike on every rank, and what its models draw is keyed by batch and rank"
 
@@ -74,3 +76,23 @@ def test_an_optimizer_draws_alike_on_gpus_and_leaves_the_draws_of_each_rank_as_t
     (first, of_first), (second, of_second) = gpus(2).run(stepped)
     assert first == second and torch.allclose(torch.tensor(first[0]), torch.tensor(want[0]), atol=1e-6)
     assert all(a != b for a, b in zip(of_first, of_second, strict=True))
+
+
+def built(deferred: bool) -> Any:
+    """(the values of a model that is made on the GPU, what is drawn there after it); deferred: part by part, under a
+    plan of shards, where rank 0 alone has the right seed."""
+    torch.manual_seed(mw.rank() if deferred else 0)
+    with mw.deferred() if deferred else contextlib.nullcontext(), torch.device("cuda"):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+        nn.init.normal_(model[2].bias)
+    if deferred:
+        mw.distribute(model, plan=mw.Plan(shard=2))
+    whole = {name: full_tensor(p.detach()).tolist() for name, p in model.named_parameters()}
+    assert all(p.device.type == "cuda" for p in model.parameters())
+    return whole, torch.rand(3, device="cuda").tolist()
+
+
+@pytest.mark.evidence(DRAWS)
+def test_a_deferred_model_has_the_values_that_it_would_draw_on_the_gpu(gpus: Any) -> None:
+    pool = gpus(2)
+    assert pool.run(built, True) == pool.run(built, False)
