@@ -250,6 +250,9 @@ class Plan:
 AXES = tuple(f.name for f in fields(Plan) if f.metadata.get("axis"))
 """The mesh axes, outermost first: the last one is on neighbouring devices, whose links are the fastest."""
 
+OWN_DTYPES: dict[str, Any] = {"param_dtype": None, "compute_dtype": None, "grad_dtype": None}
+"""The fields that `precision` is a word for, as they are where it says them."""
+
 
 def changed(plan: Plan) -> dict[str, Any]:
     """The fields of a plan that say something: what differs from the default, and `data` where no axis does."""
@@ -265,7 +268,7 @@ def at_precision(plan: Plan, precision: str) -> Plan:
     """The plan in another precision, with that one's dtypes; the plan itself where it has that precision."""
     if precision == plan.precision:
         return plan
-    return replace(plan, precision=precision, param_dtype=None, compute_dtype=None, grad_dtype=None)
+    return replace(plan, precision=precision, **OWN_DTYPES)
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
