@@ -89,7 +89,7 @@ def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions
     place = place_in(os.environ)
     if place.size > 1:
         refuse_devices(options.devices, place)
-        ask_for_kind(options.devices)
+        ask_for_kind(options.devices, place)
         results, stopped = [_joined(options)], 0
         console.quiet |= join().world.rank > 0
     else:
