@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -48,6 +49,7 @@ def main() -> int:
         raise UsageError("meshwise.workers is started by `meshwise run` and `mw.launch` alone.")
     stopping.pass_on(session.channel, session.gate, leads=session.world.rank == 0)
     task, rank = Path(sys.argv[1]), session.world.rank
+    keep_sockets_in(task.parent)
     verb_log.begin(trail_path(task.parent, rank))
     join.keep_store()
     heartbeat.begin(task.parent, rank, overlaps=session.world.kind != "cpu")
@@ -92,6 +94,13 @@ def bind_to_cores(cores: str) -> None:
     if cores and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+
+
+def keep_sockets_in(scratch: Path) -> None:
+    """Where loader workers make the sockets by which they hand on tensors: what is left of those that are killed goes
+    with the launch."""
+    process: Any = multiprocessing.current_process()
+    process._config["tempdir"] = str(scratch)  # what multiprocessing.util.get_temp_dir would make
 
 
 def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:
