@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,24 +108,42 @@ def test_a_script_gets_all_its_words_in_their_order_and_none_of_ours(
 
 
 @pytest.mark.parametrize(
-    ("words", "noted"),
+    ("words", "meant"),
     [
-        ("train.py --devices 2xcpu --lr 1", "--devices"),
-        ("train.py --lr 1 --out=x --set a", "--out=x, --set"),
-        ("train.py --json", "--json"),
+        (
+            "train.py --devices 2xcpu --lr 1",
+            "--devices: what follows train.py .*: meshwise run --devices 2xcpu train.py",
+        ),
+        (
+            "--log wandb train.py --lr 1 --out=x --set a",
+            "run --log wandb --out=x --set a train.py --lr 1. .*: train.py -- ",
+        ),
+        ("train.py --json 1", "meshwise run --json train.py 1."),
+        ("train.py --devices", "meshwise run --devices train.py."),
         ("train.py --epochs 3", ""),  # an option of jobs, which nobody could mean for meshwise here
         ("train.py -- --devices 2xcpu", ""),
         ("--devices 2xcpu train.py --lr 1", ""),
         ("mlp --devices 2xcpu", ""),
     ],
 )
-def test_an_option_of_meshwise_behind_a_script_is_noted_once(
-    words: str, noted: str, typed: Callable[[Sequence[str]], Typed], capsys: pytest.CaptureFixture[str]
+def test_an_option_of_meshwise_behind_a_script_that_has_none_such_is_refused(
+    words: str,
+    meant: str,
+    typed: Callable[[Sequence[str]], Typed],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    typed(words.split())
-    shown = capsys.readouterr().err
-    assert shown.count("Note: ") == bool(noted)
-    assert not noted or f"train.py gets {noted}, which follows its name" in shown
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    if not meant:
+        typed(words.split())
+        assert not capsys.readouterr().err
+        return
+    monkeypatch.setattr(sys, "argv", ["meshwise", "run", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2 and re.search(meant, capsys.readouterr().err)
 
 
 OWN = {
@@ -132,16 +151,22 @@ OWN = {
     "click": "@click.option('-d', '--devices/--no-devices')",
     "transformers": "@dataclass\nclass Own:\n    devices: int = field(default=2)\n",
     "typer": "def main(lr: float = 0.1, devices: int = 2): ...",
+    "fire": "def main(lr=0.1, devices=2): ...",
+    "absl": "flags.DEFINE_integer('devices', 2, '')",
+    "imported": "import os\nfrom lib import own_options\n",
 }
 OTHERS = {
     "docstring": '"""Run it with meshwise run --devices 2xcpu train.py."""',
     "longer": 'parser.add_argument("--devices-per-host")',
     "variable": "devices = 2\nif devices: pass\n",
+    "its own function": "def add_lr(parser): ...\nadd_lr(parser)\n",
+    "installed": "import torch.distributed.run\n",
 }
+MAYBE = {"lightning": "Trainer.add_argparse_args(parser)", "words": "options = read(sys.argv[1:])"}
 
 
-@pytest.mark.parametrize("kind", [*OWN, *OTHERS])
-def test_an_option_that_the_script_has_itself_is_not_noted(
+@pytest.mark.parametrize("kind", [*OWN, *OTHERS, *MAYBE])
+def test_an_option_that_the_script_may_have_itself_is_not_refused(
     kind: str,
     typed: Callable[[Sequence[str]], Typed],
     capsys: pytest.CaptureFixture[str],
@@ -149,9 +174,16 @@ def test_an_option_that_the_script_has_itself_is_not_noted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text((OWN | OTHERS)[kind])
-    typed(["train.py", "--devices", "2"])
-    assert ("Note: " in capsys.readouterr().err) == (kind in OTHERS)
+    Path("lib").mkdir()
+    Path("lib/own_options.py").write_text("parser.add_argument('--devices')")
+    Path("lib/__init__.py").touch()
+    Path("train.py").write_text((OWN | OTHERS | MAYBE)[kind])
+    if kind in OTHERS:
+        with pytest.raises(AssertionError):
+            typed(["train.py", "--devices", "2"])
+    else:
+        typed(["train.py", "--devices", "2"])
+        assert ("Note: train.py gets --devices" in capsys.readouterr().err) == (kind in MAYBE)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A loop of one's own with the two lines, and what such loops have: `script.py WORDS`; each turns something on.
 
-workers: a DataLoader with processes. fused: an optimizer in one kernel. fp16: autocast and a GradScaler.
+workers: a DataLoader with processes. fused: an optimizer in one kernel, whose learning
+rate lies on the device. fp16: autocast and a GradScaler.
 """
 
 import sys
@@ -19,13 +20,15 @@ device = "cpu" if "cpu" in given else "cuda"
 torch.manual_seed(0)
 model = Decoder(0.0).to(device)
 average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused="fused" in given or None)
+rate = torch.tensor(0.01, device=device) if "fused" in given else 0.01
+optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused="fused" in given or None)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
 workers = {"num_workers": 2, "persistent_workers": True} if "workers" in given else {}
 data = TensorDataset(*sentences(SAMPLES))
 loader = DataLoader(data, batch_size=8, shuffle=True, pin_memory=device == "cuda", **workers)
 scaler = torch.amp.GradScaler(device, init_scale=256.0, enabled="fp16" in given)
 
-model, average, optimizer, loader = mw.distribute(model, average, optimizer, loader)
+model, average, optimizer, loader, scheduler = mw.distribute(model, average, optimizer, loader, scheduler)
 for _ in range(2):
     for batch in loader:
         batch = [each.to(device, non_blocking=True) for each in batch]
@@ -38,6 +41,7 @@ for _ in range(2):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
+        scheduler.step()
         average.update_parameters(model)
         mw.print("loss", repr(loss.item()))
 

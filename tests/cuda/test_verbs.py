@@ -87,6 +87,8 @@ for x, n in loader:
     optimizer.step()
     optimizer.zero_grad()
     mw.print("sum", float(mw.sum(n.sum())), float(mw.sum(n.cpu().sum())))
+    some, none = n.double().sum(), torch.zeros((), dtype=torch.float64)  # of the host, as on a rank without items
+    mw.print("sum", float(mw.sum(none if mw.rank() else some)), float(mw.mean(some if mw.rank() else none)))
     mw.print("all", mw.gather_samples(n).tolist(), mw.gather_samples(n.cpu()).tolist())
 mw.empty_cache()
 mw.print("memory", mw.memory())

@@ -56,6 +56,11 @@ class Seeding(nn.Module):
         self.d = nn.Parameter(torch.randn(20, generator=own))
         own.manual_seed(4)
         self.e = nn.Parameter(torch.rand(20, generator=own))
+        own.manual_seed(torch.initial_seed())  # each rank's
+        self.f, begun = nn.Parameter(torch.rand(7, generator=own)), own.get_state()
+        self.g = nn.Parameter(torch.rand(20, generator=own))
+        own.set_state(begun)
+        self.h = nn.Parameter(torch.rand(5, generator=own))
         torch.manual_seed(11)
 
 

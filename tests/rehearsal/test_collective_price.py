@@ -126,6 +126,16 @@ def test_gloo_between_hosts_has_the_network() -> None:
     assert column is not None and column.seconds == pytest.approx(2 / 0.95, rel=0.01)
 
 
+def test_gloo_between_hosts_takes_what_was_measured_between_them() -> None:
+    """As `meshwise bench --hosts` writes it: a message of 125 MB in 2 s, half of what the network's word says."""
+    hosts = machine_from_words("2x1xcpu@1Gb")
+    table = fitted((1 << 10, 125_000_000), (1e-4, 2.0))
+    measured = replace(hosts, links=(Link("node0", "node1", "network", timings={"gloo": table}), *hosts.links))
+    whole = of("all-reduce", 250_000_000, measured)  # two messages of half of it
+    assert whole.seconds == pytest.approx(4.0, rel=0.01) and whole.origin == MODEL
+    assert of("send", 125_000_000, measured, (0, 1)).seconds == pytest.approx(2.0, rel=0.01)
+
+
 def test_what_is_not_known_has_no_time() -> None:
     dark = machine_from_words("2x8xH100")
     assert collective_seconds(Collective("all-reduce", 1 << 20, tuple(range(16))), dark) is None

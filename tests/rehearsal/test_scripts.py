@@ -99,6 +99,22 @@ def test_a_plan_comes_to_it_as_to_a_worker(script, plan):
     assert kinds >= {launch.what.kind for launch in of_job.launches if hasattr(launch.what, "kind")}
 
 
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+def test_devices_and_autocast_by_their_name_are_those_of_the_kind_that_is_rehearsed(script, kind):
+    """`torch.device("cuda")` says `cuda` to the script, which took the branch of a CPU where it said `sim`."""
+    text = SCRIPT.replace('device = "cuda" if', 'device = torch.device("cuda") if').replace(
+        'else "cpu"', 'else torch.device("cpu")'
+    )
+    text = text.replace(
+        '(device == "cuda")', '(device.type == "cuda") == (torch.zeros(1).to(device).device == torch.device("cuda:0"))'
+    )
+    half = "dtype=torch.float16" if kind == "cpu" else ""  # which is CUDA's own
+    text = text.replace("    loss =", f"    with torch.autocast(device.type, {half}): out = model(x)\n    loss =")
+    work = trace_script(script(text.replace("model(x), y", "out.float(), y")), Plan(), kind)[0].step
+    products = [what for what in launched(work, ["forward"]) if what.name in ("aten.addmm", "aten.linear")]
+    assert [set(what.dtypes) for what in products] == [{"fp16"}] * 2
+
+
 def test_memory_has_its_categories(script):
     work = trace_script(script(), Plan())[0].step
     held = dict.fromkeys(("parameters", "optimizer", "input"), 0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from meshwise.compat.fake import NEEDS_VALUES, FakeTensors
+from meshwise.compat.fake_device import fake_device
 from meshwise.compat.fake_values import give_value, value_of
 
 
@@ -69,3 +70,24 @@ def test_random_and_large_tensors_have_no_value(rehearsed):
     with pytest.raises(NEEDS_VALUES):
         torch.rand(3).max().item()
     assert value_of(torch.zeros(1 << 20)) is None
+
+
+def statistics(device, weight):
+    """Of what dtype norms of bfloat16 keep their means, by whatever device computes them."""
+    x, w = torch.ones(2, 4, 8, dtype=torch.bfloat16, device=device), torch.ones(4, dtype=weight, device=device)
+    layer = torch.native_layer_norm(x, [8], *(torch.ones(8, dtype=weight, device=device) for _ in range(2)), 1e-5)
+    group = torch.native_group_norm(x, w, w, 2, 4, 8, 2, 1e-5)
+    return [each.dtype for each in (*layer, *group, *torch.native_batch_norm(x, w, w, None, None, True, 0.1, 1e-5))]
+
+
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
+def test_the_statistics_of_narrow_norms_are_as_wide_as_the_kernels_keep_them(weight):
+    """A CPU keeps them as narrow as narrow weights are, a GPU always in 32 bits."""
+    of_cpu, rehearsing = (
+        statistics("cpu", weight),
+        FakeTensors(lambda _, args, kwargs, run: run(), stands_for_real=True),
+    )
+    with rehearsing:
+        assert statistics("cpu", weight) == of_cpu
+    with fake_device("main") as gpu, rehearsing:
+        assert statistics(gpu, weight) == [torch.bfloat16, torch.float32, torch.float32] * 3

@@ -3,6 +3,7 @@
 Tests spec/plan_settings.py too.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from meshwise.spec.plan import (
     at_precision,
 )
 from meshwise.spec.plan_devices import check_devices
-from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
-from meshwise.spec.plan_settings import plan_from_settings, setting_texts
+from meshwise.spec.plan_file import plan_from_toml, plan_to_toml, read_plan
+from meshwise.spec.plan_settings import plan_from_settings, setting_texts, settings_values
 
 counts = st.integers(1, 2**40)
 block_names = st.lists(st.text('abc.01_"\\', min_size=1), min_size=1, unique=True).map(tuple)
@@ -258,6 +259,11 @@ def test_another_precision_brings_its_own_dtypes() -> None:
 
 def test_settings_lie_over_a_plan() -> None:
     assert plan_from_settings(["shard=4"], Plan(data=2, precision="bf16")) == Plan(data=2, shard=4, precision="bf16")
+
+
+def test_values_over_a_plan_file_complete_it(tmp_path: Path) -> None:
+    (file := tmp_path / "plan.toml").write_text("pipeline = 2\n")
+    assert read_plan(file, 2, settings_values(["accumulate=3"])) == Plan(pipeline=2, accumulate=3)
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,21 @@ def test_settings_and_a_plan_file_make_the_plan(tmp_path: Path) -> None:
     assert options.plan_on(8).data == 4 and RunOptions().resumed(recorded(options)) == options
 
 
+def test_what_is_given_of_a_plan_makes_one_plan_together(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text("pipeline = 2\ncompute_dtype = 'fp16'\n")
+    assert RunOptions(settings=("pipeline=2",), accumulate=2).plan_on(2) == Plan(pipeline=2, accumulate=2)
+    assert RunOptions(plan=Plan(zero1=True, data=2), settings=("data=1", "shard=2", "zero1=false")).plan_on(2) == Plan(
+        shard=2
+    )
+    assert RunOptions(plan=file, accumulate=4, precision="bf16").plan_on(2) == Plan(
+        pipeline=2, accumulate=4, precision="bf16"
+    )
+    assert RunOptions(settings=("grad_dtype=fp32",), precision="bf16").plan_on(2).grad_dtype == "fp32"
+    with pytest.raises(PlanError, match=r"pipeline=2 with accumulate=1: .* Use accumulate=2 or more"):
+        RunOptions(plan=file, accumulate=1).plan_on(2)
+
+
 @pytest.mark.parametrize(
     ("name", "option"), [("log_every", "--log-every 0"), ("save_every", "--save-every 0"), ("keep", "--keep 0")]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 
 import torch
@@ -92,13 +93,14 @@ def side_copies() -> None:
     from meshwise.recovery.side_copies import SideCopies
 
     side, weights = SideCopies(torch.device("cuda:0")), [numbers(1 << 18), numbers(1 << 16)]
-    memory = torch.zeros((1 << 18) + (1 << 16))
+    memory = torch.zeros(2, (1 << 18) + (1 << 16))
     side.pin(memory)
-    into = [memory[: 1 << 18], memory[1 << 18 :]]
-    for step in range(4):
+    for step in range(5):
         side.hold_back()
         for weight in weights:
             weight.mul_(1.5).add_(step)
+        half = memory[step % 2]
+        into = [half[: 1 << 18], half[1 << 18 :]]
         side.copy(into, weights, lambda: None)
         if step % 2:
             side.finish()
@@ -172,7 +174,7 @@ def trained_with(**plan: object) -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=mw.Plan(**plan))
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=mw.Plan(**plan) if plan else None)
     for _ in range(2):
         for x, y in loader:
             loss = mw.backward((model(x.cuda()) - y.cuda()).square().mean())
@@ -199,7 +201,11 @@ def trained_zero1() -> None:
 
 def trained_tensor() -> None:
     """ranks: 2"""
-    trained_with(tensor=2)
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write("tensor = 2\n")
+        file.flush()
+        os.environ["MESHWISE_PLAN"] = file.name
+        trained_with()
 
 
 def trained_recompute() -> None:

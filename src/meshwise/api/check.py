@@ -41,7 +41,7 @@ from meshwise.spec.options import refuse_options_of_jobs, takes
 from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.plan_file import plan_to_toml, read_plan
-from meshwise.spec.plan_settings import devices_of, plan_from_settings, plan_on
+from meshwise.spec.plan_settings import devices_of, plan_from_settings, plan_on, settings_values
 from meshwise.spec.world import World
 from meshwise.terminal.notebook import shown_by
 from meshwise.training.job import Job
@@ -152,7 +152,7 @@ def _plan(options: CheckOptions) -> Plan:
         return plan_from_settings(options.settings, options.plan)
     count = len(find_devices(parse_devices(options.devices or DEFAULT_DEVICES)))
     if options.plan is not None:
-        return plan_from_settings(options.settings, read_plan(options.plan, count))
+        return read_plan(options.plan, count, settings_values(options.settings))
     axes = [setting for setting in options.settings if setting.partition("=")[0].strip() in AXES]
     named = devices_of(axes)
     return plan_on(named if options.devices is None and named > 1 else count, options.settings)

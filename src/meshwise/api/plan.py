@@ -34,7 +34,7 @@ from meshwise.spec.machine import Machine
 from meshwise.spec.options import refuse_options_of_jobs, takes
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import read_plan
-from meshwise.spec.plan_settings import plan_from_settings, settings_text
+from meshwise.spec.plan_settings import settings_text, settings_values
 from meshwise.spec.prediction import Prediction
 from meshwise.spec.units import plural
 from meshwise.terminal.notebook import Page, shown_by
@@ -229,8 +229,8 @@ def _judged(
     """The plan that was asked about, and behind it what it would be with one thing changed: where it does not fit, or
     its memory was asked for."""
     given = Plan() if options.fits is None else options.fits
-    asked = read_plan(given, len(machine.devices)) if isinstance(given, str | Path) else given
-    asked = plan_from_settings(options.settings, asked)
+    over = settings_values(options.settings)
+    asked = read_plan(given, len(machine.devices), over) if isinstance(given, str | Path) else replace(given, **over)
     if asked.devices > len(machine.devices):
         raise PlanError(f"{asked} needs {asked.devices} devices; machine '{machine.name}' has {len(machine.devices)}.")
     found = search([asked], estimate, options.seconds)

@@ -15,20 +15,17 @@ a job may stand on both sides of its name.
 from __future__ import annotations
 
 import inspect
-import re
-import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
-from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from meshwise.commands.completion import OF_OPTIONS
+from meshwise.commands.script_options import check_options_behind
 from meshwise.spec.options import Option, option_name, options_of
-from meshwise.spec.words import some
 
 BEHIND = "meshwise.behind"
 """In a context's meta: what follows a script's name, whole."""
@@ -103,23 +100,6 @@ def is_script(word: object) -> bool:
     return isinstance(word, str) and word.endswith(".py")
 
 
-def _text_of(script: str) -> str:
-    """The text of a script; empty where it cannot be read, which is said where it is run."""
-    try:
-        return Path(script).read_text(encoding="utf-8", errors="replace") if Path(script).is_file() else ""
-    except OSError:
-        return ""
-
-
-def _declares(text: str, option: str) -> bool:
-    """Whether the text of a script has this option: as a string, or a field or parameter that a library makes one of.
-
-    Not as a bare word: the script's docstring may say how meshwise runs it.
-    """
-    field = option.removeprefix("--").replace("-", "_")
-    return re.search(rf"[\"']{option}(?![\w-])|[\s(,]{field}\s*:\s*\w[^\n]*=", text) is not None
-
-
 class ScriptCommand(TyperCommand):
     """Reads options up to the name of a script, and no further; `context.args` has the script's own arguments.
 
@@ -138,20 +118,12 @@ class ScriptCommand(TyperCommand):
         if own[:1] == ["--"]:
             own = own[1:]
         else:
-            self._note_options_in(own, str(job), options_of(ctx.obj) if ctx.obj else ())
+            of_ours = options_of(ctx.obj) if ctx.obj else ()
+            of_jobs = {option_name(name, option) for name, _, option in of_ours if not option.scripts}
+            flags = {name: getattr(each, "is_flag", False) for each in self.params for name in each.opts}
+            before = [ctx.command_path, *(word for word in args[: len(args) - len(own) - 1] if word != "--")]
+            known = {name: flag for name, flag in flags.items() if name not in of_jobs}
+            check_options_behind(str(job), before, own, known)
         if is_script(job):
             ctx.args = own
         return own
-
-    def _note_options_in(self, own: Sequence[str], script: str, options: Iterable[tuple[str, Any, Option]]) -> None:
-        of_jobs = {option_name(name, option) for name, _, option in options if not option.scripts}
-        known = {name for parameter in self.params for name in parameter.opts} - of_jobs
-        given = [word for word in own if word.startswith("--") and word.partition("=")[0] in known]
-        taken = _text_of(script) if given else ""
-        given = [word for word in given if not _declares(taken, word.partition("=")[0])]
-        if given:
-            print(
-                f"Note: {script} gets {some(given)}, which follows its name. Options of meshwise stand before the "
-                f"script's name; write `{script} -- {given[0]} ...` to leave this note out.",
-                file=sys.stderr,
-            )

@@ -32,10 +32,10 @@ TINY = torch.finfo(torch.float64).tiny
 
 class _Arrays(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """CPU tensors as arrays; a dtype that numpy lacks, and all else, as ever."""
-        plain = type(value) is Tensor and value.device.type == "cpu" and not value.requires_grad
+        """Tensors as arrays of the host; a dtype that numpy lacks, and all else, as ever."""
+        plain = type(value) is Tensor and not value.requires_grad
         if plain and value.layout == torch.strided and value.dtype != torch.bfloat16:
-            return torch.from_numpy, (value.numpy(),)
+            return torch.from_numpy, (value.numpy(force=True),)
         return NotImplemented
 
 

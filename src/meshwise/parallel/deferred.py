@@ -50,8 +50,9 @@ def deferred() -> Iterator[None]:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy does
         try:
             yield
-        except (RuntimeError, ReplayMismatch) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+        except (RuntimeError, ReplayMismatch, UsageError) as error:
+            record.undraw()
+            if isinstance(error, torch.OutOfMemoryError | UsageError):
                 raise
             raise UsageError(
                 f"mw.deferred runs a constructor without values, and this one needs them: {str(error).splitlines()[0]} "
@@ -64,7 +65,6 @@ def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
     """What `make` builds, deferred; and a note where it cannot be built so and is built plainly."""
     if fake.rehearsing():
         return make(), ""
-    state = torch.get_rng_state()
     try:
         with deferred():
             model = make()
@@ -73,7 +73,6 @@ def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
                     record_of(t).known(t)
             return model, ""
     except UsageError as error:
-        torch.set_rng_state(state)
         reason = str(error.__cause__ or error).splitlines()[0]
         return make(), f"the model was built whole on every rank: its constructor needs values ({reason})"
 
@@ -172,7 +171,7 @@ class _Skeleton:
             replay(record.entries, wanted, filling.finished)
             end()
         else:  # all was loaded: nothing is drawn, on any number of devices
-            torch.default_generator.set_state(record.start)
+            record.undraw()
         for (name, attribute), value in self.attributes.items():
             known = map_tensors(lambda t: filling.values.get(id(t), t), value)
             setattr(self.model.get_submodule(name), attribute, known)
@@ -224,13 +223,13 @@ def _agree(record: OpRecord) -> None:
     """All ranks start from rank 0's random numbers; raises PlanError when they have not built the same."""
     everyone = collectives.everyone()
     if collectives.world_size(everyone) > 1:
-        start, digest = collectives.broadcast_object((record.start, record.digest()), everyone)
+        of_rank_0, digest = collectives.broadcast_object((record.drawn_from(), record.digest()), everyone)
         if not all(collectives.gather_objects(digest == record.digest(), everyone)):
             raise PlanError(
                 "the model's constructor did not do the same on every rank. Seed what it draws outside of torch "
                 "(random, numpy) with the same number on every rank."
             )
-        record.start = start
+        record.draw_from(*of_rank_0)
 
 
 def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:

@@ -104,7 +104,7 @@ def _give(tensor: Tensor, stored: _Stored) -> None:
         if not view.whole:
             raise UsageError(f"{stored.name} is a view of another tensor, and cannot be loaded alone.")
         record.loaded[view.storage] = functools.partial(_Stored.part, stored)
-        record.loaded_after = len(record.entries)
+        record.loaded_after = len(record.operators)
         return
     part = stored.part(tensor, tensor.device)
     into = tensor.to_local() if isinstance(tensor, DTensor) else tensor

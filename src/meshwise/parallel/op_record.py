@@ -36,27 +36,33 @@ class OpRecord:
         self.entries: list[Entry] = []
         self.mode = fake.FakeTensors(self._handle, owner=self)
         self.start = torch.default_generator.get_state()
-        self.left = b""
+        self.left: dict[torch.Generator, bytes] = {}
         self.loaded: dict[int, Loaded] = {}
         """By storage: what gives this rank's part of a tensor that was loaded, so that it is not replayed."""
         self.loaded_after = 0
         self._storages = StorageMap()
         self._count = 0
         self._last: dict[torch.Generator, bytes] = {torch.default_generator: _key(torch.default_generator)}
-        self._marks: dict[bytes, int] = {self._last[torch.default_generator]: -1}
+        self._marks = {(torch.default_generator, self._last[torch.default_generator]): -1}
+
+    @property
+    def operators(self) -> list[RecordedOp]:
+        """Its entries without the generators that were set."""
+        return [entry for entry in self.entries if isinstance(entry, RecordedOp)]
 
     def leave(self) -> None:
         """The constructor is over: remember where the random numbers are now."""
-        self._note_generator(torch.default_generator)
-        self.left = _key(torch.default_generator)
+        for generator in self._last:
+            self._note_generator(generator)
+        self.left = dict(self._last)
 
     def _handle(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         for tensor in tensors_in(written_arguments(operator, args, kwargs)):
             if not fake.is_fake(tensor):
                 raise ReplayMismatch(f"{operator_name(operator)} writes a tensor that was made outside of it.")
         before, after = map_kind((Tensor, torch.UntypedStorage), self.known, (args, kwargs)), None
-        random = fake.is_random(operator)
-        if random:
+        generator = None
+        if fake.is_random(operator):
             generator = kwargs.get("generator") or fake.own_generator(_device(args, kwargs))
             self._note_generator(generator)
         try:
@@ -66,12 +72,12 @@ class OpRecord:
             if not any(True for _ in tensors_in(after)):
                 return after
             result = map_tensors(self.mode.from_tensor, after)
-        self._add(operator, before, result, random)
-        if random:
+        self._add(operator, before, result, generator)
+        if generator is not None:
             self._tick(generator)
         return result
 
-    def _add(self, operator: Any, before: Any, result: Any, random: bool) -> None:
+    def _add(self, operator: Any, before: Any, result: Any, generator: torch.Generator | None) -> None:
         arguments, keywords = before
         reads = {view.storage for view in leaves_of(StorageView, before)}
         views = map_tensors(self._view_of, result)
@@ -87,7 +93,7 @@ class OpRecord:
                 frozenset(reads),
                 frozenset(written),
                 frozenset(made),
-                random,
+                generator,
                 torch.get_default_dtype(),
             )
         )
@@ -121,17 +127,20 @@ class OpRecord:
         """Notice that the program has set a generator: torch has no hook for that."""
         key = _key(generator)
         if self._last.get(generator) != key:
-            known = self._marks.get(key) if generator is torch.default_generator else None
+            known = self._marks.get((generator, key))
             self.entries.append(SetGenerator(generator, generator.get_state() if known is None else known))
-            self._last[generator] = key
+            self._mark(generator)
 
     def _tick(self, generator: torch.Generator) -> None:
         """Each random operator leaves the generator in a state of its own, so that one put back is known again."""
         with without_interception():
             torch.rand(1, generator=generator, device=generator.device)
+        self._mark(generator)
+
+    def _mark(self, generator: torch.Generator) -> None:
+        """The newest entry leaves the generator in this state."""
         key = self._last[generator] = _key(generator)
-        if generator is torch.default_generator:
-            self._marks[key] = len(self.entries) - 1
+        self._marks[generator, key] = len(self.entries) - 1
 
     def _compute(self, operator: Any, before: Any) -> Any:
         """What an operator gives on the values that its arguments will have."""
@@ -151,31 +160,53 @@ class OpRecord:
     def digest(self) -> str:
         """Of what was recorded: the same on all ranks whose constructors did the same."""
         digest = hashlib.sha256()
-        for entry in self.entries:
-            if isinstance(entry, RecordedOp):
-                plain = map_leaves(lambda v: None, (entry.args, entry.kwargs), lambda v: not isinstance(v, PLAIN))
-                sizes = [view.size for view in leaves_of(StorageView, (entry.args, entry.result))]
-                digest.update(f"{entry.name}{sizes}{plain}".encode())
+        for entry in self.operators:
+            plain = map_leaves(lambda v: None, (entry.args, entry.kwargs), lambda v: not isinstance(v, PLAIN))
+            sizes = [view.size for view in leaves_of(StorageView, (entry.args, entry.result))]
+            digest.update(f"{entry.name}{sizes}{plain}".encode())
         return digest.hexdigest()
+
+    def drawn_from(self) -> tuple[Any, ...]:
+        """Where the random numbers started, and when which generator was set to what: its number is the same on all
+        ranks whose constructors did the same."""
+        numbers = {generator: number for number, generator in enumerate(self._last)}
+        places = enumerate(self.entries)
+        return self.start, {n: (numbers[e.generator], e.to) for n, e in places if isinstance(e, SetGenerator)}
+
+    def draw_from(self, start: Tensor, settings: dict[int, tuple[int, Tensor | int]]) -> None:
+        """Draw what the rank draws that these are of."""
+        generators, operators = list(self._last), self.operators
+        self.start, own = start, iter(operators)
+        self.entries = [
+            SetGenerator(generators[settings[n][0]], settings[n][1]) if n in settings else next(own)
+            for n in range(len(operators) + len(settings))
+        ]
 
     def check_loaded(self) -> None:
         """Raises UsageError when an operator touched what was loaded: the record does not know its values."""
-        for entry in self.entries[self.loaded_after :]:
-            if isinstance(entry, RecordedOp) and not self.loaded.keys().isdisjoint(entry.reads):
+        for entry in self.operators[self.loaded_after :]:
+            if not self.loaded.keys().isdisjoint(entry.reads):
                 raise UsageError(
                     f"the model was changed ({entry.name}) after mw.load_weights, and has no values yet. "
                     "Change it first, then load."
                 )
 
+    def undraw(self) -> None:
+        """Put the random numbers where they were before the constructor drew any."""
+        for entry in reversed(self.entries):
+            if isinstance(entry, SetGenerator) and isinstance(entry.to, Tensor):
+                entry.generator.set_state(entry.to)
+        torch.default_generator.set_state(self.start)
+
     def rewind(self) -> Callable[[], None]:
         """Begin a replay: the generator is as it was at the start. What is given ends it: a program that drew nothing
         since goes on where a plain construction would have left it."""
-        now, untouched = torch.get_rng_state(), _key(torch.default_generator) == self.left
+        moved = {generator: generator.get_state() for generator, left in self.left.items() if _key(generator) != left}
         torch.default_generator.set_state(self.start)
 
         def end() -> None:
-            if not untouched:
-                torch.set_rng_state(now)
+            for generator, now in moved.items():
+                generator.set_state(now)
 
         return end
 

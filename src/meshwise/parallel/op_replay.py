@@ -59,7 +59,8 @@ class StorageView:
 class RecordedOp:
     """One operator. Tensors in its arguments are Places, or real ones that came from outside.
 
-    default: torch's default dtype at that time. name: `normal_`. fresh: the storages that it made.
+    default: torch's default dtype at that time. name: `normal_`. fresh: the storages that it made. generator: what a
+    random one drew from.
     """
 
     operator: Any
@@ -70,7 +71,7 @@ class RecordedOp:
     reads: frozenset[int]
     writes: frozenset[int]
     fresh: frozenset[int]
-    random: bool
+    generator: torch.Generator | None
     default: torch.dtype
 
     @property
@@ -114,9 +115,9 @@ def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]
             continue
         fills = entry.fills
         useful = bool((entry.writes | entry.fresh) & live)
-        if not useful and entry.random and fills:
+        if not useful and entry.generator is not None and fills:
             steps.append(ReplayStep(index, entry, rng_only=True))
-        elif useful or entry.random:
+        elif useful or entry.generator is not None:
             touched = entry.reads | entry.writes | entry.fresh
             # A storage may be touched later and not live here: it is filled anew then.
             done = tuple(sorted(s for s in touched if s not in later or s not in live))
@@ -142,14 +143,16 @@ def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) ->
     try:
         with torch.no_grad():
             for step in steps:
+                generator = step.entry.generator
                 if isinstance(step.entry, SetGenerator):
                     to = step.entry.to
                     step.entry.generator.set_state(states[to] if isinstance(to, int) else to)
+                    if step.index in marks:
+                        states[step.index] = step.entry.generator.get_state()
                     continue
                 torch.set_default_dtype(step.entry.default)
                 _run(step.entry, storages, step.rng_only)
-                if step.index in marks:
-                    generator = step.entry.kwargs.get("generator") or torch.default_generator
+                if generator is not None and step.index in marks:
                     states[step.index] = generator.get_state()
                 for number in step.done:
                     storage = storages.pop(number, None)

@@ -43,7 +43,8 @@ def make_folder(folder: Path) -> None:
             raise FileNotFoundError(errno.ENOENT, "the run folder was removed or moved", str(place))
         if place.absolute() in _places:
             stays = min(stays, number)
-    for each in reversed([each for each in places[:stays] if not each.exists()]):  # never the place itself: it may go away just now
+    missing = [each for each in places[:stays] if not each.exists()]  # never the place itself: it may go away just now
+    for each in reversed(missing):
         each.mkdir(exist_ok=True)
 
 

@@ -144,7 +144,7 @@ def prices_here(
     workers: that share the cores; by default the devices of a host.
     """
     device = machine.devices[0]
-    if device.kind != "cpu" or device.part not in ("cpu", host_facts().processor):
+    if device.part not in ("cpu", host_facts().processor):
         return Prices(machine)
     workers = workers or sum(other.host == device.host for other in machine.devices)
     cores = machine.hosts[device.host].cores or len(allowed_cores())

@@ -94,9 +94,7 @@ def launch_seconds(device: Device, phase: str = "") -> Priced:
 
 
 def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
-    """Seconds of a copy between a device and its host, from and to pinned memory."""
-    if device.kind == "cpu":
-        return _at_memory_rate(copy.size * 2, device, "measured.copy")
+    """Seconds of a copy between an accelerator and its host, from and to pinned memory."""
     ends = (HOST, device.name) if copy.to == "device" else (device.name, HOST)
     link = link_between(machine, *ends)
     if link is None:
@@ -132,12 +130,6 @@ def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
     total = floor.value + seconds
     both = (floor.value * floor.spread + seconds * spread) / total
     return priced(total, both, origin, MEMORY)
-
-
-def _at_memory_rate(moved: int, device: Device, name: str) -> Priced | None:
-    if device.memory_rate is None:
-        return None
-    return priced(moved / device.memory_rate, FIGURES[name].spread, MODEL, MEMORY)
 
 
 # ---- FLOPs -----------------------------------------------------------------------------------------------------------
@@ -271,9 +263,10 @@ def _between(table: Sequence[tuple[int, float]], at: float) -> float:
 
 def _on_processor(operation: Operation, device: Device, sort: str) -> Priced | None:
     """A CPU's operator: measured products by their FLOPs, else the measured rate of memory, and the cost of a call."""
-    moved = _at_memory_rate(operation.read + operation.written, device, "cpu.memory")
-    if moved is None:
+    if device.memory_rate is None:
         return None
+    bytes_seconds = (operation.read + operation.written) / device.memory_rate
+    moved = priced(bytes_seconds, FIGURES["cpu.memory"].spread, MODEL, MEMORY)
     product = product_of(operation)
     flops = operation.flops or (product.flops if product else 0)
     longest: Priced = moved

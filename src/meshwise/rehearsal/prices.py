@@ -113,10 +113,11 @@ class Prices:
         return self._hosts[key]
 
     def _host(self, what: Operation | Collective | Copy, device: Device, phase: str, dtensors: bool) -> Priced:
-        if isinstance(what, Collective) and device.kind != "cpu":
-            figure = FIGURES["launch.collective"]
-            return priced(figure.value, figure.spread, MODEL, LAUNCH)
-        if device.kind == "cpu" and self._program is not None and isinstance(what, Operation):
+        if device.kind != "cpu":
+            if isinstance(what, Collective):
+                figure = FIGURES["launch.collective"]
+                return priced(figure.value, figure.spread, MODEL, LAUNCH)
+        elif self._program is not None and isinstance(what, Operation):
             seconds = self._program + (self._dtensor if dtensors and phase == "optimizer" else 0.0)
             return priced(seconds * self._crowd, FIGURES["measured.program"].spread, MEASURED, LAUNCH)
         return launch_seconds(device, phase)

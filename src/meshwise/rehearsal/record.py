@@ -168,9 +168,7 @@ class Record:
     def _launch(self, what: Operation | Collective | Copy, stream: str, storages: Iterable[int]) -> int:
         """Its place. storages: of what it reads and writes."""
         place = len(self.events)
-        after = self.beside.after(stream, storages)
-        if self.device != "cpu":
-            after |= set(fake_device.launched(stream, place))
+        after = self.beside.after(stream, storages) | set(fake_device.launched(stream, place))
         where = self.places.now()
         self.events.append(Launch(what, stream, self.phase, *where, tuple(sorted(after))))
         return place
@@ -189,7 +187,7 @@ class Record:
         self._numbers[storage] = number = self._next
         self._next += 1
         weakref.finalize(storage, self._gone, number).atexit = False
-        self._take(number, storage.nbytes(), tensor.device.type in ON_HOST and self.device != "cpu")
+        self._take(number, storage.nbytes(), tensor)
 
     def resized(self, tensor: Tensor, size: int) -> None:
         """The storage of a tensor is about to have `size` bytes: sharded parameters are gathered and let go so."""
@@ -198,14 +196,14 @@ class Record:
         self._gone(number)
         self._categories.setdefault(number, "communication")
         if size:
-            self._take(number, size, tensor.device.type in ON_HOST and self.device != "cpu")
+            self._take(number, size, tensor)
 
-    def _take(self, number: int, size: int, on_host: bool) -> None:
+    def _take(self, number: int, size: int, tensor: Tensor) -> None:
         if not size:
             return
-        stream = fake_device.current_stream() if self.device != "cpu" else MAIN
+        on_host = self.device != "cpu" and tensor.device.type in ON_HOST
         category = self._categories.get(number) or ("activations" if self.phase == "forward" else "temporary")
-        self._alive[number] = event = Allocate(number, size, category, on_host, stream)
+        self._alive[number] = event = Allocate(number, size, category, on_host, self._stream)
         self.events.append(event)
 
     def _gone(self, number: int) -> None:

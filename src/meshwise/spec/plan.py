@@ -236,7 +236,7 @@ class Plan:
         return self.parameters_divided or self._divides("state")
 
     def _divides(self, what: str) -> bool:
-        return any(getattr(self, f.name) != f.default for f in fields(self) if f.metadata.get("divides") == what)
+        return any(getattr(self, name) != default for name, default in _DIVIDING[what])
 
     @property
     def dtypes(self) -> Dtypes:
@@ -247,8 +247,15 @@ class Plan:
         return f"Plan({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
 
 
+_DIVIDING = {
+    what: tuple((f.name, f.default) for f in fields(Plan) if f.metadata.get("divides") == what)
+    for what in ("parameters", "state")
+}
 AXES = tuple(f.name for f in fields(Plan) if f.metadata.get("axis"))
 """The mesh axes, outermost first: the last one is on neighbouring devices, whose links are the fastest."""
+
+OWN_DTYPES: dict[str, Any] = {"param_dtype": None, "compute_dtype": None, "grad_dtype": None}
+"""The fields that `precision` is a word for, as they are where it says them."""
 
 
 def changed(plan: Plan) -> dict[str, Any]:
@@ -265,7 +272,7 @@ def at_precision(plan: Plan, precision: str) -> Plan:
     """The plan in another precision, with that one's dtypes; the plan itself where it has that precision."""
     if precision == plan.precision:
         return plan
-    return replace(plan, precision=precision, param_dtype=None, compute_dtype=None, grad_dtype=None)
+    return replace(plan, precision=precision, **OWN_DTYPES)
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import stat
 import tomllib
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,15 @@ def plan_to_toml(plan: Plan) -> str:
     return "".join(lines)
 
 
-def plan_from_toml(text: str, devices: int = 1) -> Plan:
-    """Read a plan file; of one that names no axis, replicas fill `devices`.
+def plan_from_toml(text: str, devices: int = 1, over: Mapping[str, Any] | None = None) -> Plan:
+    """Read a plan file; of one that names no axis, replicas fill `devices`. over: values of fields, over the file's.
 
     Raises PlanError when the text is not TOML or names an unknown field.
     """
     values = plan_values(text)
     if not any(axis in values for axis in AXES):
         values["data"] = devices
-    return Plan(**values)
+    return Plan(**values | dict(over or {}))
 
 
 def plan_values(text: str) -> dict[str, Any]:
@@ -71,6 +72,6 @@ def plan_text(file: str | Path) -> str:
     return text
 
 
-def read_plan(file: str | Path, devices: int) -> Plan:
-    """The plan of a plan file on this many devices. Raises PlanError when it cannot be read."""
-    return plan_from_toml(plan_text(file), devices)
+def read_plan(file: str | Path, devices: int, over: Mapping[str, Any] | None = None) -> Plan:
+    """The plan of a plan file on this many devices, `over` it other values. Raises PlanError when it cannot be read."""
+    return plan_from_toml(plan_text(file), devices, over)

@@ -17,7 +17,15 @@ from meshwise.spec.plan import AXES, RECOMPUTES, Plan, changed, check_name
 def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Plan:
     """`start` (the default plan without one) with `field=value` settings over it, as a command line gives them.
 
-    Several values are written with commas: `offload=parameters,optimizer`. Raises PlanError for what is not a setting.
+    Raises PlanError for what is not a setting.
+    """
+    return replace(start or Plan(), **settings_values(settings))
+
+
+def settings_values(settings: Iterable[str]) -> dict[str, Any]:
+    """The fields of a plan that settings name. Several values are written with commas: `offload=parameters,optimizer`.
+
+    Raises PlanError for what is not a setting.
     """
     values: dict[str, Any] = {}
     for setting in settings:
@@ -28,7 +36,7 @@ def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Pl
         if name in values:
             raise PlanError(f"{name} is set twice, at last by '{setting}'. Set it once.")
         values[name] = _value_of(name, text)
-    return replace(start or Plan(), **values)
+    return values
 
 
 def setting_text(name: str, value: Any) -> str:

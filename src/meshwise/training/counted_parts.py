@@ -21,7 +21,18 @@ from torch import nn
 
 from meshwise.compat.tree import tensors_in
 from meshwise.spec.user_code import place, user_frame
-from meshwise.training.user_source import Source, adds, bare, given, inside, loop_at, name_of, source_of, whole_of
+from meshwise.training.user_source import (
+    Source,
+    adds,
+    bare,
+    given,
+    inside,
+    loop_at,
+    name_of,
+    reads,
+    source_of,
+    whole_of,
+)
 
 RUNNING = (
     "{place}: {name} adds up losses times this rank's part of each batch, and nothing adds it up over the ranks: it is "
@@ -114,7 +125,7 @@ def _counts(node: ast.expr, rows: set[str]) -> bool:
 def _is_divided_by_all(source: Source, name: str) -> bool:
     """Whether it is divided by the length of something that is not this rank's."""
     for node in inside(source.scope):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _reads(node.left, name):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and reads(node.left, name):
             right = node.right
             if isinstance(right, ast.Call) and isinstance(right.func, ast.Name) and right.func.id == "len":
                 return True
@@ -126,24 +137,20 @@ def _may_be_joined(source: Source, name: str, behind: tuple[str, ...] = ()) -> b
     functions = {n.name for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in inside(source.scope):
         if isinstance(node, ast.Return | ast.Yield | ast.Lambda | ast.FunctionDef | ast.ClassDef):
-            if _reads(node, name):
+            if reads(node, name):
                 return True
         elif isinstance(node, ast.Global | ast.Nonlocal) and name in node.names:
             return True
-        elif isinstance(node, ast.Assign) and _reads(node.value, name):
-            made = [each for each, of in given(node) if _reads(of, name)]
+        elif isinstance(node, ast.Assign) and reads(node.value, name):
+            made = [each for each, of in given(node) if reads(of, name)]
             new = [each for each in made if each not in (name, *behind)]
             if not made or any(_may_be_joined(source, each, (*behind, name)) for each in new):
                 return True
-        elif isinstance(node, ast.Call) and any(_reads(each, name) for each in ast.iter_child_nodes(node)):
+        elif isinstance(node, ast.Call) and any(reads(each, name) for each in ast.iter_child_nodes(node)):
             called = name_of(node)
             if called in functions or any(word in called.lower() for word in JOINS):
                 return True
     return False
-
-
-def _reads(node: ast.AST, name: str) -> bool:
-    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
 
 
 # A buffer of samples.
@@ -162,10 +169,10 @@ def _buffers(source: Source, loop: ast.For, rows: set[str]) -> Iterator[tuple[in
 
 def _extended(node: ast.AST, rows: set[str]) -> str:
     """The list to which a statement adds the samples of a batch, one by one."""
-    if isinstance(node, ast.For) and any(_reads(node.iter, name) for name in rows):
+    if isinstance(node, ast.For) and any(reads(node.iter, name) for name in rows):
         appends = [n for n in ast.walk(node) if _is_call_of(n, "append")]
         return next((n.func.value.id for n in appends if n.args), "")  # type: ignore[attr-defined]
-    if _is_call_of(node, "extend") and any(_reads(each, name) for each in node.args for name in rows):  # type: ignore[attr-defined]
+    if _is_call_of(node, "extend") and any(reads(each, name) for each in node.args for name in rows):  # type: ignore[attr-defined]
         return str(node.func.value.id)  # type: ignore[attr-defined]
     return ""
 
@@ -174,7 +181,7 @@ def _pushed(node: ast.AST, rows: set[str]) -> str:
     """The thing with methods of its own that a call gives a batch, such as `memory.push(x, y)`."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return ""
-    holder, gives = node.func.value, any(_reads(each, name) for each in node.args for name in rows)
+    holder, gives = node.func.value, any(reads(each, name) for each in node.args for name in rows)
     return holder.id if gives and isinstance(holder, ast.Name) and holder.id not in rows else ""
 
 
@@ -210,11 +217,11 @@ def _lets_go(loop: ast.For, name: str, value: Any) -> bool:
     if isinstance(value, deque) and value.maxlen is not None:
         return len(value) == value.maxlen
     for node in inside(loop):
-        if isinstance(node, ast.Delete) and any(_reads(target, name) for target in node.targets):
+        if isinstance(node, ast.Delete) and any(reads(target, name) for target in node.targets):
             return True
         if any(each == name and isinstance(of, ast.Subscript) for each, of in given(node)):
             return True
-        if any(_is_call_of(node, word) and _reads(node.func, name) for word in LETS_GO):  # type: ignore[attr-defined]
+        if any(_is_call_of(node, word) and reads(node.func, name) for word in LETS_GO):  # type: ignore[attr-defined]
             return True
     return False
 
@@ -224,6 +231,6 @@ def _is_drawn_from(loop: ast.For, name: str) -> bool:
     for node in inside(loop):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             draws = node.func.attr in ("sample", "choice", "choices", "randint", "randperm", "randrange", "permutation")
-            if draws and any(_reads(each, name) for each in (*node.args, *(k.value for k in node.keywords))):
+            if draws and any(reads(each, name) for each in (*node.args, *(k.value for k in node.keywords))):
                 return True
     return False

@@ -32,6 +32,7 @@ from meshwise.training.microbatches import IN_LOSS
 from meshwise.training.model_stream import ModelStream, draw_alike
 from meshwise.training.order import BatchSlice
 from meshwise.training.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
+from meshwise.training.padded_sums import refuse_padded_sums
 from meshwise.training.plan_choice import choose_plan
 from meshwise.training.same_data import samplers_of
 from meshwise.training.session import default_engine
@@ -74,6 +75,8 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     if models or plan is not None:
         engine.add_models(models, choose_plan(plan, engine))
     seed = draw_alike()
+    if engine.world.size > 1:
+        refuse_padded_sums(objects, engine.world.size)
     result = tuple(_distributed(thing, seed, engine, streams) for thing in objects)
     return result[0] if len(result) == 1 else result
 

@@ -45,7 +45,7 @@ def _registered(
 ) -> None:
     if p is None or isinstance(p, UninitializedParameter) or type(p) is not nn.Parameter or count[0] == MOST:
         return
-    if isinstance(parameters_in(module).get(name), DTensor):  # shard puts it in for this forward (of an nn.LSTM by name)
+    if isinstance(parameters_in(module).get(name), DTensor):  # shard puts it in for this forward
         return
     if _is_in_forward(program, sys._getframe(1)):
         count[0] += 1

@@ -68,10 +68,24 @@ def draw_alike() -> int:
 def seed_draws(world: World, *key: int) -> None:
     """Key this rank's random draws (dropout) by `key`, such as (seed, step), and its rank: a resumed run draws the
     same, ranks draw apart. Rank 0 draws what one device draws."""
-    seed = mixed(*key, world.rank)
+    _seed(world.device, mixed(*key, world.rank))
+
+
+def _seed(device: str, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
-    if has_streams(world.device):
-        torch.get_device_module(world.device).manual_seed(seed)
+    if has_streams(device):
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def _states(device: str) -> list[Tensor]:
+    """Of torch's generator, and of an accelerator's, which models draw from."""
+    return [torch.get_rng_state(), *([torch.get_device_module(device).get_rng_state()] if has_streams(device) else [])]
+
+
+def _set_states(device: str, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state)
 
 
 def drawing(
@@ -93,7 +107,7 @@ class StepDraws:
         """Of the batch that is worked on; None before the first whose draws are keyed: the program draws alike."""
         self._last: tuple[int, int] | None = None
         self._steps = 0  # of this batch
-        self._before: Tensor | None = None
+        self._before: list[Tensor] = []
 
     def subscribe(self, program: Program) -> Subscription:
         """Come around the steps of the program's optimizers."""
@@ -105,14 +119,14 @@ class StepDraws:
         if key is None or is_by_numbers(optimizer):
             return
         self._last, self._steps = key, self._steps + 1 if key == self._last else 0
-        self._before = torch.get_rng_state()
+        self._before = _states(self._world.device)
         seed_draws(self._world, *key, 2**20 + self._steps)
 
     def ends(self, optimizer: Optimizer) -> None:
         """It is over: draws go on as they were."""
-        if self._before is not None:
-            torch.set_rng_state(self._before)
-            self._before = None
+        if self._before:
+            _set_states(self._world.device, self._before)
+            self._before = []
 
 
 class ModelStream:
@@ -123,8 +137,6 @@ class ModelStream:
 
     def __init__(self, world: World, draws: ExactDraws | None, paused: Callable[[], bool]) -> None:
         self._world, self._exact, self._paused = world, draws, paused
-        self._device: Any = torch.get_device_module(world.device) if has_streams(world.device) else None
-        """torch's module of the accelerator, such as `torch.cuda`, whose generator models draw from; None on a CPU."""
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
         self._depth, self._open = 0, ExitStack()
@@ -164,14 +176,12 @@ class ModelStream:
         self._depth += 1
         if self._depth > 1 or self._paused():
             return
-        outer = self._take()
-        self._open.callback(self._give, outer)
+        device = self._world.device
+        self._open.callback(_set_states, device, _states(device))
         if self._states is None:
-            torch.default_generator.manual_seed(self._key)
-            if self._device is not None:
-                self._device.manual_seed(self._key)
+            _seed(device, self._key)
         else:
-            self._give(self._states)
+            _set_states(device, self._states)
         self._open.callback(self._keep)
         self._ran = self._draws
         if self._draws is not None:
@@ -183,15 +193,7 @@ class ModelStream:
             self._open.close()
 
     def _keep(self) -> None:
-        self._states = self._take()
-
-    def _take(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *([] if self._device is None else [self._device.get_rng_state()])]
-
-    def _give(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self._device is not None:
-            self._device.set_rng_state(states[1])
+        self._states = _states(self._world.device)
 
 
 class _Hook:

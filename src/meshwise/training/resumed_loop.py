@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwise.spec.user_code import place, user_frame
 from meshwise.spec.words import some
-from meshwise.training.user_source import adds, given, parsed
+from meshwise.training.user_source import adds, given, parsed, reads
 
 
 def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
@@ -80,8 +80,8 @@ def _sums(loop: ast.For) -> list[str]:
     """Names that the body adds to, and does not begin with each batch: `t += x`, `t = 0.9 * t + x`."""
     nodes = [node for node in ast.walk(loop) if adds(node)]
     added = dict.fromkeys(node.target.id for node in nodes if isinstance(node.target, ast.Name))
-    added |= dict.fromkeys(name for node in ast.walk(loop) for name, value in given(node) if _reads(value, name))
-    begun = {name for node in loop.body for name, value in given(node) if not _reads(value, name)}
+    added |= dict.fromkeys(name for node in ast.walk(loop) for name, value in given(node) if reads(value, name))
+    begun = {name for node in loop.body for name, value in given(node) if not reads(value, name)}
     return [name for name in added if name not in begun]
 
 
@@ -100,7 +100,3 @@ def _gathered(loop: ast.For) -> list[str]:
         if isinstance(holder, ast.Name) and holder.id not in begun:
             found[holder.id] = None
     return list(found)
-
-
-def _reads(value: ast.expr, name: str) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(value))

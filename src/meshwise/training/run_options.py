@@ -15,9 +15,9 @@ from meshwise.spec.durations import seconds_of
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.faults import parse_fault
 from meshwise.spec.options import Option, given_options, options_of
-from meshwise.spec.plan import Plan, at_precision
-from meshwise.spec.plan_file import plan_from_toml, plan_text, plan_to_toml
-from meshwise.spec.plan_settings import plan_from_settings, plan_on
+from meshwise.spec.plan import OWN_DTYPES, Plan
+from meshwise.spec.plan_file import plan_from_toml, plan_text, plan_to_toml, plan_values
+from meshwise.spec.plan_settings import plan_on, setting_text, settings_values
 from meshwise.spec.quantity import read_quantity
 from meshwise.spec.saves import KEEP, Saves, read_saves
 from meshwise.training.job import Job
@@ -207,15 +207,18 @@ class RunOptions(NodeOptions):
         """The plan on this many devices: the one that is given, else replicas; settings and options change it."""
         if self.plan == AUTO:
             raise UsageError("--plan auto is for meshwise run of a job. Save a plan with meshwise plan --save FILE.")
+        own = {name: value for name in OF_THE_PLAN if (value := getattr(self, name)) is not None}
+        settings = (*self.settings, *(setting_text(name, value) for name, value in own.items()))
         if self.plan is None:
-            plan = plan_on(devices, self.settings)
-        else:
-            start = plan_from_toml(self.plan.text, devices) if isinstance(self.plan, PlanText) else self.plan
-            assert isinstance(start, Plan)
-            plan = plan_from_settings(self.settings, start)
-        if self.accumulate is not None:
-            plan = replace(plan, accumulate=self.accumulate)
-        return plan if self.precision is None else at_precision(plan, self.precision)
+            return plan_on(devices, settings)
+        values = plan_values(self.plan.text) if isinstance(self.plan, PlanText) else vars(self.plan)
+        changes = self.precision not in (None, values.get("precision", Plan.precision))
+        over: dict[str, Any] = OWN_DTYPES if changes else {}
+        over = over | settings_values(settings)
+        if isinstance(self.plan, PlanText):
+            return plan_from_toml(self.plan.text, devices, over)
+        assert isinstance(self.plan, Plan)
+        return replace(self.plan, **over)
 
     def hang_seconds(self) -> float:
         """Seconds without progress after which a rank ends the run."""

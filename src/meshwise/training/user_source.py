@@ -156,6 +156,11 @@ def given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             )
 
 
+def reads(node: ast.AST, name: str) -> bool:
+    """Whether a name stands in it."""
+    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
+
+
 def name_of(call: ast.Call) -> str:
     """`f` of `f(x)` and of `a.f(x)`; empty where a call has no name."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

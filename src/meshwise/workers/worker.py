@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import asdict
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from meshwise.workers.parting import trail_path
 from meshwise.workers.written_files import FileWatch
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes that the path of a socket has left for a folder
 
 in_progress: set[str] = set()
 """What a rank is in the middle of, such as an epoch: leaving then is leaving the other ranks alone."""
@@ -99,8 +101,11 @@ def bind_to_cores(cores: str) -> None:
 def keep_sockets_in(scratch: Path) -> None:
     """Where loader workers make the sockets by which they hand on tensors: what is left of those that are killed goes
     with the launch."""
-    process: Any = multiprocessing.current_process()
-    process._config["tempdir"] = str(scratch)  # what multiprocessing.util.get_temp_dir would make
+    if len(str(scratch)) > SOCKET_ROOM:
+        return
+    before, tempfile.tempdir = tempfile.tempdir, str(scratch)
+    get_temp_dir()  # made once in a process, for it and for its children
+    tempfile.tempdir = before
 
 
 def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:

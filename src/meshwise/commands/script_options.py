@@ -1,0 +1,109 @@
+"""Whose an option is that follows a script's name: the script's, as its source tells, or meant for meshwise.
+
+Tested in tests/cli/test_script_arguments.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from meshwise.spec.errors import UsageError
+from meshwise.spec.words import some
+
+MOST_FILES = 200
+_IMPORTS = re.compile(r"^[ \t]*(?:from\s+([.\w]+)\s+import\s+([\w, ]+)|import\s+([\w., ]+))", re.MULTILINE)
+_GIVEN_AWAY = re.compile(r"(?<!def )\b(\w+)\(\s*(?:\w*parser\b|sys\.argv\b)")
+"""The function that gets a parser, or all words: of another library it may know the option."""
+
+
+def check_options_behind(script: str, before: Sequence[str], own: Sequence[str], flags: Mapping[str, bool]) -> None:
+    """Raises UsageError where options of meshwise follow a script's name and it has none of them; where it may have
+    them, by a library that it gives its parser, that is a note.
+
+    before: the command, and the words up to the script's name. own: those behind it. flags: the options, and whether
+    each is a switch.
+    """
+    given = [word for word in own if word.startswith("--") and word.partition("=")[0] in flags]
+    if not given or not is_readable(Path(script)):  # one that is not there is told where it is run
+        return
+    texts = list(_texts_of(Path(script)))
+    given = [word for word in given if not any(_declares(text, word.partition("=")[0]) for text in texts)]
+    if not given:
+        return
+    whole = "\n".join(texts)
+    if any(f"def {name}(" not in whole for name in _GIVEN_AWAY.findall(whole)):
+        print(
+            f"Note: {script} gets {some(given)}, which follows its name. Options of meshwise stand before the "
+            f"script's name; write `{script} -- {given[0]} ...` to leave this note out.",
+            file=sys.stderr,
+        )
+        return
+    moved, left = _moved(own, given, flags)
+    meant = f"{before[0]} {shlex.join([*before[1:], *moved, script, *left])}"
+    raise UsageError(
+        f"{some(given)}: what follows {script} is the script's own, and it has no such option. Options of meshwise "
+        f"stand before its name: {meant}. Where the script takes it all the same: {shlex.join([script, '--', *own])}."
+    )
+
+
+def _moved(own: Sequence[str], given: Sequence[str], flags: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """The words of these options, each with its value, and the others."""
+    moved, left, words = list[str](), list[str](), iter(own)
+    for word in words:
+        if word not in given:
+            left.append(word)
+            continue
+        moved.append(word)
+        if "=" not in word and not flags[word]:
+            moved += [value for value in [next(words, None)] if value is not None]
+    return moved, left
+
+
+def is_readable(path: Path) -> bool:
+    """Whether it is a file; False where nobody may look."""
+    with contextlib.suppress(OSError):
+        return path.is_file()
+    return False
+
+
+def _texts_of(script: Path) -> Iterator[str]:
+    """The text of a script, and of the files beside and below it that it imports."""
+    waiting, seen = [script], set[Path]()
+    while waiting and len(seen) < MOST_FILES:
+        path = waiting.pop()
+        if path in seen or not is_readable(path):
+            continue
+        seen.add(path)
+        text = path.read_text(encoding="utf-8", errors="replace")
+        yield text
+        for name in _modules_in(text):
+            for folder in {script.parent, path.parent}:
+                place = folder.joinpath(*filter(None, name.split(".")))
+                waiting += [Path(f"{place}.py"), place / "__init__.py"]
+
+
+def _modules_in(text: str) -> Iterator[str]:
+    """`a.b` and `a.b.c` of `from a.b import c`, `a` of `import a`."""
+    for module, names, modules in _IMPORTS.findall(text):
+        yield from re.findall(r"\w[\w.]*", modules) or [module, *(f"{module}.{n}" for n in re.findall(r"\w+", names))]
+
+
+def _declares(text: str, option: str) -> bool:
+    """Whether the text of a script has this option: as a string, or a field or parameter that a library makes one of.
+
+    Not as a bare word: the script's docstring may say how meshwise runs it.
+    """
+    field = option.removeprefix("--").replace("-", "_")
+    return (
+        re.search(
+            rf"[\"']{option}(?![\w-])|[\s(,]{field}\s*:\s*\w[^\n]*=|def \w+\([^)]*\b{field}\s*[=,)]"
+            rf"|DEFINE_\w+\(\s*[\"']{field}[\"']",
+            text,
+        )
+        is not None
+    )
