@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import version
 
 from meshwise.machine.find import find_devices
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import plural
+from meshwise.spec.world import World
 from meshwise.training.run_options import RunOptions
 from meshwise.workers.environment import DEVICE_KIND
 from meshwise.workers.launchers.find import place_in
@@ -37,9 +39,24 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
         known = None if place.launcher == "torchrun" else place.rendezvous  # at torchrun's port its own store listens
         where = options.rdzv or ":".join(map(str, known or meet(place)))
         return replace(options, nnodes=place.nodes, node_rank=place.node, rdzv=where), False
-    if options.devices is not None and parse_devices(options.devices).kind == "cpu":
-        os.environ.setdefault(DEVICE_KIND, "cpu")
+    ask_for_kind(options.devices)
     return options, True
+
+
+def ask_for_kind(devices: str | None) -> None:
+    """Before this rank takes its device: an accelerator where there is one, unless CPU workers are asked for."""
+    if parse_devices(devices or "all").kind == "cpu":
+        os.environ.setdefault(DEVICE_KIND, "cpu")
+
+
+def check_kind(devices: str | None, world: World) -> None:
+    """After it: raises UsageError where it is not of the kind that `--devices` names."""
+    kind = parse_devices(devices or "all").kind
+    if kind not in (None, world.kind):
+        raise UsageError(
+            f"--devices {devices}: rank {world.rank} runs on {world.device}, since torch {version('torch')} finds no "
+            f"{kind} device here. Start it where one is, or leave --devices out."
+        )
 
 
 def _devices_here(options: RunOptions, place: Place) -> int:
