@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -505,6 +508,30 @@ def test_one_rank_alone_writes_what_all_hold_together(plan: mw.Plan, pool: Any, 
     assert (first, second) == (1, 0)
     same(loaded, dict(net().state_dict()))
     same(other, dict(net().state_dict()))
+
+
+@pytest.mark.parametrize("plan", [mw.Plan(tensor=2), mw.Plan(context=2), mw.Plan(data=2)], ids=str)
+def test_ranks_of_one_model_wait_for_each_other_too(plan: mw.Plan, pool: Any, tmp_path: Any) -> None:
+    """They read what rank 0 had not written: the weights of an epoch before, or nothing."""
+
+    def case(folder: str) -> list[bool]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(PLAN_FILE, f"{folder}/plan.toml")
+            mw.distribute(net())
+        there = []
+        for name in ("barrier", "main_first"):
+            file = Path(folder, name)
+            with mw.main_first() if name == "main_first" else contextlib.nullcontext():
+                if mw.is_main():
+                    time.sleep(0.3)
+                    file.write_text("")
+                if name == "barrier":
+                    mw.barrier()
+                there.append(file.exists())
+        return there
+
+    (tmp_path / "plan.toml").write_text(plan_to_toml(plan))
+    assert pool(2).run(case, str(tmp_path)) == [[True, True]] * 2
 
 
 def test_save_writes_once_and_load_reads_it_on_every_rank(pool: Any, tmp_path: Any) -> None:
