@@ -28,12 +28,9 @@ sys.path.insert(0, str(ROOT))
 from tests.cuda.device_questions import ANSWERS, questions  # noqa: E402
 
 REASONS = {
-    "machine/discovery/torch_facts.py: kind == 'xpu'": "no Intel GPU, and no fake one",
-    "machine/discovery/torch_facts.py: kind == 'mps'": "no Apple GPU, and no fake one",
     "training/evaluate.py: device.startswith('mps')": "no Apple GPU, and no fake one",
     "training/microbatches.py: device.startswith('mps')": "no Apple GPU, and no fake one",
     "training/weighing.py: like.device.type == 'mps'": "no Apple GPU, and no fake one",
-    "parallel/compiled.py: kind == 'cpu'": "a GPU without triton is refused before it; the fake has none",
 }
 """What is answered one way only, and why: `file: question`."""
 ROOMS = ("arrays", "cli", "equivalence", "machine", "parallel", "training", "transfer", "workers")

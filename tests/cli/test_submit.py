@@ -77,6 +77,23 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(command: Command, tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "gpus"),
+    [
+        ("--devices 4xcpu", False),
+        ("--devices 4xcuda", True),
+        ("--machine 4xcpu", False),
+        ("--machine 4xA100", True),
+    ],
+)
+def test_gpus_are_asked_of_the_queue_for_devices_that_are_gpus(
+    words: str, gpus: bool, command: Command, tmp_path: Path
+) -> None:
+    code, out, err = command("submit", "small.py:job", *words.split(), "--dry-run", "--anyway")
+    assert code == 0, err
+    assert [line for line in out.splitlines() if "gpus-per-node" in line] == ["#SBATCH --gpus-per-node=4"] * gpus
+
+
 def test_the_words_of_a_script_are_its_own(command: Command, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
     words = ("submit", "--nodes", "2", "--dry-run", "train.py", "--lr", "0.1", "--", "--account", "physics")

@@ -99,6 +99,21 @@ class Mixture(nn.Module):
         return self.head(x).unflatten(0, tokens.shape)
 
 
+class Sometimes(nn.Module):
+    """A parameter that some batches of a rank do not reach, and some no rank's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH) / 8)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if int(tokens[0, 0]) % 2:
+            x = x + self.place
+        return self.head(torch.tanh(x))
+
+
 class Images(nn.Module):
     """Convolutions, one of them in groups, and batch norms."""
 
@@ -156,6 +171,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 JOBS: dict[str, Callable[[], mw.Job]] = {
     "decoder": decoder,
     "with dropout": lambda: decoder(0.2),
+    "sometimes": lambda: job_of(Sometimes),
     "images": lambda: job_of(Images, pictures, optimizer=sgd),
     "experts": lambda: job_of(lambda: Mixture(Stacked)),
     "listed experts": lambda: job_of(lambda: Mixture(Listed)),

@@ -136,8 +136,11 @@ def test_torchrun_with_more_ranks_than_gpus_is_refused(python: Run, tmp_path: Pa
 def test_a_worker_starts_anew_where_a_plugin_asks_for_devices_before_the_fork(
     python: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "plugin").mkdir()
-    (tmp_path / "plugin" / "sitecustomize.py").write_text("import torch\ntorch.cuda.is_available()\n")
+    described = tmp_path / "plugin" / "plugin-1.dist-info"
+    described.mkdir(parents=True)
+    (tmp_path / "plugin" / "plugin.py").write_text("import torch\nload = torch.cuda.is_available\n")
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
+    (described / "entry_points.txt").write_text("[torch.backends]\nplugin = plugin:load\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "plugin"), prepend=":")
     done = python("-c", CELLS.replace("TOUCH", "").replace("DEVICES", "['2xcuda']"))
     assert done.stdout.splitlines() == ["2xcuda [([6.0, 6.0], 28), ([6.0, 6.0], 28)]"]

@@ -15,19 +15,22 @@ from meshwise.timeline.read import read_timeline
 
 DDP = """
 import os
+import sys
 import torch
 import torch.distributed as dist
 from torch import nn
 
-dist.init_process_group("nccl")
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+kind, backend = sys.argv[1:]
+dist.init_process_group(backend)
+if kind == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)).cuda())
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)).to(kind))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 torch.manual_seed(dist.get_rank())
 for x in torch.randn(5, 4, 8):
     optimizer.zero_grad()
-    loss = model(x.cuda()).square().mean()
+    loss = model(x.to(kind)).square().mean()
     loss.backward()
     optimizer.step()
     mean = loss.detach().clone()
@@ -57,9 +60,12 @@ def by_hand() -> list[float]:
 
 
 @pytest.mark.evidence("a program of DDP that knows nothing of meshwise is recorded, with its own numbers")
-def test_ddp_whose_gradients_a_thread_of_autograd_sends_is_recorded(meshwise: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("cpu", "gloo")])
+def test_ddp_whose_gradients_a_thread_of_autograd_sends_is_recorded(
+    meshwise: Any, tmp_path: Path, kind: str, backend: str
+) -> None:
     (tmp_path / "ddp.py").write_text(DDP)
-    printed = meshwise("run", "--devices", "2xcuda", "ddp.py").stdout
+    printed = meshwise("run", "--devices", f"2x{kind}", "ddp.py", kind, backend).stdout
     losses = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("loss")]
     assert losses == pytest.approx(by_hand(), rel=1e-5) and len(losses) == 5
     report = report_of(read_timeline(names.newest_run(tmp_path / "runs")))

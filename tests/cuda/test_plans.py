@@ -78,6 +78,7 @@ BUILT_IN = [
 CASES = [
     *BUILT_IN,
     *(("decoder", plan) for plan in [*ONE, *TWO]),
+    *(("sometimes", plan) for plan in [Plan(data=2), Plan(shard=2)]),
     *(("images", plan) for plan in IMAGES),
     *((name, plan) for name in ("experts", "listed experts") for plan in EXPERTS),
 ]

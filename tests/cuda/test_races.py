@@ -265,6 +265,23 @@ def test_nothing_is_told_where_everything_waits(python: Run, tmp_path: Path) -> 
     assert told(python, tmp_path, CLEAN) == {name: [] for name in CLEAN}
 
 
+BEFORE_CUDA = """
+import torch, meshwise as mw
+with mw.find_races() as found:
+    rows = torch.utils.data.DataLoader(torch.arange(8.0), 4, num_workers=1, collate_fn=torch.stack)
+    sums = [float((batch + 1).sum().numpy()) for batch in rows]
+    assert sums == [10, 26] and not torch.cuda.is_initialized()
+    host = torch.ones(4096, device="cuda").to("cpu", non_blocking=True)
+    host.add_(1)
+assert [each.sentence.split(" what ")[0] for each in found] == ["program:8: the host writes"]
+"""
+
+
+@pytest.mark.evidence("races between streams are told by line, in programs and in `check --perturb`", rung="R3")
+def test_looking_for_races_leaves_cuda_to_the_program_which_may_begin_with_it_later(program: Run) -> None:
+    program(BEFORE_CUDA)
+
+
 LEFT_OUT = """
 import meshwise as mw, torch
 side = torch.cuda.Stream()

@@ -58,6 +58,31 @@ def test_a_run_on_gpus_goes_on_under_another_plan(meshwise: Any, tmp_path: Path)
     assert goes_on("cuda") == goes_on("cpu") != []
 
 
+OWN_GROUP = """
+import os, sys, torch, meshwise as mw
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+torch.distributed.init_process_group("nccl")
+sys.path.append(sys.argv[1])
+from jobs import decoder
+for plan in (["data=2"], ["pipeline=2", "accumulate=2"]):
+    summary = mw.run(decoder(), settings=[*plan, "precision=fp64"])
+    print("error", summary.metrics["error"], flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.evidence(
+    "workers start on machines with GPUs; notebooks and scripts that touched CUDA before; loader workers"
+)
+def test_stages_send_in_a_group_that_the_program_made(python: Any, tmp_path: Path) -> None:
+    """Without `device_id` a send alone and a receive in a group have connections of their own: both waited for ever."""
+    (tmp_path / "own.py").write_text(OWN_GROUP)
+    words = "-m", "torch.distributed.run", "--nproc-per-node", 2, "own.py", Path(__file__).parent
+    said = python(*words, timeout=120).stdout.splitlines()
+    errors = [float(line.split()[1]) for line in said if line.startswith("error")]
+    assert len(errors) == 4 and errors == pytest.approx(errors[:1] * 4, rel=1e-9)
+
+
 @pytest.mark.evidence("`meshwise check` on GPUs proves a plan")
 @pytest.mark.parametrize("plan", ["shard=2", "tensor=2"])
 def test_a_check_on_gpus_says_that_the_plan_is_right(meshwise: Any, plan: str) -> None:

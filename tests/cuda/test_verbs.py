@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from meshwise.workers.channel import free_port
 
 JOB = f"{Path(__file__).with_name('jobs.py')}:decoder"
 Run = Callable[..., Any]
@@ -58,6 +63,28 @@ def test_bench_finds_every_byte_where_it_belongs_and_the_fake_far_below_a_gpu(me
 
 
 @pytest.mark.evidence(VERBS)
+def test_bench_between_hosts_measures_from_gpu_to_gpu(processes: None) -> None:
+    """Two launchers with a GPU each are two hosts."""
+    command = [sys.executable, "-m", "meshwise", "bench", "--hosts", "--sizes", "1K", "--seconds", "0.5", "--json"]
+    command += ["--nnodes", "2", "--rdzv", f"127.0.0.1:{free_port()}", "--node-rank"]
+    hosts = [
+        subprocess.Popen(
+            [*command, str(host)],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(host)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in range(2)
+    ]
+    (out, err), (other_out, other_err) = (host.communicate(timeout=120) for host in hosts)
+    assert [host.returncode for host in hosts] == [0, 0], err + other_err
+    results = json.loads(out)["results"]
+    assert {each["path"] for each in results} == {"nccl"} and other_out == ""
+    assert len(results) == 9 and all(each["wrong"] is None for each in results)
+
+
+@pytest.mark.evidence(VERBS)
 def test_a_collective_is_repeated_alone(meshwise: Run, python: Run, run_folder: Path, tmp_path: Path) -> None:
     collectives = json.loads(meshwise("report", run_folder, "--json").stdout)["collectives"]
     number = next(at for at, each in enumerate(collectives, 1) if each["name"] == "all-reduce" and each["bytes"])
@@ -87,6 +114,8 @@ for x, n in loader:
     optimizer.step()
     optimizer.zero_grad()
     mw.print("sum", float(mw.sum(n.sum())), float(mw.sum(n.cpu().sum())))
+    some, none = n.double().sum(), torch.zeros((), dtype=torch.float64)  # of the host, as on a rank without items
+    mw.print("sum", float(mw.sum(none if mw.rank() else some)), float(mw.mean(some if mw.rank() else none)))
     mw.print("all", mw.gather_samples(n).tolist(), mw.gather_samples(n.cpu()).tolist())
 mw.empty_cache()
 mw.print("memory", mw.memory())
@@ -147,9 +176,11 @@ def test_a_killed_rank_is_started_again_on_its_device(meshwise: Run, tmp_path: P
 
 
 @pytest.mark.evidence("out of memory at a limit is said with the remedy")
-def test_what_does_not_fit_is_said_with_the_remedy(meshwise: Run, fake: Run) -> None:
-    fake(memory=24)
-    done = meshwise("run", "gpt", "--devices", "1xcuda", "--restarts", "0", check=False)
+@pytest.mark.parametrize("limit", [[], ["--memory-limit", "24MiB"]], ids=str)
+def test_what_does_not_fit_is_said_with_the_remedy(meshwise: Run, fake: Run, limit: list[str]) -> None:
+    """On a device of that size, and on one of which the run may use so much."""
+    fake(memory=2048 if limit else 24)
+    done = meshwise("run", "gpt", "--devices", "1xcuda", "--restarts", "0", *limit, check=False)
     assert done.returncode == 1
     assert "out of memory" in (done.stdout + done.stderr).lower() and "Traceback" not in done.stdout
 
@@ -187,6 +218,8 @@ for wrong in (["cuda:0", "cpu"], "3xcuda", "cuda:7"):
 with mw.virtual_devices(2):
     u, v = torch.ones(3, device="cpu:1"), torch.tensor([1.0, 2.0, 3.0], device="cuda:1")
     assert torch.equal(u.to("cuda:1") + v, v + 1) and torch.equal(v.to("cpu:1") + u, (v + 1).cpu().to("cpu:1"))
+    assert torch.equal(mw.to(u + 1, "cuda:1") * v, 2 * v) and mw.to(v, "cuda:0").device == src.device
+    assert torch.equal(mw.to(src, "cpu:1", path="staged", verify=True).to("cpu"), src.cpu())
     assert mw.copy(torch.empty(10**6), src).sum() == src.sum() and mw.to(src, "cpu:1").sum() == src.sum()
 assert torch.equal(mw.gather(parts, "cuda:1").cpu(), src.cpu())
 """, devices=2, schedule="random", seed=4)  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 
 from meshwise.api.restarts import Restarts
 from meshwise.records import folder as names
-from meshwise.records.files import append_lines, read_lines, write_text
+from meshwise.records.files import append_lines, read_lines, stay_in, write_text
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.faults import parse_fault
 from meshwise.workers.failure import Failure
@@ -104,6 +104,19 @@ def test_faults_belong_to_an_attempt_and_those_that_did_not_happen_are_said(tmp_
         "--fault kill:rank=1,step=2,phase=forward,attempt=2 did not happen: rank 1 came to no forward of step 2 there.",
         "--fault kill:rank=1,step=3,phase=forward,attempt=3 did not happen: there were 2 attempts.",
     ]
+
+
+def test_of_faults_nothing_is_known_once_the_folder_of_the_run_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwise.records.files._places", {})
+    folder, said = tmp_path / "run", list[str]()
+    folder.mkdir()
+    stay_in(folder)
+    restarts = Restarts(folder, most=3, faults=[parse_fault("kill:rank=1,step=1")], number=1)
+    folder.rmdir()
+    restarts.close(said.append)
+    assert said == []
 
 
 def test_a_command_is_told_of_a_failure(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from meshwise.machine.discovery import torch_facts
 from meshwise.machine.discovery.discover import discover
 from meshwise.machine.discovery.torch_facts import TorchDevice, TorchFacts, joined, read_torch, with_torch_facts
 from meshwise.spec.machine import Device, Machine, link_between
@@ -102,3 +105,50 @@ def test_this_torch_is_read() -> None:
     assert len(facts.devices) == (torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
     machine = with_torch_facts(discover())
     assert machine.versions["torch"] == torch.__version__ and machine.devices
+
+
+class OfCuda(SimpleNamespace):
+    """As torch.cuda is."""
+
+    properties: Any = SimpleNamespace(
+        name="Some GPU", total_memory=80 * GIB, pci_domain_id=0, pci_bus_id=0x4E, pci_device_id=0, major=9, minor=0
+    )
+
+    def get_device_properties(self, index: int) -> Any:
+        return self.properties
+
+    def can_device_access_peer(self, one: str, other: str) -> bool:
+        return one < other
+
+
+class OfXpu(OfCuda):
+    """As torch.xpu is: what a device computes has no such number, and older drivers tell no address."""
+
+    properties = SimpleNamespace(name="Some GPU", total_memory=80 * GIB)
+
+
+class OfMps(SimpleNamespace):
+    """As torch.mps is: it has no properties."""
+
+    def recommended_max_memory(self) -> int:
+        return 12 * GIB
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "count", "expected"),
+    [
+        ("cuda", OfCuda(), 2, ("Some GPU", 80 * GIB, "0000:4e:00.0", "9.0")),
+        ("xpu", OfXpu(), 2, ("Some GPU", 80 * GIB, "", "")),
+        ("mps", OfMps(), 1, ("Apple GPU", 12 * GIB, "", "")),
+    ],
+)
+def test_devices_of_every_kind_are_read_by_what_their_module_tells(
+    kind: str, module: Any, count: int, expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_facts, "accelerators", lambda: (kind, count))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    facts = read_torch()
+    assert [(d.model, d.memory, d.pci, d.capability) for d in facts.devices] == [expected] * count
+    assert [device.name for device in facts.devices] == [f"{kind}:{index}" for index in range(count)]
+    both = {(f"{kind}:0", f"{kind}:1"): True, (f"{kind}:1", f"{kind}:0"): False}
+    assert facts.peers == (both if count == 2 else {})

@@ -135,6 +135,7 @@ def test_the_rate_of_a_host(rate: str, bandwidth: float) -> None:
         ("4xRTX4090 Laptop", "is not a known part"),
         ("TPUv5", "is not a known part"),
         ("8xcuda", "meshwise devices"),
+        ("8xgpu", "'gpu' is not a part: name one, or see what is here with `meshwise devices`"),
         ("", "no part is named"),
         ("@200Gb", "no part is named"),
         ("8x", "is not a known part"),

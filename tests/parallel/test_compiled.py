@@ -144,3 +144,26 @@ def test_a_missing_compiler_is_told_before_anything_starts(monkeypatch: pytest.M
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(PlanError, match="needs a C\\+\\+ compiler on CPU, and 'no-such-compiler' is not found"):
         apply(nn.Linear(2, 2), Plan(compile=True), World())
+
+
+@pytest.mark.parametrize(
+    ("device", "triton", "says"),
+    [
+        ("cpu", None, "compile=True needs a C++ compiler on CPU, and 'no-such-compiler' is not found"),
+        ("cuda:1", None, "compile=True needs triton on a GPU, and it is not here"),
+        ("cuda:1", "here", None),
+        ("mps:0", None, None),
+    ],
+)
+def test_what_the_compiler_needs_depends_on_the_device(
+    device: str, triton: str | None, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: triton)
+    if says is None:
+        compiled.check_can_compile(device)
+        return
+    with pytest.raises(PlanError) as caught:
+        compiled.check_can_compile(device)
+    assert says in str(caught.value)

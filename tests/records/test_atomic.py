@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.records.files import append_lines, atomic_file, is_lost, stay_in, write_text, write_with
+from meshwise.records.files import (
+    append_lines,
+    atomic_file,
+    is_lost,
+    make_folder,
+    stay_in,
+    write_text,
+    write_with,
+)
 
 
 class Interrupted(BaseException):
@@ -54,6 +62,22 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="disk full"):
         write_with(tmp_path / "weights", write)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_goes_away_after_the_look_at_it_is_not_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    stay_in(folder)
+    make_folder(folder / "checkpoint" / "step-1")
+    make_folder(tmp_path / "other" / "run")
+    assert (folder / "checkpoint" / "step-1").is_dir() and (tmp_path / "other" / "run").is_dir()
+    folder.rename(tmp_path / "elsewhere")
+    monkeypatch.setattr("meshwise.records.files.is_lost", lambda path: False)
+    with pytest.raises(FileNotFoundError):
+        make_folder(folder / "checkpoint" / "step-2")
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("gone", ["removed", "moved", "another"])

@@ -65,6 +65,16 @@ def test_a_fault_happens_once_as_its_phase_begins(recorder: Any, tmp_path: Path)
     assert line["fault"] == "raise:rank=1,step=2,phase=backward" and line["attempt"] == 1 and line["time"] > 0
 
 
+def test_a_fault_happens_too_where_the_folder_of_the_run_is_gone(
+    recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwise.records.files._places", {tmp_path.absolute(): 0})
+    rank = recorder("raise:rank=1,step=2,phase=backward")
+    rank.begin_step(2)
+    with pytest.raises(InjectedFault), rank.span("backward"):
+        pytest.fail("the phase has begun")
+
+
 def test_a_collective_and_the_phases_of_a_script_have_faults_too(
     recorder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

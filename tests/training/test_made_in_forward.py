@@ -68,6 +68,32 @@ def train(between: Callable[[Any, Tensor], Tensor], before: bool = False) -> lis
     return default_engine().notes
 
 
+class Recurrent(nn.Module):
+    """Its layer has a `__setattr__` of its own, by which torch puts in and takes away what is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.layer(x)[0][:, -1])
+        return result
+
+
+def train_recurrent(plan: mw.Plan) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = Recurrent().double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    loader: Any = DataLoader(TensorDataset(torch.randn(16, 5, 4, dtype=torch.float64)), 4)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan)
+    losses = []
+    for (x,) in loader:
+        losses.append(float(mw.backward(model(x).square().mean())))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 @pytest.mark.parametrize("between", [lazily, each_time])
 def test_it_is_refused_with_its_line(between: Any, pool: Any) -> None:
     message = (
@@ -80,3 +106,10 @@ def test_it_is_refused_with_its_line(between: Any, pool: Any) -> None:
 @pytest.mark.parametrize("between, before", [(a_norm, False), (from_a_seed, False), (lazily, True)])
 def test_what_is_made_alike_or_before_is_no_alarm(between: Any, before: bool, pool: Any) -> None:
     assert pool(2).run(train, between, before) == [[], []]
+
+
+def test_what_shard_puts_into_a_recurrent_layer_is_not_made_there(pool: Any) -> None:
+    """It was read once its memory had been freed: SIGSEGV."""
+    (one,) = pool(1).run(train_recurrent, mw.Plan())
+    for losses in pool(2).run(train_recurrent, mw.Plan(shard=2)):
+        assert losses == pytest.approx(one, rel=1e-12)

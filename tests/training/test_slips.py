@@ -1,8 +1,8 @@
 """Slips of a script that trains on: what is summed twice, divided twice, or counted for a rank alone is said with its
 line; the right way to write the same is not.
 
-Of training/summed_twice.py, training/divided_batch.py, training/counted_parts.py and training/user_source.py. Each case
-is a small program on two devices. The line that must be named is marked `# here`.
+Of training/summed_twice.py, training/divided_batch.py, training/counted_parts.py, training/own_loss.py and
+training/user_source.py. Each case is a small program on two devices. The line that must be named is marked `# here`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ RATIO = "mw.mean of a ratio of sums"
 DIVIDED = "is 8 divided by the number of ranks"
 RUNNING = "running adds up losses times this rank's part of each batch"
 BUFFER = "buffer keeps samples of this rank alone"
+OWN = "loss is the loss of this rank's own samples here. Write loss = mw.backward(loss)"
 
 
 class Program:
@@ -70,6 +72,87 @@ def mistake(text: str) -> Callable[[Case], Case]:
 def right(case: Case) -> Case:
     RIGHT.append(case)
     return case
+
+
+# The loss of this rank's samples, where that of the batch was given back and dropped.
+
+
+@mistake(OWN)
+def a_loss_that_is_printed(p: Program) -> None:
+    for step, (x, y) in enumerate(p.loader):
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        if step % 2 == 0:
+            print(f"step {step}, loss {loss.item():.4f}")  # here
+
+
+@mistake(OWN)
+def a_loss_that_ends_the_loop(p: Program) -> None:
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        if loss.item() < 0:  # here
+            break
+
+
+@mistake(OWN)
+def a_loss_that_is_shown_by_a_bar(p: Program) -> None:
+    bar = SimpleNamespace(set_postfix=lambda **values: None)
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        bar.set_postfix(loss=loss.item())  # here
+
+
+@mistake(OWN)
+def a_mean_of_losses_that_is_printed(p: Program) -> None:
+    total = 0.0
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        total += loss.item()
+    print(f"mean loss {total / len(p.loader):.4f}")  # here
+
+
+@right
+def the_loss_that_is_given_back(p: Program) -> None:
+    total = 0.0
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        loss = mw.backward(loss)
+        p.step()
+        total += loss.item()
+        print(f"loss {loss.item():.4f}, so far {total}")
+        if loss.item() < 0:
+            break
+
+
+@right
+def a_loss_that_is_joined_over_the_ranks(p: Program) -> None:
+    total, losses = 0.0, []
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        total += loss.item() * len(x)
+        losses.append(loss.item())
+        print(mw.mean(loss.item(), weight=len(x)))
+    print(mw.sum(total) / len(p.data), mw.mean(sum(losses)))
+
+
+@right
+def a_loss_that_each_rank_prints_as_its_own(p: Program) -> None:
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        print(f"rank {mw.rank()}: {loss.item():.4f}")
+        if not torch.isfinite(loss):
+            raise ValueError("a loss that is not finite")
 
 
 # Sums of sums.

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, get_worker_info
 
+from meshwise.spec.devices import WorkerSlot
+from meshwise.spec.errors import WorkerFailed
 from meshwise.workers import failure
+from meshwise.workers.launch import launch
 from meshwise.workers.loader_failure import await_end, caught, ended
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -64,6 +69,25 @@ def test_a_loader_worker_that_ended_is_no_fault_of_the_program_and_has_a_remedy(
     assert found.kind == "loader" and found.of_machine
     assert found.message.startswith("lost its loader worker (process ") and found.message.endswith(f", which {text}")
     assert remedy in failure.sentence(found, 2)
+
+
+class Sockets(Damaged):
+    """Its rows are where a loader worker makes the sockets by which it hands on tensors."""
+
+    def __getitem__(self, index: int) -> str:  # type: ignore
+        return get_temp_dir()
+
+
+def read_and_be_killed(told: str) -> None:
+    for places in DataLoader(Sockets(None), batch_size=2, num_workers=1):
+        Path(told).write_text(places[0])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_leaves_no_folder_of_its_loader_workers(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="killed by SIGKILL"):
+        launch(read_and_be_killed, (str(tmp_path / "told"),), [WorkerSlot("cpu", None, (), 1)])
+    assert not Path((tmp_path / "told").read_text()).exists()
 
 
 def test_an_error_of_a_loader_worker_keeps_its_own_text_and_the_lines_of_the_user() -> None:

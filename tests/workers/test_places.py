@@ -8,14 +8,16 @@ and torchrun of torch 2.13. Those marked "documented" are written from documenta
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from meshwise.api.placing import placed
+from meshwise.api.placing import check_kind, placed
 from meshwise.spec.errors import UsageError
+from meshwise.spec.world import World
 from meshwise.training.run_options import RunOptions
 from meshwise.workers.launchers import slurm
 from meshwise.workers.launchers.find import place_in
@@ -314,6 +316,8 @@ def test_one_task_a_machine_with_more_devices_launches_there(
         (SRUN | {"SLURM_NODEID": "0"}, {"nnodes": 2, "node_rank": 1}, "--node-rank 1, and this is machine 0 of 2"),
         (SRUN, {"devices": "4xcpu"}, "--devices 4xcpu asks for 4, and Slurm started 2 tasks on this machine, 4 in all"),
         (TORCHRUN, {"devices": "4xcpu"}, "--devices 4xcpu asks for 4, and torchrun started 2 tasks on this machine"),
+        (TORCHRUN, {"devices": "cuda:2,3"}, "show the tasks those that are meant: CUDA_VISIBLE_DEVICES=2,3."),
+        (TORCHRUN, {"devices": "cuda:1"}, "--devices cuda:1: torchrun started 2 tasks on this machine, which take"),
     ],
 )
 def test_options_that_contradict_the_launcher_are_refused(
@@ -322,6 +326,25 @@ def test_options_that_contradict_the_launcher_are_refused(
     with pytest.raises(UsageError) as caught:
         placed(RunOptions("mlp", **words), environment)  # type: ignore[arg-type]
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("devices", "device"), [("2xcuda", "cpu"), ("cuda", "cpu"), ("2xcpu", "cuda:1")])
+def test_a_rank_without_a_device_of_the_kind_that_was_asked_for_is_refused(devices: str, device: str) -> None:
+    """It trained on what there was, in silence."""
+    for fits in (None, "all", f"2x{device.split(':')[0]}"):
+        check_kind(fits, World(1, 2, 1, 2, device))
+    with pytest.raises(UsageError, match=f"--devices {devices}: rank 1 runs on {device} here. Start it where"):
+        check_kind(devices, World(1, 2, 1, 2, device))
+
+
+@pytest.mark.parametrize(("devices", "kind"), [("2xcpu", "cpu"), ("2xcuda", None), ("cuda:0,1", None), (None, None)])
+def test_a_rank_takes_an_accelerator_unless_cpu_workers_are_asked_for(
+    devices: str | None, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHWISE_DEVICE", "none yet")
+    monkeypatch.delenv("MESHWISE_DEVICE")
+    _, joined = placed(RunOptions("mlp", devices=devices), SRUN)
+    assert joined and os.environ.get("MESHWISE_DEVICE") == kind
 
 
 def test_a_step_of_which_half_is_known_is_refused_and_one_process_needs_no_list() -> None:

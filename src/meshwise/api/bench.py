@@ -94,9 +94,8 @@ def bench(
     slots = find_devices(parse_devices(default_devices() if devices is None else devices))
     chosen = sizes_for(slots, sizes)
     machine = only_devices(find_machine(), device_names(slots))
-    budget = seconds or (SECONDS_ON_CPU if slots[0].device == "cpu" else SECONDS)
     try:
-        for part in _parts(slots, what, chosen, budget, measured):
+        for part in _parts(slots, what, chosen, seconds, measured):
             part()
     except (KeyboardInterrupt, WorkerFailed) as error:
         stopped = stop_by(error)
@@ -128,14 +127,15 @@ def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]
 
 
 def _parts(
-    slots: Sequence[WorkerSlot], what: Sequence[str], sizes: tuple[int, ...], seconds: float, measured: Measured
+    slots: Sequence[WorkerSlot], what: Sequence[str], sizes: tuple[int, ...], seconds: float | None, measured: Measured
 ) -> Iterator[Callable[[], object]]:
     """What is done one after the other; time is shared equally."""
     alone, together = "compute" in what, [part for part in what if part != "compute"]
-    copies = "links" in what and slots[0].device != "cpu"
+    on_cpu = slots[0].device == "cpu"
+    copies = "links" in what and not on_cpu
     processes = len(slots) > 1 and bool(together)
     progress = measured.progress
-    budget = seconds / max(alone + copies + processes, 1)
+    budget = (seconds or (SECONDS_ON_CPU if on_cpu else SECONDS)) / max(alone + copies + processes, 1)
     if alone:
         progress.starts(f"each of {len(slots)} devices alone")
         yield lambda: measure_alone(slots, budget, progress)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwise.api.alone import Alone
+from meshwise.api.placing import check_kind
 from meshwise.api.restarts import Restarts
 from meshwise.api.start import Program, Started, opened, refuse_restarts
 from meshwise.spec.devices import WorkerSlot
@@ -53,6 +54,7 @@ def joined_run(
     if (left := options.seconds_left(began)) is not None:
         deadline.limit(left)
     world = rank_context().world
+    check_kind(options.devices, world)
     slots = [WorkerSlot(world.kind, None, (), 1)] * world.size
     mine: list[Started] = []
 

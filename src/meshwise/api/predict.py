@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from meshwise.api.placing import refuse_devices
+from meshwise.api.placing import ask_for_kind, check_kind, refuse_devices
 from meshwise.api.start import worker_slots
 from meshwise.api.supervise import PRELOAD, forwarded_signals
 from meshwise.jobs.registry import find_in_file, find_job
@@ -89,6 +89,7 @@ def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions
     place = place_in(os.environ)
     if place.size > 1:
         refuse_devices(options.devices, place)
+        ask_for_kind(options.devices, place)
         results, stopped = [_joined(options)], 0
         console.quiet |= join().world.rank > 0
     else:
@@ -220,6 +221,7 @@ def _in_worker(options: PredictOptions, origin: dict[str, str]) -> dict[str, Any
 
 def _joined(options: PredictOptions) -> dict[str, Any]:
     """In this process, one of those that torchrun, srun, mpirun or mw.launch started. Collective."""
+    check_kind(options.devices, join().world)
     first = join().world.rank == 0
     facts = run_predict(_job_of(options), options, _origin(options), _said if first else None)
     return dict(broadcast_object(facts, everyone()))

@@ -20,7 +20,7 @@ from meshwise.api.rescue import keep_left
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.claims import write_of
-from meshwise.records.files import read_lines
+from meshwise.records.files import is_lost, read_lines
 from meshwise.spec.errors import PlanError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, FAILED, NO_PROGRESS
 from meshwise.spec.faults import Fault
@@ -240,7 +240,7 @@ class Restarts:
                 say(f"--on-failure {self.command}: ended with exit code {code}.")
         happened = {(line.get("fault"), line.get("attempt")) for line in self.happened()}
         first = self.number - self.attempt
-        for fault in self.faults:
+        for fault in () if is_lost(self.folder) else self.faults:
             if (str(fault), first + fault.attempt) not in happened:
                 say(f"--fault {fault} did not happen: {self._why_not(fault)}.")
 

@@ -170,6 +170,19 @@ def begin_send(tensor: Tensor, target: int, group: Group) -> Callable[[], None]:
     return wait
 
 
+def one_way(sends: Pairs, receives: Pairs, group: Group) -> None:
+    """As `send_receive`, for an end of which the other is `begin_send`, or this: in a group that was made without
+    `device_id` nccl has a connection for those alone, and another for several at once."""
+    for tensor, rank in sends:
+        begin_send(tensor, rank, group)()
+    for tensor, rank in receives:
+        buffer = _contiguous(tensor.detach())
+        work = dist.irecv(as_bytes(buffer), group=group, group_src=rank) if buffer.nbytes else None
+        if work is not None:
+            work.wait()
+        _copy_back(tensor, buffer)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of `tensor`, flat; of a copy where its elements do not lie one after the other in memory."""
     flat = _contiguous(tensor.detach()).reshape(-1)

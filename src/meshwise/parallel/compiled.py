@@ -47,13 +47,12 @@ def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
 
 def check_can_compile(device: str) -> None:
     """Raises PlanError where the compiler lacks what it needs to make code for `device`."""
-    kind = device.split(":")[0]
     if BACKEND != "inductor":
         return
-    if has_streams(kind) and importlib.util.find_spec("triton") is None:
+    if has_streams(device) and importlib.util.find_spec("triton") is None:
         raise PlanError("compile=True needs triton on a GPU, and it is not here. Leave compile out, or install it.")
     name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if kind == "cpu" and shutil.which(name) is None:
+    if device.startswith("cpu") and shutil.which(name) is None:
         raise PlanError(
             f"compile=True needs a C++ compiler on CPU, and '{name}' is not found. Leave compile out, install one, or "
             "name it with the variable CXX."

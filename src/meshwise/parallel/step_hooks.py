@@ -87,8 +87,11 @@ def held_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether its step cannot be called without a closure (LBFGS)."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
+    known = _need_closures.get(optimizer)
+    if known is None:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        known = _need_closures[optimizer] = closure is not None and closure.default is closure.empty
+    return known
 
 
 def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -135,6 +138,7 @@ class _OneOptimizer:
 
 
 _of_all: list[Subscription] = []
+_need_closures: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 _hooks_of: weakref.WeakValueDictionary[int, _OneOptimizer] = weakref.WeakValueDictionary()
 
 

@@ -37,10 +37,15 @@ def is_lost(folder: Path) -> bool:
 
 def make_folder(folder: Path) -> None:
     """Make a folder where it is missing, but none in a place that is lost. Raises OSError."""
-    for place in (folder, *folder.parents):
+    places, stays = [folder, *folder.parents], len(folder.parents)
+    for number, place in enumerate(places):
         if is_lost(place):
             raise FileNotFoundError(errno.ENOENT, "the run folder was removed or moved", str(place))
-    folder.mkdir(parents=True, exist_ok=True)
+        if place.absolute() in _places:
+            stays = min(stays, number)
+    missing = [each for each in places[:stays] if not each.exists()]  # never the place itself: it may go away just now
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
 
 
 @contextlib.contextmanager

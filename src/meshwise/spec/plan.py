@@ -236,7 +236,7 @@ class Plan:
         return self.parameters_divided or self._divides("state")
 
     def _divides(self, what: str) -> bool:
-        return any(getattr(self, f.name) != f.default for f in fields(self) if f.metadata.get("divides") == what)
+        return any(getattr(self, name) != default for name, default in _DIVIDING[what])
 
     @property
     def dtypes(self) -> Dtypes:
@@ -247,6 +247,10 @@ class Plan:
         return f"Plan({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
 
 
+_DIVIDING = {
+    what: tuple((f.name, f.default) for f in fields(Plan) if f.metadata.get("divides") == what)
+    for what in ("parameters", "state")
+}
 AXES = tuple(f.name for f in fields(Plan) if f.metadata.get("axis"))
 """The mesh axes, outermost first: the last one is on neighbouring devices, whose links are the fastest."""
 

@@ -99,7 +99,7 @@ def _running(source: Source, loop: ast.For, rows: set[str], uneven: bool) -> Ite
             continue
         name = node.target.id
         wrong = uneven or bool(losses & own) or _is_divided_by_all(source, name)
-        if wrong and not _may_be_joined(source, name):
+        if wrong and not may_be_joined(source, name):
             yield node.lineno, name
 
 
@@ -132,7 +132,7 @@ def _is_divided_by_all(source: Source, name: str) -> bool:
     return False
 
 
-def _may_be_joined(source: Source, name: str, behind: tuple[str, ...] = ()) -> bool:
+def may_be_joined(source: Source, name: str, behind: tuple[str, ...] = ()) -> bool:
     """Whether a name, or what is made of it, may be added up over the ranks somewhere, or be known elsewhere."""
     functions = {n.name for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in inside(source.scope):
@@ -144,7 +144,7 @@ def _may_be_joined(source: Source, name: str, behind: tuple[str, ...] = ()) -> b
         elif isinstance(node, ast.Assign) and reads(node.value, name):
             made = [each for each, of in given(node) if reads(of, name)]
             new = [each for each in made if each not in (name, *behind)]
-            if not made or any(_may_be_joined(source, each, (*behind, name)) for each in new):
+            if not made or any(may_be_joined(source, each, (*behind, name)) for each in new):
                 return True
         elif isinstance(node, ast.Call) and any(reads(each, name) for each in ast.iter_child_nodes(node)):
             called = name_of(node)

@@ -182,7 +182,8 @@ def sum(value: Number, *, grad: bool = False) -> Number:
     In the loop over the loader `value` is of this rank's part of the batch; after it, of all that this rank read. A
     number comes back as a number, a tensor as a tensor, detached. UsageError after a loop whose values count a padding
     sample.
-    grad: the tensor keeps its gradient, for a loss of the whole batch that is no mean over samples, such as a ratio:
+    grad: the tensor keeps its gradient, and comes back on the device of this worker: for a loss of the whole batch that
+    is no mean over samples, such as a ratio:
     `dice = 2 * mw.sum((p * y).sum(), grad=True) / mw.sum((p + y).sum(), grad=True)`, then `mw.backward(1 - dice)`.
     Every rank's loss depends on it. UsageError with pipeline or accumulate, outside a loop, and in a loss that is given
     to mw.backward as reduction="sum".

@@ -152,7 +152,8 @@ class DistributedLoader:
                 self._batches_given += 1
                 batch = engine.cast(batch)
                 engine.begin(part, read)
-                engine.agreed.shapes.given(self._number, batch, part)
+                if engine.world.size > 1:
+                    engine.agreed.shapes.given(self._number, batch, part)
                 engine.step_draws.key = key
                 self.in_batch = True
                 try:

@@ -43,6 +43,7 @@ from meshwise.training.loops import LoopRead, Loops
 from meshwise.training.made_in_forward import note_made
 from meshwise.training.model_stream import StepDraws
 from meshwise.training.order import BatchSlice
+from meshwise.training.own_loss import says_own_loss
 from meshwise.training.phases import Phases
 from meshwise.training.program import Program
 from meshwise.training.recording import Recording
@@ -96,8 +97,7 @@ class Engine:
         self.world, self.gate, self._notify = world, gate, notify
         # A function, not a method: a copy of a model copies what its batch norms hold.
         self.program = Program(world, lambda: _samples(self.part), self.notify, piggyback_loss=script)
-        self.draws = draws
-        """The exact random draws, where they are asked for."""
+        self.draws = draws  # the exact random ones, where they are asked for
         self.schedulers: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
         """Those that were given to `mw.distribute`."""
         self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -108,8 +108,7 @@ class Engine:
         """Compares what the ranks hold, with the loss of a script."""
         self.step_draws = StepDraws(world)
         self._by_hand = HandUpdates(self.program)
-        self.coupled = CoupledLosses()
-        self.reads = Loops(world)  # what this rank reads in its loops
+        self.coupled, self.reads = CoupledLosses(), Loops(world)  # reads: what this rank reads in its loops
         self.saves: Counter[str] = Counter()
         self.loads = 0
         """How often each file was saved, and any was loaded: ranks count alike, to meet there."""
@@ -294,6 +293,7 @@ class Engine:
             samples = part.samples if weight is None else 0
             self.notify(check_reduction(loss, reduction, self.world.size, where or user_place(), verb, samples))
             self.notify(self.coupled.look(loss, part, self.plan, where))
+            self.notify("" if where else says_own_loss())
 
     def _backward_of_batch(
         self, loss: Tensor, weight: Tensor | float | None, part: BatchSlice | None, *, summed: bool

@@ -7,6 +7,7 @@ Tested in tests/training/test_faults.py and tests/faults/test_restarts.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -70,7 +71,8 @@ class ArmedFaults:
     def _tell(self, fault: Fault) -> None:
         fact = {"fault": str(fault), "attempt": int(os.environ.get(ATTEMPT, "1")), "time": time.time()}
         if self._folder is not None:
-            append_lines(self._folder / names.FAULTS, [fact])
+            with contextlib.suppress(OSError):  # the folder is gone, or its disk full
+                append_lines(self._folder / names.FAULTS, [fact])
 
     def _of_the_machine(self, fault: Fault) -> Callable[[], object] | None:
         """What is to happen to the disk or to the link; None where there is nothing that it could happen to."""

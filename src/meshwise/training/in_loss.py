@@ -2,7 +2,8 @@
 
 Each rank's loss is then of sums over the whole batch, and the same on all. In the backward the gradients of such a sum
 are added over the ranks, as what each rank adds to it is in the loss of all; `mw.backward` weighs ranks as ever, so any
-other term beside it is right as well.
+other term beside it is right as well. Such a sum lies on the rank's device, as the sums of the other ranks do: one
+without items may have given a zero of the host, and its collectives, and its loss, would go another way than theirs.
 
 Tested in tests/training/test_in_loss.py.
 """
@@ -40,7 +41,8 @@ def sum_in_loss(engine: Engine, value: Tensor) -> Tensor:
     part = _begin(engine, "mw.sum", value)
     if part is None:
         return value
-    wide = _attached(value.to(torch.promote_types(value.dtype, torch.float32)) if _is_float(value) else value)
+    here = value.to(engine.world.device)
+    wide = _attached(here.to(torch.promote_types(value.dtype, torch.float32)) if _is_float(value) else here)
     total = _added(wide if part.samples else torch.where(torch.zeros_like(wide, dtype=torch.bool), wide, 0), "mw.sum")
     return total.to(value.dtype)
 
@@ -50,8 +52,9 @@ def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -
     part = _begin(engine, "mw.mean", value)
     if part is None:
         return value
-    known = as_weight((part.samples if weight is None else weight) if part.samples else 0, value)
-    wide = _attached(value).to(known.dtype).reshape(-1)
+    here = value.to(engine.world.device)
+    known = as_weight((part.samples if weight is None else weight) if part.samples else 0, here)
+    wide = _attached(here).to(known.dtype).reshape(-1)
     counted = torch.where(known != 0, wide, 0) * known
     sums = _added(torch.cat([counted, known.reshape(1)]), "mw.mean")
     return (sums[:-1] / sums[-1]).view(value.shape).to(value.dtype)

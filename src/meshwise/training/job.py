@@ -144,11 +144,8 @@ class Job:
     @property
     def evaluates(self) -> tuple[int, str]:
         """`validate_every` as a count and its unit: `(500, "steps")`; a count of 0 is none."""
-        text = str(self.validate_every) if isinstance(self.validate_every, int | str) else ""
-        found = re.fullmatch(r"([\d_,]+)\s*(epoch|step)s?|(\d+)", text.strip())
-        if found is None or isinstance(self.validate_every, bool):
-            return 0, "epochs"
-        return int((found[1] or found[3]).replace(",", "")), f"{found[2] or 'epoch'}s"
+        whole = isinstance(self.validate_every, int | str) and not isinstance(self.validate_every, bool)
+        return _count_and_unit(str(self.validate_every)) if whole else (0, "epochs")
 
     def named(self, name: str = "") -> Job:
         """This job; one without a name gets this one, or that of the variable of the program that it is bound to."""
@@ -156,6 +153,14 @@ class Job:
             return self
         bound = (key for key, value in vars(sys.modules["__main__"]).items() if value is self and key[0] != "_")
         return replace(self, name=name or next(bound, "job"))
+
+
+@functools.cache
+def _count_and_unit(text: str) -> tuple[int, str]:
+    found = re.fullmatch(r"([\d_,]+)\s*(epoch|step)s?|(\d+)", text.strip())
+    if found is None:
+        return 0, "epochs"
+    return int((found[1] or found[3]).replace(",", "")), f"{found[2] or 'epoch'}s"
 
 
 def _check_best(job: str, best: str, test: Any) -> None:

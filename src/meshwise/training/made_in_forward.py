@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from types import FrameType
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.compat.fake import rehearsing
-from meshwise.compat.modules import modules_called_around
+from meshwise.compat.modules import modules_called_around, parameters_in
 from meshwise.spec.user_code import user_place
 from meshwise.training.program import Program
 from meshwise.training.settings import Settings
@@ -43,6 +44,8 @@ def _registered(
     program: Program, made: list[Made], count: list[int], module: nn.Module, name: str, p: Tensor | None
 ) -> None:
     if p is None or isinstance(p, UninitializedParameter) or type(p) is not nn.Parameter or count[0] == MOST:
+        return
+    if isinstance(parameters_in(module).get(name), DTensor):  # shard puts it in for this forward
         return
     if _is_in_forward(program, sys._getframe(1)):
         count[0] += 1

@@ -36,13 +36,18 @@ def _sum(engine: Engine, value: Number) -> Number:
         return value
     counts = 0 if _samples_of(engine, "mw.sum", weighed=True) == 0 else 1
     dtype = torch.int64 if isinstance(value, int) else torch.float64
-    mine = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
+    mine = _here(engine, value) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
     with _adding(engine, "mw.sum", mine):
         total = collectives.all_reduce(mine * counts, of="mw.sum")
     if is_summed() and torch.allclose(total.double(), mine.double() * engine.world.size):
         engine.notify(TWICE.format(place=user_place()))
         return value
-    return total if isinstance(value, Tensor) else type(value)(total.item())
+    return total.to(value.device) if isinstance(value, Tensor) else type(value)(total.item())
+
+
+def _here(engine: Engine, value: Tensor) -> Tensor:
+    """On the rank's device, as on the others: a rank without items may have made a zero of the host."""
+    return value.detach().to(engine.world.device)
 
 
 def _adding(engine: Engine, verb: str, value: Any) -> contextlib.AbstractContextManager[None]:
@@ -54,7 +59,8 @@ def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tenso
     """The mean of `value` over what all ranks read. See `mw.mean`."""
     mean = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
     if engine.world.size > 1:
-        mean = _mean(engine, mean, weight)
+        here = _here(engine, mean) if isinstance(value, Tensor) else mean
+        mean = _mean(engine, here, weight).to(mean.device)
     mean = _joined(engine, mean)
     return mean if isinstance(value, Tensor) else mean.item()
 

@@ -34,7 +34,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.block_spans import record_blocks
-from meshwise.training.step_errors import NOT_OURS, STEPPED_TWICE
+from meshwise.training.step_errors import NOT_OURS, STEPPED_TWICE, WHOLE_STATE
 from meshwise.transfer import collectives
 from meshwise.workers.environment import BLOCKS
 
@@ -76,7 +76,7 @@ class Program:
         self._alive = 0
         self._numbers = itertools.count()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
+        self.optimizers: weakref.WeakKeyDictionary[Optimizer, _Holds | None] = weakref.WeakKeyDictionary()
         """Those that were given or have stepped for the models, in this order: the same on every rank."""
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since the last backward
@@ -292,10 +292,14 @@ class Program:
         """Reduces gradients that wait for it. UsageError for a step that would silently let the ranks diverge."""
         reduction = self.reduction
         if reduction is not None or self._replaced:
-            ours = self._check_held(optimizer, self.holds(optimizer))
-            if ours:
-                check_steps_on_parts(optimizer, self.plan)
-                self.optimizers.setdefault(optimizer, None)
+            holds = self.holds(optimizer)
+            ours = self._check_held(optimizer, holds)
+            if ours and self.optimizers.get(optimizer) is not holds:  # once for what it holds
+                plan = self.plan
+                if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
+                    self._notify(WHOLE_STATE)
+                check_steps_on_parts(optimizer, plan)
+                self.optimizers[optimizer] = holds
             if ours and reduction is not None:
                 again = optimizer in self._stepped
                 none = self.backwards == self.began and optimizer not in self._older
@@ -341,7 +345,4 @@ class Program:
                     "distributed model, so its gradient is of one rank alone. Give the module that it is of to "
                     "mw.distribute too."
                 )
-        plan = self.plan
-        if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
-            self._notify("zero1: an optimizer that was not given to mw.distribute keeps its whole state on every rank.")
         return True

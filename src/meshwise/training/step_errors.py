@@ -10,3 +10,4 @@ STEPPED_TWICE = (
     "optimizer.step() was called twice after one mw.backward. Its gradients were used already, or come from "
     "loss.backward() and are each rank's own. Call mw.backward(loss) before each step."
 )
+WHOLE_STATE = "zero1: an optimizer that was not given to mw.distribute keeps its whole state on every rank."

@@ -10,8 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 
-from meshwise.spec.user_code import user_frame
-from meshwise.training.user_source import Source, bare, call_in, source_of
+from meshwise.training.user_source import Source, asked, bare
 
 TWICE = (
     "{place}: mw.sum of what mw.sum or mw.mean gave: that is of all ranks already, so it is left as it is. Sum once, "
@@ -21,7 +20,6 @@ RATIO = (
     "{place}: mw.mean of a ratio of sums: each rank's ratio is of its own samples, and their mean is another number "
     "than the ratio of all. Write mw.sum(a) / mw.sum(b), or mw.mean(a / b, weight=b)."
 )
-_known: dict[tuple[str, int, int], bool] = {}
 
 
 def is_summed() -> bool:
@@ -35,16 +33,8 @@ def is_ratio() -> bool:
 
 
 def _asked(question: Callable[[Source, ast.expr], bool]) -> bool:
-    """The question to what the running call is given; asked once at each call in the source."""
-    frame = user_frame()
-    if frame is None:
-        return False
-    key = frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
-    if key not in _known:
-        source = source_of(frame)
-        call = call_in(frame, source.tree)
-        _known[key] = call is not None and bool(call.args) and question(source, call.args[0])
-    return _known[key]
+    """The question to what the running call is given."""
+    return asked(lambda source, call: bool(call.args) and question(source, call.args[0]), False)
 
 
 def _joined(source: Source, node: ast.expr, behind: tuple[str, ...]) -> bool | None:

@@ -10,11 +10,15 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar, cast
 
+from meshwise.spec.user_code import user_frame
+
+_Answer = TypeVar("_Answer")
+_answers: dict[tuple[str, int, int], Any] = {}
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 PLAIN = {"item", "float", "double", "long", "int", "cpu", "clone", "detach", "to", "tolist", "tensor", "as_tensor"}
 """Calls whose value is that of what they are called on, or given."""
@@ -100,6 +104,20 @@ def call_in(frame: FrameType, tree: ast.Module) -> ast.Call | None:
     where = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return next((n for n in calls if (n.lineno, n.end_lineno, n.col_offset, n.end_col_offset) == where), None)
+
+
+def asked(question: Callable[[Source, ast.Call], _Answer], unknown: _Answer) -> _Answer:
+    """The question about the user's call that is running; asked once at each call in the source. unknown: the answer
+    where there is no source."""
+    frame = user_frame()
+    if frame is None:
+        return unknown
+    key = frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
+    if key not in _answers:
+        source = source_of(frame)
+        call = call_in(frame, source.tree)
+        _answers[key] = unknown if call is None else question(source, call)
+    return cast("_Answer", _answers[key])
 
 
 def loop_at(source: Source) -> ast.For | None:

@@ -164,7 +164,7 @@ def all_to_all(tensor: Tensor, group: Group = None, *, out: Tensor | None = None
 
 def send(tensor: Tensor, target: int, group: Group = None) -> None:
     """Send `tensor` to rank `target`, which calls `receive`."""
-    send_receive([(tensor, target)], [], group, "send")
+    send_receive([(tensor, target)], [], group, "send", backend.one_way)
 
 
 def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[], None]:
@@ -176,12 +176,18 @@ def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[],
 
 def receive(tensor: Tensor, source: int, group: Group = None) -> Tensor:
     """Write what rank `source` sends into `tensor`, of the same shape and dtype."""
-    send_receive([], [(tensor, source)], group, "receive")
+    send_receive([], [(tensor, source)], group, "receive", backend.one_way)
     return tensor
 
 
-def send_receive(sends: Pairs, receives: Pairs, group: Group = None, kind: str = "send-receive") -> None:
-    """Send (tensor, rank) pairs and receive into (tensor, rank) pairs, all at once.
+def send_receive(
+    sends: Pairs,
+    receives: Pairs,
+    group: Group = None,
+    kind: str = "send-receive",
+    carry: Callable[[Pairs, Pairs, Group], None] = backend.send_receive,
+) -> None:
+    """Send (tensor, rank) pairs and receive into (tensor, rank) pairs, all at once. carry: by which of the backend's.
 
     Bytes are those that this rank sends, or those that it receives where these are more.
     """
@@ -194,7 +200,7 @@ def send_receive(sends: Pairs, receives: Pairs, group: Group = None, kind: str =
     moved = max(([tensor for tensor, _ in pairs] for pairs in (sends, receives)), key=_bytes)
     target, source = (pairs[0][1] if len(pairs) == 1 else own for pairs in (sends, receives))
     ends = (own, target) if sends else (source, own)
-    _run(kind, moved, group, functools.partial(backend.send_receive, sends, receives), ends)
+    _run(kind, moved, group, functools.partial(carry, sends, receives), ends)
 
 
 def barrier(group: Group = None) -> None:

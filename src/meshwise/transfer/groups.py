@@ -36,8 +36,7 @@ def ranks_of(group: Group) -> tuple[int, ...]:
 
 def device_of(group: Group) -> torch.device:
     """Where the group takes its tensors: on this process's accelerator with nccl, else on the CPU."""
-    on_host = backend.backend_of(_HOST, group) != "nccl"
-    return _HOST if on_host else torch.device("cuda", torch.cuda.current_device())
+    return _HOST if backend.backend_of(_HOST, group) != "nccl" else torch.device("cuda", torch.cuda.current_device())
 
 
 def everyone() -> Group:

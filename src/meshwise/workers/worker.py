@@ -11,8 +11,10 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import asdict
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from meshwise.workers.parting import trail_path
 from meshwise.workers.written_files import FileWatch
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes that the path of a socket has left for a folder
 
 in_progress: set[str] = set()
 """What a rank is in the middle of, such as an epoch: leaving then is leaving the other ranks alone."""
@@ -48,6 +51,7 @@ def main() -> int:
         raise UsageError("meshwise.workers is started by `meshwise run` and `mw.launch` alone.")
     stopping.pass_on(session.channel, session.gate, leads=session.world.rank == 0)
     task, rank = Path(sys.argv[1]), session.world.rank
+    keep_sockets_in(task.parent)
     verb_log.begin(trail_path(task.parent, rank))
     join.keep_store()
     heartbeat.begin(task.parent, rank, overlaps=session.world.kind != "cpu")
@@ -93,6 +97,16 @@ def bind_to_cores(cores: str) -> None:
     if cores and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+
+
+def keep_sockets_in(scratch: Path) -> None:
+    """Where loader workers make the sockets by which they hand on tensors: what is left of those that are killed goes
+    with the launch."""
+    if len(str(scratch)) > SOCKET_ROOM:
+        return
+    before, tempfile.tempdir = tempfile.tempdir, str(scratch)
+    get_temp_dir()  # made once in a process, for it and for its children
+    tempfile.tempdir = before
 
 
 def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:

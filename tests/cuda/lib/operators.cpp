@@ -105,6 +105,23 @@ at::Tensor tensor_at(Stack* s, size_t i) { return (*s)[i].isTensor() ? (*s)[i].t
 void give(Stack* s, std::vector<IValue> results) { s->assign(results.begin(), results.end()); }
 void plainly(const OperatorHandle& op, Stack* s) { op.callBoxed(s); }
 
+// Batch norms over several devices: a number a channel, beside rows, channels, places.
+at::Tensor along(const at::Tensor& each, const at::Tensor& x) {
+  std::vector<int64_t> sizes(x.dim(), 1);
+  sizes[1] = -1;
+  return each.view(sizes);
+}
+at::Tensor over_channel(const at::Tensor& x) { return x.transpose(0, 1).flatten(1).sum(1); }
+void gathered(Stack* s, const at::Tensor& counts) { // of every device: mean, 1 / deviation and count
+  at::Tensor mean = tensor_at(s, 1), n = counts.to(mean.scalar_type()).view({-1, 1}), total = n.sum(0);
+  double momentum = (*s)[5].toDouble(), eps = (*s)[6].toDouble();
+  at::Tensor of_all = (mean * n).sum(0) / total;
+  at::Tensor squares = ((tensor_at(s, 2).pow(-2) - eps + (mean - of_all).pow(2)) * n).sum(0);
+  if (tensor_at(s, 3).defined()) tensor_at(s, 3).mul_(1 - momentum).add_(of_all, momentum);
+  if (tensor_at(s, 4).defined()) tensor_at(s, 4).mul_(1 - momentum).add_(squares / (total - 1), momentum);
+  give(s, {of_all, (squares / total + eps).rsqrt()});
+}
+
 at::Generator seeded; // the generator of the random operator that is computed now; one thread computes
 
 const std::map<std::string, Emulation>& emulations() {
@@ -191,6 +208,31 @@ const std::map<std::string, Emulation>& emulations() {
          at::Tensor x = tensor_at(s, 0).to(at::kFloat).transpose(0, 1).flatten(1);
          if (tensor_at(s, 0).scalar_type() == at::kDouble) x = tensor_at(s, 0).transpose(0, 1).flatten(1);
          give(s, {x.mean(1), (x.var(1, false) + (*s)[1].toDouble()).rsqrt()});
+       }},
+      {"aten::batch_norm_gather_stats", [](const OperatorHandle&, Stack* s) {
+         gathered(s, at::full({tensor_at(s, 1).size(0)}, (*s)[7].toInt()));
+       }},
+      {"aten::batch_norm_gather_stats_with_counts", [](const OperatorHandle&, Stack* s) { gathered(s, tensor_at(s, 7)); }},
+      {"aten::batch_norm_elemt", [](const OperatorHandle&, Stack* s) {
+         at::Tensor x = tensor_at(s, 0), weight = tensor_at(s, 1), bias = tensor_at(s, 2), mean = tensor_at(s, 3);
+         at::Tensor out = (x.to(mean.scalar_type()) - along(mean, x)) * along(tensor_at(s, 4), x);
+         if (weight.defined()) out = out * along(weight, x);
+         if (bias.defined()) out = out + along(bias, x);
+         if (s->size() > 6) tensor_at(s, 6).copy_(out); // out=
+         give(s, {out});
+       }},
+      {"aten::batch_norm_backward_reduce", [](const OperatorHandle&, Stack* s) {
+         at::Tensor x = tensor_at(s, 1), mean = tensor_at(s, 2), grad = tensor_at(s, 0).to(mean.scalar_type());
+         at::Tensor of_bias = over_channel(grad), moved = over_channel(grad * (x.to(mean.scalar_type()) - along(mean, x)));
+         auto asked = [&](size_t i, const at::Tensor& each) { return (*s)[i].toBool() ? each : at::Tensor(); };
+         give(s, {asked(5, of_bias), asked(5, moved), asked(6, moved * tensor_at(s, 3)), asked(7, of_bias)});
+       }},
+      {"aten::batch_norm_backward_elemt", [](const OperatorHandle&, Stack* s) {
+         at::Tensor x = tensor_at(s, 1), mean = tensor_at(s, 2), scale = tensor_at(s, 3), weight = tensor_at(s, 4);
+         at::Tensor count = tensor_at(s, 7).sum().to(mean.scalar_type()), far = x.to(mean.scalar_type()) - along(mean, x);
+         at::Tensor same = tensor_at(s, 5) / count, along_far = tensor_at(s, 6) / count * scale.pow(2);
+         if (weight.defined()) scale = scale * weight;
+         give(s, {(tensor_at(s, 0).to(mean.scalar_type()) - along(same, x) - far * along(along_far, x)) * along(scale, x)});
        }},
   };
   return table;

@@ -106,24 +106,17 @@ def joined(machine: Machine, facts: TorchFacts) -> Machine:
 
 
 def _device(torch: Any, kind: str, index: int) -> TorchDevice:
-    name = f"{kind}:{index}"
-    if kind == "cuda":
-        facts = torch.cuda.get_device_properties(index)
-        capability = f"{facts.major}.{facts.minor}"
-        return TorchDevice(name, facts.name, int(facts.total_memory), address_of(facts), capability)
-    if kind == "xpu":
-        found = torch.xpu.get_device_properties(index)
-        return TorchDevice(name, found.name, int(found.total_memory))
-    if kind == "mps":
-        return TorchDevice(name, "Apple GPU", int(torch.mps.recommended_max_memory()))
-    return TorchDevice(name, kind)
+    name, known = f"{kind}:{index}", torch.get_device_module(kind)
+    if not hasattr(known, "get_device_properties"):  # Apple's one GPU
+        return TorchDevice(name, "Apple GPU", int(known.recommended_max_memory()))
+    facts = known.get_device_properties(index)
+    capability = f"{facts.major}.{facts.minor}" if hasattr(facts, "major") else ""
+    return TorchDevice(name, facts.name, int(facts.total_memory), address_of(facts), capability)
 
 
 def _peers(torch: Any, devices: tuple[TorchDevice, ...]) -> Mapping[tuple[str, str], bool]:
-    names = [device.name for device in devices if device.name.startswith("cuda")]
-    return {
-        (one, other): torch.cuda.can_device_access_peer(one, other) for one in names for other in names if one != other
-    }
+    pairs = [(one.name, other.name) for one in devices for other in devices if one != other]
+    return {pair: torch.get_device_module(pair[0]).can_device_access_peer(*pair) for pair in pairs}
 
 
 def _one(seen: TorchDevice, known: Device | None) -> Device:

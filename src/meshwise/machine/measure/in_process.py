@@ -53,8 +53,7 @@ def _lanes_under_load(device: str) -> Lanes | None:
 
 def _peers(source: str, target: str) -> bool:
     """Whether one device can read the other's memory without the host."""
-    both = has_streams(source) and has_streams(target)
-    return both and reads_directly(torch.device(source), torch.device(target))
+    return has_streams(source) and reads_directly(torch.device(source), torch.device(target))
 
 
 def _can(path: CopySpec) -> bool:
