@@ -15,7 +15,7 @@ CASES = [(Plan(data=2), loss) for loss in LOSSES] + [(Plan(shard=2), loss) for l
 
 
 @pytest.mark.evidence("sums and means over all ranks that keep their gradient are on GPUs those of CPU workers")
-@pytest.mark.parametrize(("plan", "loss"), CASES, ids=str)
+@pytest.mark.parametrize(("plan", "loss"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_a_loss_of_sums_over_all_ranks_trains_as_on_cpu_workers(
     gpus: Any, pool: Any, loss: Loss, plan: Plan, tmp_path: Any
 ) -> None:

@@ -17,7 +17,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.units import plural
 from meshwise.spec.world import World
 from meshwise.training.run_options import RunOptions
-from meshwise.workers.environment import DEVICE_KIND
+from meshwise.workers.environment import DEVICE_KIND, VISIBLE
 from meshwise.workers.launchers.find import place_in
 from meshwise.workers.launchers.place import Place
 from meshwise.workers.rendezvous import meet
@@ -39,13 +39,21 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
         known = None if place.launcher == "torchrun" else place.rendezvous  # at torchrun's port its own store listens
         where = options.rdzv or ":".join(map(str, known or meet(place)))
         return replace(options, nnodes=place.nodes, node_rank=place.node, rdzv=where), False
-    ask_for_kind(options.devices)
+    ask_for_kind(options.devices, place)
     return options, True
 
 
-def ask_for_kind(devices: str | None) -> None:
-    """Before this rank takes its device: an accelerator where there is one, unless CPU workers are asked for."""
-    if parse_devices(devices or "all").kind == "cpu":
+def ask_for_kind(devices: str | None, place: Place) -> None:
+    """Before this rank takes its device: an accelerator where there is one, unless CPU workers are asked for. Raises
+    UsageError for other accelerators than the first ones."""
+    request = parse_devices(devices or "all")
+    if request.indices not in (None, tuple(range(place.tasks_here))):
+        raise UsageError(
+            f"--devices {devices}: {place.launcher or 'the launcher'} started {plural(place.tasks_here, 'task')} on "
+            "this machine, which take its devices from the first on. Leave --devices out, and show the tasks those "
+            f"that are meant: {VISIBLE}={','.join(map(str, request.indices or ()))}."
+        )
+    if request.kind == "cpu":
         os.environ.setdefault(DEVICE_KIND, "cpu")
 
 
@@ -54,8 +62,8 @@ def check_kind(devices: str | None, world: World) -> None:
     kind = parse_devices(devices or "all").kind
     if kind not in (None, world.kind):
         raise UsageError(
-            f"--devices {devices}: rank {world.rank} runs on {world.device}, since torch {version('torch')} finds no "
-            f"{kind} device here. Start it where one is, or leave --devices out."
+            f"--devices {devices}: rank {world.rank} runs on {world.device} here. Start it where torch "
+            f"{version('torch')} finds a {kind} device, or leave --devices out."
         )
 
 
