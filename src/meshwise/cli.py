@@ -18,7 +18,8 @@ import typer
 from typer.core import TyperGroup
 
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
-from meshwise.spec.exit_codes import FAILED, MEANINGS
+from meshwise.spec.exit_codes import FAILED, INTERRUPTED, MEANINGS
+from meshwise.spec.user_code import name_line
 from meshwise.spec.words import without_control
 from meshwise.terminal.screen import fitted
 
@@ -59,6 +60,16 @@ class Commands(TyperGroup):
             command.rich_markup_mode = None  # type: ignore[attr-defined]
         return command
 
+    def invoke(self, ctx: Any) -> Any:
+        """As click does, which keeps silent about a Ctrl-C."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupted:
+            stopped = WorkerFailed("stopped by Ctrl-C.", exit_code=INTERRUPTED)
+            stopped.__traceback__ = interrupted.__traceback__
+            name_line(stopped)
+            raise stopped from None
+
 
 app = typer.Typer(
     cls=Commands,
@@ -83,29 +94,36 @@ def main() -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         code = app(sys.argv[1:], standalone_mode=False, prog_name="meshwise")
-    except MeshwiseError as error:
-        _print_error(error)
-        code = error.exit_code
     except typer.Exit as exit:
         code = exit.exit_code
-    except OSError as error:
-        if error.filename is not None and error.errno != errno.ENAMETOOLONG:
+    except BaseException as error:
+        told = _told(error)
+        if told is None:
             raise
-        long = error.filename is not None
-        _print_error(
-            UsageError(f"{error.filename}: too long for the name of a file. Name a shorter one.")
-            if long
-            else MeshwiseError(f"the output cannot be written: {error.strerror}.")
-        )
-        code = 2 if long else 1
-    except Exception as error:
-        if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
-            raise
-        text = error.format_message()
-        _print_error(UsageError(f"{text.rstrip('.')}. See meshwise --help." if text else ""))
-        code = error.exit_code
+        _print_error(told)
+        code = told.exit_code
     _flush()
     sys.exit(code)
+
+
+def _told(error: BaseException) -> MeshwiseError | None:
+    """The sentence for what ended a command; None for a fault of ours, and for what ends a rank of another launcher."""
+    if isinstance(error, MeshwiseError):
+        return error
+    if isinstance(error, OSError) and error.filename is None:
+        return MeshwiseError(f"the output cannot be written: {error.strerror}.")
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UsageError(f"{error.filename}: too long for the name of a file. Name a shorter one.")
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # of click
+        text = error.format_message()
+        refused = UsageError(f"{text.rstrip('.')}. See meshwise --help." if text else "")
+        refused.exit_code = error.exit_code
+        return refused
+    workers = f"{__package__}.workers"  # read where they are needed, as commands are
+    if isinstance(error, Exception) or import_module(f"{workers}.environment").started_by_launcher():
+        return None
+    told: MeshwiseError = import_module(f"{workers}.failure").of_program(error)
+    return told
 
 
 def _print_error(error: MeshwiseError) -> None:
@@ -113,12 +131,15 @@ def _print_error(error: MeshwiseError) -> None:
     if text:
         name = "" if isinstance(error, WorkerFailed) else f"{type(error).__name__}: "
         with contextlib.suppress(OSError):  # the terminal may be gone
+            if sys.stderr is None or getattr(sys.stderr, "closed", False):  # by a job
+                sys.stderr = os.fdopen(2, "w", closefd=False)
             print(fitted(f"{name}{without_control(text)}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def _flush() -> None:
-    """Flush what is printed, even when nobody reads it any more."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Flush what is printed, even when nobody reads it any more, or a job has closed it."""
+    with contextlib.suppress(AttributeError, ValueError):
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

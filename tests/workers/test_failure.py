@@ -24,12 +24,14 @@ from meshwise.training.session import end_sessions
 from meshwise.workers.failure import (
     Failure,
     by_error,
+    by_exit,
     by_exit_status,
     culprit,
     is_communication_error,
     sentence,
     user_traceback,
 )
+from meshwise.workers.hints import add_hint
 
 LOST = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:52114")
 
@@ -45,6 +47,29 @@ def caught(function: Callable[[], object]) -> BaseException:
     except BaseException as error:
         return error
     raise AssertionError("it raised nothing")
+
+
+@pytest.mark.parametrize(
+    ("code", "of_the_run", "message"),
+    [(3, 3, "left with exit code 3"), (256, 1, "left with exit code 256"), (-5, 1, "left"), ("bye", 1, "bye")],
+)
+def test_an_exit_code_of_a_program_never_says_that_all_is_well(code: int | str, of_the_run: int, message: str) -> None:
+    failed = by_exit(0, SystemExit(code))
+    assert failed.exit_code == of_the_run and failed.message.startswith(message)
+
+
+def test_an_error_without_a_text_and_one_with_an_exit_code_of_its_own_are_told() -> None:
+    class Odd(RuntimeError):
+        exit_code = 0
+
+        def __str__(self) -> str:
+            raise ValueError
+
+    error = Odd()
+    add_hint(error)
+    failed = by_error(0, error)
+    assert (failed.message, failed.exit_code, failed.kind) == ("Odd: (its text cannot be made)", 1, "raised")
+    assert by_error(0, KeyboardInterrupt()).message == "KeyboardInterrupt"
 
 
 @given(failures)

@@ -5,16 +5,20 @@ So a batch script is the same at every start. Tested in tests/cli/test_submit.py
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from meshwise.api.restarts import refuse_without_progress
 from meshwise.records import folder as names
+from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.code_files import refuse_changed_code
+from meshwise.records.lock import refuse_held
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.options import options_of
 from meshwise.training.run_options import RunOptions
+from meshwise.workers.launchers.find import place_in
 
 ASKED = "asked"
 """In run.json: the options as the run was first started with them."""
@@ -38,6 +42,16 @@ def continued(options: RunOptions) -> RunOptions:
     new = RunOptions()
     given = replace(options, **{name: getattr(new, name) for name in {*same, "job"}})
     return replace(given.resumed(facts), folder=folder)
+
+
+def refuse_running(options: RunOptions) -> None:
+    """Raises UsageError at once where a process of this machine works in the folder of the run that is to go on. What
+    is started again by a scheduler, or on several machines, may hold it itself: it is asked where the folder is taken.
+    """
+    given = options.folder if options.resume is None else options.resume
+    several = options.nnodes != 1 or options.node_rank or options.rdzv or place_in(os.environ).launcher
+    if given is not None and not several:
+        refuse_held(run_and_checkpoint(Path(given))[0])
 
 
 def run_in(folder: Path, program: object) -> dict[str, Any]:

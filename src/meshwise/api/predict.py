@@ -23,7 +23,7 @@ from meshwise.jobs.registry import find_in_file, find_job
 from meshwise.machine.find import describe
 from meshwise.parallel.apply import check_fits
 from meshwise.records.folder import source_of
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.exit_codes import code_of_stop, stop_text
 from meshwise.spec.options import takes
 from meshwise.spec.units import plural, rate_text, seconds_text
@@ -94,9 +94,10 @@ def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions
         console.quiet |= join().world.rank > 0
     else:
         results, stopped = _launched(options, console)
-    facts = results[0]
+    facts: dict[str, Any] | None = results[0]
     if facts is None:
-        raise UsageError("the prediction was stopped before its first sample.")
+        left = "the program called sys.exit(0) on every rank before its end: nothing was predicted."
+        raise UsageError("the prediction was stopped before its first sample.") if stopped else WorkerFailed(left)
     path = None if options.out is None else Path(options.out)
     keys = ("samples", "computed", "outputs", "seconds", "notes")
     found = Predictions(path=path, nan=tuple(facts["nan"]), **{key: facts[key] for key in keys})

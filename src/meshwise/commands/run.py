@@ -49,6 +49,7 @@ def run(
         raise UsageError(f"--json is the summary of a job; {options.job} is a script. Use meshwise report --json.")
     console = Console(stderr=as_json)
     began = typed()
+    api.own_folder.refuse_running(options)
     if is_script(options.job):
         raise typer.Exit(api.script.start_script(context.args, options, console, began, _say_starting))
     summary, code = api.run.start_job(options, console, began, _say_starting)

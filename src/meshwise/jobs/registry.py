@@ -78,8 +78,7 @@ def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **g
     except MeshwiseError:
         raise
     except Exception as error:
-        frames = user_traceback(error).rstrip()
-        raise WorkerFailed(f"{frames}\n{word} failed: {type(error).__name__}: {error}") from None
+        raise WorkerFailed(f"{user_traceback(error).rstrip()}\n{word} failed: {error_text(error)}") from None
     if not isinstance(job, Job):
         raise UsageError(f"{word} returned a {type(job).__name__}. Return a meshwise.Job.")
     return job
@@ -135,15 +134,15 @@ def import_file(path: Path) -> ModuleType:
             f"{path}: exits while it is imported (exit code {error.code}). Read its command line and train under "
             f"`if __name__ == '__main__':`, or run it as a script: meshwise run {path}."
         ) from None
-    except Exception as error:
+    except BaseException as error:
         sys.modules.pop(name, None)
-        if isinstance(error, UsageError):
+        if isinstance(error, UsageError | KeyboardInterrupt):
             raise
         raise UsageError(f"{path}: does not import. {_where(error, path)}{error_text(error)}") from None
     return module
 
 
-def _where(error: Exception, path: Path) -> str:
+def _where(error: BaseException, path: Path) -> str:
     if isinstance(error, SyntaxError):
         return ""
     lines = [

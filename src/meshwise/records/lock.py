@@ -128,6 +128,17 @@ def is_abandoned(folder: Path) -> bool:
     return False
 
 
+def refuse_held(folder: Path) -> None:
+    """Raises UsageError where the launcher of a run holds the folder, as `FolderLock` does, without taking it."""
+    if sys.platform == "win32":
+        return
+    with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{folder}: {REFUSALS[LOCK].format(by=_told(file.read()))}") from None
+
+
 def holder_of(folder: Path) -> tuple[str, int] | None:
     """The host and the process of the launcher that holds the folder; None where none is known."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

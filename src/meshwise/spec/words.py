@@ -40,9 +40,14 @@ def printable(text: str) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """`ValueError: no such layer`, readable; an error that cannot say what it is has its name alone."""
+    """`ValueError: no such layer`, readable; an error that says nothing has its name alone."""
+    text = readable(text_of(error))
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def text_of(thing: object) -> str:
+    """`str(thing)`, of the user's classes too, where that may fail."""
     try:
-        text = str(error)
+        return str(thing)
     except Exception:
-        text = "(its text cannot be made)"
-    return f"{type(error).__name__}: {readable(text)}"
+        return "(its text cannot be made)"

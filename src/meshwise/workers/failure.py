@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwise.spec.errors import MeshwiseError, ReplicaError, SpoiledError, UsageError
+from meshwise.spec.errors import MeshwiseError, ReplicaError, SpoiledError, UsageError, WorkerFailed
 from meshwise.spec.user_code import OURS, name_line
-from meshwise.spec.words import error_text, readable
+from meshwise.spec.words import error_text, readable, text_of
 from meshwise.workers import loader_failure
 
 MORE_MEMORY = "Let the ranks of this machine use less, or give them more memory."
@@ -74,7 +74,7 @@ def is_communication_error(error: BaseException) -> bool:
     while seen is not None:
         if type(seen).__name__ in _COMMUNICATION_ERRORS:
             return True
-        if isinstance(seen, RuntimeError) and any(word in str(seen).lower() for word in _COMMUNICATION_WORDS):
+        if isinstance(seen, RuntimeError) and any(word in text_of(seen).lower() for word in _COMMUNICATION_WORDS):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
@@ -94,21 +94,35 @@ def by_error(rank: int, error: BaseException) -> Failure:
         caught.traceback if caught else "" if ours else user_traceback(error),
         plain=ours,
         notes=_notes(error),
-        exit_code=getattr(error, "exit_code", 1),
+        exit_code=error.exit_code if isinstance(error, MeshwiseError) else 1,
         smaller=getattr(error, "smaller_plan", ()),
         time=time.time(),
     )
 
 
 def _notes(error: BaseException) -> list[str]:
-    return [readable(str(note)) for note in getattr(error, "__notes__", ())]
+    return [readable(text_of(note)) for note in getattr(error, "__notes__", ())]
 
 
 def by_exit(rank: int, exit: SystemExit) -> Failure:
-    """The failure of a worker whose task left with an exit code that is not 0."""
+    """The failure of a worker whose task left with an exit code that is not 0: it is that of the run, where a process
+    can have it."""
     code = exit.code if isinstance(exit.code, int) else 1
-    message = f"left with exit code {code}" if exit.code == code else str(exit.code)
-    return Failure(rank, "raised", message, exit_code=code, time=time.time())
+    message = f"left with exit code {code}" if exit.code == code else readable(text_of(exit.code))
+    return Failure(rank, "raised", message, exit_code=code if 0 < code < 256 else 1, time=time.time())
+
+
+def of_program(error: BaseException) -> MeshwiseError:
+    """What a program that a command calls in its own process has ended it with, such as `sys.exit(0)`: no result."""
+    if isinstance(error, SystemExit):
+        refused = UsageError(
+            f"sys.exit({error.code!r}) ended the command before it was done. Return from what meshwise calls, or raise "
+            "an exception, and read a command line under `if __name__ == '__main__':`."
+        )
+        refused.__traceback__ = error.__traceback__
+        name_line(refused)
+        return refused
+    return WorkerFailed(f"{user_traceback(error).rstrip()}\nthe program failed: {error_text(error)}")
 
 
 def _kind_of(rank: int, error: BaseException) -> str:

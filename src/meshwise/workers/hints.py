@@ -12,6 +12,8 @@ from torch.nn.parallel import distributed
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from meshwise.spec.words import text_of
+
 DDP_FILE = distributed.__file__
 _NO_GROUP = "Default process group has not been initialized"
 _FORKED_LOADER = "Cannot re-initialize CUDA in forked subprocess"
@@ -32,7 +34,7 @@ def add_hint(error: BaseException) -> None:
 
 def hint(error: BaseException) -> str:
     """What to write instead; empty where nothing is known of such an error."""
-    text = str(error)
+    text = text_of(error)
     if isinstance(error, AttributeError) and text.endswith("has no attribute 'module'") and _is_module(error):
         return "meshwise does not wrap the model: use model instead of model.module."
     if _NO_GROUP in text:

@@ -14,6 +14,7 @@ import traceback
 from dataclasses import dataclass
 
 from meshwise.spec.user_code import is_users
+from meshwise.spec.words import text_of
 
 MOMENT = 1.0  # seconds until the end of a process is known whose connections are gone
 _ENDED = re.compile(
@@ -41,7 +42,7 @@ def ended(error: BaseException) -> tuple[str, str] | None:
     found: list[re.Match[str]] = []
     seen: BaseException | None = error
     while seen is not None:
-        found += [match for match in [_ENDED.search(str(seen))] if match and isinstance(seen, RuntimeError)]
+        found += [match for match in [_ENDED.search(text_of(seen))] if match and isinstance(seen, RuntimeError)]
         seen = seen.__cause__ or seen.__context__
     if not found:
         return None
@@ -63,7 +64,7 @@ def await_end(error: BaseException) -> None:
 
 def caught(error: BaseException) -> Caught | None:
     """The error of a loader worker that `error` carries as a text."""
-    found = _CAUGHT.match(str(error))
+    found = _CAUGHT.match(text_of(error))
     traces = list(_FRAMES.finditer(found[2])) if found else []
     if found is None or not traces:
         return None

@@ -60,7 +60,8 @@ def main() -> int:
     if session.world.kind != "cpu":
         on_device.answer(session.channel, rank)
     code = run_task(task, rank, session.channel)
-    sys.stdout.flush()
+    with contextlib.suppress(AttributeError, ValueError):  # closed by the program
+        sys.stdout.flush()
     join.leave()
     return code
 
