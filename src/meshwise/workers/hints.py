@@ -17,6 +17,11 @@ from meshwise.spec.words import text_of
 DDP_FILE = distributed.__file__
 _NO_GROUP = "Default process group has not been initialized"
 _FORKED_LOADER = "Cannot re-initialize CUDA in forked subprocess"
+_NO_DEVICE = re.compile(
+    r"Torch not compiled with (\w+) enabled|not linked with support for (\w+) devices|No (CUDA) GPUs are available"
+    r"|Found no NVIDIA driver|no (\w+)-capable device is detected|no (XPU) device is available"
+)
+_NO_SUCH_INDEX = "invalid device ordinal"
 explainers: list[Callable[[BaseException], None]] = []
 """What rooms above know of an error: each may add a note to it."""
 _OTHER_KIND = re.compile(r"'?(\w+)'? object (?:is not callable|is not iterable|has no attribute '(?:step|zero_grad)')")
@@ -43,6 +48,14 @@ def hint(error: BaseException) -> str:
         return "The process group is made by mw.distribute: use torch.distributed after it."
     if _FORKED_LOADER in text and "DataLoader worker" in text:
         return "Workers of a DataLoader are forked: return CPU tensors, or write multiprocessing_context='spawn' there."
+    if found := _NO_DEVICE.search(text):
+        kind = next(filter(None, found.groups()), "CUDA")
+        return (
+            f"There is no {kind.upper()} device here. Leave .cuda() and .to('cuda') out: mw.distribute puts the model, "
+            "and its loaders their batches, on the device that each worker has; what you make goes to x.device."
+        )
+    if _NO_SUCH_INDEX in text:
+        return "A worker sees its own device alone. Leave the index out: .to('cuda'), or x.device."
     if isinstance(error, TypeError | AttributeError) and _is_swapped(error, text):
         return "mw.distribute gives things back in the order in which it was given them: compare the left side."
     return ""
