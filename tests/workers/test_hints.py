@@ -78,7 +78,7 @@ NO_DEVICE = "There is no {} device here. Leave .cuda() and .to('cuda') out: mw.d
 HINTS = {
     **({} if torch.cuda.is_available() else {cuda_without_a_gpu: NO_DEVICE.format("CUDA")}),
     another_workers_device: "A worker sees its own device alone. Leave the index out",
-    mps_elsewhere: NO_DEVICE.format("MPS"),
+    mps_elsewhere: NO_DEVICE.format("mps"),
     model_and_optimizer_swapped: "in the order in which it was given",
     loader_and_optimizer_swapped: "in the order in which it was given",
     a_module_of_the_model: "meshwise does not wrap the model: use model instead of model.module.",

@@ -49,9 +49,9 @@ def hint(error: BaseException) -> str:
     if _FORKED_LOADER in text and "DataLoader worker" in text:
         return "Workers of a DataLoader are forked: return CPU tensors, or write multiprocessing_context='spawn' there."
     if found := _NO_DEVICE.search(text):
-        kind = next(filter(None, found.groups()), "CUDA")
+        kind = next(filter(None, found.groups()), "such")
         return (
-            f"There is no {kind.upper()} device here. Leave .cuda() and .to('cuda') out: mw.distribute puts the model, "
+            f"There is no {kind} device here. Leave .cuda() and .to('cuda') out: mw.distribute puts the model, "
             "and its loaders their batches, on the device that each worker has; what you make goes to x.device."
         )
     if _NO_SUCH_INDEX in text:
