@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -21,6 +22,10 @@ _NO_DEVICE = re.compile(
     r"Torch not compiled with (\w+) enabled|not linked with support for (\w+) devices|No (CUDA) GPUs are available"
     r"|Found no NVIDIA driver|no (\w+)-capable device is detected|no (XPU) device is available"
 )
+_OF_SYSTEM = {
+    errno.EMFILE: "Too many files are open for this limit. Raise it: ulimit -n 4096.",
+    errno.ENOSPC: "A disk is full: see df -h for the folder of the run, for TMPDIR and for /dev/shm.",
+}
 _NO_SUCH_INDEX = "invalid device ordinal"
 explainers: list[Callable[[BaseException], None]] = []
 """What rooms above know of an error: each may add a note to it."""
@@ -40,6 +45,8 @@ def add_hint(error: BaseException) -> None:
 def hint(error: BaseException) -> str:
     """What to write instead; empty where nothing is known of such an error."""
     text = text_of(error)
+    if isinstance(error, OSError) and error.errno in _OF_SYSTEM:
+        return _OF_SYSTEM[error.errno]
     if isinstance(error, AttributeError) and text.endswith("has no attribute 'module'") and _is_module(error):
         return "meshwise does not wrap the model: use model instead of model.module."
     if _NO_GROUP in text:
