@@ -43,7 +43,7 @@ from outside import MARK, act, processes_of
 
 TESTS = Path(__file__).parents[1] / "tests" / "faults"
 ENDS = ("raises", "is_killed", "exits", "exits_at_once", "leaves_others", "out_of_memory", "not_a_number")
-LIMIT = 120.0  # seconds of a run
+LIMIT = 300.0  # seconds of a run
 CACHE = "torchinductor_"  # of torch, kept from process to process
 GRACE = 2.0  # seconds after a run in which its last processes may end
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluate", "checkpoint")
@@ -111,7 +111,7 @@ EXCEPTION = ("--restart-on=exception",)
 OLDER = "12 is not used"
 DISK = ("--redundancy=0",)  # with a state in memory no checkpoint is read
 NO_STATE = ("--redundancy=0", "--save-every=1000")
-GONE = "removed or moved: the run goes on … epoch 2/2, step 20 … the run is done, and its weights could not be written"
+GONE = "removed or moved: the run goes on … epoch 2/2, step 20 … : the run folder was removed or moved."
 SERVER = "which starts the ranks"
 OWN_LOOPS = ("data", "shard", "zero1", "data × shard", "tensor")  # the plans of scripts
 ROWS = (

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 MARK = "MESHWISE_BENCH_RUN"
-LIMIT = 100.0  # seconds until the run has come so far
+LIMIT = 250.0  # seconds until the run has come so far
 
 
 def processes_of(mark: str) -> list[psutil.Process]:

@@ -123,6 +123,21 @@ def test_checkpoints_that_are_not_reentrant_run_in_a_pipeline(two: bool, pool: A
         assert found == pytest.approx(want, rel=1e-9)
 
 
+def test_reading_a_part_of_a_parameter_as_if_it_were_whole_is_explained(pool: Any) -> None:
+    def flat() -> tuple[list[str], int]:
+        model: Any = mw.distribute(nn.Linear(4, 1), plan=Plan(shard=2))
+        size = model.weight.full_tensor().view(-1).numel()
+        try:
+            model.weight.view(-1)
+        except RuntimeError as error:
+            note_what_was_not_gathered(error)
+            return error.__notes__, size
+        return [], size
+
+    for notes, size in pool(2).run(flat):
+        assert size == 4 and any("p.full_tensor() is the whole one" in note for note in notes)
+
+
 def test_pruning_parts_of_parameters_is_explained(pool: Any) -> None:
     def late() -> list[str]:
         model: Any = mw.distribute(layers(), plan=Plan(shard=2))

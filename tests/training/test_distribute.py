@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import meshwise as mw
+from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.world import World
+from meshwise.training import files
 from meshwise.training.session import default_engine, end_sessions
 from meshwise.transfer import collectives
+from meshwise.workers.environment import PLAN_FILE
 from tests.pool import CaseFailed
 
 SIZES = [2, 3]
@@ -482,6 +488,50 @@ def test_augmentation_does_not_depend_on_ranks_or_loader_workers(workers: int, p
     want = case(0)
     assert len({tuple(d) for d in want.values()}) == 18
     assert pool(2).run(case, workers) == [want] * 2
+
+
+@pytest.mark.parametrize("plan", [mw.Plan(tensor=2), mw.Plan(context=2), mw.Plan(shard=2)], ids=str)
+def test_one_rank_alone_writes_what_all_hold_together(plan: mw.Plan, pool: Any, tmp_path: Any) -> None:
+    """Each rank that holds a part of one model wrote, and all but one have nothing to write: the file was None."""
+
+    def case(folder: str) -> Any:
+        writes, write = list[Any](), files.write_with
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(PLAN_FILE, f"{folder}/plan.toml")
+            patch.setattr(files, "write_with", lambda path, content: (writes.append(path), write(path, content)))
+            model: Any = mw.distribute(net())
+            mw.save(model.state_dict(), f"{folder}/model.pt")
+            return len(writes), mw.load(f"{folder}/model.pt")
+
+    (tmp_path / "plan.toml").write_text(plan_to_toml(plan))
+    (first, loaded), (second, other) = pool(2).run(case, str(tmp_path))
+    assert (first, second) == (1, 0)
+    same(loaded, dict(net().state_dict()))
+    same(other, dict(net().state_dict()))
+
+
+@pytest.mark.parametrize("plan", [mw.Plan(tensor=2), mw.Plan(context=2), mw.Plan(data=2)], ids=str)
+def test_ranks_of_one_model_wait_for_each_other_too(plan: mw.Plan, pool: Any, tmp_path: Any) -> None:
+    """They read what rank 0 had not written: the weights of an epoch before, or nothing."""
+
+    def case(folder: str) -> list[bool]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(PLAN_FILE, f"{folder}/plan.toml")
+            mw.distribute(net())
+        there = []
+        for name in ("barrier", "main_first"):
+            file = Path(folder, name)
+            with mw.main_first() if name == "main_first" else contextlib.nullcontext():
+                if mw.is_main():
+                    time.sleep(0.3)
+                    file.write_text("")
+                if name == "barrier":
+                    mw.barrier()
+                there.append(file.exists())
+        return there
+
+    (tmp_path / "plan.toml").write_text(plan_to_toml(plan))
+    assert pool(2).run(case, str(tmp_path)) == [[True, True]] * 2
 
 
 def test_save_writes_once_and_load_reads_it_on_every_rank(pool: Any, tmp_path: Any) -> None:

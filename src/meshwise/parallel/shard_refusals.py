@@ -36,6 +36,11 @@ def note_what_was_not_gathered(error: BaseException) -> None:
     through = "".join(frame.filename for frame in traceback.extract_tb(error.__traceback__)).replace("\\", "/")
     if isinstance(error, RuntimeError) and "torch/nn/utils/prune.py" in through:
         error.add_note("Parameters that ranks hold in parts cannot be pruned. Prune the model before mw.distribute.")
+    if "Sharding propagation failed" in text:
+        error.add_note(
+            "Outside of the model's call each rank holds a part of a divided parameter p: p.full_tensor() is the whole "
+            "one, which every rank calls."
+        )
     if not isinstance(error, RuntimeError) or "DTensor" not in text:
         return
     if "torch/optim/" in through.replace("torch/optim/swa_utils.py", ""):  # which has averages, and no optimizer

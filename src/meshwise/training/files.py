@@ -27,6 +27,7 @@ from meshwise.spec.words import error_text
 from meshwise.spec.world import World
 from meshwise.training.session import default_engine, process_engine
 from meshwise.transfer.agreement import wait_for_all
+from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
 
 SPOILED = (
@@ -43,8 +44,12 @@ def save(thing: Any, path: str | Path) -> None:
     thing: state_dicts, or anything that holds them. Under a plan that divides them every rank calls it. A whole model
     is written as the program made it, without hooks of meshwise.
     """
-    engine, path = default_engine(), Path(path)
-    world, plan, name, saves = engine.world, engine.plan, str(path.resolve()), process_engine().saves
+    engine, path, world = (
+        default_engine(),
+        Path(path),
+        rank_context().world,
+    )  # each rank counts, also those of one model
+    plan, name, saves = engine.plan, str(path.resolve()), process_engine().saves
     saves[name] += 1
     if plan.state_divided:
         if isinstance(thing, nn.Module | torch.optim.Optimizer):
@@ -77,7 +82,7 @@ def load(path: str | Path) -> Any:
     """
     came_to("mw.load")
     engine, path = process_engine(), Path(path)
-    world, name = engine.world, str(path.resolve())
+    world, name = rank_context().world, str(path.resolve())
     if world.size > 1 and name in engine.saves:
         default_store().wait([f"meshwise/saved/{name}/{engine.saves[name]}"])
     loaded = _read(path)

@@ -115,4 +115,4 @@ def empty_cache() -> None:
 
 def _wait() -> None:
     join()
-    collectives.barrier()
+    collectives.barrier(collectives.everyone())  # those of one model too, which work on the same samples
