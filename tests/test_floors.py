@@ -80,7 +80,7 @@ MOST_PARAMETERS = 8
 # What must be longer, and why: "room/file.py", "room/file.py:function", or for parameters "room/file.py:function()".
 LONGER: dict[str, str] = {}
 
-MOST_CODE_LINES = 51_850 + 3_820
+MOST_CODE_LINES = 51_850 + 4_000
 """Lines of the package without blank lines, comments and docstrings. What adds more makes something else simpler. The
 second number is what is new: races between streams, views of arrays that write through, a rendezvous with a secret,
 whether the ranks hold the same data, losses that are not finite, sums inside a loss, slips in a script's sums, what

@@ -92,6 +92,7 @@ def main() -> None:
     """The command `meshwise`."""
     if any(word.startswith("--nnodes") for word in sys.argv):  # else torch prints C++ frames for a connection that ends
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    _open_standard_files()
     try:
         code = app(sys.argv[1:], standalone_mode=False, prog_name="meshwise")
     except typer.Exit as exit:
@@ -106,10 +107,22 @@ def main() -> None:
     sys.exit(code)
 
 
+def _open_standard_files() -> None:
+    """Where a caller has closed stdin, stdout or stderr, what is opened next would take its place, and get its text."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 def _told(error: BaseException) -> MeshwiseError | None:
     """The sentence for what ended a command; None for a fault of ours, and for what ends a rank of another launcher."""
     if isinstance(error, MeshwiseError):
         return error
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return MeshwiseError("too many files are open for this limit. Raise it: ulimit -n 4096.")
     if isinstance(error, OSError) and error.filename is None:
         return MeshwiseError(f"the output cannot be written: {error.strerror}.")
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:

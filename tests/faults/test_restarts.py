@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -50,10 +49,16 @@ def test_what_was_lost_is_counted_from_what_all_ranks_had_done(restarts: Restart
     assert restarts.stepped()["seconds_to_step"] >= 0 and restarts.stepped() == {}
 
 
-@pytest.mark.parametrize("given", [{"most": 0}, {"most": 3, "resumable": False}])
-def test_without_restarts_it_ends_as_it_did(given: dict[str, Any], tmp_path: Path) -> None:
+def test_a_program_that_saves_no_state_is_told_what_would_have_gone_on(tmp_path: Path) -> None:
+    ends = Restarts(tmp_path, most=3, resumable=False).after(failed("killed"))
+    assert ends is not None and ends.exit_code == 1
+    assert str(ends).endswith("saves no state. Give mw.checkpoint what it trains, and it goes on from there.")
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_without_restarts_it_ends_as_it_did(resumable: bool, tmp_path: Path) -> None:
     error = failed()
-    assert Restarts(tmp_path, **given).after(error) is error
+    assert Restarts(tmp_path, most=0, resumable=resumable).after(error) is error
 
 
 def test_the_same_failure_twice_in_the_same_step_is_the_programs(restarts: Restarts) -> None:

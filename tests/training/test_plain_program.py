@@ -289,11 +289,12 @@ def test_training_in_processes_of_its_own_is_not_recorded_and_said(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
+    seconds, spent = [0.0], resource.getrusage(resource.RUSAGE_CHILDREN)  # of all tests of this process before
+    monkeypatch.setattr(resource, "getrusage", lambda who: type(spent)([*seconds, *spent[1:]]))
     plain_program.begin(lines.append)
     plain_program.tell_if_unseen("train.py")
     assert lines == []
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    monkeypatch.setattr(resource, "getrusage", lambda who: type(spent)([12.0, *spent[1:]]))
+    seconds[0] = 12.0
     plain_program.tell_if_unseen("train.py")
     (line,) = lines
     assert line.startswith("train.py: no step was recorded.") and "(mp.spawn, subprocess)" in line and " 12" in line

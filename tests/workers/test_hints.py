@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,33 @@ def cuda_in_a_loaders_worker() -> None:
     raise RuntimeError(f"Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: {forked}")
 
 
+def cuda_without_a_gpu() -> None:
+    torch.zeros(1).cuda()
+
+
+def another_workers_device() -> None:
+    raise RuntimeError("CUDA error: invalid device ordinal")
+
+
+def mps_elsewhere() -> None:
+    raise RuntimeError("PyTorch is not linked with support for mps devices")
+
+
+def no_room() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def too_many_files() -> None:
+    raise OSError(errno.EMFILE, "Too many open files", "/proc")
+
+
+NO_DEVICE = "There is no {} device here. Leave .cuda() and .to('cuda') out: mw.distribute puts the model"
 HINTS = {
+    no_room: "A disk is full: see df -h",
+    too_many_files: "Raise it: ulimit -n 4096.",
+    **({} if torch.cuda.is_available() else {cuda_without_a_gpu: NO_DEVICE.format("CUDA")}),
+    another_workers_device: "A worker sees its own device alone. Leave the index out",
+    mps_elsewhere: NO_DEVICE.format("mps"),
     model_and_optimizer_swapped: "in the order in which it was given",
     loader_and_optimizer_swapped: "in the order in which it was given",
     a_module_of_the_model: "meshwise does not wrap the model: use model instead of model.module.",
@@ -76,7 +103,7 @@ HINTS = {
 
 @pytest.mark.parametrize("function", HINTS, ids=lambda f: f.__name__)
 def test_an_error_says_what_to_write_instead(function: Callable[[], None]) -> None:
-    with pytest.raises((TypeError, AttributeError, ValueError, RuntimeError)) as caught:
+    with pytest.raises((TypeError, AttributeError, ValueError, RuntimeError, AssertionError, OSError)) as caught:
         function()
     found = hint(caught.value)
     assert HINTS[function] in found and bool(found) is bool(HINTS[function])

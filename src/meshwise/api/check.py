@@ -6,7 +6,6 @@ A job and a script are both a `Program`: they differ in what each worker calls.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -52,6 +51,7 @@ from meshwise.workers.failure import user_traceback
 from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 from meshwise.workers.listeners import Listeners
+from meshwise.workers.scratch import scratch_folder
 
 shown_by(Proof, check_text)
 
@@ -113,10 +113,8 @@ def check_options(options: CheckOptions) -> Proof:
     specs = [CheckSpec(plan or Plan(data=len(slots)), options.steps, perturb=options.perturb)]
     if options.rounding and (plan is None or plan.precision != "fp64"):
         specs.append(replace(specs[0], in_float64=False))
-    with tempfile.TemporaryDirectory(prefix="meshwise-check-") as folder:
-        program = (
-            _script(Path(script), options, plan, slots, Path(folder)) if script else _job(options, slots, Path(folder))
-        )
+    with scratch_folder("check") as folder:
+        program = _script(Path(script), options, plan, slots, folder) if script else _job(options, slots, folder)
         passes = Passes(_passes(specs, plan, devices), options.steps, options.notify, options.progress)
         ones = _traces(program, [(spec, None) for spec in specs], slots[:1], passes)
         one = trace_to_compare(ones[0], program.name)

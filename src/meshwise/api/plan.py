@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from meshwise.api.machines import find_machine
 from meshwise.api.plan_options import PlanOptions
@@ -40,6 +39,7 @@ from meshwise.spec.units import plural
 from meshwise.terminal.notebook import Page, shown_by
 from meshwise.training.job import Job
 from meshwise.training.loop import open_data
+from meshwise.workers.scratch import scratch_folder
 
 ROOMY = 0.5
 """Of a device: what would save memory is not rehearsed of a plan that needs less; --memory asks for it."""
@@ -254,7 +254,7 @@ def _job_of(options: PlanOptions, machine: Machine, stack: ExitStack) -> Job | S
         script = Path(options.job)
         if not script.is_file():
             raise UsageError(f"{script}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="meshwise-plan-")))
+        folder = stack.enter_context(scratch_folder("plan"))
         run = functools.partial(_run_aside, folder, script.resolve(), list(options.arguments))
         return known_script(script.name, run, kind_of(machine))
     job = find_job(options.job, data=options.data, seed=options.seed, args=options.args)

@@ -31,6 +31,9 @@ from meshwise.spec.units import plural
 from meshwise.workers.failure import recorded
 from meshwise.workers.kept_memory import KeptMemory
 
+NOT_SAVED = (
+    "It is not started again: the program saves no state. Give mw.checkpoint what it trains, and it goes on from there."
+)
 MOST_WITHOUT_PROGRESS, MOST_SMALLER = 3, 4
 OTHERS_OF_PLAN = ("settings", "accumulate", "precision")  # options that change a plan
 _TOLD = (
@@ -109,6 +112,8 @@ class Restarts:
             self._change = f"with {changed}, and the same numbers"
             self.most, self._smaller, self._last = self.most + 1, self._smaller + 1, None
             return None
+        if failure is not None and failure.of_machine and not self.resumable and self.most > 0:
+            return ended(error, NOT_SAVED, error.exit_code)
         if failure is None or not self.resumable or not (failure.of_machine or self._is_asked_for(failure)):
             return error
         this = None if failure.step is None else (failure.rank, failure.kind, failure.step)

@@ -77,7 +77,7 @@ class DataParallel:
         self._loss_carrier = _loss_carrier(self._named[0][1]) if carried else None
         self._bucket_mb = bucket_mb
         self._groups: list[_Group] = []
-        self._trained: tuple[bool, ...] = ()
+        self._trained: list[bool] = []
         self._calls = 0
         self._key = f"meshwise/data/{collectives.group_key()}/{next(_made)}"
         self._backwards = 0
@@ -115,7 +115,7 @@ class DataParallel:
             sent = torch.zeros(()) if value is None or factor is not None else value.reshape(-1)
             loss = loss + (carrier[: sent.numel()] * sent.to(carrier)).sum()
         order = self._run(loss, watch=reduce and not self._groups)
-        if armed and self._calls < sum(group.buckets for group in armed):
+        if armed and self._calls < sum([group.buckets for group in armed]):
             self._complete(armed, before)
         self._finish_unarmed(armed, factor)
         if reduce:
@@ -170,7 +170,7 @@ class DataParallel:
 
     def _notice_frozen(self) -> None:
         """Start over when parameters were frozen or thawed: the same program does so on every rank."""
-        trained = tuple(p.requires_grad for _, p in self._named)
+        trained = [p.requires_grad for _, p in self._named]
         if trained != self._trained:
             self._trained, self._groups = trained, []
 

@@ -16,7 +16,6 @@ import logging
 import os
 import random
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -56,6 +55,7 @@ from meshwise.workers.environment import BLOCKS, DEVICE_KIND, EXACT_RANDOM, LOG,
 from meshwise.workers.fork_server import ForkServer
 from meshwise.workers.gate import StepGate
 from meshwise.workers.join import RankContext, standing_for
+from meshwise.workers.scratch import scratch_folder
 
 NOT_A_WORKERS = (BLOCKS, DEVICE_KIND, EXACT_RANDOM, LOG, RUN_FOLDER)
 """Of this process's environment, what is not for the script."""
@@ -241,7 +241,7 @@ def _as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
     said = io.StringIO()
     with ExitStack() as stack:
         stack.enter_context(_as_it_was())
-        file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshwise-plan-"))) / "plan.toml"
+        file = stack.enter_context(scratch_folder("plan")) / "plan.toml"
         file.write_text(plan_to_toml(plan), encoding="utf-8")
         for name in NOT_A_WORKERS:
             os.environ.pop(name, None)

@@ -109,6 +109,17 @@ class Recorder:
             self.names.append(key)
         return code
 
+    def ended(self, kind: str, start: Mark, lane: str = "main", *, on_device: bool = True) -> None:
+        """What has begun at `start` is over: record it, and take memory, if that is wanted in this step."""
+        device = self._device if on_device and self.on else None
+        end = self.clock() if device is None else device.mark()
+        if self.on:
+            code = self._codes.get((kind, lane, ""))
+            code = self.code(kind, lane=lane) if code is None else code
+            self._rows.extend((code, start, end, self.step, 0, NO_COLLECTIVE))
+        if self._memory_now:
+            self.phase_ends(kind)
+
     def add(self, code: int, start: Mark, end: Mark, bytes: int = 0, collective: int = NO_COLLECTIVE) -> None:
         if self.on:
             self._rows.extend((code, start, end, self.step, bytes, collective))

@@ -7,6 +7,7 @@ were distributed take whole tensors in their `load_state_dict`.
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from meshwise.compat.tree import leaves_of
 from meshwise.parallel.batch_norm import unjoined
 from meshwise.records.files import write_with
 from meshwise.recovery.collect import collected
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import CheckpointError, UsageError
+from meshwise.spec.units import plural
 from meshwise.spec.user_code import user_place
+from meshwise.spec.words import error_text
 from meshwise.spec.world import World
 from meshwise.training.session import default_engine, process_engine
 from meshwise.transfer.agreement import wait_for_all
@@ -31,6 +34,7 @@ SPOILED = (
     "{place}: mw.save({path}): {what} is not finite in what is saved. Save only while the loss is finite, or each file "
     "under a name of its own."
 )
+_FOREIGN = re.compile(r"(?:Unsupported (?:global: GLOBAL|class|operand)|Trying to load unsupported GLOBAL) ([\w.]+)")
 GRACE = 60.0  # seconds in which all ranks must come to a file
 
 
@@ -73,17 +77,38 @@ def _is_ours(hook: Any) -> bool:
 def load(path: str | Path) -> Any:
     """`torch.load` onto the CPU. Every rank calls it, and no rank goes on before all have read.
 
-    Waits for a `mw.save` to the same path that rank 0 has not finished.
+    Waits for a `mw.save` to the same path that rank 0 has not finished. CheckpointError for a file that is damaged, or
+    holds more than tensors and plain values.
     """
     came_to("mw.load")
     engine, path = process_engine(), Path(path)
     world, name = rank_context().world, str(path.resolve())
     if world.size > 1 and name in engine.saves:
         default_store().wait([f"meshwise/saved/{name}/{engine.saves[name]}"])
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    loaded = _read(path)
     engine.loads += 1
     _all_come(f"meshwise/loaded/{engine.loads}", world, f"mw.load({path})")
     return loaded
+
+
+def _read(path: Path) -> Any:
+    """What torch has written to a file. Raises CheckpointError, with the file's name, where that is not to be had."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        text, absent = str(error), isinstance(error, OSError) and error.filename is not None
+        if absent or isinstance(error, MemoryError) or "allocate memory" in text:
+            raise  # a program may begin anew where no file is
+        if found := _FOREIGN.search(text):
+            raise CheckpointError(
+                f"mw.load({path}): the file holds a {found[1]}, and mw.load reads tensors and plain values alone. Save "
+                "state_dict()s, or read a file that you trust with torch.load(path, weights_only=False)."
+            ) from None
+        raise CheckpointError(
+            f"mw.load({path}): the file is damaged, or none of torch's ({plural(path.stat().st_size, 'byte')}; "
+            f"{error_text(error).split('. ')[0]}). Load an earlier one; mw.save writes a file whole "
+            "or not at all."
+        ) from None
 
 
 def _all_come(key: str, world: World, what: str) -> None:

@@ -92,6 +92,8 @@ class Loops:
 
         weighed: the value does not need the shares, only which ranks have padding.
         """
+        if len(self._round) < 2:
+            return
         parts = [read.part for read in self._round if read.part is not None]
         padded = {min(part.total, self.ranks) for part in parts}
         shares = {None if divides_evenly(part.total, self._world) else part.total for part in parts}

@@ -71,7 +71,15 @@ def batch_bounds(
     samples: int, batch_size: int, begin: int = 0, left_out: Sequence[tuple[int, int]] = ()
 ) -> Iterator[tuple[int, int]]:
     """Where each global batch from sample `begin` on begins and ends. left_out: ranges of samples that none has."""
-    start = begin
+    if not left_out:
+        starts = range(begin, samples, batch_size)
+        return zip(starts, itertools.chain(starts[1:], (samples,)), strict=False)
+    return _bounds_between(samples, batch_size, begin, left_out)
+
+
+def _bounds_between(
+    samples: int, batch_size: int, start: int, left_out: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
     while start < samples:
         if inside := next((last for first, last in left_out if first <= start < last), 0):
             start = inside

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -87,10 +87,8 @@ class Phases:
         """The loop has its batch. step: its number, where the loop counts for itself."""
         recorder = current()
         recorder.begin_step(self._steps + 1 if step is None else step)
-        code = recorder.code("data", lane=recorder.host_lane)
-        recorder.add(code, self._asked, recorder.mark(on_device=False))
-        self.batches_end()
-        recorder.phase_ends("data")
+        recorder.ended("data", self._asked, recorder.host_lane, on_device=False)
+        self._close_range()
         recorder.come_to("forward" if step is None else "idle")
         self._since = recorder.mark() if step is None else None
 
@@ -98,25 +96,24 @@ class Phases:
         """No batch is waited for any more. After an error the phase stays, to be named in the report."""
         if sys.exc_info()[0] is None and current().phase == "data":
             current().come_to("idle")
+        self._close_range()
+
+    def _close_range(self) -> None:
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
 
-    @contextlib.contextmanager
-    def backward(self, samples: int) -> Iterator[None]:
+    def backward(self, samples: int) -> contextlib.AbstractContextManager[None]:
         """The loop is in `mw.backward`; the global batch has so many samples."""
         recorder = current()
         if self._since is not None:
-            recorder.add(recorder.code("forward"), self._since, recorder.mark())
-            recorder.phase_ends("forward")
+            recorder.ended("forward", self._since)
         if not self._trained:
             recorder.samples += samples
         self._stepped = self._stepped and self._open  # a step before the first backward prepares state
         self._trained = self._open = True
         self.number = self._steps + 1
-        with recorder.span("backward"):
-            yield
-        self._since = recorder.mark()
+        return recorder.span("backward")
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         recorder = current()
@@ -126,15 +123,15 @@ class Phases:
     def optimizer_ends(self, optimizer: Optimizer) -> None:
         recorder = current()
         if self._optimizer is not None:
-            recorder.add(recorder.code("optimizer"), self._optimizer, recorder.mark())
-            recorder.phase_ends("optimizer")
+            recorder.ended("optimizer", self._optimizer)
         recorder.come_to("idle")
         self._optimizer, self._stepped = None, True
         if self._since is not None:
             self._since = recorder.mark()
 
     def loss(self, loss: Tensor, look: Callable[[], None]) -> None:
-        """Note the global loss, now and then. look: looks at those of one device."""
+        """The backward is over. Note the global loss, now and then. look: looks at those of one device."""
+        self._since = current().mark()
         now = time.monotonic()
         if now - self._counted > LOSS_EVERY:
             self._counted = now

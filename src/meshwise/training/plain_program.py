@@ -146,8 +146,7 @@ class PlainProgram:
         self._begin()
         self._evaluates = False
         if self._since is not None:
-            recorder.add(recorder.code("forward"), self._since, recorder.mark())
-            recorder.phase_ends("forward")
+            recorder.ended("forward", self._since)
         with recorder.span("backward"), self._within():
             yield
         self._trained = True
@@ -170,8 +169,7 @@ class PlainProgram:
         if self._optimizer is None:
             return
         recorder = self._recorder
-        recorder.add(recorder.code("optimizer"), self._optimizer, recorder.mark())
-        recorder.phase_ends("optimizer")
+        recorder.ended("optimizer", self._optimizer)
         self._optimizer, self._stepped, self._since = None, recorder.on, recorder.mark()
         self._optimizers_known = True
         if id(optimizer) in self._optimizers:  # its batch is no step: it was read once for many

@@ -75,11 +75,11 @@ class Program:
         """Those with parameters of their own, by number of the model and name: a program may keep parts of a model."""
         self._alive = 0
         self._numbers = itertools.count()
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._given = set[weakref.ref[Optimizer]]()
         self.optimizers: weakref.WeakKeyDictionary[Optimizer, _Holds | None] = weakref.WeakKeyDictionary()
         """Those that were given or have stepped for the models, in this order: the same on every rank."""
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since the last backward
+        self._stepped: list[weakref.ref[Optimizer]] = []  # since the last backward
         self._in_use: list[weakref.ref[Optimizer]] = []
         self._replaced = WeakIdKeyDictionary()  # parameters that the plan replaced: their names
         self._holds: weakref.WeakKeyDictionary[Optimizer, _Holds] = weakref.WeakKeyDictionary()
@@ -141,7 +141,7 @@ class Program:
         for model in new:  # afterwards: what looks on must not keep the old parameters
             if os.environ.get(BLOCKS, "0") not in ("", "0"):
                 record_blocks(model)
-        for optimizer in list(self._optimizers):
+        for optimizer in [each for ref in self._given if (each := ref()) is not None]:
             self.add_optimizer(optimizer)
 
     def forget_unused(self) -> None:
@@ -210,7 +210,7 @@ class Program:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Give `optimizer` what the plan has made of the parameters that it holds."""
-        self._optimizers.add(optimizer)
+        self._given.add(weakref.ref(optimizer, self._given.discard))
         self.optimizers.setdefault(optimizer, None)
         if optimizer in self._bound:
             return
@@ -254,8 +254,8 @@ class Program:
     def begin_backward(self) -> None:
         """Gradients are about to be made, and reduced over the ranks."""
         self.backwards += 1
-        if self._stepped:
-            self._in_use = [weakref.ref(optimizer) for optimizer in self.optimizers if optimizer in self._stepped]
+        if self._stepped and self._stepped != self._in_use:  # in an order that is the same on every rank
+            self._in_use = [ref for optimizer in self.optimizers if (ref := weakref.ref(optimizer)) in self._stepped]
         self._stepped.clear()
 
     def reduced_backward(self, loss: Tensor, last: bool, factor: Callable[[], Tensor] | None) -> None:
@@ -301,17 +301,17 @@ class Program:
                 check_steps_on_parts(optimizer, plan)
                 self.optimizers[optimizer] = holds
             if ours and reduction is not None:
-                again = optimizer in self._stepped
+                again = weakref.ref(optimizer) in self._stepped
                 none = self.backwards == self.began and optimizer not in self._older
                 if (none or again) and any(p.grad is not None for p in held_parameters(optimizer)):
                     raise UsageError(NOT_OURS if none else STEPPED_TWICE)
                 if reduction.unreduced:
                     reduction.reduce_now()
-        self._stepped.add(optimizer)
+        self._stepped.append(weakref.ref(optimizer))
 
     def holds(self, optimizer: Optimizer) -> _Holds:
         """What the optimizer holds: looked up again only when it has more parameters, or the program more models."""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        count = sum([len(group["params"]) for group in optimizer.param_groups])
         known = self._holds.get(optimizer)
         if known is None or known.count != count:
             held, ours = held_parameters(optimizer), {id(p) for p in self.named_parameters().values()}
@@ -322,7 +322,7 @@ class Program:
 
     def trains(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer was given, or holds parameters of the models."""
-        return optimizer in self._optimizers or self.holds(optimizer).ours
+        return weakref.ref(optimizer) in self._given or self.holds(optimizer).ours
 
     def _check_held(self, optimizer: Optimizer, holds: _Holds) -> bool:
         if holds.replaced:
@@ -332,7 +332,7 @@ class Program:
                 "mw.distribute with the model, or make it afterwards."
             )
         if not holds.ours:
-            if optimizer in self._optimizers:
+            if weakref.ref(optimizer) in self._given:
                 raise UsageError(
                     "optimizer.step(): this optimizer was given to mw.distribute, and holds no parameter of a model "
                     "that was. Give the model that it trains to mw.distribute too."

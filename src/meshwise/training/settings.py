@@ -29,7 +29,10 @@ def settings_of(optimizers: Iterable[Optimizer], schedulers: Iterable[LRSchedule
     for number, optimizer in enumerate(used):
         for place, group in enumerate(optimizer.param_groups):
             whose = f"group {place} of {type(optimizer).__name__}" + (f" {number + 1}" if number else "")
-            found += [(name, whose, _plain(group[key])) for key, name in NAMES.items() if key in group]
+            for key, name in NAMES.items():
+                if key in group:
+                    value = group[key]
+                    found.append((name, whose, value if type(value) in (int, float) else _plain(value)))
     fed = [each for each in schedulers if isinstance(each, ReduceLROnPlateau) and each.optimizer in used]
     return *found, *sorted((PLATEAU, "ReduceLROnPlateau", f"{float(scheduler.best):.6g}") for scheduler in fed)
 

@@ -219,7 +219,8 @@ def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signa
                 kill_group(pid)
                 os.waitpid(pid, 0)
             return 0
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where the launcher was started without one
+            sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -17,6 +18,15 @@ from meshwise.spec.words import text_of
 DDP_FILE = distributed.__file__
 _NO_GROUP = "Default process group has not been initialized"
 _FORKED_LOADER = "Cannot re-initialize CUDA in forked subprocess"
+_NO_DEVICE = re.compile(
+    r"Torch not compiled with (\w+) enabled|not linked with support for (\w+) devices|No (CUDA) GPUs are available"
+    r"|Found no NVIDIA driver|no (\w+)-capable device is detected|no (XPU) device is available"
+)
+_OF_SYSTEM = {
+    errno.EMFILE: "Too many files are open for this limit. Raise it: ulimit -n 4096.",
+    errno.ENOSPC: "A disk is full: see df -h for the folder of the run, for TMPDIR and for /dev/shm.",
+}
+_NO_SUCH_INDEX = "invalid device ordinal"
 explainers: list[Callable[[BaseException], None]] = []
 """What rooms above know of an error: each may add a note to it."""
 _OTHER_KIND = re.compile(r"'?(\w+)'? object (?:is not callable|is not iterable|has no attribute '(?:step|zero_grad)')")
@@ -35,6 +45,8 @@ def add_hint(error: BaseException) -> None:
 def hint(error: BaseException) -> str:
     """What to write instead; empty where nothing is known of such an error."""
     text = text_of(error)
+    if isinstance(error, OSError) and error.errno in _OF_SYSTEM:
+        return _OF_SYSTEM[error.errno]
     if isinstance(error, AttributeError) and text.endswith("has no attribute 'module'") and _is_module(error):
         return "meshwise does not wrap the model: use model instead of model.module."
     if _NO_GROUP in text:
@@ -43,6 +55,14 @@ def hint(error: BaseException) -> str:
         return "The process group is made by mw.distribute: use torch.distributed after it."
     if _FORKED_LOADER in text and "DataLoader worker" in text:
         return "Workers of a DataLoader are forked: return CPU tensors, or write multiprocessing_context='spawn' there."
+    if found := _NO_DEVICE.search(text):
+        kind = next(filter(None, found.groups()), "such")
+        return (
+            f"There is no {kind} device here. Leave .cuda() and .to('cuda') out: mw.distribute puts the model, "
+            "and its loaders their batches, on the device that each worker has; what you make goes to x.device."
+        )
+    if _NO_SUCH_INDEX in text:
+        return "A worker sees its own device alone. Leave the index out: .to('cuda'), or x.device."
     if isinstance(error, TypeError | AttributeError) and _is_swapped(error, text):
         return "mw.distribute gives things back in the order in which it was given them: compare the left side."
     return ""

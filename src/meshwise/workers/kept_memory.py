@@ -6,11 +6,13 @@ Tested in tests/workers/test_rescue.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-import tempfile
 from pathlib import Path
 from types import TracebackType
+
+from meshwise.workers.scratch import scratch_folder
 
 
 class KeptMemory:
@@ -19,11 +21,12 @@ class KeptMemory:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self._files: list[int] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
+        self._ends = contextlib.ExitStack()
         if sys.platform == "linux":
             self._files = [os.memfd_create(f"meshwise-rank{rank}") for rank in range(ranks)]
         else:
-            self._folder = tempfile.TemporaryDirectory(prefix="meshwise-kept-", ignore_cleanup_errors=True)
+            self._folder = self._ends.enter_context(scratch_folder("kept"))
             for rank in range(ranks):
                 self.path(rank).touch()
 
@@ -31,7 +34,7 @@ class KeptMemory:
         """Where it is opened, by processes of this machine too."""
         if self._folder is None:
             return Path(f"/proc/{os.getpid()}/fd/{self._files[rank]}")
-        return Path(self._folder.name) / f"rank{rank}"
+        return self._folder / f"rank{rank}"
 
     def __enter__(self) -> KeptMemory:
         return self
@@ -39,5 +42,4 @@ class KeptMemory:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         for file in self._files:
             os.close(file)
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._ends.close()

@@ -16,7 +16,6 @@ import os
 import queue
 import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -43,6 +42,7 @@ from meshwise.workers.meeting import SILENCE
 from meshwise.workers.nodes import Nodes
 from meshwise.workers.parting import PartingWatch, last_verbs, parted
 from meshwise.workers.rescue import RESCUES, Rescue
+from meshwise.workers.scratch import scratch_folder
 from meshwise.workers.watched import State, WatchedWorker, shown
 from meshwise.workers.written_files import WrittenFiles
 
@@ -72,8 +72,7 @@ def launch(
         launches.
     Raises WorkerFailed with the culprit's rank and traceback when a worker fails.
     """
-    with tempfile.TemporaryDirectory(prefix="meshwise-", ignore_cleanup_errors=True) as name, ExitStack() as stack:
-        scratch = Path(name)
+    with scratch_folder() as scratch, ExitStack() as stack:
         launcher = _Launcher(
             scratch, folder or scratch, listeners or Listeners(), nodes, halt or Halt(), len(slots), preload
         )

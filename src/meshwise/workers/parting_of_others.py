@@ -10,28 +10,32 @@ from __future__ import annotations
 import atexit
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from meshwise.compat.reducer import default_store
 from meshwise.spec.world import World
 from meshwise.workers import verb_log
 from meshwise.workers.failure import is_communication_error
 from meshwise.workers.parting import last_verbs, parted, trail_path
+from meshwise.workers.scratch import made_folder, own
 from meshwise.workers.verb_log import read_trail
+
+_owned: list[IO[bytes]] = []
 
 
 def begin(world: World) -> None:
     """Note the verbs of this rank from now on. Collective among the ranks of a machine."""
     store, first = default_store(), world.rank - world.local_rank
     if world.local_rank == 0:
-        store.set(f"meshwise/verbs/{first}", tempfile.mkdtemp(prefix="meshwise-verbs-"))
+        made, owned = made_folder("verbs")
+        store.set(f"meshwise/verbs/{first}", str(made))
     folder = Path(store.get(f"meshwise/verbs/{first}").decode())
     if not folder.is_dir():  # the processes of one machine share no files
         return
+    _owned.append(owned if world.local_rank == 0 else own(folder))
     ranks = range(first, first + world.local_size)
     verb_log.begin(trail_path(folder, world.rank))
     atexit.register(_ends, folder, world.rank, ranks)

@@ -1,0 +1,93 @@
+"""Temporary folders of a command. What a command that was killed has left of them, the next one of this user removes.
+
+Each holds a file on which its owners keep a lock as long as they live, whatever their process ids are worth elsewhere:
+the kernel lets go of it with the last of them. A folder gets its name once that lock is held.
+Tested in tests/workers/test_scratch.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from meshwise.spec.errors import UsageError
+
+if sys.platform != "win32":  # there nobody sees who lives, and nothing is swept
+    import fcntl
+
+PREFIX, OWNED = "meshwise-", "owned.lock"
+
+
+@contextlib.contextmanager
+def scratch_folder(purpose: str = "") -> Iterator[Path]:
+    """A new folder that is removed with all that is in it. purpose: a word of its name."""
+    folder, owned = made_folder(purpose)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        owned.close()
+
+
+def made_folder(purpose: str = "") -> tuple[Path, IO[bytes]]:
+    """A new folder, and the file that keeps it as long as it is open. Raises UsageError where none can be made."""
+    sweep_once()
+    prefix = PREFIX + (f"{purpose}-" if purpose else "")
+    try:
+        made = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
+        owned = own(made)
+        folder = made.rename(made.with_name(made.name.removeprefix(".")))
+    except OSError as error:
+        where = tempfile.tempdir or os.environ.get("TMPDIR", "TMPDIR")
+        raise UsageError(
+            f"{where}: no temporary folder can be made there ({error.strerror}). Set TMPDIR to a folder that can be "
+            "written and has room."
+        ) from None
+    return folder, owned
+
+
+def own(folder: Path) -> IO[bytes]:
+    """Be one of the owners of a folder, as long as the file is open."""
+    file = (folder / OWNED).open("ab")
+    if sys.platform != "win32":
+        with contextlib.suppress(OSError):  # a file system without locks: it is not swept either
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file
+
+
+@functools.cache
+def sweep_once() -> None:
+    """`sweep` where temporary folders are made, once in this process."""
+    with contextlib.suppress(OSError):
+        sweep(Path(tempfile.gettempdir()))
+
+
+def sweep(parent: Path) -> None:
+    """Remove the folders of this user's commands that nobody owns any more."""
+    if sys.platform == "win32":
+        return
+    with os.scandir(parent) as entries:
+        found = [Path(entry) for entry in entries if entry.name.startswith(PREFIX)]
+    for folder in found:
+        with contextlib.suppress(OSError):
+            facts = folder.lstat()
+            if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and _is_left(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether it had owners, and has none. A folder without the file is not known to be one of these."""
+    with (folder / OWNED).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
