@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
 from meshwise.parallel.shard_refusals import note_what_was_not_gathered
@@ -300,3 +301,38 @@ def test_a_copy_of_a_sharded_model_is_explained(pool: Any) -> None:
     for after in (False, True, None):
         with pytest.raises(CaseFailed, match=r"A copy of the model \(an EMA\) is made before mw.distribute"):
             pool(2).run(case, after)
+
+
+class Scaled(nn.Module):
+    """Its layers are let go behind their forward; its own parameter stays gathered until its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Any) -> Any:
+        return torch.tanh(self.layers(x)) * self.scale
+
+
+def zeroed_late(plan: Plan, to_none: bool) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = Scaled().double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.5)
+    loader: Any = DataLoader(TensorDataset(torch.randn(24, 64, dtype=torch.float64)), 4)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan)
+    losses = []
+    for (x,) in loader:
+        loss = (model(x) - 1).square().mean()
+        model.zero_grad(set_to_none=to_none)
+        losses.append(float(mw.backward(loss)))
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_zeroed_between_a_forward_and_its_backward_are_zero(to_none: bool, pool: Any) -> None:
+    """DCGAN does so with its generator: gradients added up from step to step, in silence."""
+    (one,) = pool(1).run(zeroed_late, Plan(), to_none)
+    for losses in pool(2).run(zeroed_late, Plan(shard=2), to_none):
+        assert losses == pytest.approx(one, rel=1e-12)

@@ -123,3 +123,20 @@ def test_a_batch_that_is_where_it_belongs_is_not_copied() -> None:
     batch = {"x": torch.ones(1)}
     assert next(prefetch([(batch, 0)], "cpu"))[0] is batch
     assert to_device(batch, "meta")["x"].device.type == "meta"
+
+
+def entered_by_a_send_that_is_begun() -> list[str]:
+    entered: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "enter", lambda name, group: entered.append(f"{name} {group}") or 0)
+        patch.setattr(collectives, "leave", lambda beat: entered.append("over"))
+        if dist.get_rank() == 0:
+            collectives.begin_send(torch.ones(3), 1)()
+        else:
+            collectives.receive(torch.zeros(3), 0)
+    return entered
+
+
+def test_who_waits_until_what_it_has_sent_is_taken_says_for_whom(pool: Pool) -> None:
+    """A stage that waits so was blamed for the hang of the next one."""
+    assert pool(2).run(entered_by_a_send_that_is_begun) == [["send 1/>", "over"], ["receive 0/>", "over"]]

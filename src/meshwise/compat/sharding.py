@@ -244,9 +244,18 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
 
 def keep_class_name(module: nn.Module) -> None:
     """`fully_shard` puts a subclass in the place of the module's class; let it bear the name of the class."""
-    kind = type(module)
+    kind: Any = type(module)
     of = kind.__mro__[2]
     kind.__name__, kind.__qualname__, kind.__module__ = of.__name__, of.__qualname__, of.__module__
+    kind.zero_grad = _zero_grad
+
+
+def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    """As the module's own, also of the parts: gathered parameters have their place from a forward to its backward."""
+    parts = [p for _, sharded in sharded_modules(module) for group in groups_of(sharded) for p in group.parameters]
+    for p in parts:
+        p.grad = None if set_to_none or p.grad is None else p.grad.detach().zero_()
+    type(module).__mro__[2].zero_grad(module, set_to_none)  # type: ignore[attr-defined]
 
 
 def _mixed_dtypes(

@@ -171,7 +171,14 @@ def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[],
     """Begin to send `tensor` to rank `target`, which calls `receive`; what is returned waits until it is sent."""
     _check_rank("send", "target", target, group)
     with _ours():
-        return backend.begin_send(tensor, target, group or dividing())
+        await_sent = backend.begin_send(tensor, target, group or dividing())
+
+    def wait() -> None:
+        beat = _enter(group, "send", ends=(get_rank(group), target))  # a rank that waits is not blamed for a hang
+        await_sent()
+        leave(beat)
+
+    return wait
 
 
 def receive(tensor: Tensor, source: int, group: Group = None) -> Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from meshwise.spec.user_code import is_users
 from meshwise.spec.words import text_of
 
-MOMENT = 1.0  # seconds until the end of a process is known whose connections are gone
+MOMENT = 10.0  # seconds at most until the end of a process is known whose connections are gone, on a machine under load
 _ENDED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]*)|exited unexpectedly)"
 )
