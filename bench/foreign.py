@@ -145,6 +145,8 @@ def weights_apart(one: Path, other: Path) -> float | None:
     if not (one.exists() and other.exists()):
         return None
     a, b = (torch.load(path, map_location="cpu") for path in (one, other))
+    if b is None:
+        return None
     apart_by = [(a[key] - b[key]).abs().max() / a[key].abs().max().clamp(min=1e-12) for key in a if a[key].numel()]
     return float(max(apart_by)) if a.keys() == b.keys() else None
 
