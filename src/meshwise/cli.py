@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
 from meshwise.spec.exit_codes import FAILED, INTERRUPTED, MEANINGS
 from meshwise.spec.user_code import name_line
-from meshwise.spec.words import without_control
+from meshwise.spec.words import printable
 from meshwise.terminal.screen import fitted
 
 COMMANDS = (
@@ -146,7 +146,7 @@ def _print_error(error: MeshwiseError) -> None:
         with contextlib.suppress(OSError):  # the terminal may be gone
             if sys.stderr is None or getattr(sys.stderr, "closed", False):  # by a job
                 sys.stderr = os.fdopen(2, "w", closefd=False)
-            print(fitted(f"{name}{without_control(text)}", sys.stderr), file=sys.stderr, flush=True)
+            print(fitted(f"{name}{printable(text)}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def _flush() -> None:

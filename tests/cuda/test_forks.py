@@ -57,7 +57,7 @@ for devices in DEVICES:
     print(devices, mw.launch(work, 3, devices=devices), flush=True)
 """
 TORCHRUN = "-m", "torch.distributed.run", "--nproc-per-node"
-MESHWISE = "-m", "meshwise", "run", "train.py", "--devices"
+MESHWISE = "-m", "meshwise", "run", "--devices"
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def trained(output: str) -> dict[str, str]:
 def test_a_script_may_touch_cuda_above_its_first_line_of_ours(touch: str, python: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("TOUCH", TOUCHES[touch]))
     alone = trained(python("train.py").stdout)
-    launched = trained(python(*MESHWISE, "2xcuda").stdout)
+    launched = trained(python(*MESHWISE, "2xcuda", "train.py").stdout)
     under_torchrun = trained(python(*TORCHRUN, 2, "train.py").stdout)
     assert list(alone) == list(launched) == ["16"]
     assert set(under_torchrun) == {"16", "17"}, "each rank has a GPU of its own"
@@ -157,6 +157,6 @@ def test_a_dataset_that_makes_cuda_tensors_in_a_loaders_worker_is_told_what_to_w
     text = SCRIPT.replace("TOUCH", on_gpu).replace("torch.utils.data.TensorDataset(torch", "Rows(torch")
     text = text.replace(", pin_memory=True", "")
     (tmp_path / "train.py").write_text(text)
-    done = python(*MESHWISE, "1xcuda", check=False)
+    done = python(*MESHWISE, "1xcuda", "train.py", check=False)
     assert done.returncode == 1
     assert "return CPU tensors, or write multiprocessing_context='spawn' there" in done.stdout + done.stderr

@@ -58,6 +58,10 @@ def a_number_called() -> None:
     len(objects)()  # type: ignore[operator]
 
 
+def a_loss_without_a_model() -> None:
+    torch.zeros(()).backward()
+
+
 def cuda_in_a_loaders_worker() -> None:
     forked = "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use spawn"
     raise RuntimeError(f"Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: {forked}")
@@ -94,6 +98,7 @@ HINTS = {
     loader_and_optimizer_swapped: "in the order in which it was given",
     a_module_of_the_model: "meshwise does not wrap the model: use model instead of model.module.",
     ddp: "Remove DistributedDataParallel",
+    a_loss_without_a_model: "output[mask].sum() / max(n, 1)",
     barrier: "The process group is made by mw.distribute",
     cuda_in_a_loaders_worker: "return CPU tensors, or write multiprocessing_context='spawn' there.",
     another_attribute: "",

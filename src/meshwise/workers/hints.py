@@ -18,6 +18,7 @@ from meshwise.spec.words import text_of
 DDP_FILE = distributed.__file__
 _NO_GROUP = "Default process group has not been initialized"
 _FORKED_LOADER = "Cannot re-initialize CUDA in forked subprocess"
+_NO_GRAPH = "element 0 of tensors does not require grad"
 _NO_DEVICE = re.compile(
     r"Torch not compiled with (\w+) enabled|not linked with support for (\w+) devices|No (CUDA) GPUs are available"
     r"|Found no NVIDIA driver|no (\w+)-capable device is detected|no (XPU) device is available"
@@ -53,6 +54,11 @@ def hint(error: BaseException) -> str:
         if any(frame.f_code.co_filename == DDP_FILE for frame in _frames(error)):
             return "Remove DistributedDataParallel: mw.distribute takes the model itself, and averages its gradients."
         return "The process group is made by mw.distribute: use torch.distributed after it."
+    if _NO_GRAPH in text:
+        return (
+            "This loss does not depend on the model, as where none of a rank's samples takes part in it. Keep the "
+            "output of the model in it: output[mask].sum() / max(n, 1), or loss + 0 * output.sum()."
+        )
     if _FORKED_LOADER in text and "DataLoader worker" in text:
         return "Workers of a DataLoader are forked: return CPU tensors, or write multiprocessing_context='spawn' there."
     if found := _NO_DEVICE.search(text):
