@@ -64,6 +64,15 @@ def edited(folder: Path, edits: tuple[Edit, ...]) -> dict[str, int]:
     return told
 
 
+def put_behind_import(file: Path, *lines: str) -> None:
+    """Put lines behind the first `import torch` of a file."""
+    begins = "\n".join(["import torch", *lines, ""])
+    text, count = re.subn(r"^import torch *\n", begins, file.read_text(), count=1, flags=re.MULTILINE)
+    if not count:
+        sys.exit(f"{file} imports no torch")
+    file.write_text(text)
+
+
 def without_meshwise(edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
     """What shows the losses, for plain python."""
     return tuple((name, old, new.replace("mw.print(", "print(")) for name, old, new in edits)
@@ -77,9 +86,7 @@ def prepared(script: Script, originals: Path, folder: Path, pair: str, *more: Ed
         shutil.copytree(source / name, folder / Path(name).name)
     script.data(folder)
     edited(folder, script.small)
-    begins = "import torch\n", "import torch\ntorch.set_default_dtype(torch.float64)\ntorch.manual_seed(0)\n"
-    main = folder / script.script
-    main.write_text(main.read_text().replace(*begins, 1))
+    put_behind_import(folder / script.script, "torch.set_default_dtype(torch.float64)", "torch.manual_seed(0)")
     if pair == PLAIN:
         edited(folder, without_meshwise(script.shown))
         return {}
@@ -89,8 +96,7 @@ def prepared(script: Script, originals: Path, folder: Path, pair: str, *more: Ed
     lines = edited(folder, (*ours, *more))
     edited(folder, script.shown)
     for name in {script.script, *(edit[0] for edit in ours)}:
-        file = folder / name
-        file.write_text(file.read_text().replace("import torch\n", "import torch\nimport meshwise as mw\n", 1))
+        put_behind_import(folder / name, "import meshwise as mw")
     return lines
 
 
@@ -139,6 +145,8 @@ def weights_apart(one: Path, other: Path) -> float | None:
     if not (one.exists() and other.exists()):
         return None
     a, b = (torch.load(path, map_location="cpu") for path in (one, other))
+    if b is None:
+        return None
     apart_by = [(a[key] - b[key]).abs().max() / a[key].abs().max().clamp(min=1e-12) for key in a if a[key].numel()]
     return float(max(apart_by)) if a.keys() == b.keys() else None
 
