@@ -43,7 +43,9 @@ NARROW = 66  # columns below which the boxes of a command's help would cut the n
 
 
 class Commands(TyperGroup):
-    """The commands, in the order in which they are used."""
+    """The commands, in the order in which they are used. begun: whether one of them runs."""
+
+    begun = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -62,6 +64,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """As click does, which keeps silent about a Ctrl-C."""
+        Commands.begun = True
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupted:
@@ -93,6 +96,7 @@ def main() -> None:
     if any(word.startswith("--nnodes") for word in sys.argv):  # else torch prints C++ frames for a connection that ends
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _open_standard_files()
+    Commands.begun = False
     try:
         code = app(sys.argv[1:], standalone_mode=False, prog_name="meshwise")
     except typer.Exit as exit:
@@ -118,7 +122,8 @@ def _open_standard_files() -> None:
 
 
 def _told(error: BaseException) -> MeshwiseError | None:
-    """The sentence for what ended a command; None for a fault of ours, and for what ends a rank of another launcher."""
+    """The sentence for what ended a command; None for a fault of ours, and for what ends a rank of another launcher, or
+    click itself where a shell asks how to complete a line."""
     if isinstance(error, MeshwiseError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
@@ -133,7 +138,8 @@ def _told(error: BaseException) -> MeshwiseError | None:
         refused.exit_code = error.exit_code
         return refused
     workers = f"{__package__}.workers"  # read where they are needed, as commands are
-    if isinstance(error, Exception) or import_module(f"{workers}.environment").started_by_launcher():
+    of_click = isinstance(error, SystemExit) and not Commands.begun
+    if isinstance(error, Exception) or of_click or import_module(f"{workers}.environment").started_by_launcher():
         return None
     told: MeshwiseError = import_module(f"{workers}.failure").of_program(error)
     return told

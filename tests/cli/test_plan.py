@@ -211,7 +211,7 @@ def test_a_saved_plan_keeps_its_prediction(planned: Planned, tmp_path: Path) -> 
         (("mnist-mlp", "--machine", "2xH100", "--within", "much"), "--within"),
         (("mnist-mlp", "--machine", "2xH100", "--allow", "magic"), "magic"),
         (("jobs.py:reads", "--machine", "1xH100"), "values"),
-        (("jobs.py", "--machine", "1xH100"), "never gives a model to mw.distribute"),
+        (("--machine", "1xH100", "jobs.py"), "never gives a model to mw.distribute"),
         (("missing.py", "--machine", "1xH100"), "no such file"),
         (("--machine", "1xH100", "--batch-size", "8", "jobs.py"), "this is an option of jobs"),
     ],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import typer
 
 from meshwise import api, cli
 from meshwise.commands.run import typed
@@ -78,6 +79,10 @@ def test_the_help_of_a_command_has_examples(
     assert len(examples) >= 3 and {f" {line}" for line in examples} <= {line.rstrip() for line in shown}
 
 
+def ends_with_7(*_: object) -> None:
+    raise typer.Exit(7)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -91,7 +96,7 @@ def test_run_says_at_once_that_it_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("nothing.py").touch()
-    monkeypatch.setattr(api.script, "start", lambda *_: sys.exit(7))
+    monkeypatch.setattr(api.script, "start", ends_with_7)
     monkeypatch.setattr(sys, "argv", ["meshwise", "run", *words.split()])
     with pytest.raises(SystemExit, match="7"):
         cli.main()

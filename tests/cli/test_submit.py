@@ -260,7 +260,7 @@ def test_the_end_is_known_before(command: Command, tmp_path: Path) -> None:
         ("submit small.py:nosuch", "nosuch"),
         ("submit runs/nosuch", "nosuch"),
         ("submit small.py:job --devices 2xtpu", "tpu"),
-        ("submit small.py --dry-run", "stands behind the name of the script"),
+        ("submit small.py --dry-run", "what follows small.py is the script's own"),
         ("submit small.py -- --dry-run", "stands among the options of sbatch"),
         ("submit small.py:job --machine 8xH999", "H999"),
         ("stop nothing", "no such run"),
