@@ -307,7 +307,8 @@ class Program:
                     raise UsageError(NOT_OURS if none else STEPPED_TWICE)
                 if reduction.unreduced:
                     reduction.reduce_now()
-        self._stepped.append(weakref.ref(optimizer))
+        if weakref.ref(optimizer) not in self._stepped:
+            self._stepped.append(weakref.ref(optimizer))
 
     def holds(self, optimizer: Optimizer) -> _Holds:
         """What the optimizer holds: looked up again only when it has more parameters, or the program more models."""
