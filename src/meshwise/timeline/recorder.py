@@ -109,12 +109,15 @@ class Recorder:
             self.names.append(key)
         return code
 
-    def ended(self, kind: str, start: Mark, lane: str = "main", *, on_device: bool = True) -> None:
-        """What has begun at `start` is over: record it, and take memory, if that is wanted in this step."""
+    def ended(
+        self, kind: str, start: Mark, lane: str = "main", *, on_device: bool = True, code: int | None = None
+    ) -> None:
+        """What has begun at `start` is over: record it, and take memory, if that is wanted in this step. One call, for
+        each phase of each step. code: of a span with a name."""
         device = self._device if on_device and self.on else None
         end = self.clock() if device is None else device.mark()
         if self.on:
-            code = self._codes.get((kind, lane, ""))
+            code = self._codes.get((kind, lane, "")) if code is None else code
             code = self.code(kind, lane=lane) if code is None else code
             self._rows.extend((code, start, end, self.step, 0, NO_COLLECTIVE))
         if self._memory_now:
@@ -205,11 +208,9 @@ class _Open:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         recorder = self._recorder
-        recorder.add(self._code, self._start, recorder.mark(self._on_device))
+        recorder.ended(self._kind, self._start, on_device=self._on_device, code=self._code)
         if self._profiled is not None:
             self._profiled.__exit__(kind, error, trace)
-        if recorder._memory_now:
-            recorder.phase_ends(self._kind)
         if error is None:
             recorder.come_to(self._before)  # after an error the phase stays, to be named in the report
 
