@@ -43,9 +43,7 @@ NARROW = 66  # columns below which the boxes of a command's help would cut the n
 
 
 class Commands(TyperGroup):
-    """The commands, in the order in which they are used. begun: whether one of them runs."""
-
-    begun = False
+    """The commands, in the order in which they are used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -63,15 +61,21 @@ class Commands(TyperGroup):
         return command
 
     def invoke(self, ctx: Any) -> Any:
-        """As click does, which keeps silent about a Ctrl-C."""
-        Commands.begun = True
+        """As click does, which keeps silent about a Ctrl-C, and about what a program that is called ends it with."""
         try:
             return super().invoke(ctx)
+        except Exception:
+            raise
         except KeyboardInterrupt as interrupted:
             stopped = WorkerFailed("stopped by Ctrl-C.", exit_code=INTERRUPTED)
             stopped.__traceback__ = interrupted.__traceback__
             name_line(stopped)
             raise stopped from None
+        except BaseException as error:
+            workers = f"{__package__}.workers"  # read where they are needed, as commands are
+            if import_module(f"{workers}.environment").started_by_launcher():
+                raise
+            raise import_module(f"{workers}.failure").of_program(error) from None
 
 
 app = typer.Typer(
@@ -96,12 +100,11 @@ def main() -> None:
     if any(word.startswith("--nnodes") for word in sys.argv):  # else torch prints C++ frames for a connection that ends
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _open_standard_files()
-    Commands.begun = False
     try:
         code = app(sys.argv[1:], standalone_mode=False, prog_name="meshwise")
     except typer.Exit as exit:
         code = exit.exit_code
-    except BaseException as error:
+    except Exception as error:
         told = _told(error)
         if told is None:
             raise
@@ -121,9 +124,8 @@ def _open_standard_files() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
-def _told(error: BaseException) -> MeshwiseError | None:
-    """The sentence for what ended a command; None for a fault of ours, and for what ends a rank of another launcher, or
-    click itself where a shell asks how to complete a line."""
+def _told(error: Exception) -> MeshwiseError | None:
+    """The sentence for what ended a command; None for a fault of ours."""
     if isinstance(error, MeshwiseError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
@@ -137,12 +139,7 @@ def _told(error: BaseException) -> MeshwiseError | None:
         refused = UsageError(f"{text.rstrip('.')}. See meshwise --help." if text else "")
         refused.exit_code = error.exit_code
         return refused
-    workers = f"{__package__}.workers"  # read where they are needed, as commands are
-    of_click = isinstance(error, SystemExit) and not Commands.begun
-    if isinstance(error, Exception) or of_click or import_module(f"{workers}.environment").started_by_launcher():
-        return None
-    told: MeshwiseError = import_module(f"{workers}.failure").of_program(error)
-    return told
+    return None
 
 
 def _print_error(error: MeshwiseError) -> None:
