@@ -242,8 +242,9 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
             yield name, module
 
 
-def keep_class_name(module: nn.Module) -> None:
-    """`fully_shard` puts a subclass in the place of the module's class; let it bear the name of the class."""
+def mend_sharded_class(module: nn.Module) -> None:
+    """`fully_shard` puts a subclass in the place of the module's class; let it bear the name of the class, and zero the
+    gradients of its parts too, between a forward and its backward as well."""
     kind: Any = type(module)
     of = kind.__mro__[2]
     kind.__name__, kind.__qualname__, kind.__module__ = of.__name__, of.__qualname__, of.__module__

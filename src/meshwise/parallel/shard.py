@@ -96,7 +96,7 @@ class Sharded:
                     mp_policy=dtypes,
                     ignored_params=lacked,
                 )
-                sharding.keep_class_name(module)
+                sharding.mend_sharded_class(module)
                 watch_forward(module)
                 hooks_at_forward(module)
             if unsure:

@@ -120,11 +120,7 @@ def is_abandoned(folder: Path) -> bool:
     if sys.platform == "win32":
         return False
     with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return not _is_held(file)
     return False
 
 
@@ -133,10 +129,17 @@ def refuse_held(folder: Path) -> None:
     if sys.platform == "win32":
         return
     with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{folder}: {REFUSALS[LOCK].format(by=_told(file.read()))}") from None
+        if _is_held(file):
+            raise UsageError(f"{folder}: {REFUSALS[LOCK].format(by=_told(file.read()))}")
+
+
+def _is_held(file: IO[str]) -> bool:
+    """Whether another process has it. Who looks holds it for a moment, as others who look do."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
 
 
 def holder_of(folder: Path) -> tuple[str, int] | None:

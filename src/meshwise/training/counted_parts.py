@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from meshwise.compat.tree import tensors_in
-from meshwise.spec.user_code import place, user_frame
+from meshwise.spec.user_code import user_frame
 from meshwise.training.user_source import (
     Source,
     adds,
@@ -65,7 +65,7 @@ def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iter
     rows = _of_batch(loop)
     for text, found in ((RUNNING, _running(source, loop, rows, uneven)), (BUFFER, _buffers(source, loop, rows))):
         for line, name in found:
-            yield text.format(place=place(frame.f_code.co_filename, line), name=name)
+            yield text.format(place=source.place(line), name=name)
 
 
 def _of_batch(loop: ast.For) -> set[str]:

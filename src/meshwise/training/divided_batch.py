@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwise.spec.user_code import place, user_frame
+from meshwise.spec.user_code import user_frame
 from meshwise.training.user_source import Source, call_in, inside, name_of, source_of
 
 DIVIDED = (
@@ -33,7 +33,7 @@ def says_divided(size: int | None, ranks: int) -> str:
         for dividend in _dividends(at, given[0], DEEP) if given else ():
             whole = at.number(dividend)
             if whole is not None and whole != size and size in (whole // ranks, max(1, whole // ranks)):
-                where = place(frame.f_code.co_filename, call.lineno)
+                where = source.place(call.lineno)
                 part = f"{size // ranks}" if size % ranks == 0 else f"about {size / ranks:.1f}"
                 return DIVIDED.format(place=where, size=size, whole=whole, ranks=ranks, part=part)
     return ""

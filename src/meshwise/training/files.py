@@ -44,11 +44,8 @@ def save(thing: Any, path: str | Path) -> None:
     thing: state_dicts, or anything that holds them. Under a plan that divides them every rank calls it. A whole model
     is written as the program made it, without hooks of meshwise.
     """
-    engine, path, world = (
-        default_engine(),
-        Path(path),
-        rank_context().world,
-    )  # each rank counts, also those of one model
+    engine, path = default_engine(), Path(path)
+    world = rank_context().world  # each rank counts, also those of one model
     plan, name, saves = engine.plan, str(path.resolve()), process_engine().saves
     saves[name] += 1
     if plan.state_divided:

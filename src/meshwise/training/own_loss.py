@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from meshwise.spec.user_code import place, user_frame
 from meshwise.training.counted_parts import JOINS, may_be_joined
 from meshwise.training.user_source import Source, adds, asked, bare, given, inside, name_of, reads
 
@@ -23,17 +22,16 @@ OWN = (
 
 def says_own_loss() -> str:
     """What to say of the user's `mw.backward` that is running; empty where it is no slip, as far as is known."""
-    frame = user_frame()
-    return asked(lambda source, call: _said(source, call, frame.f_code.co_filename if frame else ""), "")
+    return asked(_said, "")
 
 
-def _said(source: Source, call: ast.Call, file: str) -> str:
+def _said(source: Source, call: ast.Call) -> str:
     name = _loss(call.args[0]) if call.args else ""
     kept = [value for node in inside(source.scope) for each, value in given(node) if each == name]
     if not name or call in kept or any(source.verb(bare(value)) for value in kept):
         return ""
     lines = [line for line in _shows(source, name) if line > call.lineno]
-    return OWN.format(place=place(file, lines[0]), name=name, given=ast.unparse(call.args[0])) if lines else ""
+    return OWN.format(place=source.place(lines[0]), name=name, given=ast.unparse(call.args[0])) if lines else ""
 
 
 def _loss(node: ast.expr) -> str:

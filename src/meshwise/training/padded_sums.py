@@ -16,7 +16,7 @@ from torch.utils.data import SequentialSampler as Sequential
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import plural
-from meshwise.spec.user_code import place, user_frame
+from meshwise.spec.user_code import user_frame
 from meshwise.training.user_source import Source, adds, bare, call_in, given, inside, name_of, reads, source_of
 
 PADDED = (
@@ -42,7 +42,7 @@ def refuse_padded_sums(objects: Sequence[Any], ranks: int) -> None:
     for number, (batch, samples) in short.items():
         found = _sums(source, names.get(number, ""), DEEP, every=batch == EACH)
         for loop, call, name in sorted(found, key=lambda each: each[1].lineno):
-            where, verb = place(frame.f_code.co_filename, call.lineno), source.verb(call)
+            where, verb = source.place(call.lineno), source.verb(call)
             facts = {"loop": loop.lineno, "batch": batch, "samples": plural(samples, "sample"), "ranks": ranks}
             fewer = plural(samples, "device")
             raise UsageError(PADDED.format(place=where, verb=f"mw.{verb}", name=name, fewer=fewer, **facts))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeGuard, TypeVar, cast
 
-from meshwise.spec.user_code import user_frame
+from meshwise.spec.user_code import place, user_frame
 
 _Answer = TypeVar("_Answer")
 _answers: dict[tuple[str, int, int], Any] = {}
@@ -28,10 +28,15 @@ PLAIN = {"item", "float", "double", "long", "int", "cpu", "clone", "detach", "to
 class Source:
     """The file of a frame of the user's: its tree, the function that runs there, its names, and the frame's line."""
 
+    file: str
     tree: ast.Module
     scope: Scope
     values: Mapping[str, Any]
     line: int
+
+    def place(self, line: int) -> str:
+        """`train.py:31`"""
+        return place(self.file, line)
 
     def verb(self, node: ast.AST) -> str:
         """The verb of ours that a call is of, such as `sum` for `mw.sum(x)`; empty for any other."""
@@ -71,7 +76,7 @@ def source_of(frame: FrameType) -> Source:
     """What the source tells where a frame of the user's is."""
     tree = parsed(frame)
     scope = _scope_of(tree, frame.f_code.co_name, frame.f_lineno)
-    return Source(tree, scope, {**frame.f_globals, **frame.f_locals}, frame.f_lineno)
+    return Source(frame.f_code.co_filename, tree, scope, {**frame.f_globals, **frame.f_locals}, frame.f_lineno)
 
 
 def parsed(frame: FrameType) -> ast.Module:
