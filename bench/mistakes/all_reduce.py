@@ -1,5 +1,7 @@
 """`mw.all_reduce` of one tensor, as torch.distributed has it: it added up the elements. Expected: refused."""
 
+# After https://github.com/huggingface/accelerate/issues/1266: accelerator.reduce on one GPU adds up the elements
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """What each rank has counted is added by mw.sum. Expected: right, as on one device."""
 
+# After https://github.com/huggingface/accelerate/issues/1266: accelerator.reduce on one GPU adds up the elements
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

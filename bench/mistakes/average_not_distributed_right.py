@@ -1,5 +1,7 @@
 """right (--set shard=2): an average of parameters and buffers that mw.distribute is given."""
 
+# After https://github.com/NCAR/miles-credit/issues/414: an average would mix DTensor shards with plain tensors
+
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

@@ -1,5 +1,7 @@
 """The share of a rank is only printed; the loader has the whole batch. Expected: right, as on one device."""
 
+# After https://github.com/pytorch/ignite/issues/3234: a batch of each rank for a loader that takes that of all
+
 import os
 
 import torch

@@ -1,5 +1,7 @@
 """The last batch, of one sample, is dropped. Expected: right."""
 
+# After https://github.com/pytorch/pytorch/issues/7716: the last batch has one sample
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

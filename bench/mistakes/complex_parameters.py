@@ -1,5 +1,7 @@
 """Complex parameters train on several devices (a first gradient was conjugated) and in checks. Expected: right."""
 
+# After https://github.com/pytorch/pytorch/issues/158753: DDP loses the imaginary part of gradients
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """The data are drawn under a seed of the environment's RANK. Expected: refused."""
 
+# After https://github.com/sdogsq/LorentzNet-release/pull/1: local_rank is in the seed that orders the data
+
 import os
 
 import torch

@@ -1,5 +1,7 @@
 """RANK is read, and seeds nothing that the data are drawn from. Expected: right."""
 
+# After https://github.com/sdogsq/LorentzNet-release/pull/1: local_rank is in the seed that orders the data
+
 import os
 
 import torch

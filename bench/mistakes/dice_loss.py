@@ -1,5 +1,7 @@
 """A Dice loss over the batch, a ratio of sums in one line, is of each rank's own samples. Expected: said."""
 
+# After https://github.com/microsoft/InnerEye-DeepLearning/issues/504: the soft Dice of each GPU alone
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """A Dice score of the test set, of sums over all ranks. Expected: right, as on one device."""
 
+# After https://github.com/allenai/allennlp/issues/4347: any metric is averaged over GPUs, ratios too
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,6 +1,6 @@
 """model.eval() is called. Expected: right."""
 
-# After https://kaijuan.co/qa/60018578
+# After https://github.com/wolny/pytorch-3dunet/issues/53: validation without model.eval()
 
 import torch
 from torch import nn

@@ -1,5 +1,7 @@
 """right (--set shard=2): a mixture of experts that calls every expert, also without rows."""
 
+# After https://github.com/deepspeedai/DeepSpeed/issues/5066: an expert sees no token on a rank, the others wait
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """Labels get noise under a seed of each rank. Expected: refused."""
 
+# After https://github.com/kekmodel/FixMatch-pytorch/issues/5: each process draws which samples have labels
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """Samples are augmented at random where they are read, and the ranks are seeded apart. Expected: right."""
 
+# After https://github.com/kekmodel/FixMatch-pytorch/issues/5: each process draws which samples have labels
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset

@@ -1,5 +1,7 @@
 """A layer is made inside the first forward: every rank draws its own weights. Expected: refused."""
 
+# After https://github.com/prism-science/WaterFlow/pull/78: a Linear is made in the first forward
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """A layer norm without learned values is made inside a forward; learned layers are not. Expected: right."""
 
+# After https://github.com/prism-science/WaterFlow/pull/78: a Linear is made in the first forward
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

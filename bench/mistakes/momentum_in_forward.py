@@ -1,5 +1,7 @@
 """refused (--set shard=2): the forward writes a running average of its parameters in place (BYOL, MoCo)."""
 
+# After https://github.com/pytorch/pytorch/issues/117742: an average written into FSDP's shards does not persist
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """right (--set shard=2): the running average is written in the loop, behind the step."""
 
+# After https://github.com/pytorch/pytorch/issues/117742: an average written into FSDP's shards does not persist
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """A learning rate under which parameters overflow, with a GradScaler that cannot help. Expected: said, exit 1."""
 
+# After https://github.com/deepinsight/insightface/issues/2262: the loss is NaN, the scale 0, and training goes on
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """A GradScaler skips the steps whose gradients overflow. Expected: right, no alarm, exit 0."""
 
+# After https://github.com/deepinsight/insightface/issues/2262: the loss is NaN, the scale 0, and training goes on
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """The optimizer is made anew after mw.distribute. Expected: right, refused."""
 
+# After https://github.com/huggingface/accelerate/pull/2177: an optimizer made anew behind prepare lost its groups
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

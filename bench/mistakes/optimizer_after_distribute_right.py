@@ -1,5 +1,7 @@
 """The optimizer is made before mw.distribute. Expected: right."""
 
+# After https://github.com/huggingface/accelerate/pull/2177: an optimizer made anew behind prepare lost its groups
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,6 +1,6 @@
 """Each rank pads to the longest row of its own part, and takes means over padding. Expected: said, check."""
 
-# After https://github.com/huggingface/transformers/issues/10385
+# After https://github.com/voidism/DiffCSE/issues/25: a wider padding changes the loss and its gradient
 
 import torch
 from torch import nn

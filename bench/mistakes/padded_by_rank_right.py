@@ -1,6 +1,6 @@
 """Rows are padded to one length on all ranks. Expected: right."""
 
-# After https://github.com/huggingface/transformers/issues/10385
+# After https://github.com/voidism/DiffCSE/issues/25: a wider padding changes the loss and its gradient
 
 import torch
 from torch import nn

@@ -1,5 +1,7 @@
 """refused (--set tensor=2): weights are pruned after mw.distribute."""
 
+# After https://github.com/microsoft/nni/issues/5205: a model is pruned inside DDP
+
 import torch
 from torch import nn
 from torch.nn.utils import prune

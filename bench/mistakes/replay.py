@@ -1,5 +1,7 @@
 """A replay buffer keeps samples of this rank alone: older ones than on one device once it is full. Expected: said."""
 
+# After https://github.com/lightly-ai/lightly/issues/1018: a bank of samples that is not gathered
+
 import random
 
 import torch

@@ -1,5 +1,7 @@
 """A replay memory, a class with a deque, keeps samples of this rank alone. Expected: said."""
 
+# After https://github.com/openai/baselines/issues/1211: each worker holds a replay buffer of its own
+
 import random
 from collections import deque
 

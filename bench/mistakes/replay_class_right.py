@@ -1,5 +1,7 @@
 """A replay memory that every rank holds whole, of which each takes its part by mw.split. Expected: right."""
 
+# After https://github.com/openai/baselines/issues/1211: each worker holds a replay buffer of its own
+
 import random
 from collections import deque
 

@@ -1,5 +1,7 @@
 """A replay buffer that every rank holds whole, of which each takes its part by mw.split. Expected: right."""
 
+# After https://github.com/lightly-ai/lightly/issues/1018: a bank of samples that is not gathered
+
 import random
 
 import torch

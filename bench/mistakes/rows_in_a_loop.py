@@ -1,5 +1,7 @@
 """The loss of each row is added up in a Python loop: a sum over this rank's samples. Expected: refused."""
 
+# After https://github.com/shubham-goel/4D-Humans/issues/85: the loss is an undivided sum over the batch (no loop there)
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

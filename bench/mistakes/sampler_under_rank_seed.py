@@ -1,5 +1,7 @@
 """The order of a sampler is drawn under a seed of each rank. Expected: refused."""
 
+# After https://github.com/NVlabs/LongLive/issues/71: the sampler's seed is multiplied by the rank
+
 import random
 
 import torch

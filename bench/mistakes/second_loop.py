@@ -1,5 +1,7 @@
 """A second loop over the same loader trains on a loss that couples samples. Expected: said."""
 
+# After https://github.com/mbanani/probe3d/issues/2: a root of the mean over each GPU's samples
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

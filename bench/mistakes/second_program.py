@@ -1,5 +1,7 @@
 """The second program of a process trains on a sum, long after the first steps. Expected: refused."""
 
+# After https://github.com/intel/ipex-llm/issues/2079: a summed loss is averaged over workers
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

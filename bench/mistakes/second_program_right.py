@@ -1,5 +1,7 @@
 """Two folds in one process, each a mean over samples. Expected: right."""
 
+# After https://github.com/intel/ipex-llm/issues/2079: a summed loss is averaged over workers
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,6 +1,6 @@
 """The number of steps is divided by the ranks once more. Expected: said, refused, check."""
 
-# After https://github.com/huggingface/accelerate/issues/662
+# After https://github.com/axolotl-ai-cloud/axolotl/pull/1566: steps are divided by the ranks again
 
 import torch
 from torch import nn

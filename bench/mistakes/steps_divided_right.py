@@ -1,6 +1,6 @@
 """len(loader) is the number of steps of all. Expected: right."""
 
-# After https://github.com/huggingface/accelerate/issues/662
+# After https://github.com/axolotl-ai-cloud/axolotl/pull/1566: steps are divided by the ranks again
 
 import torch
 from torch import nn

@@ -1,5 +1,7 @@
 """`mw.sum` of what `mw.sum` gave. Expected: right, said."""
 
+# After https://github.com/Lightning-AI/pytorch-lightning/issues/3713: all_reduce of an accuracy that is synchronised
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """`mw.sum` of a mean times a number of samples, which are summed each. Expected: right, as on one device."""
 
+# After https://github.com/Lightning-AI/pytorch-lightning/issues/3713: all_reduce of an accuracy that is synchronised
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

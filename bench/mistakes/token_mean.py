@@ -1,6 +1,6 @@
 """A mean over tokens that are not padding, whose number ranks have apart. Expected: said, refused, check."""
 
-# After https://github.com/ml-explore/mlx-lm/pull/1413
+# After https://github.com/PrimeIntellect-ai/prime-rl/pull/1960: a token weighs more on a rank with fewer of them
 
 import torch
 from torch import nn

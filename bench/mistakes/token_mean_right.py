@@ -1,6 +1,6 @@
 """The mean over tokens says how many there are. Expected: right."""
 
-# After https://github.com/ml-explore/mlx-lm/pull/1413
+# After https://github.com/PrimeIntellect-ai/prime-rl/pull/1960: a token weighs more on a rank with fewer of them
 
 import torch
 from torch import nn
