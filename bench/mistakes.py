@@ -7,7 +7,8 @@ prints is compared. A mistake is `right` where two print what one prints (with -
 masks are drawn apart), `refused` where the run on two ends with a sentence, `said` where two are told a line of the
 script that one is not, `check` where only `meshwise check` names it; else it is silent. `raw` is a traceback of two
 alone without a remedy or a crash, `stuck` more than 150 s. A twin is clean where it runs, prints the same, and is told
-nothing of its lines; that a loss is not finite is a fact of its data, and no alarm. Results are kept as they come.
+nothing of its lines; that a loss is not finite is a fact of its data, and no alarm. Where a docstring names a plan,
+`(--set shard=2)`, two run under it. `# After` is the thread of somebody who met it. Results are kept as they come.
 
 Claim: of 60 mistakes at least 54 are right, refused or said in `run`, none is silent; 60 twins are clean.
 """
@@ -37,9 +38,11 @@ NUMBER = re.compile(r"-?(?:\d+\.\d*(?:e[+-]?\d+)?|\d+|nan|inf)\b", re.IGNORECASE
 OURS = re.compile(  # lines of the run itself: its beginning, its findings, its records
     r"starting |records |more with |weights |Attempt |\w+-bound[: ]|Rank \d+ is|Load imbalance|Between phases"
     r"|\d+ devices are slower|try |step \d+: the loss |\d+ of \d+ losses were not"
+    r"|shard: a rank may skip |tensor=\d+: \d+% of "
 )
 EXACT, DRAWS = "--exact-random", "each rank draws its own masks"
 STUCK = 124  # the exit code of a script that does not end
+PLAN = re.compile(r"\((--set \w+=\w+)\)")  # in the docstring of a script
 CLOSE = 1e-5  # of float32 sums in another order, over a few steps
 
 
@@ -55,7 +58,8 @@ class Ran:
 
 def run(path: Path, devices: int, *options: str) -> Ran:
     """Under `meshwise run`, in a folder of its own."""
-    return _ran(path, "run", "--devices", f"{devices}xcpu", *options)
+    plan = PLAN.search(path.read_text()) if devices > 1 else None
+    return _ran(path, "run", "--devices", f"{devices}xcpu", *(plan[1].split() if plan else ()), *options)
 
 
 def check(path: Path) -> Ran:
