@@ -11,8 +11,9 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 from importlib import import_module
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -21,7 +22,9 @@ from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, neares
 from meshwise.spec.exit_codes import FAILED, INTERRUPTED, MEANINGS
 from meshwise.spec.user_code import name_line
 from meshwise.spec.words import printable
+from meshwise.terminal import own_line
 from meshwise.terminal.screen import fitted
+from meshwise.workers import sudden_end
 
 COMMANDS = (
     *("devices", "bench", "plan", "run", "submit", "predict", "check", "report"),
@@ -100,18 +103,29 @@ def main() -> None:
     if any(word.startswith("--nnodes") for word in sys.argv):  # else torch prints C++ frames for a connection that ends
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _open_standard_files()
-    try:
-        code = app(sys.argv[1:], standalone_mode=False, prog_name="meshwise")
-    except typer.Exit as exit:
-        code = exit.exit_code
-    except Exception as error:
-        told = _told(error)
-        if told is None:
-            raise
-        _print_error(told)
-        code = told.exit_code
-    _flush()
+    with own_line.watched(sys.stdout, sys.stderr), sudden_end.told(partial(_end, sys.stderr)):
+        try:
+            code = app(sys.argv[1:], standalone_mode=False, prog_name="meshwise")
+        except typer.Exit as exit:
+            code = exit.exit_code
+        except Exception as error:
+            told = _told(error)
+            if told is None:
+                raise
+            _print_error(told)
+            code = told.exit_code
+        _flush()
     sys.exit(code)
+
+
+def _end(stderr: IO[str], call: str) -> None:
+    """The program that a command reads or calls ends this process by `call`. stderr: it may be redirected now."""
+    error = UsageError(sudden_end.OF_COMMAND.format(call=call))
+    sys.stderr = stderr
+    _print_error(error)
+    if stderr.isatty():
+        stderr.write("\x1b[?25h")  # the cursor, which is hidden while progress is drawn
+    os._exit(error.exit_code)
 
 
 def _open_standard_files() -> None:
@@ -147,6 +161,7 @@ def _print_error(error: MeshwiseError) -> None:
     if text:
         name = "" if isinstance(error, WorkerFailed) else f"{type(error).__name__}: "
         with contextlib.suppress(OSError):  # the terminal may be gone
+            own_line.end_lines()
             if sys.stderr is None or getattr(sys.stderr, "closed", False):  # by a job
                 sys.stderr = os.fdopen(2, "w", closefd=False)
             print(fitted(f"{name}{printable(text)}", sys.stderr), file=sys.stderr, flush=True)

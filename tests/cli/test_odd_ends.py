@@ -1,8 +1,9 @@
 """Programs that end a command from inside, by sys.exit, Ctrl-C or an exception that is no Exception: one sentence, an
-exit code that is not 0, and no traceback but the program's own."""
+exit code that is not 0, and no traceback but the program's own. So are ends without a word: workers/sudden_end.py."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -113,3 +114,21 @@ def test_what_a_job_ends_in_its_rehearsal_or_check_has_no_good_end(source: str, 
 def test_a_prediction_that_the_program_ends_on_every_rank_says_so(processes: None, ends: Ends) -> None:
     code, said = ends(f"{JOB}\njob = made(second=lambda: leaves(0))", "predict", "ends.py:job", "--devices", "1xcpu")
     assert code == FAILED and said[-1].startswith("the program called sys.exit(0) on every rank before its end")
+
+
+@pytest.mark.parametrize("how", ["os._exit(3)", "os._exit(0)", "os.abort()"])
+@pytest.mark.parametrize("verb", ["run", "plan", "check", "predict"])
+def test_what_ends_the_process_of_a_command_is_said(
+    how: str, verb: str, ends: Ends, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            ends(f"import os\nif os.fork() == 0: os._exit(0)\nprint('begun', end=''); {how}", verb, "ends.py:job")
+        os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == USAGE
+    said = capfd.readouterr()
+    assert said.out == "begun\n" and said.err.splitlines()[-1] == (
+        f"UsageError: ends.py:3: {how} ended the command before it was done. Return from what meshwise calls, or raise "
+        "an exception, and read a command line under `if __name__ == '__main__':`."
+    )

@@ -15,7 +15,7 @@ from typing import Any
 from meshwise.spec.errors import MeshwiseError, ReplicaError, SpoiledError, UsageError, WorkerFailed
 from meshwise.spec.user_code import OURS, name_line
 from meshwise.spec.words import error_text, readable, text_of
-from meshwise.workers import loader_failure
+from meshwise.workers import loader_failure, sudden_end
 
 MORE_MEMORY = "Let the ranks of this machine use less, or give them more memory."
 LINK = "The ranks lost their connections to each other, and all of them live: look at the link between them."
@@ -115,10 +115,7 @@ def by_exit(rank: int, exit: SystemExit) -> Failure:
 def of_program(error: BaseException) -> MeshwiseError:
     """What a program that a command calls in its own process has ended it with, such as `sys.exit(0)`: no result."""
     if isinstance(error, SystemExit):
-        refused = UsageError(
-            f"sys.exit({error.code!r}) ended the command before it was done. Return from what meshwise calls, or raise "
-            "an exception, and read a command line under `if __name__ == '__main__':`."
-        )
+        refused = UsageError(sudden_end.OF_COMMAND.format(call=f"sys.exit({error.code!r})"))
         refused.__traceback__ = error.__traceback__
         name_line(refused)
         return refused

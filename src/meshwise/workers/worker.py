@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from meshwise.compat.driver import lost_by_fork
 from meshwise.spec.devices import threads_in
 from meshwise.spec.errors import UsageError
-from meshwise.workers import failure, heartbeat, join, loader_failure, on_device, stopping, verb_log
+from meshwise.workers import failure, heartbeat, join, loader_failure, on_device, stopping, sudden_end, verb_log
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.environment import CORES, DEVICE_KIND, LISTENER, RUN_FOLDER, result_path
 from meshwise.workers.failure import Failure
@@ -32,6 +33,7 @@ from meshwise.workers.hints import add_hint
 from meshwise.workers.parting import trail_path
 from meshwise.workers.written_files import FileWatch
 
+END_TIMEOUT = 2.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes that the path of a socket has left for a folder
 
@@ -59,7 +61,8 @@ def main() -> int:
         watch_files(session.channel)
     if session.world.kind != "cpu":
         on_device.answer(session.channel, rank)
-    code = run_task(task, rank, session.channel)
+    with sudden_end.told(partial(_tell_end, rank, session.channel)):
+        code = run_task(task, rank, session.channel)
     with contextlib.suppress(AttributeError, ValueError):  # closed by the program
         sys.stdout.flush()
     join.leave()
@@ -143,6 +146,12 @@ def _exited(exit: SystemExit, rank: int, channel: WorkerChannel) -> int:
     failed = failure.by_exit(rank, exit)
     channel.send("failed", failure=asdict(failed))
     return failed.exit_code
+
+
+def _tell_end(rank: int, channel: WorkerChannel, call: str) -> None:
+    text = sudden_end.OF_RANK.format(call=call)
+    channel.send("failed", failure=asdict(Failure(rank, "raised", text, time=time.time())))
+    time.sleep(END_TIMEOUT)  # the launcher is to read it before it sees that this process has ended
 
 
 def _save_result(path: Path, result: Any) -> None:

@@ -1,0 +1,43 @@
+"""What ends a process without a word, `os._exit` and `os.abort`: told of before it does, with the line that calls it.
+
+Tested in tests/cli/test_odd_ends.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from meshwise.spec.user_code import OURS, user_place
+
+OF_COMMAND = (
+    "{call} ended the command before it was done. Return from what meshwise calls, or raise an exception, and read a "
+    "command line under `if __name__ == '__main__':`."
+)
+OF_RANK = "{call} ended the process before its work was done. Return, or raise an exception, instead."
+
+
+@contextmanager
+def told(tell: Callable[[str], object]) -> Iterator[None]:
+    """Meanwhile `tell("train.py:3: os._exit(0)")` is called where the program, or a library, ends this process so. Not
+    in processes that it forks, which end well by it, and not where we do: we have said why."""
+    process, before = os.getpid(), (os._exit, os.abort)
+
+    def telling(ends: Any) -> Any:
+        def call(*code: Any, **named: Any) -> Any:
+            caller = sys._getframe(1)
+            if os.getpid() == process and not caller.f_code.co_filename.startswith(OURS):
+                at, given = user_place(caller), ", ".join(map(repr, (*code, *named.values())))
+                tell(f"{at}: " * bool(at) + f"os.{ends.__name__}({given})")
+            return ends(*code, **named)
+
+        return call
+
+    os._exit, os.abort = map(telling, before)
+    try:
+        yield
+    finally:
+        os._exit, os.abort = before
