@@ -193,11 +193,15 @@ def test_an_error_of_ours_is_a_plain_sentence_with_its_exit_code(error: Meshwise
 
 def test_the_sentence_names_the_rank_what_happened_and_the_traceback_once() -> None:
     trace = 'Traceback (most recent call last):\n  File "train.py", line 3, in loss\n'
-    raised = Failure(1, "raised", "ValueError: bad label", trace, notes=("rank 1, step 3, phase forward",))
+    raised = Failure(1, "raised", "ValueError: bad label", trace, notes=("rank 1, step 3, phase forward", "Use 1 to 10."))
     assert sentence(raised, 4) == (
         'Traceback (most recent call last):\n  File "train.py", line 3, in loss\n'
+        "rank 1, step 3, phase forward\n"
         "rank 1 of 4 failed: ValueError: bad label\n"
-        "rank 1, step 3, phase forward"
+        "Use 1 to 10."
+    )
+    assert sentence(replace(raised, kind="loader", message="lost a loader worker", traceback=""), 4) == (
+        "rank 1, step 3, phase forward\nrank 1 of 4 lost a loader worker. Use 1 to 10."
     )
     assert sentence(replace(raised, plain=True), 4) == "ValueError: bad label"
     assert sentence(by_exit_status(2, -9), 4).startswith("rank 2 of 4 was killed by SIGKILL")

@@ -41,6 +41,7 @@ from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.plan_file import plan_to_toml, read_plan
 from meshwise.spec.plan_settings import devices_of, plan_from_settings, plan_on, settings_values
+from meshwise.spec.words import error_text
 from meshwise.spec.world import World
 from meshwise.terminal.notebook import shown_by
 from meshwise.training.job import Job
@@ -200,8 +201,8 @@ def _in_this_process(program: Program, spec: CheckSpec, passes: Passes) -> Progr
         raise
     except Exception as error:
         precision = "fp64" if spec.in_float64 else spec.plan.precision
-        lines = [f"one device, in {precision}, failed: {type(error).__name__}: {error}"]
-        lines += [*getattr(error, "__notes__", []), *user_traceback(error).rstrip().splitlines()]
+        cause = f"one device, in {precision}, failed: {error_text(error)}"
+        lines = [user_traceback(error).rstrip(), cause, *getattr(error, "__notes__", [])]
         raise WorkerFailed("\n".join(lines), rank=0) from error
 
 

@@ -219,10 +219,13 @@ def sentence(failure: Failure, size: int, others: Sequence[Failure] = ()) -> str
     """
     if failure.plain:
         return failure.message
-    who = f"rank {failure.rank} of {size}"
+    who, own = f"rank {failure.rank} of {size}", f"rank {failure.rank}, "
+    where = [note for note in failure.notes if note.startswith(own)]  # step and phase: the cause comes last
+    notes = [note for note in failure.notes if note not in where]
+    before = [*failure.traceback.rstrip().splitlines(), *where]
     if failure.kind in ("killed", "left", "loader"):
-        return " ".join([f"{who} {failure.message}.", *failure.notes])
+        return "\n".join([*before, " ".join([f"{who} {failure.message}.", *notes])])
     if size > 1 and len({f.rank for f in (failure, *others) if f.message == failure.message}) == size:
         who = f"all {size} ranks"
     what = "lost the connection to another rank" if failure.kind == "victim" else "failed"
-    return "\n".join([*failure.traceback.rstrip().splitlines(), f"{who} {what}: {failure.message}", *failure.notes])
+    return "\n".join([*before, f"{who} {what}: {failure.message}", *notes])
