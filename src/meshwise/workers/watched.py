@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import threading
 import time
@@ -68,16 +69,18 @@ class WatchedWorker:
 
 
 def shown(pipe: BinaryIO | Any, stream: str, log: BinaryIO, show: Callable[[str, str], None]) -> threading.Thread:
-    """A thread that writes each line of a worker's output to its log, and shows it."""
+    """A thread that writes each line of a worker's output to its log, and shows it, until the log is closed: what
+    outlives the launch is not shown."""
 
     def forward() -> None:
-        with pipe:
+        with pipe, contextlib.suppress(ValueError):
             for line in iter(pipe.readline, b""):
-                log.write(line)
-                log.flush()
+                with contextlib.suppress(OSError):  # a full disk holds up no worker
+                    log.write(line)
+                    log.flush()
                 text = line.decode(errors="replace")
                 if not is_gloo_abort(text):
-                    show(stream, text)
+                    show(stream, text if text.endswith("\n") else f"{text}\n")
 
     thread = threading.Thread(target=forward, name=f"meshwise-{stream}", daemon=True)
     thread.start()
