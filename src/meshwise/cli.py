@@ -11,9 +11,8 @@ import os
 import re
 import shutil
 import sys
-from functools import partial
 from importlib import import_module
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -22,8 +21,7 @@ from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, neares
 from meshwise.spec.exit_codes import FAILED, INTERRUPTED, MEANINGS
 from meshwise.spec.user_code import name_line
 from meshwise.spec.words import printable
-from meshwise.terminal import own_line
-from meshwise.terminal.screen import fitted
+from meshwise.terminal import last_words
 from meshwise.workers import sudden_end
 
 COMMANDS = (
@@ -103,7 +101,8 @@ def main() -> None:
     if any(word.startswith("--nnodes") for word in sys.argv):  # else torch prints C++ frames for a connection that ends
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _open_standard_files()
-    with own_line.watched(sys.stdout, sys.stderr), sudden_end.told(partial(_end, sys.stderr)):
+    last_words.watch(sys.stdout, sys.stderr)
+    with sudden_end.told(_end):
         try:
             code = app(sys.argv[1:], standalone_mode=False, prog_name="meshwise")
         except typer.Exit as exit:
@@ -118,13 +117,12 @@ def main() -> None:
     sys.exit(code)
 
 
-def _end(stderr: IO[str], call: str) -> None:
-    """The program that a command reads or calls ends this process by `call`. stderr: it may be redirected now."""
+def _end(call: str) -> None:
+    """The program that a command reads or calls ends this process by `call`."""
     error = UsageError(sudden_end.OF_COMMAND.format(call=call))
-    sys.stderr = stderr
     _print_error(error)
-    if stderr.isatty():
-        stderr.write("\x1b[?25h")  # the cursor, which is hidden while progress is drawn
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h")  # the cursor, which is hidden while progress is drawn
     os._exit(error.exit_code)
 
 
@@ -161,10 +159,7 @@ def _print_error(error: MeshwiseError) -> None:
     if text:
         name = "" if isinstance(error, WorkerFailed) else f"{type(error).__name__}: "
         with contextlib.suppress(OSError):  # the terminal may be gone
-            own_line.end_lines()
-            if sys.stderr is None or getattr(sys.stderr, "closed", False):  # by a job
-                sys.stderr = os.fdopen(2, "w", closefd=False)
-            print(fitted(f"{name}{printable(text)}", sys.stderr), file=sys.stderr, flush=True)
+            last_words.say_last(f"{name}{printable(text)}")
 
 
 def _flush() -> None:
