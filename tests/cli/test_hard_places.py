@@ -62,7 +62,8 @@ def test_a_run_ends_well(line: str, tmp_path: Path) -> None:
     [
         (f"meshwise {SMALL} > /dev/full", 1, "MeshwiseError: the output cannot be written: No space left on device."),
         ("meshwise report nothing >&-", 2, "nothing: no run folder"),
-        (f"ulimit -n 20; meshwise {SMALL}", 1, "too many files are open for this limit. Raise it: ulimit -n 4096."),
+        (f"ulimit -n 40; meshwise {SMALL}", 2, "48 files or more, and this limit is 40. Raise it: ulimit -n 4096."),
+        (f"ulimit -n 12; meshwise {SMALL}", 1, "too many files are open for this limit. Raise it: ulimit -n 4096."),
     ],
 )
 def test_a_command_ends_with_a_sentence(line: str, code: int, said: str, tmp_path: Path) -> None:

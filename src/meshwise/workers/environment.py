@@ -8,13 +8,20 @@ Tested in tests/workers/test_join.py.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import UsageError, WorkerFailed
+from meshwise.spec.units import plural
 from meshwise.spec.world import World
 from meshwise.workers.launchers.find import place_in
 
+if sys.platform != "win32":
+    import resource
+
+FILES, FILES_OF_WORKER = 44, 2
+"""Open files with which a small job runs to its end, as tried; libraries and data of one's own need more."""
 DEVICE_KIND = "MESHWISE_DEVICE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_FOLDER = "MESHWISE_RUN"
@@ -46,6 +53,17 @@ def attempt() -> int:
 def result_path(task: Path, rank: int) -> Path:
     """Where the worker of `rank` puts the result of `task`."""
     return task.with_name(f"result-{rank}.pickle")
+
+
+def refuse_few_files(workers: int) -> None:
+    """Raises WorkerFailed where this process may open too few files for so many workers, who may open as many: one that
+    cannot open the next ends in odd ways, or after all is computed."""
+    least = FILES + FILES_OF_WORKER * workers
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else least
+    if 0 <= limit < least:
+        opens = f"{plural(workers, 'worker')} and what starts them open {least} files or more"
+        text = f"{opens}, and this limit is {limit}. Raise it: ulimit -n 4096."
+        raise WorkerFailed(text, exit_code=UsageError.exit_code)
 
 
 def visible(index: int) -> str:

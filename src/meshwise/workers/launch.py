@@ -72,6 +72,7 @@ def launch(
         launches.
     Raises WorkerFailed with the culprit's rank and traceback when a worker fails.
     """
+    environment.refuse_few_files(len(slots))
     with scratch_folder() as scratch, ExitStack() as stack:
         launcher = _Launcher(
             scratch, folder or scratch, listeners or Listeners(), nodes, halt or Halt(), len(slots), preload
