@@ -105,6 +105,7 @@ def main() -> None:
     with sudden_end.told(_end):
         try:
             code = app(sys.argv[1:], standalone_mode=False, prog_name="meshwise")
+            _flush()
         except typer.Exit as exit:
             code = exit.exit_code
         except Exception as error:
@@ -113,7 +114,8 @@ def main() -> None:
                 raise
             _print_error(told)
             code = told.exit_code
-        _flush()
+            with contextlib.suppress(OSError):
+                _flush()
     sys.exit(code)
 
 
@@ -163,9 +165,12 @@ def _print_error(error: MeshwiseError) -> None:
 
 
 def _flush() -> None:
-    """Flush what is printed, even when nobody reads it any more, or a job has closed it."""
+    """Flush what is printed, even when nobody reads it any more, or a job has closed it. Raises OSError where it cannot
+    be written."""
     with contextlib.suppress(AttributeError, ValueError):
         try:
             sys.stdout.flush()
-        except OSError:
+        except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if error.errno != errno.EPIPE:
+                raise

@@ -193,7 +193,9 @@ def test_an_error_of_ours_is_a_plain_sentence_with_its_exit_code(error: Meshwise
 
 def test_the_sentence_names_the_rank_what_happened_and_the_traceback_once() -> None:
     trace = 'Traceback (most recent call last):\n  File "train.py", line 3, in loss\n'
-    raised = Failure(1, "raised", "ValueError: bad label", trace, notes=("rank 1, step 3, phase forward", "Use 1 to 10."))
+    raised = Failure(
+        1, "raised", "ValueError: bad label", trace, notes=("rank 1, step 3, phase forward", "Use 1 to 10.")
+    )
     assert sentence(raised, 4) == (
         'Traceback (most recent call last):\n  File "train.py", line 3, in loss\n'
         "rank 1, step 3, phase forward\n"

@@ -1,6 +1,7 @@
 """What a command says last: on a line of its own, and nothing of this process follows it, whatever its threads print.
+Where nobody reads what it says, it says nothing, and ends as it would.
 
-Tested in tests/cli/test_refusals.py.
+Tested in tests/cli/test_refusals.py and tests/cli/test_hard_places.py.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from meshwise.terminal.screen import fitted
@@ -17,27 +19,38 @@ _watched: list[_Watched] = []
 
 
 class _Watched:
-    """A text file of which it is known whether its last line has ended. over: nothing is written any more."""
+    """A text file of which it is known whether its last line has ended. over: nothing is written any more. lost: errors
+    at which it is over, since its reader has left: no fault of the command."""
 
-    def __init__(self, file: Any) -> None:
-        self.file, self.ended, self.over = file, True, False
-        file.write = self.write  # print, tracebacks, logging and rich ask the file for it
+    def __init__(self, file: Any, lost: type[OSError]) -> None:
+        self.file, self.lost, self.ended, self.over = file, lost, True, False
+        file.write, file.flush = self.write, self.flush  # print, tracebacks, logging and rich ask the file for them
 
     def write(self, text: str) -> int:
         with _lock:
             if not self.over:
-                type(self.file).write(self.file, text)
+                self._while_read(lambda: type(self.file).write(self.file, text))
                 self.ended = text.endswith("\n") if text else self.ended
         return len(text)
 
+    def flush(self) -> None:
+        self._while_read(lambda: type(self.file).flush(self.file))
 
-def watch(*files: Any) -> None:
-    """From now on what is written to these text files is known to `say_last`; the last of them is where it says it."""
-    _watched[:] = map(_Watched, files)
+    def _while_read(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except self.lost:
+            self.over = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+def watch(out: Any, beside: Any) -> None:
+    """From now on what is written to these text files, stdout and stderr, is known to `say_last`."""
+    _watched[:] = _Watched(out, BrokenPipeError), _Watched(beside, OSError)
 
 
 def say_last(text: str) -> None:
-    """Say this, and nothing more. Raises OSError where nobody reads it."""
+    """Say this on stderr, and nothing more. Raises OSError where it cannot be written."""
     with _lock:
         for each in _watched:
             with contextlib.suppress(OSError, ValueError):  # nobody reads it, or the program has closed it

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.spec.errors import MeshwiseError, ReplicaError, SpoiledError, UsageError, WorkerFailed
-from meshwise.spec.user_code import OURS, name_line
+from meshwise.spec.user_code import OURS, is_users, name_line
 from meshwise.spec.words import error_text, readable, text_of
 from meshwise.workers import loader_failure, sudden_end
 
@@ -91,7 +91,7 @@ def by_error(rank: int, error: BaseException) -> Failure:
         rank,
         _kind_of(rank, error),
         f"{readable(caught.text)}\nin {caught.where}" if caught else error_text(error),
-        caught.traceback if caught else "" if ours else user_traceback(error),
+        caught.traceback if caught else "" if ours or _is_of_system(error) else user_traceback(error),
         plain=ours,
         notes=_notes(error),
         exit_code=error.exit_code if isinstance(error, MeshwiseError) else 1,
@@ -102,6 +102,12 @@ def by_error(rank: int, error: BaseException) -> Failure:
 
 def _notes(error: BaseException) -> list[str]:
     return [readable(text_of(note)) for note in getattr(error, "__notes__", ())]
+
+
+def _is_of_system(error: BaseException) -> bool:
+    """Whether the system refused a file to us, with no line of the user's in it: what it says is enough."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, OSError) and not any(is_users(frame.filename) for frame in frames)
 
 
 def by_exit(rank: int, exit: SystemExit) -> Failure:

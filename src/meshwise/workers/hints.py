@@ -25,6 +25,7 @@ _NO_DEVICE = re.compile(
 )
 _OF_SYSTEM = {
     errno.EMFILE: "Too many files are open for this limit. Raise it: ulimit -n 4096.",
+    errno.EFBIG: "Files may not grow further here. Raise the limit: ulimit -f unlimited.",
     errno.ENOSPC: "A disk is full: see df -h for the folder of the run, for TMPDIR and for /dev/shm.",
 }
 _NO_SUCH_INDEX = "invalid device ordinal"

@@ -25,6 +25,7 @@ import torch
 from meshwise.compat.driver import lost_by_fork
 from meshwise.spec.devices import threads_in
 from meshwise.spec.errors import UsageError
+from meshwise.spec.world import World
 from meshwise.workers import failure, heartbeat, join, loader_failure, on_device, stopping, sudden_end, verb_log
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.environment import CORES, DEVICE_KIND, LISTENER, RUN_FOLDER, result_path
@@ -53,16 +54,8 @@ def main() -> int:
         raise UsageError("meshwise.workers is started by `meshwise run` and `mw.launch` alone.")
     stopping.pass_on(session.channel, session.gate, leads=session.world.rank == 0)
     task, rank = Path(sys.argv[1]), session.world.rank
-    keep_sockets_in(task.parent)
-    verb_log.begin(trail_path(task.parent, rank))
-    join.keep_store()
-    heartbeat.begin(task.parent, rank, overlaps=session.world.kind != "cpu")
-    if session.world.size > 1:
-        watch_files(session.channel)
-    if session.world.kind != "cpu":
-        on_device.answer(session.channel, rank)
     with sudden_end.told(partial(_tell_end, rank, session.channel)):
-        code = run_task(task, rank, session.channel)
+        code = run_task(task, session.world, session.channel)
     with contextlib.suppress(AttributeError, ValueError):  # closed by the program
         sys.stdout.flush()
     join.leave()
@@ -112,9 +105,23 @@ def keep_sockets_in(scratch: Path) -> None:
     tempfile.tempdir = before
 
 
-def run_task(task: Path, rank: int, channel: WorkerChannel) -> int:
+def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
+    """What a task finds: its rank's files in the folder of the launch, a store, an ear for the launcher."""
+    keep_sockets_in(scratch)
+    verb_log.begin(trail_path(scratch, world.rank))
+    join.keep_store()
+    heartbeat.begin(scratch, world.rank, overlaps=world.kind != "cpu")
+    if world.size > 1:
+        watch_files(channel)
+    if world.kind != "cpu":
+        on_device.answer(channel, world.rank)
+
+
+def run_task(task: Path, world: World, channel: WorkerChannel) -> int:
     """Run the task and report how it ended. Returns the exit code of the process."""
+    rank = world.rank
     try:
+        prepare(task.parent, world, channel)
         paths, pickled = cloudpickle.loads(task.read_bytes())
         sys.path[:] = paths  # before the function is read: it may come from a module that only the launcher's path has
         function, arguments = cloudpickle.loads(pickled)
