@@ -1,5 +1,5 @@
-"""Commands where the system gives little: closed files, a full disk for what is printed, few open files, TMPDIR that
-cannot be written, a reader that leaves. They do what they should, or end with one sentence."""
+"""Commands where the system gives little: closed files, a full disk for what is printed, few open files, small files,
+TMPDIR and /dev/shm without room, a reader that leaves. They do what they should, or end with one sentence."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest
 from meshwise import cli
 
 SMALL = "run mlp --devices 2xcpu --epochs 1 --batch-size 20000"
+CHECK = "check mlp --devices 2xcpu --batch-size 64"
+IN_LITTLE_ROOM = "mount -t tmpfs -o size=64k none"
 
 
 def shell(line: str, folder: Path) -> tuple[int, str]:
@@ -48,10 +50,32 @@ def test_a_closed_file_is_not_given_to_what_is_opened_next(tmp_path: Path) -> No
         f"meshwise {SMALL} >&-",
         f"meshwise {SMALL} >&- <&-",
         f"meshwise {SMALL} | head -1",
+        f"meshwise {SMALL} 2>/dev/full",
         f"ulimit -n 64; meshwise {SMALL}",
+        f"{IN_LITTLE_ROOM} /dev/shm; meshwise {SMALL}",
+        f"{IN_LITTLE_ROOM} $TMPDIR; fill=$(cat /dev/zero 2>&1 >$TMPDIR/fill); meshwise {SMALL}",
+        f"{IN_LITTLE_ROOM} /dev/shm; meshwise {CHECK}",
+        f"ulimit -n 64; meshwise {CHECK}",
+        f"meshwise {CHECK} >&-",
+        f"meshwise {CHECK} | true",
     ],
 )
-def test_a_run_ends_well(line: str, tmp_path: Path) -> None:
+def test_a_run_or_a_check_ends_well(line: str, tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    if IN_LITTLE_ROOM in line and subprocess.run(["unshare", "-m", "true"], check=False, stderr=-3).returncode:
+        pytest.skip("needs a mount of its own: run as root")
+    if IN_LITTLE_ROOM in line:
+        line = f"unshare -m bash -c {shlex.quote(line)}"
+    assert shell(f"export TMPDIR={tmp_path}/tmp; {line}", tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize("verb", ["plan mlp --machine 2xcpu", "report RUN", "report RUN --json"])
+@pytest.mark.parametrize("end", ["| true", ">&-", "2>/dev/full"])
+@pytest.mark.parametrize("limit", ["-n 64", pytest.param("-f 0", marks=pytest.mark.slow)])
+def test_a_plan_or_a_report_ends_well(
+    verb: str, end: str, limit: str, mnist_run: tuple[Path, str, str], tmp_path: Path
+) -> None:
+    line = f"ulimit {limit}; meshwise {verb.replace('RUN', str(mnist_run[0]))} {end}"
     assert shell(line, tmp_path)[0] == 0
 
 
@@ -61,7 +85,12 @@ def test_a_run_ends_well(line: str, tmp_path: Path) -> None:
     ("line", "code", "said"),
     [
         (f"meshwise {SMALL} > /dev/full", 1, "MeshwiseError: the output cannot be written: No space left on device."),
+        ("meshwise plan mlp --machine 2xcpu > /dev/full", 1, "the output cannot be written: No space left on device."),
+        (f"meshwise {CHECK} > /dev/full", 1, "MeshwiseError: the output cannot be written: No space left on device."),
         ("meshwise report nothing >&-", 2, "nothing: no run folder"),
+        (f"ulimit -f 8; meshwise {SMALL}", 1, "Files may not grow further here. Raise the limit: ulimit -f unlimited."),
+        (f"ulimit -f 8; meshwise {CHECK}", 1, "Files may not grow further here. Raise the limit: ulimit -f unlimited."),
+        ("ulimit -f 8; meshwise plan mlp --machine 2xcpu --page plan.html", 1, "cannot be written: File too large."),
         (f"ulimit -n 40; meshwise {SMALL}", 2, "48 files or more, and this limit is 40. Raise it: ulimit -n 4096."),
         (f"ulimit -n 12; meshwise {SMALL}", 1, "too many files are open for this limit. Raise it: ulimit -n 4096."),
     ],
