@@ -71,7 +71,7 @@ def test_a_run_or_a_check_ends_well(line: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["plan mlp --machine 2xcpu", "report RUN", "report RUN --json"])
 @pytest.mark.parametrize("end", ["| true", ">&-", "2>/dev/full"])
-@pytest.mark.parametrize("limit", ["-n 64", pytest.param("-f 0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", ["-n 64", pytest.param("-f 8", marks=pytest.mark.slow)])
 def test_a_plan_or_a_report_ends_well(
     verb: str, end: str, limit: str, mnist_run: tuple[Path, str, str], tmp_path: Path
 ) -> None:
