@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from meshwise.compat import gradient_reads
 from meshwise.compat.fake import rehearsing
 from meshwise.compat.loss_scale import note_scaling, unscaled
 from meshwise.parallel.data import DROPOUT_NOTE
@@ -52,6 +53,7 @@ from meshwise.training.script_steps import note_steps
 from meshwise.training.split_batch import Splits
 from meshwise.training.undistributed import UndistributedLoops
 from meshwise.training.unsummed import UnsummedLoops
+from meshwise.training.waiting_gradients import wait_for_reader
 from meshwise.training.watcher import Watcher
 from meshwise.training.weighing import StepWeights, check_loss, check_reduction, check_said, mean_of_sum, unpadded
 from meshwise.transfer import collectives
@@ -272,11 +274,15 @@ class Engine:
         check_said(reduction, weight)
         part = self.part
         self.look_at(unscaled(loss), reduction, "", "mw.backward(loss, ", weight)
+        if gradient_reads.WATCHING:
+            gradient_reads.end()
         self.program.begin_backward()
         self.unsummed.backward()
         split = NOTHING if self.splits is None else self.splits.backward(1 if reduction == "sum" else weight)
         with self.watched_backward(self.reduce), self.phases.backward(0 if part is None else part.total), split:
             mean = self._backward_of_batch(loss, weight, part, summed=reduction == "sum")
+        if not self.reduce:
+            wait_for_reader(self.program)
         self.reads.backward(weighed=reduction == "sum" or weight is not None)
         self.phases.loss(mean, self.finite.look)
         self.notify("" if self.draws is None else self.draws.note())
@@ -331,15 +337,6 @@ class Engine:
     def cast(self, batch: Any) -> Any:
         """A batch in the dtype that the plan stores."""
         return batch if self._stored is None else cast_batch(batch, self._stored)
-
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """`backward` inside keeps its gradients on their rank."""
-        before, self.reduce = self.reduce, False
-        try:
-            yield
-        finally:
-            self.reduce = before
 
     def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
         """Around a backward, for who looks on."""
