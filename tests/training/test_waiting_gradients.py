@@ -1,4 +1,7 @@
-"""Gradients that wait in `mw.accumulate()` are those of one device for whoever reads or sets them."""
+"""Gradients that wait in `mw.accumulate()` are those of one device for whoever reads or sets them.
+
+Of compat/gradient_reads.py too.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import meshwise as mw
 from meshwise.compat import gradient_reads
 from meshwise.spec.plan import Plan
 from meshwise.training.session import end_sessions
+from meshwise.transfer import collectives
 from tests.pool import CaseFailed
 
 LOUD = 0.05  # a norm that every gradient here is above
@@ -23,6 +27,7 @@ LOUD = 0.05  # a norm that every gradient here is above
 def own_session() -> Iterator[None]:
     end_sessions()
     yield
+    torch.set_default_dtype(torch.float32)
     end_sessions()
 
 
@@ -65,7 +70,7 @@ class Window:
 HOW = [name for name in vars(Window) if not name.startswith("_")]
 
 
-def trained(how: str, plan: Plan, *, inside: bool = False) -> tuple[list[float], list[Tensor]]:
+def trained(how: str, plan: Plan, inside: bool = False) -> tuple[list[float], list[Tensor]]:
     """A window is two batches, all of them in `mw.accumulate()`; of unequal weights, and the last one alone."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
@@ -95,15 +100,16 @@ def trained(how: str, plan: Plan, *, inside: bool = False) -> tuple[list[float],
 
 
 PLANS = [Plan(data=2), Plan(shard=2), Plan(data=2, zero1=True)]
+QUICK = [("clips_the_norm", PLANS[0]), ("forgets_the_window", PLANS[1])]
+SLOW = [pytest.param(how, plan, marks=pytest.mark.slow) for how in HOW for plan in PLANS if (how, plan) not in QUICK]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "plan"), [*QUICK, *SLOW], ids=str)
 def test_who_reads_finds_what_one_device_has(how: str, plan: Plan, pool: Any) -> None:
     want = trained(how, Plan())
     end_sessions()
     for inside in (False, True):
-        for read, weights in pool(2).run(trained, how, plan, inside=inside):
+        for read, weights in pool(2).run(trained, how, plan, inside):
             assert read == pytest.approx(want[0], rel=1e-9)
             torch.testing.assert_close(weights, want[1], rtol=1e-9, atol=1e-11)
 
@@ -125,8 +131,6 @@ def test_a_rank_that_reads_alone_is_told_so(pool: Any) -> None:
 
 
 def collectives_of(read: Callable[[nn.Module], object], last: bool) -> int:
-    from meshwise.transfer import collectives
-
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     model, loader = mw.distribute(model, DataLoader(TensorDataset(torch.ones(40, 2)), batch_size=4))
     other(torch.ones(2)).sum().backward()

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwise.compat import gradient_reads
 from meshwise.compat.fake import rehearsing
+from meshwise.compat.gradient_reads import WATCHING
 from meshwise.compat.loss_scale import note_scaling, unscaled
 from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.parallel.holding import is_lacked
@@ -53,7 +53,7 @@ from meshwise.training.script_steps import note_steps
 from meshwise.training.split_batch import Splits
 from meshwise.training.undistributed import UndistributedLoops
 from meshwise.training.unsummed import UnsummedLoops
-from meshwise.training.waiting_gradients import wait_for_reader
+from meshwise.training.waiting_gradients import keeping
 from meshwise.training.watcher import Watcher
 from meshwise.training.weighing import StepWeights, check_loss, check_reduction, check_said, mean_of_sum, unpadded
 from meshwise.transfer import collectives
@@ -272,17 +272,14 @@ class Engine:
     def backward(self, loss: Tensor, weight: Tensor | float | None = None, reduction: str | None = None) -> Tensor:
         """Add to `.grad` what one device would add for the whole batch; returns the global loss. See `mw.backward`."""
         check_said(reduction, weight)
-        part = self.part
+        part, watched = self.part, self.watched_backward(self.reduce)
+        around = watched if self.reduce and not WATCHING else keeping(self.program, self.reduce, watched)
         self.look_at(unscaled(loss), reduction, "", "mw.backward(loss, ", weight)
-        if gradient_reads.WATCHING:
-            gradient_reads.end()
         self.program.begin_backward()
         self.unsummed.backward()
         split = NOTHING if self.splits is None else self.splits.backward(1 if reduction == "sum" else weight)
-        with self.watched_backward(self.reduce), self.phases.backward(0 if part is None else part.total), split:
+        with around, self.phases.backward(0 if part is None else part.total), split:
             mean = self._backward_of_batch(loss, weight, part, summed=reduction == "sum")
-        if not self.reduce:
-            wait_for_reader(self.program)
         self.reads.backward(weighed=reduction == "sum" or weight is not None)
         self.phases.loss(mean, self.finite.look)
         self.notify("" if self.draws is None else self.draws.note())
@@ -292,9 +289,8 @@ class Engine:
 
     def look_at(self, loss: Any, reduction: str | None, where: str, verb: str, weight: Any = None) -> None:
         """Say, or refuse, what the first losses are taken for and are not; a check finds it itself."""
-        first = self.program.backwards - self._looked_from <= LOOKED_AT
+        first, part = self.program.backwards - self._looked_from <= LOOKED_AT, self.part
         looks = first and self.world.size > 1 and not rehearsing()
-        part = self.part
         if looks and self.watcher is None and part is not None and not part.whole:
             samples = part.samples if weight is None else 0
             self.notify(check_reduction(loss, reduction, self.world.size, where or user_place(), verb, samples))

@@ -8,7 +8,9 @@ Tested in tests/training/test_waiting_gradients.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -24,9 +26,14 @@ ALONE = (
 )
 
 
-def wait_for_reader(program: Program) -> None:
-    """From now on, until the next backward, who reads or sets a gradient of the program's has all reduced first."""
-    if program.reduction is not None and program.reduction.unreduced:
+@contextlib.contextmanager
+def keeping(program: Program, reduce: bool, watched: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """Around a backward that keeps its gradients, or comes where some are kept: from then on, until the next one, who
+    reads or sets a gradient of the program's has all reduced first. watched: what is around any backward."""
+    gradient_reads.end()
+    with watched:
+        yield
+    if program.reduction is not None and not reduce:
         look_out()
         gradient_reads.watch(functools.partial(_read, program))
 
