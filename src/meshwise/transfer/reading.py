@@ -24,10 +24,9 @@ from meshwise.compat.reducer import default_store
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
 from meshwise.transfer import collectives, stages
-from meshwise.transfer.agreement import POLL, SLOWEST
+from meshwise.transfer.agreement import POLL, SLOWEST, TICK
 
 KEY = "meshwise/read"
-TICK = 0.5  # seconds between two looks of the thread, and of a rank that waits at the others
 ENDED = "ended"
 
 SHARDED = (
@@ -89,6 +88,12 @@ def _wait_for(keys: dict[int, str], here: str, sentence: str) -> None:
 
 def _said(sentence: str, here: str, other: str) -> UsageError:
     return UsageError(sentence.format(here=here or "the program", rank=_own(), other=other))
+
+
+def someone_is_past() -> bool:
+    """Whether some rank is past the place where this one is, so that it will not come there."""
+    ranks = range(collectives.world_size(collectives.everyone()))
+    return any(_past_us(other) is not None for other in ranks if other != _own())
 
 
 def _past_us(other: int) -> str | None:
