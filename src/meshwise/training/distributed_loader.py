@@ -145,6 +145,7 @@ class DistributedLoader:
         source = self._read(None) if source is None else source
         batches = engine.batches(name, source, self.batch_size, limited=self._read, read=read)
         with contextlib.closing(batches), engine.unsummed.loop(self._number) as loop:
+            read.place = loop.place
             for given, (batch, part) in enumerate(batches, 1):
                 key = mixed(self._seed, self._epoch), self._index
                 self.given_at, self._before = engine.phases.done, (self._index, self._batches_given)

@@ -180,6 +180,7 @@ class Engine:
             self._said.clear()
             self.earlier = weakref.WeakSet([*self.program.models, *self.program.optimizers, *self.schedulers])
             self.reads.over.clear()
+            self.reads.by_place.clear()
             self.unsummed.program_begins()
             self.finite.program_begins()
 
