@@ -34,6 +34,7 @@ from meshwise.spec.user_code import user_place
 from meshwise.spec.world import World
 from meshwise.training import faults
 from meshwise.training.agreed import Agreed
+from meshwise.training.behind_loop import BehindLoop
 from meshwise.training.by_hand import HandUpdates
 from meshwise.training.coupled import CoupledLosses
 from meshwise.training.finite_losses import FiniteLosses
@@ -125,6 +126,7 @@ class Engine:
         self.unsummed = UnsummedLoops(lambda: self.program.models, self.notify, self.begins, on=several)
         """Evaluations of a script of which each rank has its own figures."""
         self.undistributed = UndistributedLoops(self.reads, world, self.notify) if several else None
+        self.behind_loop = BehindLoop(self.program, self.notify) if several else None
         self.phases = Phases()
         faults.hold(lambda: [p for p in self.program.named_parameters().values() if not is_lacked(p)])
         self._hooks: list[Any] = [note_made(self.program, self.agreed.made)] if several else []
@@ -154,6 +156,8 @@ class Engine:
         self.program.close()
         if self.undistributed is not None:
             self.undistributed.close()
+        if self.behind_loop is not None:
+            self.behind_loop.ends()
         if self.splits is not None:
             self.splits.stream.close()
         self.part, self.watcher = None, None

@@ -13,6 +13,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
 from meshwise.spec.world import World
 from meshwise.training.order import BatchSlice, divides_evenly
+from meshwise.training.unsummed import Loop
 
 
 @dataclass(eq=False)
@@ -20,13 +21,14 @@ class LoopRead:
     """What this rank has read in one loop over batches.
 
     samples: how many of each batch; 0 where it had a padding sample alone. padded: whether a batch had fewer samples
-    than there are ranks. part: the batch that it is at. place: the user's line.
+    than there are ranks. part: the batch that it is at. loop: where it is, and what is
+    found of it.
     """
 
     samples: array[int] = field(default_factory=lambda: array("q"))
     padded: bool = False
     part: BatchSlice | None = None
-    place: str = ""
+    loop: Loop = field(default_factory=lambda: Loop(""))
     uneven: bool = False
     """Whether this rank's share of a batch was another than of the one before it."""
 
@@ -87,7 +89,7 @@ class Loops:
             self._open.remove(read)
         if read in self._round:
             self._round.remove(read)
-        self.ended = self.by_place[read.place] = read
+        self.ended = self.by_place[read.loop.place] = read
         return self._open[-1].part if self._open else self._alone
 
     def check_one_share(self, verb: str, *, weighed: bool) -> None:
