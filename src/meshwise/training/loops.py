@@ -21,8 +21,7 @@ class LoopRead:
     """What this rank has read in one loop over batches.
 
     samples: how many of each batch; 0 where it had a padding sample alone. padded: whether a batch had fewer samples
-    than there are ranks. part: the batch that it is at. loop: where it is, and what is
-    found of it.
+    than there are ranks. part: the batch that it is at. loop: where it stands.
     """
 
     samples: array[int] = field(default_factory=lambda: array("q"))
