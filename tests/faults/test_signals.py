@@ -143,3 +143,47 @@ def test_a_loop_of_ones_own_that_srun_started_ends_on_all_ranks_after_the_same_s
     ends = [line for output in outputs for line in output.splitlines() if line.startswith("ended after")]
     assert len(ends) == 2 and len(set(ends)) == 1, outputs
     assert "Traceback" not in "".join(outputs)
+
+
+OWN_LOOP = """
+import torch
+import meshwise as mw
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = mw.distribute(model, optimizer)
+saved = mw.checkpoint({folder!r}, model=model, optimizer=optimizer) if {saves} else None
+for step in range(100_000):
+    (x,) = mw.split(torch.randn(8, 4)),
+    mw.backward(model(x).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if {tells}:
+        saved.step_done()
+    if step == 40:
+        mw.print("far enough", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saves", "tells", "said"),
+    [
+        (False, False, ""),
+        (True, True, ""),
+        (
+            True,
+            False,
+            "stopped before saved.step_done(), which a loop without a loader calls after each step: no state",
+        ),
+    ],
+)
+def test_a_ctrl_c_ends_a_loop_without_a_loader(saves: bool, tells: bool, said: str, tmp_path: Path) -> None:
+    script, state = tmp_path / "own.py", tmp_path / "state"
+    script.write_text(OWN_LOOP.format(folder=str(state), saves=saves, tells=tells))
+    run = CommandRun("--devices", "2xcpu", "--out", str(tmp_path / "runs"), str(script), out=tmp_path)
+    run.wait_for("far enough")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == INTERRUPTED, run.output
+    assert "stopped by Ctrl-C after step" in run.output and said in run.output
+    assert bool(list(state.glob("step-*"))) is (saves and tells)

@@ -12,7 +12,9 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 
+import meshwise as mw
 from meshwise.compat import sharding
 from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.parallel import shard
@@ -354,3 +356,51 @@ def test_what_has_waited_is_reduced_over_replicas_too() -> None:
     )
     sharding.Group(group).reduce_now()
     assert seen == [(True, True)]
+
+
+def of_something_else(kind: str, number: int) -> None:
+    """One rank's loss is not of the model, in one step."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(4, 1), nn.Parameter(torch.ones(3))
+    data = TensorDataset(torch.ones(12, 4))
+    model, loader = mw.distribute(model, DataLoader(data, batch_size=4), plan=Plan(shard=2))
+    for step, (x,) in enumerate(loader):
+        losses = {
+            "another parameter": lambda: other.sum(),
+            "a parameter of the model": lambda: model.weight.sum(),
+            "an output that is let go": lambda x=x: model(x).mean().detach() + other.sum(),
+        }
+        mw.backward(losses[kind]() if step == number and mw.rank() == 1 else model(x).mean())
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "said"),
+    [
+        ("another parameter", 1, "rank 1 gives mw.backward a loss without a forward of the model, and rank 0 has gone"),
+        pytest.param("another parameter", 0, "rank 1 gives mw.backward a loss", marks=pytest.mark.slow),
+        pytest.param("a parameter of the model", 1, "rank 1 gives mw.backward a loss", marks=pytest.mark.slow),
+        (
+            "an output that is let go",
+            1,
+            "the loss of this rank is through after 0 blocks, and other",
+        ),
+    ],
+)
+def test_a_loss_of_something_else_on_one_rank_ends_soon(kind: str, number: int, said: str, pool: Any) -> None:
+    """Not after the minute that a rank with a new order waits for the others, or, in the first step, half an hour."""
+    with pytest.raises(CaseFailed, match=said):
+        pool(2).run(of_something_else, kind, number)
+
+
+def of_parameters_alone() -> float:
+    model = nn.Linear(4, 1)
+    model, loader = mw.distribute(model, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4), plan=Plan(shard=2))
+    value = 0.0
+    for (x,) in loader:
+        mw.backward(model(x).mean())
+        value = float(mw.backward(model.weight.pow(2).sum() * 0 + 3))
+    return value
+
+
+def test_a_loss_of_parameters_alone_on_every_rank_is_right(pool: Any) -> None:
+    assert pool(2).run(of_parameters_alone) == [3.0, 3.0]

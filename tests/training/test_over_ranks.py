@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import meshwise as mw
 from meshwise.spec.errors import UsageError
 from meshwise.training.session import end_sessions
+from tests.pool import CaseFailed
 
 F = nn.functional
 SHAPES = {"ragged": (11, 4), "fewer samples than ranks": (9, 4), "one batch": (7, 16), "one sample": (1, 4)}
@@ -207,3 +208,93 @@ def test_a_sum_in_a_loop_after_a_batch_that_was_split_whole_is_over_the_ranks(po
 
     for found in everywhere(pool, 2, case):
         assert found == ((5, 5.0, 5), [(4, 1.5), (4, 5.5)], 1)
+
+
+def two_loops(first: int, second: int) -> list[Any]:
+    """Loaders in a list, so that nothing is known where they are distributed; batches of 4, and of 3."""
+    return list(mw.distribute(loader(first, 4), loader(second, 3)))
+
+
+def summed_of(batches: Any) -> tuple[float, int]:
+    total, count = 0.0, 0
+    for x, _, _ in batches:
+        total += x.sum().item()
+        count += len(x)
+    return total, count
+
+
+def joined_of(batches: Any) -> float:
+    total = 0.0
+    for x, _, _ in batches:
+        total += x.sum().item()
+    total = mw.sum(total)
+    return total
+
+
+def behind_another_loop() -> Any:
+    loops = two_loops(9, 9)
+    total = 0.0
+    for x, _, _ in loops[0]:
+        total += x.sum().item()
+    for _ in loops[1]:
+        pass
+    return mw.sum(total)
+
+
+def inside_another_loop() -> Any:
+    loops = two_loops(9, 9)
+    total = 0.0
+    for x, _, _ in loops[0]:
+        total += x.sum().item()
+    for _ in loops[1]:
+        mw.sum(total)
+
+
+def from_a_function() -> Any:
+    loops = two_loops(9, 9)
+    total, count = summed_of(loops[0])
+    joined_of(loops[1])
+    return mw.sum(total) / mw.sum(count)
+
+
+@pytest.mark.parametrize("case", [behind_another_loop, inside_another_loop, from_a_function])
+def test_what_a_loop_with_padding_has_added_up_is_refused_behind_another_loop_too(case: Any, pool: Any) -> None:
+    with pytest.raises(CaseFailed, match=r"mw.sum was called after a loop in which a batch had fewer samples"):
+        pool(2).run(case)
+
+
+def joined_in_time() -> list[float]:
+    """What is joined in the padded loop, or of another one, is right."""
+    loops = two_loops(9, 12)
+    seen, total = 0, 0.0
+    for x, _, _ in loops[0]:
+        seen += mw.sum(len(x))
+        total += x.sum().item()
+    total, of_second = 0.0, 0.0
+    for x, _, _ in loops[1]:
+        of_second += x.sum().item()
+        total += x.abs().sum().item()
+    found = [seen, mw.sum(of_second), mw.sum(total), joined_of(loops[1])]
+    again, count = summed_of(loops[1])
+    return [*found, mw.sum(again) / mw.sum(count)]
+
+
+def means_behind_another_loop() -> list[float]:
+    """A mean over the samples of the first loop, of which a rank has another share than of the second."""
+    loops = two_loops(13 + 2, 9 + 2)
+    total, count = 0.0, 0
+    for x, _, _ in loops[0]:
+        total += x.sum().item()
+        count += len(x)
+    for _ in loops[1]:
+        pass
+    return [mw.mean(total / count)]
+
+
+@pytest.mark.parametrize("case", [joined_in_time, means_behind_another_loop])
+def test_values_of_several_loops_are_those_of_one_device(case: Any, pool: Any) -> None:
+    end_sessions()
+    want = case()
+    end_sessions()
+    for got in pool(2).run(case):
+        assert got == pytest.approx(want, rel=1e-12)

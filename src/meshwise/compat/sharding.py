@@ -84,6 +84,11 @@ class Group:
         """Whether the group's parameters were ever whole on this rank: a forward ran through it."""
         return any(hasattr(part, "_unsharded_param") for part in self._group.fsdp_params)
 
+    @property
+    def ran(self) -> bool:
+        """Whether a forward has run on this rank since the last backward, through any group of the same root."""
+        return bool(getattr(self._group.comm_ctx, "post_forward_order", ()))  # before the first there is none
+
     def reached(self) -> list[bool]:
         """For each parameter, whether a gradient waits to be reduced."""
         return [_waiting(part) is not None for part in self._group.fsdp_params]

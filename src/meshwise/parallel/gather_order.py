@@ -19,6 +19,7 @@ from meshwise.parallel.reduction import SKIPPED
 from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import agree
+from meshwise.transfer.reading import someone_is_past
 
 FIRST = 1800.0  # seconds in which all ranks must come to the blocks of the first forward, which may compile
 GRACE = 60.0  # seconds for an order that is new later: a rank with a known order does not say so
@@ -59,7 +60,8 @@ class GatherOrder:
     def _agree(self, what: str) -> None:
         self._asked += 1
         what = f"{what} after {self._passed} blocks"
-        other = agree(f"{self._key}/{self._asked}", what, collectives.world_size(), GRACE if self._met else FIRST)
+        key, grace = f"{self._key}/{self._asked}", GRACE if self._met else FIRST
+        other = agree(key, what, collectives.world_size(), grace, someone_is_past)
         if other is not None:
             others = f"that of another rank: {other}" if other else "those of other ranks do not"
             raise PlanError(

@@ -35,7 +35,7 @@ from meshwise.parallel.gather_order import FIRST, GRACE, GatherOrder
 from meshwise.parallel.mesh import WITHIN_SAMPLES, make_mesh, mesh_of_stage
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.reduction import SKIPPED
-from meshwise.parallel.shard_refusals import check_steps_on_parts
+from meshwise.parallel.shard_refusals import check_steps_on_parts, meet_without_forward
 from meshwise.parallel.shard_units import (
     called_by_all,
     check_can_be_sharded,
@@ -52,7 +52,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.agreement import agree
-from meshwise.transfer.reading import look_out, meet, together
+from meshwise.transfer.reading import look_out, meet, someone_is_past, together
 
 _made = itertools.count()  # every rank shards its models in the same order
 
@@ -114,7 +114,6 @@ class Sharded:
         self._factor: Callable[[], Tensor] | None = None
         self._noticed, self._reached_past_blocks = set[str](), set[str]()
         self.unreduced = False
-        """Whether gradients of this rank alone wait to be reduced."""
         self.shared_terms = False
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
         """That of the parameters: with the axes over which they are split besides."""
@@ -194,6 +193,7 @@ class Sharded:
 
     def plain(self, loss: Tensor) -> Tensor:
         """`Reduction.plain`: of a loss that holds terms of the parts of parameters (an L2 norm)."""
+        meet_without_forward([] if self._staged else self._groups)
         with together():
             plain = plain_loss(loss, self.whole_mesh)
         self.shared_terms = self.shared_terms or plain is not None
@@ -268,8 +268,8 @@ class Sharded:
     def _agree(self, what: str) -> None:
         """All ranks must come here with the same fact before any of them enters a collective for it."""
         self._asked += 1
-        key = f"{self._key}/{self._backwards}/{self._asked}"
-        other = agree(key, what, collectives.world_size(), GRACE if self._met else FIRST)
+        key, grace = f"{self._key}/{self._backwards}/{self._asked}", GRACE if self._met else FIRST
+        other = agree(key, what, collectives.world_size(), grace, someone_is_past)
         if other is not None:
             others = f"that of another rank {other}" if other else "other ranks do not"
             raise PlanError(

@@ -8,21 +8,29 @@ from __future__ import annotations
 import re
 import traceback
 import weakref
+from collections.abc import Sequence
 
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from meshwise.compat.optimizers import takes_hooks
+from meshwise.compat.sharding import Group
 from meshwise.parallel.shard_units import AGAIN
 from meshwise.parallel.step_hooks import held_parameters
 from meshwise.parallel.trial import unlike_by_parameters, unlike_on_parts
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
+from meshwise.transfer.reading import meet
 
 _tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that step parts as they step whole parameters
 COPIED = (
     "A copy of the model (an EMA) is made before mw.distribute and given to it with the model, so that both are "
     "divided alike: mw.distribute(model, ema, optimizer, loader)."
+)
+OF_ANOTHER = (
+    "{here}: rank {rank} gives mw.backward a loss without a forward of the model, and {other}. Sharded parameters are "
+    "gathered by all ranks together: run the model on every rank in each step, and keep its output in the loss, as in "
+    "loss + 0 * output.sum()."
 )
 
 
@@ -77,3 +85,10 @@ def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
         )
     if divided:
         _tried.add(optimizer)
+
+
+def meet_without_forward(groups: Sequence[Group]) -> None:
+    """Where no forward has run since the last backward, come to that together, before this rank enters a collective for
+    its loss while others wait in one of the forward. UsageError where they do."""
+    if groups and not any(group.ran for group in groups):
+        meet("a loss", OF_ANOTHER)

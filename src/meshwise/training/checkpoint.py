@@ -263,6 +263,8 @@ class LoopState:
         half = self._loader is None and self._counted != self._engine.program.backwards
         if not self._clean or half:
             where = "between batches that make one step" if self._clean is not None else "in its first step"
+            if self._loader is None and self._clean is None and self._engine.phases.done:
+                where = "before saved.step_done(), which a loop without a loader calls after each step"
             newest = f"the newest state is that of step {self._last}" if self._last else "no state is saved"
             self._engine.notify(f"stopped {where}: {newest}.")
         elif self._saver.saved != self._step:

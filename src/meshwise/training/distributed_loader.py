@@ -120,6 +120,8 @@ class DistributedLoader:
         for state in self._engine.loop_states:
             state.epoch_begins(self)
         self._running = True
+        if self._engine.behind_loop is not None:
+            self._engine.behind_loop.ends()
         if self.start:
             for line in says_counted(self.start, kept_by(self._engine.loop_states)):
                 self._engine.notify(line)
@@ -135,16 +137,19 @@ class DistributedLoader:
         if self._running:
             self._end_epoch()
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, batch: Any = None) -> None:
+        """batch: the last one, where the loop has come to its end."""
+        if self._engine.behind_loop is not None and batch is not None and not self._engine.generator.in_loop:
+            self._engine.behind_loop.begins(batch)
         self._running = False
         self._epoch, self._index, self._batches_given, self._order = self._epoch + 1, 0, 0, None
         self.start = 0
 
     def _batches(self, source: Iterator[tuple[Any, Any]] | None) -> Iterator[Any]:
-        engine, name, read = self._engine, f"epoch {self._epoch} of a loader", LoopRead()
+        engine, name, read, batch = self._engine, f"epoch {self._epoch} of a loader", LoopRead(), None
         source = self._read(None) if source is None else source
         batches = engine.batches(name, source, self.batch_size, limited=self._read, read=read)
-        with contextlib.closing(batches), engine.unsummed.loop(self._number) as loop:
+        with contextlib.closing(batches), engine.unsummed.loop(self._number) as read.loop:
             for given, (batch, part) in enumerate(batches, 1):
                 key = mixed(self._seed, self._epoch), self._index
                 self.given_at, self._before = engine.phases.done, (self._index, self._batches_given)
@@ -160,14 +165,13 @@ class DistributedLoader:
                     with drawing(None if engine.watcher else engine.draws, engine.world, key, part):
                         yield batch
                 except GeneratorExit:
-                    self.in_batch, self.start = False, 0
-                    left_loop(given)
+                    self._left(given, batch)
                     for state in engine.loop_states:
                         state.epoch_ends(self, early=True)
                     raise
                 self.in_batch = False
                 if given == 1:
-                    loop.first_batch_ends()
+                    read.loop.first_batch_ends()
                 came_to(BATCH, self._number, self._epoch, given + 1)
                 for state in engine.loop_states:
                     state.step_ends(self)
@@ -179,7 +183,14 @@ class DistributedLoader:
             engine.notify(line)
         for state in engine.loop_states:
             state.epoch_ends(self, early=False)
-        self._end_epoch()
+        self._end_epoch(batch)
+
+    def _left(self, given: int, batch: Any) -> None:
+        """The loop is left in this batch."""
+        self.in_batch, self.start = False, 0
+        left_loop(given)
+        if self._engine.behind_loop is not None and not self._engine.generator.nested:
+            self._engine.behind_loop.begins(batch)
 
     def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
         """The rest of the epoch; with `limit` one batch more, of at most so many samples unless all are whole."""

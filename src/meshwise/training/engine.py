@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwise.compat.fake import rehearsing
+from meshwise.compat.gradient_reads import WATCHING
 from meshwise.compat.loss_scale import note_scaling, unscaled
 from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.parallel.holding import is_lacked
@@ -33,6 +34,7 @@ from meshwise.spec.user_code import user_place
 from meshwise.spec.world import World
 from meshwise.training import faults
 from meshwise.training.agreed import Agreed
+from meshwise.training.behind_loop import BehindLoop
 from meshwise.training.by_hand import HandUpdates
 from meshwise.training.coupled import CoupledLosses
 from meshwise.training.finite_losses import FiniteLosses
@@ -52,6 +54,7 @@ from meshwise.training.script_steps import note_steps
 from meshwise.training.split_batch import Splits
 from meshwise.training.undistributed import UndistributedLoops
 from meshwise.training.unsummed import UnsummedLoops
+from meshwise.training.waiting_gradients import keeping
 from meshwise.training.watcher import Watcher
 from meshwise.training.weighing import StepWeights, check_loss, check_reduction, check_said, mean_of_sum, unpadded
 from meshwise.transfer import collectives
@@ -123,6 +126,7 @@ class Engine:
         self.unsummed = UnsummedLoops(lambda: self.program.models, self.notify, self.begins, on=several)
         """Evaluations of a script of which each rank has its own figures."""
         self.undistributed = UndistributedLoops(self.reads, world, self.notify) if several else None
+        self.behind_loop = BehindLoop(self.program, self.notify) if several else None
         self.phases = Phases()
         faults.hold(lambda: [p for p in self.program.named_parameters().values() if not is_lacked(p)])
         self._hooks: list[Any] = [note_made(self.program, self.agreed.made)] if several else []
@@ -152,6 +156,8 @@ class Engine:
         self.program.close()
         if self.undistributed is not None:
             self.undistributed.close()
+        if self.behind_loop is not None:
+            self.behind_loop.ends()
         if self.splits is not None:
             self.splits.stream.close()
         self.part, self.watcher = None, None
@@ -178,6 +184,7 @@ class Engine:
             self._said.clear()
             self.earlier = weakref.WeakSet([*self.program.models, *self.program.optimizers, *self.schedulers])
             self.reads.over.clear()
+            self.reads.by_place.clear()
             self.unsummed.program_begins()
             self.finite.program_begins()
 
@@ -270,12 +277,13 @@ class Engine:
     def backward(self, loss: Tensor, weight: Tensor | float | None = None, reduction: str | None = None) -> Tensor:
         """Add to `.grad` what one device would add for the whole batch; returns the global loss. See `mw.backward`."""
         check_said(reduction, weight)
-        part = self.part
+        part, watched = self.part, self.watched_backward(self.reduce)
+        around = watched if self.reduce and not WATCHING else keeping(self.program, self.reduce, watched)
         self.look_at(unscaled(loss), reduction, "", "mw.backward(loss, ", weight)
         self.program.begin_backward()
         self.unsummed.backward()
         split = NOTHING if self.splits is None else self.splits.backward(1 if reduction == "sum" else weight)
-        with self.watched_backward(self.reduce), self.phases.backward(0 if part is None else part.total), split:
+        with around, self.phases.backward(0 if part is None else part.total), split:
             mean = self._backward_of_batch(loss, weight, part, summed=reduction == "sum")
         self.reads.backward(weighed=reduction == "sum" or weight is not None)
         self.phases.loss(mean, self.finite.look)
@@ -286,9 +294,8 @@ class Engine:
 
     def look_at(self, loss: Any, reduction: str | None, where: str, verb: str, weight: Any = None) -> None:
         """Say, or refuse, what the first losses are taken for and are not; a check finds it itself."""
-        first = self.program.backwards - self._looked_from <= LOOKED_AT
+        first, part = self.program.backwards - self._looked_from <= LOOKED_AT, self.part
         looks = first and self.world.size > 1 and not rehearsing()
-        part = self.part
         if looks and self.watcher is None and part is not None and not part.whole:
             samples = part.samples if weight is None else 0
             self.notify(check_reduction(loss, reduction, self.world.size, where or user_place(), verb, samples))
@@ -331,15 +338,6 @@ class Engine:
     def cast(self, batch: Any) -> Any:
         """A batch in the dtype that the plan stores."""
         return batch if self._stored is None else cast_batch(batch, self._stored)
-
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """`backward` inside keeps its gradients on their rank."""
-        before, self.reduce = self.reduce, False
-        try:
-            yield
-        finally:
-            self.reduce = before
 
     def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
         """Around a backward, for who looks on."""

@@ -96,6 +96,11 @@ class ProgramGenerator:
         """Whether loops are open, one inside the other or side by side."""
         return self._loops > 0
 
+    @property
+    def nested(self) -> bool:
+        """Whether several are."""
+        return self._loops > 1
+
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
         """Around a loop: what is drawn in it moves nothing outside."""

@@ -13,6 +13,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
 from meshwise.spec.world import World
 from meshwise.training.order import BatchSlice, divides_evenly
+from meshwise.training.unsummed import Loop
 
 
 @dataclass(eq=False)
@@ -20,12 +21,13 @@ class LoopRead:
     """What this rank has read in one loop over batches.
 
     samples: how many of each batch; 0 where it had a padding sample alone. padded: whether a batch had fewer samples
-    than there are ranks. part: the batch that it is at.
+    than there are ranks. part: the batch that it is at. loop: where it stands.
     """
 
     samples: array[int] = field(default_factory=lambda: array("q"))
     padded: bool = False
     part: BatchSlice | None = None
+    loop: Loop = field(default_factory=lambda: Loop(""))
     uneven: bool = False
     """Whether this rank's share of a batch was another than of the one before it."""
 
@@ -54,6 +56,8 @@ class Loops:
         self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
         self.ended: LoopRead | None = None
         """The loop that has ended since the last batch was given, or the last backward: values are of it as a whole."""
+        self.by_place: dict[str, LoopRead] = {}
+        """The loops of the newest program that have ended, the last one at each of the user's lines."""
         self.over: Counter[tuple[str, int]] = Counter()
         """How often loops of the newest program were over, by the user's line."""
         self.whole: WholeRead | None = None
@@ -84,7 +88,7 @@ class Loops:
             self._open.remove(read)
         if read in self._round:
             self._round.remove(read)
-        self.ended = read
+        self.ended = self.by_place[read.loop.place] = read
         return self._open[-1].part if self._open else self._alone
 
     def check_one_share(self, verb: str, *, weighed: bool) -> None:

@@ -18,7 +18,10 @@ from meshwise.compat.tree import all_leaves, map_tensors
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
 from meshwise.training.engine import Engine
+from meshwise.training.loops import LoopRead
+from meshwise.training.padded_sums import loops_of_value
 from meshwise.training.summed_twice import RATIO, TWICE, is_ratio, is_summed
+from meshwise.training.user_source import asked
 from meshwise.training.weighing import as_weight
 from meshwise.transfer import collectives
 
@@ -88,7 +91,7 @@ def _mean(engine: Engine, value: Tensor, weight: float | Tensor | None) -> Tenso
 
 def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
     """How many samples a value of this rank is of; None where no loop says. UsageError where it counts padding."""
-    ended, part = engine.reads.ended, engine.part
+    ended, part = _loop_of_value(engine, weighed) or engine.reads.ended, engine.part
     if ended is None:
         engine.reads.check_one_share(verb, weighed=weighed)
         return None if part is None else part.samples
@@ -99,6 +102,15 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
             f"{_of_another_loop(engine)}"
         )
     return sum(ended.samples)
+
+
+def _loop_of_value(engine: Engine, weighed: bool) -> LoopRead | None:
+    """The loop that the program has added this value up in, where the source tells: others may have run since."""
+    over, no_places = engine.reads.by_place, tuple[str, ...]()
+    if weighed and not any(read.padded for read in over.values()):
+        return None
+    found = [over[place] for place in asked(loops_of_value, no_places) if place in over]
+    return next((read for read in found if read.padded), found[0] if len(found) == 1 else None)
 
 
 def gather_over_ranks(engine: Engine, values: Any) -> Any:

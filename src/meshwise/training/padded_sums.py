@@ -64,6 +64,28 @@ def _fewest(loader: Any, ranks: int) -> tuple[str, int] | None:
     return ("the last batch", left) if 0 < left < ranks else None
 
 
+def loops_of_value(source: Source, call: ast.Call) -> tuple[str, ...]:
+    """The lines of the loops that add up what a call of `mw.sum` or `mw.mean` behind them joins: those of the function
+    that calls, or of one that it has the value from."""
+    nodes = list(inside(source.scope))
+    loops = [n for n in nodes if isinstance(n, ast.For) and _joined(source, call, n, _added(n))]
+    given_by = [value for node in nodes for name, value in given(node) if call.args and reads(call.args[0], name)]
+    called = {name_of(value) for value in given_by if isinstance(value, ast.Call) and value.lineno < call.lineno}
+    for function in ast.walk(source.tree):
+        if isinstance(function, ast.FunctionDef) and function.name in called and source.verb(call) in ("sum", "mean"):
+            loops += [n for n in inside(function) if isinstance(n, ast.For) and _is_given_back(function, n)]
+    return tuple(source.place(line) for n in loops for line in range(n.lineno, (n.iter.end_lineno or n.lineno) + 1))
+
+
+def _is_given_back(function: ast.FunctionDef, loop: ast.For) -> bool:
+    """Whether a function returns what a loop of it adds up, as the loop has left it."""
+    behind = [node for node in inside(function) if getattr(node, "lineno", 0) > (loop.end_lineno or 0)]
+    anew = {name for node in behind for name, _ in given(node)}
+    returned = [node.value for node in behind if isinstance(node, ast.Return) and node.value is not None]
+    plain = [value for value in returned if not any(isinstance(each, ast.Call) for each in ast.walk(bare(value)))]
+    return any(reads(value, name) for value in plain for name in _added(loop) - anew)
+
+
 def _names_of_result(source: Source, call: ast.Call | None, count: int) -> dict[int, str]:
     """The names that what a call returns is given, by its arguments."""
     if call is None or len(call.args) != count or any(isinstance(each, ast.Starred) for each in call.args):

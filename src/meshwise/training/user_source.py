@@ -18,7 +18,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 from meshwise.spec.user_code import place, user_frame
 
 _Answer = TypeVar("_Answer")
-_answers: dict[tuple[str, int, int], Any] = {}
+_answers: dict[tuple[Any, ...], Any] = {}
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 PLAIN = {"item", "float", "double", "long", "int", "cpu", "clone", "detach", "to", "tolist", "tensor", "as_tensor"}
 """Calls whose value is that of what they are called on, or given."""
@@ -117,7 +117,7 @@ def asked(question: Callable[[Source, ast.Call], _Answer], unknown: _Answer) -> 
     frame = user_frame()
     if frame is None:
         return unknown
-    key = frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
+    key = getattr(question, "__code__", question), frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
     if key not in _answers:
         source = source_of(frame)
         call = call_in(frame, source.tree)

@@ -32,13 +32,20 @@ def world_size() -> int:
     return rank_context().world.size
 
 
-def accumulate() -> contextlib.AbstractContextManager[None]:
-    """`mw.backward` inside keeps its gradients on their rank; the next outside, or `optimizer.step`, reduces all.
+@contextlib.contextmanager
+def accumulate() -> Iterator[None]:
+    """`mw.backward` inside keeps its gradients on their rank; the next outside, `optimizer.step`, or who reads a
+    gradient before them (clipping, on every rank), reduces all.
 
     A loop with `mw.checkpoint` that counts its windows writes `enumerate(loader, loader.start)`: it goes on inside an
     epoch. The state is saved where a window ends.
     """
-    return session.default_engine().accumulate()
+    engine = session.default_engine()
+    before, engine.reduce = engine.reduce, False
+    try:
+        yield
+    finally:
+        engine.reduce = before
 
 
 def is_main() -> bool:

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from meshwise.compat.reducer import default_store
 
 POLL, SLOWEST = 0.0005, 0.02  # seconds between two looks: at first, and after a while
+TICK = 0.5  # seconds between two looks at where the other ranks are
 MISMATCH = 1 << 40  # added to the counter of a fact by a rank that came with another
 
 
-def agree(key: str, fact: str, ranks: int, seconds: float) -> str | None:
+def agree(key: str, fact: str, ranks: int, seconds: float, gone: Callable[[], bool] = lambda: False) -> str | None:
     """All ranks come to `key`, once, with one fact: None when they have. Else at once the fact that another rank came
-    with, or "" after `seconds` in which some rank did not come at all."""
+    with, or "" after `seconds` in which some rank did not come at all, or once it is known by `gone` not to come."""
     store = default_store()
     first = store.compare_set(f"{key}/fact", "", fact).decode()
     if first != fact:
         store.add(f"{key}/count", MISMATCH)
         return first
     store.add(f"{key}/count", 1)
-    if not wait_for_all(f"{key}/count", ranks, seconds):
+    if not wait_for_all(f"{key}/count", ranks, seconds, gone):
         return ""
     return "something else" if store.add(f"{key}/count", 0) >= MISMATCH else None
 
 
-def wait_for_all(key: str, ranks: int, seconds: float) -> bool:
-    """Whether the counter `key` reaches `ranks` within `seconds`. Each rank adds 1 to it beforehand."""
-    deadline, pause = time.monotonic() + seconds, POLL
+def wait_for_all(key: str, ranks: int, seconds: float, gone: Callable[[], bool] = lambda: False) -> bool:
+    """Whether the counter `key` reaches `ranks` within `seconds`. Each rank adds 1 to it beforehand. gone: whether
+    another rank is known not to come, asked now and then."""
+    deadline, pause, look = time.monotonic() + seconds, POLL, time.monotonic() + TICK
     while default_store().add(key, 0) < ranks:
-        if time.monotonic() > deadline:
-            return False
+        if (now := time.monotonic()) > deadline or (now > look and gone()):
+            return default_store().add(key, 0) >= ranks
+        look = now + TICK if now > look else look
         time.sleep(pause)
         pause = min(pause * 1.05, SLOWEST)
     return True

@@ -24,11 +24,16 @@ from meshwise.compat.reducer import default_store
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
 from meshwise.transfer import collectives, stages
-from meshwise.transfer.agreement import POLL, SLOWEST
+from meshwise.transfer.agreement import POLL, SLOWEST, TICK
 
 KEY = "meshwise/read"
-TICK = 0.5  # seconds between two looks of the thread, and of a rank that waits at the others
 ENDED = "ended"
+
+SHARDED = (
+    "{here}: rank {rank} reads a sharded tensor, and {other}. Each rank holds a part, so all ranks read it together. "
+    "Take the value outside of what some ranks run alone: `value = p.norm().item()` on every rank, then "
+    "`if mw.is_main(): print(value)`."
+)
 
 _past = [0]  # reads that all ranks have come to
 _unmet = [False]  # of the whole process: a backward runs in threads of its own
@@ -44,9 +49,9 @@ def together() -> Iterator[None]:
         _unmet[0] = before
 
 
-def meet(what: str) -> None:
+def meet(what: str, sentence: str = SHARDED) -> None:
     """Return when every rank has come to read `what` in the same line of the program, in a pipeline every rank of the
-    same stage. Raises UsageError where a rank reads another thing, or cannot come."""
+    same stage. Raises UsageError, with this sentence, where a rank reads another thing, or cannot come."""
     pipe, rank = stages.pipe(), _own()
     ranks = range(collectives.world_size(collectives.everyone())) if pipe is None else pipe.same_stage
     if _unmet[0] or len(ranks) == 1 or rehearsing():
@@ -56,7 +61,7 @@ def meet(what: str) -> None:
     keys = {other: f"{KEY}/{number}/{other}" for other in ranks if other != rank}
     store.set(own, f"{here}|{what}")
     try:
-        _wait_for(keys, here)
+        _wait_for(keys, here, sentence)
     except UsageError:
         store.delete_key(own)
         raise
@@ -65,10 +70,10 @@ def meet(what: str) -> None:
     for other, key in keys.items():
         there, _, facts = store.get(key).decode().partition("|")
         if (there, facts) != (here, what):
-            raise UsageError(_sentence(here, f"rank {other} reads one in {there or 'other code'}"))
+            raise _said(sentence, here, f"rank {other} reads one in {there or 'other code'}")
 
 
-def _wait_for(keys: dict[int, str], here: str) -> None:
+def _wait_for(keys: dict[int, str], here: str, sentence: str) -> None:
     store, pause, look = default_store(), POLL / 5, time.monotonic() + TICK
     while not store.check(list(keys.values())):
         time.sleep(pause)
@@ -78,15 +83,17 @@ def _wait_for(keys: dict[int, str], here: str) -> None:
             for other, key in keys.items():
                 where = _past_us(other) if not store.check([key]) else None
                 if where is not None:
-                    raise UsageError(_sentence(here, f"rank {other} {where}"))
+                    raise _said(sentence, here, f"rank {other} {where}")
 
 
-def _sentence(here: str, other: str) -> str:
-    return (
-        f"{here or 'the program'}: rank {_own()} reads a sharded tensor, and {other}. Each rank holds "
-        "a part, so all ranks read it together. Take the value outside of what some ranks run alone: "
-        "`value = p.norm().item()` on every rank, then `if mw.is_main(): print(value)`."
-    )
+def _said(sentence: str, here: str, other: str) -> UsageError:
+    return UsageError(sentence.format(here=here or "the program", rank=_own(), other=other))
+
+
+def someone_is_past() -> bool:
+    """Whether some rank is past the place where this one is, so that it will not come there."""
+    ranks = range(collectives.world_size(collectives.everyone()))
+    return any(_past_us(other) is not None for other in ranks if other != _own())
 
 
 def _past_us(other: int) -> str | None:
