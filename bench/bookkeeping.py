@@ -33,9 +33,11 @@ from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
 from meshwise.training import loop
 from meshwise.training.job_step import train_step
+from meshwise.training.loops import LoopRead
 from meshwise.training.metrics_log import MetricsLog
 from meshwise.training.recording import Recording
 from meshwise.training.run_options import CHECK_EVERY, RunOptions
+from meshwise.training.steps import batches as read_batches
 from meshwise.workers import heartbeat
 from meshwise.workers.environment import KEPT
 from meshwise.workers.join import join
@@ -92,14 +94,14 @@ def sides(batch: int) -> tuple[Callable[[bool], None], Callable[[], None], Calla
     engine = loop.make_engine(session, plan)
     run = loop._prepare(job, options, folder, session, log, engine)
     run.state.model.train()
-    batches = engine.batches("a bench", loop._train_batches(run), batch, step=lambda: run.state.step + 1)
+    batches = read_batches(engine, "a bench", loop._train_batches(run), batch, loop=LoopRead(step=run.state.step + 1))
     pulse, ledger, beat = current().pulse, log._ledger, heartbeat.current()
     assert pulse is not None and ledger is not None and run.last is not None, "nothing is kept here"
 
     def step(watched: bool) -> None:
         current().pulse, log._ledger, heartbeat._beat = (pulse, ledger, beat) if watched else (None, None, None)
         losses = train_step(engine, job, run.state, next(batches))
-        log.add(run.state.epoch, run.state.step, losses)
+        log.pending.append((run.state.epoch, run.state.step, losses))
         if watched:
             run.clock.is_due(run.state.step)
             run.replicas.is_due(run.state.step)

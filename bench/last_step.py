@@ -50,7 +50,8 @@ class Trained:
         """Seconds of the processor for a step and what follows it."""
         began, state = time.thread_time(), self.state
         state.model(self.x).square().mean().backward()
-        state.begin_change()
+        state.before_change()
+        state.whole = False
         state.optimizer.step()
         state.optimizer.zero_grad()
         state.scheduler.step()  # type: ignore[union-attr]

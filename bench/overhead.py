@@ -30,10 +30,12 @@ from meshwise.timeline.recorder import Recorder
 from meshwise.training import loop
 from meshwise.training.job import Job
 from meshwise.training.job_step import train_step
+from meshwise.training.loops import LoopRead
 from meshwise.training.metrics_log import MetricsLog
 from meshwise.training.order import epoch_order, part
 from meshwise.training.recording import Recording
 from meshwise.training.run_options import RunOptions
+from meshwise.training.steps import batches as read_batches
 from meshwise.workers.join import join
 
 Step = Callable[[], Any]
@@ -48,11 +50,13 @@ def our_step(job: Job, recorder: Recorder, log_every: int = 100) -> Step:
     engine = loop.make_engine(session, plan)
     run = loop._prepare(job, options, None, session, log, engine)
     state = run.state
-    batches = engine.batches("a bench", loop._train_batches(run), job.batch_size, step=lambda: state.step + 1)
+    batches = read_batches(
+        engine, "a bench", loop._train_batches(run), job.batch_size, loop=LoopRead(step=state.step + 1)
+    )
 
     def step() -> None:
         losses = train_step(engine, job, state, next(batches))
-        log.add(0, state.step, losses)
+        log.pending.append((0, state.step, losses))
         if state.step % log_every == 0:
             log.sync()
 

@@ -5,8 +5,9 @@
 Of a steady step, from the end of one `optimizer.step` to the end of the next: the files and functions that the main
 thread of rank 0 enters, the lines with code of these functions, its calls of functions of ours, and its calls of
 Python's library that ours make. Of a start: the files entered from `cli.main` to the end of the first step, in
-launcher and workers, in any thread. Resumed generators count, imports do not. Of 20 steps the one with the fewest calls
-is taken: the others do what is done now and then (each second, at step 32), more often where steps are slow.
+launcher and workers, in any thread. Resumed generators count; imports do not, nor do bundled programs (`jobs/`). Of 20
+steps the one with the fewest calls is taken: the others do what is done now and then (each second, at step 32), more
+often where steps are slow.
 
 Programs: the job `mnist-mlp` and a script, examples/01_mnist.py, on one CPU worker and on two.
 Claim: at most 140 calls, 18 files, 70 functions and 550 lines on two workers. docs/architecture.md has the lists, which
@@ -65,7 +66,7 @@ def steady_step(processes: list[dict[str, Any]]) -> dict[str, Any]:
     step = min(
         worker["steps"][STEADY], key=lambda step: len(step["library"]) + sum(row[2] for row in step["functions"])
     )
-    functions = step["functions"]
+    functions = [row for row in step["functions"] if not row[0].startswith("jobs/")]  # the program's own
     numbers = (
         len({file for file, *_ in functions}),
         len(functions),

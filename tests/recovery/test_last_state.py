@@ -36,7 +36,8 @@ def forward(state: RunState) -> Tensor:
 
 def step(state: RunState) -> None:
     forward(state).backward()
-    state.begin_change()
+    state.before_change()
+    state.whole = False
     state.optimizer.step()
     state.optimizer.zero_grad()
     assert state.scheduler is not None
@@ -108,7 +109,8 @@ def test_a_state_that_has_begun_to_change_is_not_left(tmp_path: Path) -> None:
     last = LastState(memory(tmp_path), state, Among(1, 1), {"plan": ""})
     assert not last.leave()
     last.note()
-    state.begin_change()
+    state.before_change()
+    state.whole = False
     assert not last.leave()
     state.whole = True
     with torch.no_grad():
@@ -206,7 +208,8 @@ def test_copies_of_a_gpu_are_of_the_step_that_was_noted(tmp_path: Path) -> None:
     state.before_change = last.settle
     for _ in range(4):
         state.model(torch.randn(8, 3, device="cuda")).pow(2).mean().backward()
-        state.begin_change()
+        state.before_change()
+        state.whole = False
         state.optimizer.step()
         state.optimizer.zero_grad()
         state.step, state.whole = state.step + 1, True

@@ -63,7 +63,7 @@ def test_six_hours_stay_within_a_tenth_of_a_millisecond(drift: float, lag: int) 
 def test_work_that_still_runs_waits_for_a_later_drain_and_nothing_synchronises() -> None:
     world = World(lag=1_000_000)
     recorder = Recorder("cuda:0", clock=lambda: world.now)
-    recorder._device = DeviceClock(lambda: world.now, world.event)
+    recorder.device = DeviceClock(lambda: world.now, world.event)
     with recorder.span("data", on_device=False):
         world.now += 1000
     with recorder.span("forward"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
 from meshwise.spec.errors import UsageError
-from meshwise.training.settings import settings_differ, settings_of
+from meshwise.training.agreed import settings_of
+from meshwise.training.settings import settings_differ
 from meshwise.transfer import collectives
 
 F = nn.functional
@@ -119,7 +121,9 @@ def test_nothing_more_is_sent_and_no_collective_more(pool: Any) -> None:
     def case() -> Any:
         sent: list[int] = []
         real = collectives._begin_sum
-        collectives._begin_sum = lambda tensor, of: sent.append(tensor.numel()) or real(tensor, of)  # type: ignore
+        collectives._begin_sum = lambda tensor, *more, **options: (
+            sent.append(tensor.numel()) or real(tensor, *more, **options)
+        )  # type: ignore
         try:
             train(lambda *_: None)
         finally:
@@ -134,7 +138,8 @@ def test_settings_of_groups_are_told_by_their_name() -> None:
     p, q = (nn.Parameter(torch.zeros(1)) for _ in range(2))
 
     def made(rate: float) -> Any:
-        return settings_of([torch.optim.SGD([p], 0.1, momentum=0.9), torch.optim.Adam([q], torch.tensor(rate))], [])
+        held = [torch.optim.SGD([p], 0.1, momentum=0.9), torch.optim.Adam([q], torch.tensor(rate))]
+        return settings_of([weakref.ref(optimizer) for optimizer in held], [])
 
     assert settings_differ([made(0.1), made(0.1)]) == ""
     assert settings_differ([made(0.5), made(0.5), made(0.25)]).startswith(

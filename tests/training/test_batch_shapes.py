@@ -11,8 +11,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import meshwise as mw
-from meshwise.training.batch_shapes import LOOKED_AT, BatchShapes, shapes_beside_samples
+from meshwise.training.batch_shapes import BACKWARDS, BatchShapes, shapes_beside_samples
+from meshwise.training.events import Events
 from meshwise.training.loop import run_job
+from meshwise.training.loops import LoopRead
 from meshwise.training.order import BatchSlice
 from meshwise.training.run_options import RunOptions
 from meshwise.training.session import default_engine, end_sessions
@@ -43,7 +45,7 @@ def of_ranks(*batches: Tensor) -> list[str]:
         held = []
         for batch in batches:
             rows = len(batch)
-            shapes.given(1, batch, BatchSlice(torch.arange(rows), rows, 2 * rows), "train.py:9")
+            shapes.note(1, batch, BatchSlice(torch.arange(rows), rows, 2 * rows), "train.py:9")
             held.append(shapes.take())
         said.append(shapes.differ(held))
     return said
@@ -57,11 +59,16 @@ def test_other_lengths_are_said_once_and_others_samples_are_not() -> None:
 
 
 def test_a_long_run_looks_no_more() -> None:
-    shapes = BatchShapes()
-    for _ in range(LOOKED_AT):
-        shapes.take()
-    shapes.given(1, R(5, 12), BatchSlice(torch.arange(5), 5, 10))
-    assert shapes.take() == ()
+    shapes, done = BatchShapes(), [0]
+    events = Events(lambda: done[0])
+    events.listen(shapes, backwards=BACKWARDS)
+    for number in range(BACKWARDS + 1):
+        for hear in events.of_loop(1).given:
+            hear(LoopRead(1), (R(5, 12), BatchSlice(torch.arange(5), 5, 10)))
+        assert bool(shapes.take()) is (number < BACKWARDS)
+        done[0] += 1
+        if done[0] >= events.due:
+            events.tell()
 
 
 def padded(samples: list[Tensor]) -> Tensor:

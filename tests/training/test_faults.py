@@ -82,9 +82,9 @@ def test_a_collective_and_the_phases_of_a_script_have_faults_too(
     monkeypatch.setattr("meshwise.training.phases.current", lambda: rank)
     phases = Phases()
     with pytest.raises(InjectedFault, match="phase=data"):
-        phases.batch_asked()
+        phases.batch_asked(None)
     with pytest.raises(InjectedFault, match="phase=forward"):
-        phases.batch_given(None)
+        phases.batch_given(None, None)
     with pytest.raises(InjectedFault, match="phase=communication"):
         rank.arrive()
 

@@ -19,6 +19,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.training.job import Job
 from meshwise.training.loop import run_job
+from meshwise.training.loss_looks import losses_apart
 from meshwise.training.run_options import RunOptions
 from meshwise.training.session import default_engine, end_sessions
 from meshwise.workers.environment import PLAN_FILE
@@ -184,7 +185,7 @@ def test_a_job_whose_backward_begins_before_its_last_forward_is_refused(plan: Pl
 
 def left_to_memory() -> bool:
     train(dice)
-    return default_engine().coupled.apart
+    return losses_apart(default_engine())
 
 
 def test_a_step_that_runs_out_of_memory_is_not_cut_in_two(pool: Any) -> None:

@@ -79,7 +79,8 @@ def a_state() -> RunState:
 def trained(last: LastStep, state: RunState, steps: int) -> None:
     for _ in range(steps):
         state.model(torch.ones(2, 3)).sum().backward()
-        state.begin_change()
+        state.before_change()
+        state.whole = False
         state.optimizer.step()
         state.step, state.whole = state.step + 1, True
         last.keep()
@@ -172,7 +173,8 @@ def test_of_replicas_one_writes_and_nothing_is_copied_before(kept: Path, monkeyp
     lasts[0].keep()
     trained(lasts[0], state, 15)
     assert steps_in(kept) == []
-    state.begin_change()
+    state.before_change()
+    state.whole = False
     assert not lasts[0].leave()
     state.whole = True
     assert lasts[0].leave() and steps_in(kept) == [15]

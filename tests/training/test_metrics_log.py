@@ -35,8 +35,8 @@ def log(tmp_path: Path) -> Iterator[MetricsLog]:
 
 
 def test_losses_are_weighted_means_and_written_when_they_are_gathered(log: MetricsLog, tmp_path: Path) -> None:
-    log.add(0, 1, losses(3.0, 6.0))
-    log.add(0, 2, losses(4.0))
+    log.pending.append((0, 1, losses(3.0, 6.0)))
+    log.pending.append((0, 2, losses(4.0)))
     assert log.last_loss is None and not (tmp_path / "metrics.jsonl").exists()
     log.sync()
     assert log.losses == [5.0, 4.0] and log.last_loss == 4.0
@@ -47,28 +47,28 @@ def test_losses_are_weighted_means_and_written_when_they_are_gathered(log: Metri
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_stops_the_run_with_its_step_and_rank(value: float, log: MetricsLog) -> None:
-    log.add(0, 7, losses(0.5))
-    log.add(0, 8, losses(value))
+    log.pending.append((0, 7, losses(0.5)))
+    log.pending.append((0, 8, losses(value)))
     with pytest.raises(LossError, match=rf"step 8: the loss is {value} on rank 0; it was 0\.5 in step 7\. Lower"):
         log.sync()
 
 
 def test_the_error_says_when_no_loss_was_finite(log: MetricsLog) -> None:
-    log.add(0, 1, losses(math.nan))
+    log.pending.append((0, 1, losses(math.nan)))
     with pytest.raises(LossError, match="it was never finite"):
         log.sync()
 
 
 def test_under_a_loss_scaler_such_a_step_is_only_skipped(tmp_path: Path) -> None:
     with closing(MetricsLog(tmp_path, None, ALONE, scaled=True)) as log:
-        log.add(0, 1, losses(math.inf))
+        log.pending.append((0, 1, losses(math.inf)))
         log.sync()
     assert log.losses == [math.inf]
 
 
 def test_a_resumed_run_writes_over_what_came_after_its_state(log: MetricsLog, tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        log.add(0, step, losses(float(step)))
+        log.pending.append((0, step, losses(float(step))))
     log.sync()
     log.begin(2)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]

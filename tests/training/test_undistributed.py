@@ -195,7 +195,7 @@ def said(case: Case, folder: Path) -> list[str]:
     with contextlib.chdir(folder):
         case(program)
     end_sessions()
-    return [text for text in engine.notes if "not given to mw.distribute" in text]
+    return [text for text in engine.notify.all if "not given to mw.distribute" in text]
 
 
 @pytest.mark.parametrize("case", MISTAKES, ids=lambda case: case.__name__)

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
 from meshwise.compat import compiling
+from meshwise.training.loops import LoopRead
 from meshwise.training.session import default_engine, end_sessions, program_ends
 from meshwise.training.unsummed import UnsummedLoops
 
@@ -423,7 +424,7 @@ def said(case: Case, folder: Path, plan: mw.Plan | None = None) -> list[str]:
         case(program)
     program_ends()
     assert not any(module._forward_hooks for module in program.model.modules()) or plan is not None
-    return [text for text in engine.notes if "adds up" in text]
+    return [text for text in engine.notify.all if "adds up" in text]
 
 
 def statistics(given: str) -> tuple[list[str], Tensor]:
@@ -492,8 +493,13 @@ def test_compiled_models_get_no_hooks(gradients: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(compiling, "is_used", lambda: True)
     model, told = Net(), []
     loops = UnsummedLoops(lambda: [model], told.append)
-    with torch.set_grad_enabled(gradients), loops.loop() as loop:
+    loop = LoopRead()
+    with torch.set_grad_enabled(gradients):
+        loops.batch_asked(loop)
         assert not any(module._forward_hooks for module in model.modules())
-        loop.first_batch_ends()
+        loop.given = 1
+        loops.batch_asked(loop)
+        loop.over = True
+        loops.loop_ends(loop)
     loops.finish()
     assert len(told) == (0 if gradients else 1)

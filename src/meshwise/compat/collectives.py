@@ -36,6 +36,8 @@ DIRECT_FROM = 1 << 20
 CHUNK = 128 << 10  # of a chain broadcast; of 32 to 512 KiB it came nearest to links of 200 Mbit/s and 1 Gbit/s
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, **dict.fromkeys(_FLOAT8, torch.float32)}
+PLAIN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""What every backend adds as it lies in memory, where that is contiguous."""
 _REDUCE_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
     "max": lambda rows: rows.amax(0),

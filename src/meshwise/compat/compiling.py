@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+_passed_by: list[str] = []
 SWITCH = "TORCH_COMPILE_DISABLE"
 
 
@@ -45,6 +46,16 @@ def is_used() -> bool:
     """Whether anything in this process was given to torch.compile, whether or not it has run."""
     frame = _frame()
     return frame is not None and any(callable(backend) for backend in frame.cached_backends.values())
+
+
+def pass_by(modules: Iterable[str]) -> None:
+    """Let the compiler, where it is imported, leave the code of these modules as it is: what is compiled breaks its
+    graph around a call of it. Read in torch 2.11, 2.13 and 2.15: `_dynamo/trace_rules.py`."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and not _passed_by:
+        for name in modules:
+            _passed_by.append(name)
+            rules.add(name)
 
 
 @contextlib.contextmanager

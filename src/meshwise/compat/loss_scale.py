@@ -21,6 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from meshwise.compat.complex_numbers import as_real
 
 _before = WeakTensorKeyDictionary()
+SCALED: list[bool] = []
+"""Holds something once a loss was scaled: `unscaled` need not be asked before."""
 
 
 @functools.cache
@@ -34,6 +36,7 @@ def note_scaling() -> None:
         result = real(self, outputs)
         if isinstance(result, Tensor) and result is not outputs:
             _before[result] = outputs
+            SCALED[:] = [True]
         return result
 
     scaler.scale = scale

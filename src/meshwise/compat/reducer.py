@@ -9,6 +9,7 @@ any number of times. Read in torch 2.11, 2.13 and 2.15: `nn/parallel/distributed
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwise.compat.fake import rehearsing
 
+_VERSION = operator.attrgetter("_version")
 Hook = Callable[[GradBucket], torch.futures.Future[Tensor]]
 
 
@@ -122,7 +124,7 @@ def version(tensor: Tensor) -> int:
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """`version` of each."""
-    return [tensor._version for tensor in tensors]
+    return list(map(_VERSION, tensors))
 
 
 def base_of(tensor: Tensor) -> Tensor:

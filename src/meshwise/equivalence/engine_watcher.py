@@ -32,6 +32,8 @@ from meshwise.training.engine import Engine
 from meshwise.training.job import Job
 from meshwise.training.keyed import KeyedDraws, Rows
 from meshwise.training.order import BatchSlice
+from meshwise.training.undistributed import UndistributedLoops
+from meshwise.training.unsummed import UnsummedLoops
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.verb_log import came_to
@@ -261,7 +263,7 @@ class EngineWatcher:
 
     def _scheduler_of(self, optimizer: Optimizer | None) -> dict[str, float]:
         """Numbers of the schedulers of an optimizer that are known."""
-        known = [] if optimizer is None else [s for s in self._engine.schedulers if s.optimizer is optimizer]
+        known = [] if optimizer is None else [s for s in self._engine.given.schedulers if s.optimizer is optimizer]
         found: dict[str, float] = {}
         for scheduler in sorted(known, key=lambda scheduler: type(scheduler).__name__):
             name = f"{type(scheduler).__name__}." if len(known) > 1 else ""
@@ -291,7 +293,9 @@ class EngineWatcher:
 
     def end(self) -> ProgramTrace:
         """What was found. Collective."""
-        self._engine.unsummed.finish()
+        unsummed = self._engine.events.find(UnsummedLoops)
+        if unsummed is not None:
+            unsummed.finish()
         came_to("the end of the script")
         self._wait_for_ranks("the end of the script")
         trace = self.found.trace
@@ -299,9 +303,9 @@ class EngineWatcher:
             self._see_update_by_hand()
             self.complete_step()
             across_ranks.collect_run(trace)
-            if self._engine.undistributed is not None:
-                trace.counted_again = self._engine.undistributed.said
-            for place in self._engine.unsummed.places:
+            if (undistributed := self._engine.events.find(UndistributedLoops)) is not None:
+                trace.counted_again = undistributed.said
+            for place in unsummed.places if unsummed is not None else ():
                 trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan  # on one device it needs none
         return self.found
 

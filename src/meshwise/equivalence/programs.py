@@ -27,6 +27,7 @@ from meshwise.races.watch import find_races
 from meshwise.recovery.state import RunState, pack, unpack
 from meshwise.training.engine import Engine
 from meshwise.training.evaluate import evaluate
+from meshwise.training.guards import attach
 from meshwise.training.job import Job
 from meshwise.training.job_step import train_step
 from meshwise.training.loop import Data, begun, make_engine, open_data, read_parts
@@ -116,7 +117,7 @@ class _Run:
         """Begin to train, under the watcher."""
         self.engine.watch(self.watcher)
         if self.state.scheduler is not None:
-            self.engine.schedulers.add(self.state.scheduler)
+            self.engine.given.add_scheduler(self.state.scheduler)
         self.state.model.train()
 
 
@@ -171,7 +172,7 @@ def _go_on(run: _Run) -> None:
     torch.save(pack(run.state), written)
     saved: Any = torch.load(io.BytesIO(broadcast_object(written.getvalue(), everyone())), weights_only=True)
     run.engine.close()
-    run.engine = Engine(run.engine.world, run.engine.gate, lambda text: None)
+    run.engine = attach(Engine(run.engine.world, run.engine.gate, lambda text: None))
     run.state = begun(run.job, run.spec.applied(run.spec.plan), run.engine)
     unpack(run.state, saved)
     run.watcher.follow(run.engine, run.state.model)

@@ -19,6 +19,7 @@ Tested in tests/parallel/test_equal_steps.py.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ from meshwise.transfer.agreement import agree
 CARRIED = 1 + 32  # numbers that travel with the gradients: the loss, and what the engine lets travel with it
 _skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
 _made = itertools.count()  # every rank makes its reductions in the same order
+_IS_TRAINED, _GRADIENT = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
 LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter that is new to the reduction
 
 DROPOUT_NOTE = "dropout: each rank draws its own masks, keyed by (seed, step, rank)."
@@ -73,10 +75,12 @@ class DataParallel:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._named, self._dtype = list(named), dtype
+        self._parameters = [p for _, p in self._named]
         carried = piggyback_loss and dtype is None and bool(self._named)
         self._loss_carrier = _loss_carrier(self._named[0][1]) if carried else None
         self._bucket_mb = bucket_mb
         self._groups: list[_Group] = []
+        self._grouped = set[int]()  # ids of their parameters
         self._trained: list[bool] = []
         self._calls = 0
         self._key = f"meshwise/data/{collectives.group_key()}/{next(_made)}"
@@ -102,37 +106,51 @@ class DataParallel:
             collective for it alone would cost more than a step of a small model can hide.
         """
         self._backwards += 1
-        self._notice_frozen()
-        before = {id(p): (p.grad, reducer.version(p.grad)) for _, p in self._named if p.grad is not None}
-        if factor is not None and not whole:  # what waits is set aside: it is not multiplied
-            self._kept = {key: gradient for key, (gradient, _) in before.items()}
-            for _, p in self._named:
-                p.grad = None
-        armed = self._armed(loss) if reduce else []
+        before: dict[int, tuple[Tensor, int]] = {}
+        trained, grads = list(map(_IS_TRAINED, self._parameters)), map(_GRADIENT, self._parameters)
+        if trained != self._trained:  # frozen or thawed, by the same program on every rank: start over
+            self._trained, self._groups, self._grouped = trained, [], set()
+        for p, grad in zip(self._parameters, grads, strict=True):
+            if grad is not None:
+                before[id(p)] = grad, reducer.version(grad)
+        if factor is not None and not whole:
+            self._set_aside(before)
+        groups, buckets = self._groups if reduce else [], 0
+        if len(groups) > 1:
+            groups = self._reached(loss)
+        for group in groups:
+            reducer.arm(group.ddp)
+            buckets += group.buckets
         self._factor, self._calls = factor, 0
-        carrier = self._loss_carrier if self._groups[:1] == armed[:1] != [] else None
+        carrier = self._loss_carrier if self._groups[:1] == groups[:1] != [] else None
         if carrier is not None:
             sent = torch.zeros(()) if value is None or factor is not None else value.reshape(-1)
             loss = loss + (carrier[: sent.numel()] * sent.to(carrier)).sum()
-        order = self._run(loss, watch=reduce and not self._groups)
-        if armed and self._calls < sum([group.buckets for group in armed]):
-            self._complete(armed, before)
-        self._finish_unarmed(armed, factor)
-        if reduce:
+        if reduce and not self._groups:
+            order = self._watched(loss)
+        else:
+            order = []
+            loss.backward()
+        if self._calls < buckets:
+            self._complete(groups, before)
+        if factor is not None:
+            self._finish_unarmed(groups, factor)
+        if reduce and len(self._grouped) < len(self._parameters):
             self._reduce_ungrouped(order)
-        self.unreduced = not reduce or (self.unreduced and len(armed) < len(self._groups))
+        self.unreduced = not reduce or (self.unreduced and len(groups) < len(self._groups))
         self._factor, self._kept = None, {}
-        return self._mean(value, carrier is not None and factor is None)
-
-    def _mean(self, value: Tensor | None, carried: bool) -> Tensor | None:
-        mean = self._loss_carrier.grad if self._loss_carrier is not None else None
+        mean = None
         if self._loss_carrier is not None:
-            self._loss_carrier.grad = None
-        if value is None:
-            return None
-        if not carried or mean is None:
-            return collectives.all_reduce_mean(value.clone(), of="the loss")
+            mean, self._loss_carrier.grad = self._loss_carrier.grad, None
+        if value is None or carrier is None or factor is not None or mean is None:
+            return None if value is None else collectives.all_reduce_mean(value.clone(), of="the loss")
         return mean[: value.numel()].view(value.shape).to(value.dtype)
+
+    def _set_aside(self, before: Mapping[int, tuple[Tensor, int]]) -> None:
+        """What waits is not multiplied by the factor of this backward."""
+        self._kept = {key: gradient for key, (gradient, _) in before.items()}
+        for p in self._parameters:
+            p.grad = None
 
     def plain(self, loss: Tensor) -> Tensor:
         """`Reduction.plain`."""
@@ -153,51 +171,45 @@ class DataParallel:
 
     def close(self) -> None:
         """Let go of the parameters: reducers and their hooks hold one another."""
-        self._named, self._groups = [], []
+        self._named, self._parameters, self._groups, self._grouped = [], [], [], set()
 
-    def _run(self, loss: Tensor, watch: bool) -> list[int]:
-        """Run the backward. With `watch`, returns the indices of the parameters in the order they were reached."""
+    def _watched(self, loss: Tensor) -> list[int]:
+        """Run the backward; gives the indices of the parameters in the order in which they were reached."""
         order: list[int] = []
         handles = []
-        if watch:
-            for index, (_, p) in enumerate(self._named):
-                if p.requires_grad:
-                    handles.append(p.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index)))
+        for index, p in enumerate(self._parameters):
+            if p.requires_grad:
+                handles.append(p.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index)))
         loss.backward()
         for handle in handles:
             handle.remove()
         return order
 
-    def _notice_frozen(self) -> None:
-        """Start over when parameters were frozen or thawed: the same program does so on every rank."""
-        trained = [p.requires_grad for _, p in self._named]
-        if trained != self._trained:
-            self._trained, self._groups = trained, []
-
-    def _armed(self, loss: Tensor) -> list[_Group]:
-        groups = self._groups
-        if len(groups) > 1:  # several reducers: only those whose parameters this loss reaches take part
-            reached = reached_parameters(loss)
-            groups = [g for g in groups if any(id(p) in reached for p in g.parameters)]
-            self._agree("loss", [name for g in groups for name in g.names[-1:]])
-        for group in groups:
-            reducer.arm(group.ddp)
+    def _reached(self, loss: Tensor) -> list[_Group]:
+        """Of several reducers those whose parameters this loss reaches take part."""
+        reached = reached_parameters(loss)
+        groups = [g for g in self._groups if any(id(p) in reached for p in g.parameters)]
+        self._agree("loss", [name for g in groups for name in g.names[-1:]])
         return groups
 
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Called by the reducer when a bucket is ready."""
         self._calls += 1
         buffer = bucket.buffer()
-        if self._factor is not None:
-            buffer.mul_(self._factor().to(buffer.dtype))
-        if self._kept:
-            for gradient, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
-                if id(p) in self._kept:
-                    gradient.add_(self._kept.pop(id(p)))
+        if self._factor is not None or self._kept:
+            self._weigh(bucket)
         if self._dtype is None or self._dtype == buffer.dtype:
             return collectives.begin_mean(buffer, of="gradients")
         mean = collectives.begin_mean(stored_in(buffer, self._dtype), of="gradients")
         return mean.then(lambda done: buffer.copy_(done.value()))
+
+    def _weigh(self, bucket: GradBucket) -> None:
+        """Multiply by the factor, and add what was set aside."""
+        if self._factor is not None:
+            bucket.buffer().mul_(self._factor().to(bucket.buffer().dtype))
+        for gradient, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            if id(p) in self._kept:
+                gradient.add_(self._kept.pop(id(p)))
 
     def _complete(self, armed: list[_Group], before: Mapping[int, tuple[Tensor, int]]) -> None:
         """Take part with zero for the parameters that this rank's loss did not reach, so that nobody waits for them.
@@ -221,10 +233,8 @@ class DataParallel:
             if store.add(key, 0) == collectives.world_size() and id(p) not in before:
                 p.grad = None
 
-    def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor] | None) -> None:
+    def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor]) -> None:
         """Weigh what no reducer has weighed, and put back the gradients that were set aside."""
-        if factor is None:
-            return
         done = {id(p) for group in armed for p in group.parameters}
         for _, p in self._named:
             if id(p) in done:
@@ -237,8 +247,7 @@ class DataParallel:
 
     def _reduce_ungrouped(self, order: Sequence[int]) -> None:
         """Make a reducer for parameters that have a gradient and none yet, and reduce them by it."""
-        grouped = {id(p) for group in self._groups for p in group.parameters}
-        fresh = [i for i, (_, p) in enumerate(self._named) if p.grad is not None and id(p) not in grouped]
+        fresh = [i for i, (_, p) in enumerate(self._named) if p.grad is not None and id(p) not in self._grouped]
         if self._groups:
             if not fresh:
                 return
@@ -250,6 +259,7 @@ class DataParallel:
         later = later if fresh and not self._groups else []  # a rank may reach them alone, at another time
         if fresh:
             self._groups.append(self._make_group([*fresh, *later]))
+            self._grouped |= {id(self._named[i][1]) for i in (*fresh, *later)}
         for i in later:
             self._named[i][1].grad = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -19,21 +20,26 @@ class SaveClock:
     def __init__(self, saves: Saves, clock: Callable[[], float] = time.monotonic) -> None:
         self._saves, self._clock = saves, clock
         self._since: tuple[float, int] | None = None
-        self._look = 0
+        self.look: float = math.inf if saves.seconds is None and saves.steps is None else 0
+        """The next step after which `is_due` is worth asking."""
 
     def is_due(self, step: int) -> bool:
         """Whether to save after this step. Collective at some steps: every rank asks after each."""
         if self._saves.seconds is None:
-            return self._saves.steps is not None and step % self._saves.steps == 0
+            every = self._saves.steps or 0
+            self.look = step - step % every + every if every else math.inf
+            return every > 0 and step % every == 0
         if self._since is None:
-            self._since, self._look = (self._clock(), step), step + 1
-        if step < self._look:
-            return False
-        began, first = self._since
+            self._since, self.look = (self._clock(), step), step + 1
+        return step >= self.look and self._ask(step, *self._since)
+
+    def _ask(self, step: int, began: float, first: int) -> bool:
+        """Rank 0's clock. Collective."""
+        assert self._saves.seconds is not None
         passed: float = collectives.broadcast_object(self._clock() - began, collectives.everyone())
         pace, due = max(passed / (step - first), 1e-9), passed >= self._saves.seconds
         if due:
             self._since = self._clock(), step
         left = self._saves.seconds - (0 if due else passed)
-        self._look = step + max(1, int(left / pace / 2))
+        self.look = step + max(1, int(left / pace / 2))
         return due

@@ -111,7 +111,8 @@ class LastState:
         if laid.copies:
             copy_all(laid.copies, [self._locals[number] for number in laid.changing])
         self._versions = versions(self._locals)
-        self._where = {name: getattr(self._state, name) for name in ("epoch", "index", "seed", "step")}
+        state = self._state
+        self._where = {"epoch": state.epoch, "index": state.index, "seed": state.seed, "step": state.step}
         self.noted = self._state.step
 
     def is_whole(self) -> bool:
@@ -221,7 +222,7 @@ class LastState:
         usual = isinstance(values.get("optimizer"), dict) and set(values["optimizer"]) == {"state", "param_groups"}
         of_model = all(isinstance(value, dict) and "$tensor" in value for value in _entries(values["model"]))
         in_order = usual and plain and of_model and all(id(tensor) in places for tensor in objects)
-        if not in_order or next(tensors_in([self._groups(), self._of_schedule()]), None) is not None:
+        if not in_order or next(tensors_in(self._changed()), None) is not None:
             return []
         return [places[id(tensor)] for tensor in objects]
 
@@ -229,39 +230,47 @@ class LastState:
 
     def _look(self, laid: _Laid) -> bool:
         """Take the tensors from their places; whether they are as they were laid out."""
-        if self._of_optimizer != self._count():
+        held = self._state.optimizer.state
+        if self._of_optimizer != (len(held), sum(map(len, held.values()))):
             return False
+        found = []
         try:
-            found = [owner[name] for owner, name in laid.found]
+            for owner, name in laid.found:
+                found.append(owner[name])
         except KeyError:
             return False
-        if not all(map(is_, found, self._objects)):
-            if any(tensor is None for tensor in found) or [t.shape for t in locals_of(found)] != laid.shapes:
-                return False
-            self._objects = found
+        if not all(map(is_, found, self._objects)) and not self._take(found, laid):
+            return False
         self._locals = locals_of(found) if laid.divided else found
         self._now = self._changed()
+        return True
+
+    def _take(self, found: list[Tensor], laid: _Laid) -> bool:
+        """Other tensors in the places of those that were laid out; whether they have their shapes."""
+        if any(tensor is None for tensor in found) or [t.shape for t in locals_of(found)] != laid.shapes:
+            return False
+        self._objects = found
         return True
 
     def _count(self) -> tuple[int, int]:
         state = self._state.optimizer.state
         return len(state), sum(map(len, state.values()))
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in group.items() if k != "params"} for group in self._state.optimizer.param_groups]
-
-    def _of_schedule(self) -> dict[str, Any]:
-        state = self._state
-        return {
-            "scheduler": state.scheduler.state_dict() if state.scheduler else None,
-            "scaler": state.scaler.state_dict(),
-        }
-
     def _changed(self) -> dict[str, Any]:
         """The values that are others after each step."""
-        state = self._state
-        of_step = {name: getattr(state, name) for name in ("seed", "epoch", "index", "step")}
-        return {"groups": self._groups(), **self._of_schedule(), **of_step}
+        state, groups = self._state, list[dict[str, Any]]()
+        for group in state.optimizer.param_groups:
+            groups.append(group.copy())
+            del groups[-1]["params"]
+        return {
+            "groups": groups,
+            "scheduler": state.scheduler.state_dict() if state.scheduler else None,
+            "scaler": state.scaler.state_dict(),
+            "seed": state.seed,
+            "epoch": state.epoch,
+            "index": state.index,
+            "step": state.step,
+        }
 
 
 def _entries(values: Mapping[str, Any]) -> list[Any]:

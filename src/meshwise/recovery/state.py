@@ -45,12 +45,7 @@ class RunState:
     whole: bool = True
     """Whether it is that after a step: not while it is changed."""
     before_change: Callable[[], None] = lambda: None
-    """Is called before it is changed."""
-
-    def begin_change(self) -> None:
-        """A step is about to change it; `whole` is to be set again afterwards."""
-        self.before_change()
-        self.whole = False
+    """Is called before it is changed; then `whole` is False until it is whole again."""
 
 
 def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:

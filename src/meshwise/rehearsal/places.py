@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwise.compat.loss_graph import next_node, node_under_way
 from meshwise.parallel.blocks import blocks_of
-from meshwise.timeline.recorder import Recorder
+from meshwise.timeline.recorder import Mark, Recorder
 from meshwise.timeline.spans import stage_and_microbatch
 
 _until: list[float] = []
@@ -57,13 +57,21 @@ class Places(Recorder):
 
     def span(self, kind: str, name: str = "", **more: Any) -> Any:
         if kind in ("forward", "backward", "optimizer"):
-            if _until and time.monotonic() > _until[-1]:
-                raise OutOfTime
-            self._name = name
-            self._inside = self._last = ""  # also where a stage has left its forward in the midst of a block
-        if kind == "optimizer":
-            self._starts, self._blocks = [], []
+            self._enters(kind, name)
         return super().span(kind, name, **more)
+
+    def turn(self, phase: str, over: str = "", since: Mark | None = None) -> Mark:
+        if phase in ("backward", "optimizer"):
+            self._enters(phase, "")
+        return super().turn(phase, over, since)
+
+    def _enters(self, phase: str, name: str) -> None:
+        if _until and time.monotonic() > _until[-1]:
+            raise OutOfTime
+        self._name = name
+        self._inside = self._last = ""  # also where a stage has left its forward in the midst of a block
+        if phase == "optimizer":
+            self._starts, self._blocks = [], []
 
     def now(self) -> tuple[str, int]:
         """The block (empty outside of all) and the microbatch (-1 outside) of an operator that is called now."""

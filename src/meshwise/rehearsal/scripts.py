@@ -36,7 +36,6 @@ from meshwise.compat.fake_values import fake_without_values, guessing
 from meshwise.compat.program_calls import around_batches
 from meshwise.compat.sharding import local_of
 from meshwise.parallel.batch_norm import normalises
-from meshwise.parallel.step_hooks import Order
 from meshwise.rehearsal.places import Places
 from meshwise.rehearsal.record import Record
 from meshwise.rehearsal.trace import STEPS, Trace, kinds_of_ranks, rehearsal, state_of, why_not
@@ -46,8 +45,9 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.user_code import is_users, name_line, user_place
 from meshwise.spec.world import World
-from meshwise.timeline.recorder import make_current
+from meshwise.timeline.recorder import Mark, make_current
 from meshwise.training.engine import Engine
+from meshwise.training.events import When
 from meshwise.training.plan_choice import check_for_scripts
 from meshwise.training.session import apart
 from meshwise.training.tracking import nowhere
@@ -121,12 +121,13 @@ class _Loop(Places):
         self._asked = self._batch = 0
         self._trained = self._stepped = False
         self._known: set[int] = set()
-        engine.program.at_steps(Order.WATCH, self._optimizer_begins, self._optimizer_ends)
+        engine.events.listen(self, When.WATCH, only=("step_begins", "step_ends"))
 
-    def mark(self, on_device: bool = True) -> Any:
-        if not on_device:  # a batch is asked for
+    def turn(self, phase: str, over: str = "", since: Mark | None = None) -> Mark:
+        if phase == "data":
             self._asked = len(self._record.events)
-        return super().mark(on_device)
+        self._trained = self._trained or phase == "backward"
+        return super().turn(phase, over, since)
 
     def begin_step(self, step: int) -> None:
         """A batch is there. Raises RehearsalEnds where the steps before it were enough."""
@@ -149,10 +150,6 @@ class _Loop(Places):
             self.batch_size = self.batch_size or self.samples
         self._held, self._trained, self._stepped, self._batch, self.samples = held, False, False, -1, 0
 
-    def span(self, kind: str, name: str = "", **more: Any) -> Any:
-        self._trained = self._trained or kind == "backward"
-        return super().span(kind, name, **more)
-
     def _look(self) -> None:
         for model in self._engine.program.models:
             self._record.tell(map(local_of, (*model.parameters(), *model.buffers())), "parameters")
@@ -161,12 +158,12 @@ class _Loop(Places):
                 self.follow(model, lambda: self._batch)
                 self.batch_norms = self.batch_norms or any(map(normalises, model.modules()))
 
-    def _optimizer_begins(self, optimizer: Optimizer) -> None:
+    def step_begins(self, optimizer: Optimizer) -> None:
         self._record.backward_ends()
         self.span("optimizer")
         self.phase = "optimizer"
 
-    def _optimizer_ends(self, optimizer: Optimizer) -> None:
+    def step_ends(self, optimizer: Optimizer) -> None:
         self._record.tell(state_of(optimizer), "optimizer")
         self.phase, self._stepped = "other", self._trained
 
@@ -182,6 +179,7 @@ def _rehearsed(script: Script, plan: Plan, kind: str, rank: int = 0) -> _Loop:
     with rehearsal(kind, rank, plan.devices, {}) as (record, mode):
         world = World(rank, plan.devices, rank, plan.devices, record.device)
         with _as_a_worker(world, plan) as said, apart() as engine:
+            engine.carried.rehearses = True
             loop = record.places = _Loop(record, engine)
             before = make_current(loop)
             try:

@@ -30,7 +30,6 @@ from meshwise.compat.moved import waiting
 from meshwise.compat.sharding import local_of
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.mesh import divide_work, forget_meshes
-from meshwise.parallel.step_hooks import Order
 from meshwise.rehearsal.record import Record
 from meshwise.rehearsal.work import MAIN, Work
 from meshwise.spec.errors import MeshwiseError, UsageError
@@ -39,6 +38,8 @@ from meshwise.spec.user_code import name_line
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import make_current
 from meshwise.training.engine import Engine, Part
+from meshwise.training.events import When
+from meshwise.training.guards import attach
 from meshwise.training.job import Job
 from meshwise.training.job_step import train_step
 from meshwise.training.loop import begun, open_data
@@ -110,7 +111,8 @@ def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail) -
     with rehearsal(kind, rank, plan.devices, mail) as (record, mode):
         world = World(rank=rank, size=plan.devices, device=record.device)
         notes: list[str] = []
-        engine = Engine(divide_work(plan, world), StepGate(), notes.append)
+        engine = attach(Engine(divide_work(plan, world), StepGate(), notes.append))
+        engine.carried.rehearses = True
         try:
             batches = _batches(job, plan, engine.world)
             with mode:
@@ -155,12 +157,23 @@ def _batches(job: Job, plan: Plan, world: World) -> list[list[Part]]:
     return [list(read_slices(data.read, step, 0)) for step in steps]
 
 
+class _Steps:
+    """Tells the record where optimizers step."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        self._record.backward_ends()
+
+
 def _steps(
     job: Job, plan: Plan, engine: Engine, record: Record, batches: Sequence[list[Part]]
 ) -> Iterator[tuple[Any, Any]]:
     state = begun(job, plan, engine)
     record.tell(map(local_of, (*state.model.parameters(), *state.model.buffers())), "parameters")
-    hook = engine.program.at_steps(Order.WATCH, lambda optimizer: record.backward_ends(), lambda optimizer: None)
+    at_steps = _Steps(record)
+    engine.events.listen(at_steps, When.WATCH)
     record.cut()
     numbers: dict[int, int] = {}
     record.places.follow(state.model, lambda: numbers.get(id(engine.part), -1))
@@ -180,7 +193,7 @@ def _steps(
             train_step(engine, job, state, parts)
         record.tell(state_of(state.optimizer), "optimizer")
         yield held, record.cut()[1]
-    hook.remove()
+    engine.events.leave(at_steps)
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:

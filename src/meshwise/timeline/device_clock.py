@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 REBASE = 1_000_000_000  # ns after which times are measured from a newer event
 
 
@@ -21,6 +23,14 @@ class DeviceMark:
 
     event: Any
     host: int
+
+
+def is_captured() -> bool:
+    """Whether what is given to the accelerator now is captured into a graph: it runs later, maybe often, and nothing
+    may be read, waited for or timed meanwhile."""
+    if torch.accelerator.current_accelerator() is None:
+        return False
+    return bool(getattr(torch.accelerator.current_stream(), "is_capturing", bool)())
 
 
 class DeviceClock:
@@ -33,8 +43,10 @@ class DeviceClock:
         self._base: tuple[Any, int] | None = None
         self._shift = 0
 
-    def mark(self) -> DeviceMark:
-        """Where the device's stream is now."""
+    def mark(self) -> DeviceMark | int:
+        """Where the device's stream is now; where that is captured, when the host was here."""
+        if is_captured():
+            return self._clock()
         event = self._make_event()
         event.record()
         return DeviceMark(event, self._clock())

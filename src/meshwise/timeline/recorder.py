@@ -19,7 +19,7 @@ import torch
 
 from meshwise.compat.profiling import NVTX, is_profiled, open_range
 from meshwise.spec.devices import has_streams
-from meshwise.timeline.device_clock import DeviceClock, DeviceMark
+from meshwise.timeline.device_clock import DeviceClock, DeviceMark, is_captured
 from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, WIDTH
 
 Mark = int | DeviceMark
@@ -61,15 +61,16 @@ class Recorder:
         self._counters: list[Count] = []
         self._collectives = 0
         timed = functools.partial(torch.Event, device, enable_timing=True)
-        self._device = DeviceClock(clock, timed) if has_streams(device) else None
-        self._memory_wanted, self._memory_now = True, False  # of the first step: a short run has no other
+        self.device = DeviceClock(clock, timed) if has_streams(device) else None
+        """Marks the stream, where the device runs behind the host."""
+        self._memory_wanted, self.takes_memory = True, False  # of the first step: a short run has no other
 
     def begin_step(self, step: int) -> None:
         """What is recorded from now on belongs to `step`."""
         self.step = step
         if self.pulse is not None:
             self.pulse.step(step)
-        self._memory_now, self._memory_wanted = self._memory_wanted, False
+        self.takes_memory, self._memory_wanted = self._memory_wanted, False
         if len(self._rows) > CAPACITY * WIDTH:
             half = CAPACITY // 2
             del self._rows[: half * WIDTH]
@@ -87,15 +88,15 @@ class Recorder:
 
     def phase_ends(self, kind: str) -> None:
         """A phase of this kind is over: memory is taken, if that is wanted in this step."""
-        if self._memory_now and self.memory is not None:
+        if self.takes_memory and self.memory is not None:
             now = self.clock()
             for name, value in self.memory().items():
                 self._counters.append((now, self.step, KIND[kind], name, value))
 
     def mark(self, on_device: bool = True) -> Mark:
         """Now, on the device's clock where the device runs behind the host."""
-        if self._device is not None and on_device and self.on:
-            return self._device.mark()
+        if self.device is not None and on_device and self.on:
+            return self.device.mark()
         return self.clock()
 
     def code(self, kind: str, name: str = "", lane: str = "main") -> int:
@@ -112,16 +113,38 @@ class Recorder:
     def ended(
         self, kind: str, start: Mark, lane: str = "main", *, on_device: bool = True, code: int | None = None
     ) -> None:
-        """What has begun at `start` is over: record it, and take memory, if that is wanted in this step. One call, for
-        each phase of each step. code: of a span with a name."""
-        device = self._device if on_device and self.on else None
+        """What has begun at `start` is over: record it, and take memory, if that is wanted in this step.
+        code: of a span with a name."""
+        device = self.device if on_device and self.on else None
         end = self.clock() if device is None else device.mark()
         if self.on:
             code = self._codes.get((kind, lane, "")) if code is None else code
             code = self.code(kind, lane=lane) if code is None else code
             self._rows.extend((code, start, end, self.step, 0, NO_COLLECTIVE))
-        if self._memory_now:
+        if self.takes_memory:
             self.phase_ends(kind)
+
+    def turn(self, phase: str, over: str = "", since: Mark | None = None) -> Mark:
+        """This rank comes to a phase, and the one that it was in, `over`, is recorded if it began at `since`. Gives the
+        moment at which the new one begins: one call, for each phase of each step. `data` is work of the host."""
+        device = self.device if self.on else None
+        by_host = over == "data" or (phase == "data" and since is None)
+        end: Mark = self.clock() if device is None or by_host else device.mark()
+        begins = end
+        if device is not None and by_host != (phase == "data"):
+            begins = self.clock() if phase == "data" else device.mark()
+        if since is not None:
+            if self.on:
+                lane = "host" if over == "data" and self.device is not None else "main"
+                code = self._codes.get((over, lane, ""))
+                code = self.code(over, lane=lane) if code is None else code
+                self._rows.extend((code, since, end, self.step, 0, NO_COLLECTIVE))
+            if self.takes_memory:
+                self.phase_ends(over)
+        if self.pulse is not None:
+            self.pulse.phase(phase)
+        self.phase = phase
+        return begins
 
     def add(self, code: int, start: Mark, end: Mark, bytes: int = 0, collective: int = NO_COLLECTIVE) -> None:
         if self.on:
@@ -132,26 +155,37 @@ class Recorder:
         self._collectives += 1
         return self._collectives - 1
 
+    def begin_collective(self, name: str) -> tuple[int, int, Mark]:
+        """This rank begins a collective that overlaps with other work: its code, its number, the moment. One call, for
+        each bucket of each step."""
+        key = ("communication", "communication", name)
+        code = self._codes.get(key)
+        code = self.code("communication", name, "communication") if code is None else code
+        self._collectives += 1
+        start = self.clock() if self.device is None or not self.on else self.device.mark()
+        return code, self._collectives - 1, start
+
     def count(self, name: str, value: Any, step: int | None = None) -> None:
         """Note a counter's value now: a number, or a tensor of one number, which is read later and elsewhere."""
-        if self.on:
+        if self.on and (self.device is None or not is_captured()):
             self._counters.append((self.clock(), self.step if step is None else step, -1, name, value))
 
     def span(self, kind: str, name: str = "", *, on_device: bool = True, lane: str = "main") -> _Open:
         """Record the body of a with-statement as one span."""
         if not on_device and lane == "main":
             lane = self.host_lane
-        return _Open(self, kind, self.code(kind, name, lane), on_device)
+        code = self._codes.get((kind, lane, name))
+        return _Open(self, kind, self.code(kind, name, lane) if code is None else code, on_device)
 
     @property
     def host_lane(self) -> str:
         """Where work of the host is drawn: on the main lane when it is the host that computes."""
-        return "main" if self._device is None else "host"
+        return "main" if self.device is None else "host"
 
     @property
     def overlapped_lane(self) -> str:
         """Where what runs in a stream of its own is drawn: on the main lane when it is the host that computes."""
-        return "main" if self._device is None else "communication"
+        return "main" if self.device is None else "communication"
 
     def collective(
         self, name: str, bytes: int, lane: str = "main", *, numbered: bool = True, dtype: Any = None
@@ -173,7 +207,7 @@ class Recorder:
         rows, counters = self._rows[:end], self._counters[:count]
         del self._rows[:end]
         del self._counters[:count]
-        return (rows if self._device is None else self._resolved(rows, self._device)), counters
+        return (rows if self.device is None else self._resolved(rows, self.device)), counters
 
     def _resolved(self, rows: list[Any], device: DeviceClock) -> list[int]:
         ready: list[int] = []
@@ -200,19 +234,28 @@ class _Open:
     def __enter__(self) -> None:
         recorder = self._recorder
         self._before = recorder.phase
-        recorder.come_to(self._kind)
+        if recorder.pulse is not None:
+            recorder.pulse.phase(self._kind)
+        recorder.phase = self._kind
         self._profiled = open_range(self._kind) if NVTX or is_profiled() else None
-        self._start = recorder.mark(self._on_device)
+        device = recorder.device if self._on_device and recorder.on else None
+        self._start = recorder.clock() if device is None else device.mark()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         recorder = self._recorder
-        recorder.ended(self._kind, self._start, on_device=self._on_device, code=self._code)
+        device = recorder.device if self._on_device and recorder.on else None
+        end = recorder.clock() if device is None else device.mark()
+        recorder.add(self._code, self._start, end)
+        if recorder.takes_memory:
+            recorder.phase_ends(self._kind)
         if self._profiled is not None:
             self._profiled.__exit__(kind, error, trace)
-        if error is None:
-            recorder.come_to(self._before)  # after an error the phase stays, to be named in the report
+        if error is None:  # after an error the phase stays, to be named in the report
+            if recorder.pulse is not None:
+                recorder.pulse.phase(self._before)
+            recorder.phase = self._before
 
 
 class _Blocking:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from meshwise.compat.tree import tensors_in
 from meshwise.spec.user_code import user_place
+from meshwise.training.loops import LoopRead
 from meshwise.training.order import BatchSlice
 from meshwise.training.settings import Settings
 
 SHAPES = "shapes of a batch"
-LOOKED_AT = 20  # backwards
+BACKWARDS = 20  # that it hears the batches of
 OTHER = (
     "{place}: batches of one step have other shapes on other ranks ({shapes}, beside the samples): collate_fn sees the "
     "samples of one rank, and pads to their longest. That is what one device computes only where the model and the "
@@ -27,33 +28,40 @@ OTHER = (
 
 
 class BatchShapes:
-    """Of the batches that loaders have given since the last backward."""
+    """Of the batches that were given since the last backward, for `Agreed`."""
 
     def __init__(self) -> None:
-        self._given: dict[object, tuple[str, str, Any]] = {}
-        self.backwards = 0
+        self.given: dict[object, tuple[str, str, Any]] = {}
+        """By loader."""
+        self._told = False
 
-    def given(self, loader: object, batch: Any, part: BatchSlice, place: str = "") -> None:
-        """A loader has given this batch, of which this rank has `part`. place: its line; by default the user's."""
-        if self.backwards < LOOKED_AT and not part.whole:
-            shapes = shapes_beside_samples(batch, len(part.indices))
-            self._given[loader] = SHAPES, place or user_place(), shapes
+    def begins(self) -> None:
+        """Another program, or another loop, begins."""
+        self._told = False
+
+    def batch_given(self, loop: LoopRead, given: tuple[Any, BatchSlice]) -> None:
+        """A loader has given a batch, of which this rank has a part."""
+        self.note(loop.loader, *given, user_place())
+
+    def note(self, loader: object, batch: Any, part: BatchSlice, place: str) -> None:
+        """A batch is given by the loader, for the line at `place`."""
+        if not self._told and not part.whole:
+            self.given[loader] = SHAPES, place, shapes_beside_samples(batch, len(part.indices))
 
     def take(self) -> Settings:
         """What travels with this backward."""
-        self.backwards += 1
-        given = tuple(self._given.values())
-        self._given.clear()
+        given = tuple(self.given.values())
+        self.given.clear()
         return given
 
     def differ(self, ranks: Sequence[Settings]) -> str:
         """How the ranks' batches differ, once: one sentence; empty where they do not."""
         for settings in ranks:
             for (name, place, mine), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
-                if name == SHAPES and self.backwards < LOOKED_AT and None not in (mine, of_rank_0):
+                if name == SHAPES and not self._told and None not in (mine, of_rank_0):
                     for one, other in zip(of_rank_0, mine, strict=False):
                         if one != other:
-                            self.backwards = LOOKED_AT
+                            self._told = True
                             return OTHER.format(place=place, shapes=f"{_shown(one)} and {_shown(other)}")
         return ""
 

@@ -9,7 +9,6 @@ Tested in tests/training/test_behind_loop.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from meshwise.compat import compiling
 from meshwise.compat.fake import rehearsing
 from meshwise.compat.tree import tensors_in
 from meshwise.spec.user_code import user_place
-from meshwise.training.program import Program
+from meshwise.training.engine import Engine
+from meshwise.training.loops import LoopRead
 from meshwise.transfer.checksum import sampled_sum
 
 DRAWS = (
@@ -31,16 +31,24 @@ DRAWS = (
 
 
 class BehindLoop:
-    """Looks between the loops of a program. say: takes a sentence, once."""
+    """Looks between the loops of a program."""
 
-    def __init__(self, program: Program, say: Callable[[str], None]) -> None:
-        self._program, self._say = program, say
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._program, self._say = engine, engine.program, engine.notify
         self._hooks: list[Any] = []
         self._batch = set[tuple[Any, ...]]()
         self._before: Tensor | None = None
 
-    def begins(self, batch: Any) -> None:
-        """A loop is over, whose last batch was this."""
+    def batch_asked(self, loop: LoopRead) -> None:
+        """A loop begins."""
+        if loop.given == 0:
+            self.ends()
+
+    def loop_ends(self, loop: LoopRead) -> None:
+        """A loop is over, or was left in a batch."""
+        batch = loop.batch
+        if batch is None or self._engine.generator.nested or self._engine.stopped:
+            return
         self.ends()
         if not compiling.is_used() and not rehearsing():
             self._batch = {_told(tensor) for tensor in tensors_in(batch)}
@@ -73,3 +81,11 @@ def _told(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.layout != torch.strided or tensor.is_nested:
         return ()
     return tuple(tensor.shape), tensor.dtype, int(sampled_sum(tensor.detach()))
+
+
+def watch(engine: Engine) -> None:
+    """Of a script on several ranks."""
+    if engine.script and engine.world.size > 1:
+        behind = BehindLoop(engine)
+        engine.events.listen(behind, batches=1)
+        engine.ends.callback(behind.ends)

@@ -13,17 +13,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.hooks import RemovableHandle
 
 from meshwise.compat.complex_numbers import as_real
 from meshwise.compat.reducer import version
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
+from meshwise.training.engine import Engine
+from meshwise.training.loops import LoopRead
 from meshwise.training.program import Program
 from meshwise.transfer.agreement import agree
 
 MOST = 5  # comparisons of a loop: what writes gradients and leaves replicas alike (an attack on inputs) goes on
-LOOKED_AT = 4  # batches at the beginning of a loop
+BATCHES = 4  # at the beginning of a loop
 GRACE = 10.0  # seconds for the other ranks; where they do not come, it is not known
 _made = itertools.count()  # every rank makes its engines in the same order
 
@@ -35,7 +37,7 @@ class HandUpdates:
         self._program, self._key = program, f"meshwise/by-hand/{next(_made)}"
         self._written: list[int] = []
         self._backwards_of_any = [0]  # mw.backward's or not
-        self._hooked = WeakIdKeyDictionary()
+        self._hooks: list[RemovableHandle] = []
         self._backwards = -1
         self._compared = self._compared_in_it = 0
 
@@ -43,31 +45,36 @@ class HandUpdates:
         """Another program, or another loop, begins."""
         self._compared_in_it = 0
 
-    def batch_given(self, number: int) -> None:
-        """The program has this batch of its loop, from 1. Raises UsageError where replicas have parted."""
+    def batch_given(self, loop: LoopRead, batch: object) -> None:
+        """The program has a batch of its loop. Raises UsageError where replicas have parted."""
         program = self._program
         if program.backwards != self._backwards:
             self._backwards, self._written = program.backwards, []
             if self._backwards > 0:
+                self.loop_ends(loop)
                 return
-        elif number > LOOKED_AT:
-            return
         if self._compared_in_it == MOST or program.reduction is None or program.plan is None:
             return
         if program.plan.parameters_divided:
             return
         parameters = [p for p in program.named_parameters().values() if p.requires_grad]
-        for p in parameters[:1] + parameters[-1:]:
-            if p not in self._hooked:
-                self._hooked[p] = p.register_post_accumulate_grad_hook(
-                    functools.partial(_count, self._backwards_of_any)
-                )
+        if not self._hooks:
+            count = functools.partial(_count, self._backwards_of_any)
+            self._hooks = [p.register_post_accumulate_grad_hook(count) for p in parameters[:1] + parameters[-1:]]
         written = [*self._backwards_of_any, *map(version, parameters)]
         before, self._written = self._written, written
         if before and len(before) == len(written) and before != written:
             self._compared += 1
             self._compared_in_it += 1
             self._compare(parameters)
+        if loop.given == BATCHES:
+            self.loop_ends(loop)
+
+    def loop_ends(self, loop: LoopRead) -> None:
+        """It is over, or is looked at no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _compare(self, parameters: Sequence[Tensor]) -> None:
         total = torch.stack([as_real(p.detach()).double().sum().cpu() for p in parameters]).sum().item()
@@ -81,3 +88,10 @@ class HandUpdates:
 
 def _count(backwards: list[int], p: Tensor) -> None:
     backwards[0] += 1
+
+
+def watch(engine: Engine) -> None:
+    """Of a script on several ranks."""
+    if engine.script and engine.world.size > 1:
+        updates = HandUpdates(engine.program)
+        engine.events.listen(updates, batches=BATCHES, anew=updates.begins)

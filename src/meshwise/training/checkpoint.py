@@ -126,7 +126,7 @@ class LoopState:
         faults.saves_into(self._folder)
         self._saver = Saver(self._folder, world, tell, saves=self._saves, resumed=resumed, number=held.number)
         self._counted = self._engine.phases.done if self._loader is not None else self._engine.program.backwards
-        self._engine.saves_loop(self)
+        self._engine.given.loop_states.append(self)
         if (channel := rank_context().channel) is not None:
             channel.send("restores", folder=str(self._folder.resolve()))
 
@@ -240,9 +240,9 @@ class LoopState:
             return
         self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
         say(unread_numbers(held=sys.getrefcount(self._parts.extra), extra=self._parts.extra))
-        last = [each._parts.things for each in engine.loop_states if isinstance(each, LoopState)][-1]
-        kept = [*kept_by(engine.loop_states), *engine.earlier]
-        say(forgotten(kept, last, program.models, program.optimizers, engine.schedulers))
+        last = [each._parts.things for each in engine.given.loop_states if isinstance(each, LoopState)][-1]
+        kept = [*kept_by(engine.given.loop_states), *engine.given.earlier]
+        say(forgotten(kept, last, program.models, program.optimizers, engine.given.schedulers))
         if self.restored:
             say(self._asked.unread(self._epoch, self._parts.extra))
 

@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from meshwise.compat.coupled_loss import couples_samples
-from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.user_code import user_place
 from meshwise.training.order import BatchSlice
+from meshwise.training.program import Program
 from meshwise.transfer.foreign import Foreign
 
 LOOKED_AT = 5  # backwards; the first is passed by, since nothing is known of what was called before it
@@ -32,27 +32,25 @@ COUPLED = (
 class CoupledLosses:
     """Looks at the first losses of a program, and of each of its loops."""
 
-    def __init__(self) -> None:
-        self._looks = 0
+    def __init__(self, program: Program) -> None:
+        self._program, self._looks = program, 0
         self._foreign: Foreign | None = None
         self._found = list[bool | None]()
-        self.joined_at: int | None = None
-        """The backwards that there were when the program has joined a term of its loss over the ranks."""
 
     def begins(self) -> None:
         """Another program, or another loop, begins."""
-        self._looks, self.joined_at = 0, None
+        self._looks, self._program.joined_at = 0, None
         self._found.clear()
         self.close()
 
     @property
     def apart(self) -> bool:
         """Whether each loss that was looked at is a mean or a sum of what its samples have of their own."""
-        return self.joined_at is None and bool(self._found) and all(found is False for found in self._found)
+        return self._program.joined_at is None and bool(self._found) and all(found is False for found in self._found)
 
     def look(self, found: Any, part: BatchSlice, plan: Plan, where: str) -> str:
         """What to say of a loss, which may come with its weight, before its backward. where: by default the line."""
-        if self._looks == LOOKED_AT or self.joined_at is not None:
+        if self._looks == LOOKED_AT or self._program.joined_at is not None:
             return ""
         self._looks += 1
         joined = self._foreign is None or self.close()
@@ -64,15 +62,6 @@ class CoupledLosses:
         if not self._found[-1]:
             return ""
         return COUPLED.format(place=where or user_place(), ranks=plan.devices)
-
-    def check_sum(self, backward: int) -> None:
-        """Raises UsageError for a sum over this rank's samples in which a term is of the whole batch already."""
-        if self.joined_at == backward - 1:
-            raise UsageError(
-                f"{user_place()}: mw.backward(…, reduction='sum') of a loss with mw.sum(…, grad=True): that term is of "
-                "the whole batch, and would be added once a rank. Join all terms by mw.sum(…, grad=True), and leave "
-                "reduction='sum' out."
-            )
 
     def close(self) -> bool:
         """Whether the program has called a collective of its own since the last look."""

@@ -12,6 +12,7 @@ The objects that come back are the objects that were given; only loaders are new
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sized
 from dataclasses import replace
 from pathlib import Path
@@ -24,20 +25,22 @@ from torch.utils.data import DataLoader
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
+from meshwise.training import steps
 from meshwise.training.distributed_loader import DistributedLoader
 from meshwise.training.divided_batch import says_divided
-from meshwise.training.engine import Engine
+from meshwise.training.engine import IN_LOSS, Engine
+from meshwise.training.finite_losses import FiniteLosses
 from meshwise.training.in_loss import mean_in_loss, sum_in_loss
-from meshwise.training.microbatches import IN_LOSS
 from meshwise.training.model_stream import ModelStream, draw_alike
 from meshwise.training.order import BatchSlice
 from meshwise.training.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
 from meshwise.training.padded_sums import refuse_padded_sums
 from meshwise.training.plan_choice import choose_plan
-from meshwise.training.same_data import samplers_of
-from meshwise.training.session import default_engine
+from meshwise.training.same_data import check_data, samplers_of
+from meshwise.training.session import default_engine, engines
 from meshwise.training.split_batch import Splits
 from meshwise.training.split_loader import split_loader
+from meshwise.training.unsummed import UnsummedLoops
 from meshwise.training.wrapped_loader import loader_inside, read_through
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
@@ -73,7 +76,12 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     engine = default_engine()
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     if models or plan is not None:
-        engine.add_models(models, choose_plan(plan, engine))
+        chosen = choose_plan(plan, engine)
+        if engine.program.begins_with(models):
+            _program_begins(engine)
+        engine.add_models(models, chosen)
+        if (losses := engine.events.find(FiniteLosses)) is not None:
+            losses.models_added()
     seed = draw_alike()
     if engine.world.size > 1:
         refuse_padded_sums(objects, engine.world.size)
@@ -83,7 +91,7 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
 
 def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
     if isinstance(thing, LRScheduler):
-        engine.schedulers.add(thing)
+        engine.given.add_scheduler(thing)
         return thing
     if isinstance(thing, (nn.Module, DistributedLoader)):
         return thing
@@ -93,7 +101,7 @@ def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
     if isinstance(thing, DataLoader):
         own_seed = seed if thing.generator is None else thing.generator.initial_seed() % 2**31
         samples = len(thing.dataset) if isinstance(thing.dataset, Sized) else None
-        engine.agreed.data.check(thing.dataset, samples, engine.notify, samplers_of(thing))
+        check_data(engine, thing.dataset, samples, samplers_of(thing))
         spec = split_loader(thing, own_seed, engine.world, streams)
         if engine.world.size > 1:
             engine.notify(says_divided(thing.batch_size, rank_context().world.size))
@@ -132,7 +140,7 @@ def backward(
     steps), without the scale of a GradScaler: `loss = mw.backward(scaler.scale(loss))` is for people to read.
     """
     came_to("mw.backward")
-    return default_engine().backward(loss, weight, reduction)
+    return steps.backward(engines[-1] if engines else default_engine(), loss, weight, reduction)
 
 
 def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
@@ -149,13 +157,29 @@ def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
     """
     came_to("mw.split")
     engine = default_engine()
-    if engine.splits is None:
+    if engine.given.splits is None:
         stream = ModelStream(engine.world, engine.draws, lambda: engine.generator.in_loop or engine.watcher is not None)
-        engine.splits = Splits(engine.world, stream, engine.notify, engine.agreed)
-    mine = engine.splits.begin(batch, engine.part, whole=whole, dim=dim)
+        splits = engine.given.splits = Splits(engine.world, stream, engine.notify, engine.carried)
+        engine.around = splits.backward
+        engine.ends.callback(stream.close)
+    mine = engine.given.splits.begin(batch, engine.part, whole=whole, dim=dim)
     _begin_split(engine, mine)
-    result = engine.splits.cut(batch, mine, dim, engine.program.models)
+    result = engine.given.splits.cut(batch, mine, dim, engine.program.models)
     return result[0] if len(result) == 1 else result
+
+
+def _program_begins(engine: Engine) -> None:
+    """Another program begins in this process: it is looked at as the first one, and told what that was told."""
+    program, given = engine.program, engine.given
+    engine.notify.program_begins()
+    given.earlier = weakref.WeakSet([*program.models, *program.optimizers, *given.schedulers])
+    engine.reads.over.clear()
+    engine.reads.by_place.clear()
+    if (loops := engine.events.find(UnsummedLoops)) is not None:
+        loops.program_begins()
+    if (losses := engine.events.find(FiniteLosses)) is not None:
+        losses.program_begins()
+    engine.events.begins()
 
 
 def _begin_split(engine: Engine, part: BatchSlice) -> None:
@@ -164,12 +188,12 @@ def _begin_split(engine: Engine, part: BatchSlice) -> None:
     engine.reads.split(part)
     if engine.generator.in_loop:
         return
-    engine.phases.batch_asked()
+    engine.phases.batch_asked(None)
     if not engine.gate.begin():
-        for state in engine.loop_states:
+        for state in engine.given.loop_states:
             state.stops()
         raise engine.gate.stop(engine.phases.step)
-    engine.phases.batch_given(None)
+    engine.phases.batch_given(None, None)
     if engine.watcher is not None:
         engine.watcher.batch_asked()
         counted = part if not part.whole or engine.world.rank == 0 else replace(part, samples=0)

@@ -17,9 +17,10 @@ from meshwise.training.engine import Engine
 from meshwise.training.generators import TORCH, Draws, OrderGenerators, States, packed, unpacked
 from meshwise.training.loop_things import kept_by
 from meshwise.training.loops import LoopRead
-from meshwise.training.model_stream import drawing
+from meshwise.training.model_stream import seed_draws
 from meshwise.training.resumed_loop import says_counted
 from meshwise.training.split_loader import LoaderSpec
+from meshwise.training.steps import batches as read_batches
 from meshwise.training.wrapped_loader import Wrapper
 from meshwise.transfer.prefetch import prefetch
 from meshwise.transfer.splitmix import mixed
@@ -52,7 +53,7 @@ class DistributedLoader:
         self.given_at = -1
         """How many steps had ended where that batch was given."""
         self._before = (0, 0)  # samples and batches of this epoch that were given out before that one
-        engine.loaders.add(self)
+        engine.given.loaders.add(self)
         self.wrapper: Wrapper | None = None
         """What the program reads this loader through."""
 
@@ -117,13 +118,11 @@ class DistributedLoader:
     def begin_loop(self) -> Iterator[Any]:
         """An epoch, or the rest of it."""
         self.leave_epoch()
-        for state in self._engine.loop_states:
+        for state in self._engine.given.loop_states:
             state.epoch_begins(self)
         self._running = True
-        if self._engine.behind_loop is not None:
-            self._engine.behind_loop.ends()
         if self.start:
-            for line in says_counted(self.start, kept_by(self._engine.loop_states)):
+            for line in says_counted(self.start, kept_by(self._engine.given.loop_states)):
                 self._engine.notify(line)
         came_to(BATCH, self._number, self._epoch, 1)
         loader = self._loader
@@ -137,60 +136,64 @@ class DistributedLoader:
         if self._running:
             self._end_epoch()
 
-    def _end_epoch(self, batch: Any = None) -> None:
-        """batch: the last one, where the loop has come to its end."""
-        if self._engine.behind_loop is not None and batch is not None and not self._engine.generator.in_loop:
-            self._engine.behind_loop.begins(batch)
+    def _end_epoch(self) -> None:
         self._running = False
         self._epoch, self._index, self._batches_given, self._order = self._epoch + 1, 0, 0, None
         self.start = 0
 
     def _batches(self, source: Iterator[tuple[Any, Any]] | None) -> Iterator[Any]:
-        engine, name, read, batch = self._engine, f"epoch {self._epoch} of a loader", LoopRead(), None
+        engine, name, loop = self._engine, f"epoch {self._epoch} of a loader", LoopRead(self._number)
+        states = engine.given.loop_states
         source = self._read(None) if source is None else source
-        batches = engine.batches(name, source, self.batch_size, limited=self._read, read=read)
-        with contextlib.closing(batches), engine.unsummed.loop(self._number) as read.loop:
-            for given, (batch, part) in enumerate(batches, 1):
-                key = mixed(self._seed, self._epoch), self._index
-                self.given_at, self._before = engine.phases.done, (self._index, self._batches_given)
+        batches = read_batches(engine, name, source, self.batch_size, limited=self._read, loop=loop)
+        of_epoch = mixed(self._seed, self._epoch)
+        with contextlib.closing(batches):
+            for batch, part in batches:
+                engine.draw_key = key = of_epoch, self._index
+                self.given_at, self._before = engine.phases.steps, (self._index, self._batches_given)
                 self._index += self.batch_size if self._spec.own else part.total
                 self._batches_given += 1
-                batch = engine.cast(batch)
-                engine.begin(part, read)
-                if engine.world.size > 1:
-                    engine.agreed.shapes.given(self._number, batch, part)
-                engine.step_draws.key = key
-                self.in_batch = True
+                batch = batch if engine.stored is None else engine.cast(batch)
+                engine.reads.begin(part, loop)
+                engine.part = part
+                if engine.watcher is not None:
+                    engine.watcher.batch_given(part)
+                self.in_batch, loop.batch = True, batch
                 try:
-                    with drawing(None if engine.watcher else engine.draws, engine.world, key, part):
+                    if engine.draws is None or engine.watcher is not None:
+                        seed_draws(engine.world, *key)
                         yield batch
+                    else:
+                        with engine.draws.of_microbatch((*key, 0), part).forward():
+                            yield batch
                 except GeneratorExit:
-                    self._left(given, batch)
-                    for state in engine.loop_states:
-                        state.epoch_ends(self, early=True)
+                    self._left(loop)
                     raise
                 self.in_batch = False
-                if given == 1:
-                    read.loop.first_batch_ends()
-                came_to(BATCH, self._number, self._epoch, given + 1)
-                for state in engine.loop_states:
+                came_to(BATCH, self._number, self._epoch, loop.given + 1)
+                for state in states:
                     state.step_ends(self)
+        self._over(loop)
+
+    def _left(self, loop: LoopRead) -> None:
+        """The loop was left before its end."""
+        self.in_batch, self.start = False, 0
+        left_loop(loop.given)
+        for state in self._engine.given.loop_states:
+            state.epoch_ends(self, early=True)
+
+    def _over(self, loop: LoopRead) -> None:
+        """The loop has come to its end, or the run was asked to stop."""
+        engine, states = self._engine, self._engine.given.loop_states
         if engine.stopped:
-            for state in engine.loop_states:
+            for state in states:
                 state.stops()
             raise engine.gate.stop(engine.phases.step, self._epoch + 1)
-        for line in says_counted_parts(engine.reads.over, uneven=read.uneven) if engine.world.size > 1 else ():
+        for line in says_counted_parts(engine.reads.over, uneven=loop.uneven) if engine.world.size > 1 else ():
             engine.notify(line)
-        for state in engine.loop_states:
+        for state in states:
             state.epoch_ends(self, early=False)
-        self._end_epoch(batch)
-
-    def _left(self, given: int, batch: Any) -> None:
-        """The loop is left in this batch."""
-        self.in_batch, self.start = False, 0
-        left_loop(given)
-        if self._engine.behind_loop is not None and not self._engine.generator.nested:
-            self._engine.behind_loop.begins(batch)
+        self._end_epoch()
 
     def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
         """The rest of the epoch; with `limit` one batch more, of at most so many samples unless all are whole."""

@@ -22,7 +22,7 @@ from meshwise.compat.sharding import local_of
 from meshwise.records import folder as names
 from meshwise.records.files import append_lines
 from meshwise.spec.faults import Fault
-from meshwise.timeline.recorder import Recorder
+from meshwise.timeline.recorder import Mark, Recorder
 from meshwise.training import faulty_disk, faulty_link
 from meshwise.training.faulty_disk import FullDisk
 from meshwise.workers.environment import ATTEMPT
@@ -134,6 +134,11 @@ class FaultyRecorder(Recorder):
         """This rank enters a collective of all ranks."""
         self.faults.phase_begins("communication", self.step)
         return super().arrive()
+
+    def begin_collective(self, name: str) -> tuple[int, int, Mark]:
+        """This rank begins one that overlaps."""
+        self.faults.phase_begins("communication", self.step)
+        return super().begin_collective(name)
 
 
 _armed: ArmedFaults | None = None

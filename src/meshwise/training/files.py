@@ -25,6 +25,7 @@ from meshwise.spec.units import plural
 from meshwise.spec.user_code import user_place
 from meshwise.spec.words import error_text
 from meshwise.spec.world import World
+from meshwise.training.finite_losses import FiniteLosses
 from meshwise.training.session import default_engine, process_engine
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.workers.join import rank_context
@@ -46,7 +47,7 @@ def save(thing: Any, path: str | Path) -> None:
     """
     engine, path = default_engine(), Path(path)
     world = rank_context().world  # each rank counts, also those of one model
-    plan, name, saves = engine.plan, str(path.resolve()), process_engine().saves
+    plan, name, saves = engine.plan, str(path.resolve()), process_engine().given.saves
     saves[name] += 1
     if plan.state_divided:
         if isinstance(thing, nn.Module | torch.optim.Optimizer):
@@ -55,7 +56,8 @@ def save(thing: Any, path: str | Path) -> None:
         _all_come(f"meshwise/saves/{name}/{saves[name]}", world, f"mw.save({path}) under {plan}")
         thing = collected(thing)
     if world.rank == 0:
-        if spoiled := engine.finite.spoiled_in([thing]):
+        losses = engine.events.find(FiniteLosses)
+        if losses is not None and (spoiled := losses.spoiled_in([thing])):
             engine.notify(SPOILED.format(place=user_place(), path=path, what=spoiled))
         with contextlib.ExitStack() as stack:
             for model in leaves_of(nn.Module, thing):
@@ -80,11 +82,11 @@ def load(path: str | Path) -> Any:
     came_to("mw.load")
     engine, path = process_engine(), Path(path)
     world, name = rank_context().world, str(path.resolve())
-    if world.size > 1 and name in engine.saves:
-        default_store().wait([f"meshwise/saved/{name}/{engine.saves[name]}"])
+    if world.size > 1 and name in engine.given.saves:
+        default_store().wait([f"meshwise/saved/{name}/{engine.given.saves[name]}"])
     loaded = _read(path)
-    engine.loads += 1
-    _all_come(f"meshwise/loaded/{engine.loads}", world, f"mw.load({path})")
+    engine.given.loads += 1
+    _all_come(f"meshwise/loaded/{engine.given.loads}", world, f"mw.load({path})")
     return loaded
 
 

@@ -10,8 +10,7 @@ Tested in tests/training/test_finite_losses.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,11 @@ from meshwise.compat.fake import rehearsing
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import LossError
 from meshwise.spec.words import ranks_text, some
+from meshwise.training.carried import Seen
+from meshwise.training.engine import Engine
 from meshwise.training.finite_state import not_finite_here, not_finite_in_tree, not_finite_names
+from meshwise.training.loops import LoopRead
 from meshwise.training.order import BatchSlice
-from meshwise.training.program import Program
 from meshwise.transfer import collectives
 
 BACKWARDS = 8  # in loops, after which parameters are worth a look
@@ -33,17 +34,12 @@ FIRST = (
 )
 
 
-Seen: TypeAlias = tuple[int, int, BatchSlice | None, Tensor]
-"""A backward: its number, its step, this rank's part of the batch, and this rank's own loss."""
-
-
 class FiniteLosses:
-    """Of the backwards of one program. say: takes a line for the user, once for all ranks."""
+    """Of the backwards of a program."""
 
-    def __init__(self, program: Program, say: Callable[[str], None]) -> None:
-        self._program, self._say = program, say
-        self.waiting: list[Seen] = []
-        """Of one device, that nobody has looked at."""
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._program, self._say = engine, engine.program, engine.notify
+        self._waiting: list[Seen] = []  # of one device, that nobody has looked at
         self._on_its_way: tuple[Tensor, torch.Event | None, list[Seen]] | None = None
         self._count = self._first = self._last = 0  # how many, the step of the first, the number of the last
         self._looked_at = 0  # the backwards before the last look at parameters
@@ -58,7 +54,7 @@ class FiniteLosses:
 
     def look(self) -> None:
         """Look at the losses that wait; on an accelerator, which nothing should wait for, at those before them."""
-        waiting, self.waiting = self.waiting, []
+        waiting, self._waiting = self._waiting, []
         earlier, self._on_its_way = self._on_its_way, None
         if waiting and not rehearsing():
             fine = torch.stack([own.reshape(()).isfinite() for _, _, _, own in waiting])
@@ -90,7 +86,12 @@ class FiniteLosses:
         whose = f" of {ranks_text([rank for rank, _ in bad])}" if bad and several else ""
         self._say(FIRST.format(step=step, whose=whose, what=bad[0][1] if bad else "not finite over all ranks"))
 
-    def loop_ends(self) -> None:
+    def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
+        """On one device the loss waits; over several ranks it comes with the signs of agreed.py."""
+        if mean is not None:
+            self._waiting.append((self._program.backwards, self._engine.phases.number, self._engine.part, mean))
+
+    def loop_ends(self, loop: LoopRead) -> None:
         """A loop over batches is over: look at parameters, where enough was trained since the last time."""
         if self._program.backwards - self._looked_at >= BACKWARDS:
             self._look_at_parameters()
@@ -141,3 +142,12 @@ def _samples(part: BatchSlice | None) -> str:
     if part is None or not part.samples:
         return ""
     return f" (samples {some(list(map(str, part.indices[: part.samples].tolist())), SHOWN)})"
+
+
+def watch(engine: Engine) -> None:
+    """Of a script."""
+    if engine.script:
+        losses = FiniteLosses(engine)
+        alone = engine.world.size == 1
+        engine.events.listen(losses, only=("backward_ends", "loop_ends") if alone else ("loop_ends",))
+        engine.phases.look = losses.look

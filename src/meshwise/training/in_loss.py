@@ -68,7 +68,7 @@ def _begin(engine: Engine, verb: str, value: Any) -> Any:
     sizes = {"pipeline": plan.pipeline, "accumulate": plan.accumulate}
     if what := ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1):
         raise UsageError(REFUSED.format(place=user_place(), verb=verb, what=what))
-    engine.coupled.joined_at, engine.program.coupled_gradients = engine.program.backwards, True
+    engine.program.joined_at, engine.program.coupled_gradients = engine.program.backwards, True
     if engine.world.size == 1:
         return None
     if part is None or engine.reads.ended is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from meshwise.training.engine import Engine, Part
 from meshwise.training.job import Job
 from meshwise.training.order import BatchSlice
+from meshwise.training.same_data import check_data
 from meshwise.training.source import LoaderSettings, Reader, count_samples, read_slices, reader
 from meshwise.transfer.prefetch import prefetch
 
@@ -26,7 +27,7 @@ def open_data(job: Job, data: Any, what: str, engine: Engine | None = None) -> D
     settings = LoaderSettings(job.collate, job.loader_workers, job.seed, several=True)
     samples = count_samples(data, f"the {what} of job '{job.name}'")
     if engine is not None:
-        engine.agreed.data.check(data, samples, engine.notify)
+        check_data(engine, data, samples)
     return Data(samples, reader(data, settings))
 
 

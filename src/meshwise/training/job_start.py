@@ -18,6 +18,7 @@ from meshwise.recovery.state import RunState
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.training.engine import Engine
+from meshwise.training.guards import attach
 from meshwise.training.job import Job
 from meshwise.training.keyed import ExactDraws
 from meshwise.workers.join import RankContext
@@ -29,7 +30,8 @@ def make_engine(
     session: RankContext, plan: Plan, notify: Callable[[str], None] = lambda text: None, *, exact_random: bool = False
 ) -> Engine:
     """An engine for a job under `plan`. notify: takes the notes on its plan."""
-    return Engine(divide_work(plan, session.world), session.gate, notify, draws=ExactDraws() if exact_random else None)
+    draws = ExactDraws() if exact_random else None
+    return attach(Engine(divide_work(plan, session.world), session.gate, notify, draws=draws))
 
 
 def begun(job: Job, plan: Plan, engine: Engine) -> RunState:

@@ -12,6 +12,7 @@ from meshwise.compat.sharding import local_of
 from meshwise.parallel.step_hooks import needs_closure
 from meshwise.recovery.state import RunState
 from meshwise.timeline.recorder import current
+from meshwise.training.agreed import STEPS_OF_A_JOB
 from meshwise.training.engine import Engine, Part
 from meshwise.training.job import Job
 from meshwise.training.left_out import LeftOut
@@ -28,7 +29,7 @@ def train_step(
     state: RunState,
     parts: Sequence[Part],
     skipped: SkippedSteps | LeftOut | None = None,
-    known: Callable[[Losses], None] = lambda losses: None,
+    known: Callable[[Losses], None] | None = None,
 ) -> Losses:
     """One optimizer step on this rank's microbatches. Returns their losses and weights, still on the device.
 
@@ -39,14 +40,15 @@ def train_step(
     losses are then those before the step.
     """
     current().samples += parts[0][1].total
-    if job.collate is not None:
-        engine.agreed.compare_batches(parts, f"job '{job.name}'")
+    if job.collate is not None and engine.program.backwards < STEPS_OF_A_JOB:
+        engine.carried.compare_batches(parts, f"job '{job.name}'")
     if needs_closure(state.optimizer):
         return _step_with_closure(engine, job, state, parts)
     if skipped is not None:
         skipped.step_begins()
     losses = _compute(engine, job, state, parts)
-    known(losses)
+    if known is not None:
+        known(losses)
     with current().span("optimizer"):
         if skipped is None or not skipped.skips(state.step + 1, losses):
             _update(engine, job, state)
@@ -58,8 +60,10 @@ def train_step(
 
 
 def _update(engine: Engine, job: Job, state: RunState) -> None:
-    _clip(engine, job, state)
-    state.begin_change()
+    if job.clip_norm is not None or engine.program.pipeline is not None:
+        _clip(engine, job, state)
+    state.before_change()
+    state.whole = False
     state.scaler.step(state.optimizer)
     state.scaler.update()
     _end_step(state)
@@ -76,7 +80,8 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
         return total / weight
 
     with current().span("optimizer"):
-        state.begin_change()
+        state.before_change()
+        state.whole = False
         state.optimizer.step(closure)  # type: ignore[arg-type]
         _end_step(state)
     return found[0]
@@ -84,8 +89,10 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
 
 def _compute(engine: Engine, job: Job, state: RunState, parts: Sequence[Part]) -> Losses:
     pipeline = engine.program.pipeline
-    stage = () if pipeline is None else (pipeline.pipe.rank,)  # of the first stage as of one device
-    seed_draws(engine.world, state.seed, state.step, *(number for number in stage if number))
+    stage = (
+        () if pipeline is None or pipeline.pipe.rank == 0 else (pipeline.pipe.rank,)
+    )  # of the first as of one device
+    seed_draws(engine.world, state.seed, state.step, *stage)
     loss = LossOfJob(
         lambda batch: job.loss(state.model, batch),
         where=f"the loss of job '{job.name}'",

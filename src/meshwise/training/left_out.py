@@ -11,6 +11,7 @@ they are, so that no later attempt meets them. Tested in tests/training/test_lef
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -43,16 +44,13 @@ class LeftOut:
         self._kept = KeptBuffers(state.model)
         own = list(_read(self._file)) if self._first else []
         self._every: list[Batch] = collectives.broadcast_object(own, collectives.everyone())
-        self._last: list[Batch] = []
+        self.last: deque[Batch] = deque(maxlen=2)
+        """That of the step that is worked on, behind that of the step before."""
         self.in_a_row = 0
 
     def ranges(self, epoch: int, begin: int = 0) -> list[tuple[int, int]]:
         """Those of an epoch that end behind sample `begin`, as `batch_bounds` takes them."""
         return [(first, stop) for of, first, stop in self._every if of == epoch and stop > begin]
-
-    def batch_begins(self, first: int, stop: int) -> None:
-        """The next step is of this batch."""
-        self._last = [*self._last[-1:], (self._state.epoch, first, stop)]
 
     def step_begins(self) -> None:
         """Keep the buffers as they are before the forward."""
@@ -73,7 +71,7 @@ class LeftOut:
                 f"step {step}: {MOST_IN_A_ROW} batches in a row gave losses or gradients that are not finite. Look at "
                 "the data, or go on from an earlier state with a lower learning rate."
             )
-        text = f"step {step}: the loss or a gradient is not finite. {self._leave_out(step, self._last[-1:])}"
+        text = f"step {step}: the loss or a gradient is not finite. {self._leave_out(step, [self.last[-1]])}"
         self._tell(text)
         return True
 
@@ -86,7 +84,7 @@ class LeftOut:
         flags = collectives.gather_objects(bool(any_not_finite(trained)), collectives.everyone())
         if any(flags):
             ranks = [rank for rank, flag in enumerate(flags) if flag]
-            self._tell(f"step {step}: {self._leave_out(step, self._last)}")
+            self._tell(f"step {step}: {self._leave_out(step, list(self.last))}")
             raise SpoiledError(f"step {step}: parameters of {ranks_text(ranks)} are not finite.", ranks=ranks)
 
     def _leave_out(self, step: int, batches: Sequence[Batch]) -> str:

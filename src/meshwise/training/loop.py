@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain, tee
+from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from meshwise.training.job_start import make_engine as make_engine
 from meshwise.training.job_step import train_step
 from meshwise.training.last_step import LastStep
 from meshwise.training.left_out import LeftOut
+from meshwise.training.loops import LoopRead
+from meshwise.training.loss_looks import losses_apart
 from meshwise.training.metrics_log import MetricsLog, Send
 from meshwise.training.not_finite import SkippedSteps, refuse_closures
 from meshwise.training.order import batch_bounds, epoch_order, epoch_slices, sequential_slices
@@ -50,6 +53,7 @@ from meshwise.training.resume_changes import honour, made_with
 from meshwise.training.run_options import BACK, CHECK_EVERY, LOG_EVERY, SKIP, RunOptions
 from meshwise.training.smaller import smaller_plan
 from meshwise.training.spikes import Spikes
+from meshwise.training.steps import batches as read_batches
 from meshwise.training.tracking import log_into
 from meshwise.transfer.collectives import barrier
 from meshwise.workers.environment import KEPT
@@ -80,7 +84,7 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
         _finish(run)
         status = "stopped" if run.stopped else "finished"
     except BaseException as error:
-        given, apart = (job.batch_size, engine.world), engine.coupled.apart
+        given, apart = (job.batch_size, engine.world), losses_apart(engine)
         less = partial(smaller_plan, plan, run.state.model, *given, apart=apart) if run else lambda: None
         if run is not None and run.last is not None and isinstance(error, Exception) and not session.gate.halted:
             with contextlib.suppress(Exception):  # the error that is there already is the one to tell
@@ -211,8 +215,10 @@ def _train_epoch(run: JobRun) -> bool:
     bounds = batch_bounds(run.train.samples, job.batch_size, state.index, gaps)
     pace = Pace(run.train.samples * job.epochs, current().samples)
     log_every = run.options.log_every or LOG_EVERY
+    in_steps = job.evaluates[1] == "steps"
     # Held by this frame: a rank that leaves inside the loop is still in the middle of an epoch when it is asked.
-    batches = run.engine.batches("an epoch", _train_batches(run), job.batch_size, step=lambda: state.step + 1)
+    loop = LoopRead(step=state.step + 1)
+    batches = read_batches(run.engine, "an epoch", _train_batches(run), job.batch_size, loop=loop)
     if run.last is not None:
         run.last.keep()
     if 0 < state.index < run.train.samples and _evaluation_is_due(run, "steps") and log.evaluated != state.step:
@@ -220,20 +226,19 @@ def _train_epoch(run: JobRun) -> bool:
         if run.best.is_over(state):
             return False
     for parts, (first, stop) in zip(batches, bounds, strict=False):
-        run.left_out.batch_begins(first, stop)
+        run.left_out.last.append((state.epoch, first, stop))
         done = state.step
-        losses = train_step(
-            run.engine, job, state, parts, run.skipped, partial(log.note_losses, state.epoch, state.step + 1)
-        )
-        state.index = stop
+        note = None if log.note_losses is None else partial(log.note_losses, state.epoch, state.step + 1)
+        losses = train_step(run.engine, job, state, parts, run.skipped, note)
+        state.index, loop.step = stop, state.step + 1
         if state.step == done:  # the batch is left out
             steps -= 1
             continue
         in_epoch += 1
-        log.add(state.epoch, state.step, losses)
+        log.pending.append((state.epoch, state.step, losses))
         if run.last is not None:
             run.last.keep()
-        due = _evaluation_is_due(run, "steps")
+        due = in_steps and _evaluation_is_due(run, "steps")
         if due or in_epoch % log_every == 0 or in_epoch == steps:
             log.sync()
             log.send_memory()
@@ -242,11 +247,13 @@ def _train_epoch(run: JobRun) -> bool:
                 _evaluate(run, state.epoch + 1)
             if due and run.best.is_over(state):
                 break
-        elif log.live_is_due():
+        elif time.monotonic() >= log.live_due and log.live_is_due():
             _send_progress(run, "progress", pace, in_epoch, steps)
-        if run.clock.is_due(state.step) | _has_spiked(run):
+        if (state.step >= run.clock.look and run.clock.is_due(state.step)) | (
+            run.spikes is not None and _has_spiked(run)
+        ):
             _save(run)
-        if run.replicas.is_due(state.step):
+        if run.replicas.every and run.replicas.is_due(state.step):
             run.replicas.compare(state)
     log.sync()
     if run.engine.stopped:
@@ -267,15 +274,14 @@ def _has_spiked(run: JobRun) -> bool:
     return bool(text)
 
 
-def _train_batches(run: JobRun) -> Iterator[list[Part]]:
+def _train_batches(run: JobRun) -> Iterator[Sequence[Part]]:
     """The microbatches of each step, on the device, with the next ones on their way."""
     state, world, accumulate = run.state, run.engine.world, run.plan.accumulate
     order = epoch_order(state.seed, state.epoch, run.train.samples)
     gaps = run.left_out.ranges(state.epoch)
     slices, ahead = tee(epoch_slices(order, run.job.batch_size, world, accumulate, state.index, gaps))
     pairs = read_parts(run.train, chain.from_iterable(ahead), state.epoch, world.device)
-    for step in slices:
-        yield [next(pairs) for _ in step]
+    return zip(pairs, strict=False) if accumulate == 1 else (list(islice(pairs, len(step))) for step in slices)
 
 
 def _test_batches(run: JobRun, samples: int) -> Iterator[Part]:

@@ -8,26 +8,33 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshwise.spec.errors import UsageError
-from meshwise.spec.user_code import user_place
+from meshwise.spec.user_code import user_lines, user_place
 from meshwise.spec.world import World
 from meshwise.training.order import BatchSlice, divides_evenly
-from meshwise.training.unsummed import Loop
 
 
 @dataclass(eq=False)
 class LoopRead:
-    """What this rank has read in one loop over batches.
+    """One loop over batches, and what this rank has read in it.
 
+    loader: the number of a script's. place: the user's line. step: the number of the step that a job's batch is for.
+    given: its batches so far. batch: the newest, until it ends. over: whether it came to its end, and was not left.
     samples: how many of each batch; 0 where it had a padding sample alone. padded: whether a batch had fewer samples
-    than there are ranks. part: the batch that it is at. loop: where it stands.
+    than there are ranks. part: the batch that it is at.
     """
 
+    loader: int = 0
+    place: str = ""
+    step: int | None = None
+    given: int = 0
+    over: bool = False
     samples: array[int] = field(default_factory=lambda: array("q"))
     padded: bool = False
     part: BatchSlice | None = None
-    loop: Loop = field(default_factory=lambda: Loop(""))
+    batch: Any = None
     uneven: bool = False
     """Whether this rank's share of a batch was another than of the one before it."""
 
@@ -51,7 +58,8 @@ class Loops:
     def __init__(self, world: World) -> None:
         self._world, self.ranks = world, world.size
         self._open: list[LoopRead] = []
-        self._round: list[LoopRead] = []  # those that have given a batch since the last backward, each its newest
+        self.round: list[LoopRead] = []
+        """Those that have given a batch since the last backward, each its newest."""
         self._weighed = False  # that backward was weighed by the program, and of one of these
         self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
         self.ended: LoopRead | None = None
@@ -60,8 +68,16 @@ class Loops:
         """The loops of the newest program that have ended, the last one at each of the user's lines."""
         self.over: Counter[tuple[str, int]] = Counter()
         """How often loops of the newest program were over, by the user's line."""
+        self._places = set[object]()
         self.whole: WholeRead | None = None
         """The loop that gave the newest batch, where its loader is not distributed."""
+
+    def is_elsewhere(self, loop: LoopRead) -> bool:
+        """Whether a loop begins that is called from other lines than those before, or is over another loader."""
+        loop.place, place = user_place(), (user_lines(), loop.loader)
+        new = place not in self._places
+        self._places.add(place)
+        return new
 
     def begin(self, part: BatchSlice, read: LoopRead) -> None:
         """A loop gives a batch."""
@@ -73,7 +89,7 @@ class Loops:
         if read in self._open:
             self._open.remove(read)
         self._open.append(read)
-        self._round = [read] if self._weighed or read in self._round else [*self._round, read]
+        self.round = [read] if self._weighed or read in self.round else [*self.round, read]
         self._weighed = False
         self.ended = self.whole = None
 
@@ -86,9 +102,10 @@ class Loops:
         """A loop is over: gives the batch that the program was at around it."""
         if read in self._open:
             self._open.remove(read)
-        if read in self._round:
-            self._round.remove(read)
-        self.ended = self.by_place[read.loop.place] = read
+        if read in self.round:
+            self.round.remove(read)
+        self.ended = self.by_place[read.place] = read
+        read.batch = None
         return self._open[-1].part if self._open else self._alone
 
     def check_one_share(self, verb: str, *, weighed: bool) -> None:
@@ -96,9 +113,9 @@ class Loops:
 
         weighed: the value does not need the shares, only which ranks have padding.
         """
-        if len(self._round) < 2:
+        if len(self.round) < 2:
             return
-        parts = [read.part for read in self._round if read.part is not None]
+        parts = [read.part for read in self.round if read.part is not None]
         padded = {min(part.total, self.ranks) for part in parts}
         shares = {None if divides_evenly(part.total, self._world) else part.total for part in parts}
         own = {(part.samples * parts[0].total, parts[0].samples * part.total) for part in parts}
@@ -121,7 +138,7 @@ class Loops:
     def backward(self, *, weighed: bool) -> None:
         """The script trains on the batch that it is at: values that follow are of that. weighed: the script said of
         how many items its loss is, so it may go on with the batch of another loader."""
-        self._weighed, self.whole = weighed and len(self._round) > 1, None
-        self._round = self._round if self._weighed else []
+        self._weighed, self.whole = weighed and len(self.round) > 1, None
+        self.round = self.round if self._weighed else []
         if self._open or self._alone is not None:
             self.ended = None

@@ -39,7 +39,11 @@ class LossLedger:
         """Keep the losses of a step, which lie on the CPU."""
         at, rows = step % ROWS * WIDTH, self._rows
         rows[at] = 0.0
-        rows[at + 1], (rows[at + 2], rows[at + 3]) = epoch, totals_of([losses])[0].tolist()
+        (loss, weight), *more = losses
+        if not more and isinstance(weight, float):
+            rows[at + 1], rows[at + 2], rows[at + 3] = epoch, float(loss) * weight, weight
+        else:
+            rows[at + 1], (rows[at + 2], rows[at + 3]) = epoch, totals_of([losses])[0].tolist()
         rows[at] = step  # last: a row that is whole has its number
 
 

@@ -5,7 +5,6 @@ Losses stay on the device until a log step. `sync` then gathers those of all ste
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -48,10 +47,13 @@ class MetricsLog:
         """folder: of the run; None writes no file, and TensorBoard's events are in every folder where it is installed.
         scaled: whether a loss scaler skips steps that are not finite."""
         self._folder, self._send, self._world, self._scaled = folder, send, world, scaled
-        self._pending: list[tuple[int, int, Losses]] = []
-        self._ledger: LossLedger | None = None
+        self.pending: list[tuple[int, int, Losses]] = []
+        """The epoch, the number and the losses of steps since the last `sync`, on their device."""
+        self.note_losses: Callable[[int, int, Losses], None] | None = None
+        """Notes a step's losses before its update, where they outlive this rank: others may come to the end of it."""
         self._last_finite: tuple[int, float] | None = None
-        self._last_sent = 0.0
+        self.live_due = math.inf if send is None else 0.0
+        """When another message to the live view is due, by `time.monotonic`."""
         self.last_loss: float | None = None
         self.losses: list[float] = []
         self.evaluated = -1
@@ -73,22 +75,18 @@ class MetricsLog:
         if self._world.size > 1:  # waits for rank 0: opening takes seconds, which would count as the first step's
             self.evaluated = collectives.broadcast_object(self.evaluated)
 
-    def add(self, epoch: int, step: int, losses: Losses) -> None:
-        """Keep a step's losses for the next `sync`, on their device."""
-        self._pending.append((epoch, step, losses))
-
-    def note_losses(self, epoch: int, step: int, losses: Losses) -> None:
-        """Note a step's losses before its update, where they outlive this rank: others may come to the end of it."""
-        if self._ledger is not None and self._world.kind == "cpu":  # the step of an accelerator is not waited for
-            self._ledger.note(epoch, step, losses)
-
     def keep_pending(self) -> bool:
         """Keep what waits for `sync` where it outlives this process: a run that goes on after this step has it. False
         where the disk has no room for it."""
-        if self._folder is not None:
-            with contextlib.suppress(OSError):
-                self._ledger = LossLedger(self._folder, self._world.rank)
-        return self._ledger is not None
+        if self._folder is None:
+            return False
+        try:
+            ledger = LossLedger(self._folder, self._world.rank)
+        except OSError:
+            return False
+        if self._world.kind == "cpu":  # the step of an accelerator is not waited for
+            self.note_losses = ledger.note
+        return True
 
     def _write_noted(self, folder: Path, step: int) -> None:
         """Write the losses up to `step` that ranks which are gone had noted and not written."""
@@ -103,9 +101,9 @@ class MetricsLog:
 
         Raises LossError for a loss that is not finite, with the step and the ranks where it began.
         """
-        if not self._pending:
+        if not self.pending:
             return
-        pending, self._pending = self._pending, []
+        pending, self.pending = self.pending, []
         totals = _gather([losses for _, _, losses in pending])
         self.losses += self._write([(epoch, step) for epoch, step, _ in pending], totals)
         self.last_loss = self.losses[-1]
@@ -153,9 +151,9 @@ class MetricsLog:
     def live_is_due(self) -> bool:
         """Whether it is time for another message to the live view."""
         now = time.monotonic()
-        if self._send is None or now - self._last_sent < LIVE_EVERY:
+        if now < self.live_due:
             return False
-        self._last_sent = now
+        self.live_due = now + LIVE_EVERY
         return True
 
     def send_memory(self) -> None:

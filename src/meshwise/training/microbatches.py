@@ -21,14 +21,12 @@ from meshwise.parallel.pipeline import Pipeline
 from meshwise.parallel.schedule import Action
 from meshwise.timeline.recorder import current
 from meshwise.timeline.spans import stage_name
-from meshwise.training.engine import Engine, Part
+from meshwise.training.engine import IN_LOSS, Engine, Part
 from meshwise.training.keyed import KeyedDraws
 from meshwise.training.weighing import Losses, StepWeights, split_weight, total_of
 from meshwise.transfer import collectives
 
 NOTHING = contextlib.nullcontext()
-IN_LOSS: list[Engine] = []
-"""Of the jobs whose loss is being computed, the innermost last."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,11 @@ def compute(engine: Engine, loss: LossOfJob, parts: Sequence[Part]) -> Losses:
     """Leave in `.grad` the gradient of the mean loss over the global batch whose microbatches on this rank are `parts`.
     Returns their losses and weights, still on the device."""
     engine.program.begin_backward()
-    engine.step_draws.key = loss.key
+    engine.draw_key = loss.key
     microbatches, pipeline = Microbatches(engine, loss, parts), engine.program.pipeline
     losses = microbatches.in_turn() if pipeline is None else microbatches.as_stages(pipeline)
+    if engine.program.backwards >= engine.events.due:
+        engine.events.tell()
     if engine.watcher is not None:
         own = total_of(losses)
         total, weighed = collectives.all_reduce(own.clone()).unbind()
@@ -64,7 +64,7 @@ class Microbatches:
     """The microbatches of one step. `in_turn` or `as_stages` leave the gradients of the step."""
 
     def __init__(self, engine: Engine, loss: LossOfJob, parts: Sequence[Part]) -> None:
-        self._engine, self._loss, self._parts = engine, loss, parts
+        self._engine, self._loss, self._parts, self._recorder = engine, loss, parts, current()
         self._weights = StepWeights(engine.world.size, engine.program.coupled_gradients)
         self._weighed = False  # whether the loss has a weight of its own
 
@@ -72,8 +72,12 @@ class Microbatches:
         """Forward and backward of each, one after the other."""
         for number in range(len(self._parts)):
             draws = self._begin(number)
-            with self._forward(draws):
-                loss = self._scaled(number, self._found(number))
+            with self._recorder.span("forward"):
+                if draws is None and not self._engine.narrow:
+                    loss = self._scaled(number, self._found(number))
+                else:
+                    with self._engine.computing(), draws.forward() if draws else NOTHING:
+                        loss = self._scaled(number, self._found(number))
             self._backward(draws, loss, last=number == len(self._parts) - 1)
         return self._weights.losses
 
@@ -103,7 +107,8 @@ class Microbatches:
         number = action.microbatch
         self._tell_place(action)
         draws = self._begin(number)
-        with self._forward(draws, stage_name(action.stage, number)):
+        name, exact = stage_name(action.stage, number), draws.forward() if draws else NOTHING
+        with self._recorder.span("forward", name), self._engine.computing(), exact:
             now, found = pipeline.run(action, lambda: self._found(number))
             loss = self._scaled(number, found) if pipeline.is_last(action) else None
         if self._engine.watcher is not None:
@@ -116,36 +121,44 @@ class Microbatches:
 
     def _begin(self, number: int) -> KeyedDraws | None:
         engine, part = self._engine, self._parts[number][1]
-        engine.begin(part)
+        engine.part = part
+        if engine.watcher is not None:
+            engine.watcher.batch_given(part)
         return None if engine.draws is None else engine.draws.of_microbatch((*self._loss.key, number), part)
-
-    @contextlib.contextmanager
-    def _forward(self, draws: KeyedDraws | None, name: str = "") -> Iterator[None]:
-        with current().span("forward", name), self._engine.computing(), draws.forward() if draws else NOTHING:
-            yield
 
     def _found(self, number: int) -> Any:
         IN_LOSS.append(self._engine)
         try:
-            return self._engine.program.plain(self._loss.function(self._engine.cast(self._parts[number][0])))
+            batch = self._parts[number][0]
+            found = self._loss.function(batch if self._engine.stored is None else self._engine.cast(batch))
+            return self._engine.program.plain(found)
         finally:
             IN_LOSS.pop()
 
     def _scaled(self, number: int, found: Any) -> Tensor:
         """The scalar to run the backward of."""
         engine, loss, part = self._engine, self._loss, self._parts[number][1]
-        engine.look_at(found, loss.reduction, loss.where, "Job(…, ")
+        for hear in engine.events.backward_begins:
+            hear(found, part, None, loss.reduction, loss.where)
         summed = part.total if loss.reduction == "sum" else None
         mean, weight = split_weight(found, part, loss.where, summed=summed)
         self._weighed = weight is not None
-        self._weights.coupled |= engine.program.has_shared_terms or engine.program.coupled_gradients
+        reduction = engine.program.reduction
+        shared = reduction is not None and reduction.shared_terms  # terms of parameters alone
+        self._weights.coupled |= shared or engine.program.coupled_gradients
         return loss.scale(self._weights.scale(mean, weight, part))
 
     def _backward(self, draws: KeyedDraws | None, scalar: Tensor, *, last: bool, name: str = "") -> None:
-        engine = self._engine
-        with engine.watched_backward(last), current().span("backward", name), draws.backward() if draws else NOTHING:
+        alone = draws is None and self._engine.watcher is None
+        with self._recorder.span("backward", name) if alone else self._watched(draws, last, name):
             factor = self._weights.begin_sum() if last and self._weighed else None
-            engine.program.reduced_backward(scalar, last, factor)
+            self._engine.program.reduced_backward(scalar, last, factor)
+
+    @contextlib.contextmanager
+    def _watched(self, draws: KeyedDraws | None, last: bool, name: str) -> Iterator[None]:
+        exact = draws.backward() if draws else NOTHING
+        with self._engine.watched_backward(last), self._recorder.span("backward", name), exact:
+            yield
 
     def _share_losses(self, pipeline: Pipeline) -> None:
         """The last stage gives the others its losses and their weights. Collective over the pipeline."""

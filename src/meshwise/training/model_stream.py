@@ -21,16 +21,12 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from meshwise.parallel.step_hooks import Order, Subscription
-from meshwise.parallel.trial import is_by_numbers
 from meshwise.spec.devices import has_streams
 from meshwise.spec.world import World
 from meshwise.training.generators import GLOBAL
 from meshwise.training.keyed import ExactDraws, KeyedDraws
 from meshwise.training.order import BatchSlice
-from meshwise.training.program import Program
 from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
 
@@ -68,10 +64,11 @@ def draw_alike() -> int:
 def seed_draws(world: World, *key: int) -> None:
     """Key this rank's random draws (dropout) by `key`, such as (seed, step), and its rank: a resumed run draws the
     same, ranks draw apart. Rank 0 draws what one device draws."""
-    _seed(world.device, mixed(*key, world.rank))
+    seed_generators(world.device, mixed(*key, world.rank))
 
 
-def _seed(device: str, seed: int) -> None:
+def seed_generators(device: str, seed: int) -> None:
+    """Seed torch's generator, and that of an accelerator."""
     torch.default_generator.manual_seed(seed)
     if has_streams(device):
         torch.get_device_module(device).manual_seed(seed)
@@ -88,41 +85,25 @@ def _set_states(device: str, states: list[Tensor]) -> None:
         torch.get_device_module(device).set_rng_state(state)
 
 
-def drawing(
-    exact: ExactDraws | None, world: World, key: tuple[int, int], part: BatchSlice
-) -> AbstractContextManager[None]:
-    """The body of a loop for one batch: its draws are keyed, by rank or, with exact draws, as on one device."""
-    if exact is not None:
-        return exact.of_microbatch((*key, 0), part).forward()
-    seed_draws(world, *key)
-    return contextlib.nullcontext()
-
-
 class StepDraws:
     """What an optimizer draws in its step is for parameters: alike on every rank, where draws are keyed by rank."""
 
     def __init__(self, world: World) -> None:
         self._world = replace(world, rank=0)
-        self.key: tuple[int, int] | None = None
-        """Of the batch that is worked on; None before the first whose draws are keyed: the program draws alike."""
         self._last: tuple[int, int] | None = None
         self._steps = 0  # of this batch
         self._before: list[Tensor] = []
 
-    def subscribe(self, program: Program) -> Subscription:
-        """Come around the steps of the program's optimizers."""
-        return program.at_steps(Order.DRAWS, self.begins, self.ends)
-
-    def begins(self, optimizer: Optimizer) -> None:
-        """A step begins: torch's own optimizers draw nothing."""
-        key = self.key
-        if key is None or is_by_numbers(optimizer):
+    def begins(self, key: tuple[int, int] | None) -> None:
+        """A step begins. key: of the batch that is worked on; None before the first whose draws are keyed: the program
+        draws alike."""
+        if key is None:
             return
         self._last, self._steps = key, self._steps + 1 if key == self._last else 0
         self._before = _states(self._world.device)
         seed_draws(self._world, *key, 2**20 + self._steps)
 
-    def ends(self, optimizer: Optimizer) -> None:
+    def ends(self) -> None:
         """It is over: draws go on as they were."""
         if self._before:
             _set_states(self._world.device, self._before)
@@ -179,7 +160,7 @@ class ModelStream:
         device = self._world.device
         self._open.callback(_set_states, device, _states(device))
         if self._states is None:
-            _seed(device, self._key)
+            seed_generators(device, self._key)
         else:
             _set_states(device, self._states)
         self._open.callback(self._keep)

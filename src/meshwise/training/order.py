@@ -7,7 +7,7 @@ accumulation may change at any step, and no sample is lost or repeated.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,10 @@ class BatchSlice:
     first: int = 0
     micro: int = 0
     whole: bool = False
+
+    def ratio(self, ranks: int) -> float:
+        """What a mean over these samples is multiplied by, so that the mean over the ranks is that over the batch."""
+        return 1 if self.whole else self.samples * ranks / self.total
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
@@ -96,19 +100,37 @@ def epoch_slices(
     accumulate: int = 1,
     begin: int = 0,
     left_out: Sequence[tuple[int, int]] = (),
-) -> Iterator[list[BatchSlice]]:
-    """This rank's shares of every global batch from sample `begin` on: one list a step, one share a microbatch.
+) -> Iterator[Sequence[BatchSlice]]:
+    """This rank's shares of every global batch from sample `begin` on: one sequence a step, one share a microbatch.
 
     A ragged last batch makes fewer microbatches rather than empty ones. left_out: as in `batch_bounds`.
     """
-    for start, stop in batch_bounds(len(order), batch_size, begin, left_out):
+    if accumulate == 1 and not left_out:
+        return zip(batch_slices(order, batch_size, world, begin), strict=False)
+    bounds = batch_bounds(len(order), batch_size, begin, left_out)
+    return _microbatch_slices(order, world, accumulate, bounds)
+
+
+def _microbatch_slices(
+    order: Tensor, world: World, accumulate: int, bounds: Iterable[tuple[int, int]]
+) -> Iterator[list[BatchSlice]]:
+    for start, stop in bounds:
         micro = min(accumulate, stop - start)
         yield [batch_slice(order, *part(start, stop, micro, k), stop - start, world) for k in range(micro)]
 
 
+def batch_slices(order: Tensor, batch_size: int, world: World, begin: int = 0) -> Iterator[BatchSlice]:
+    """This rank's share of every global batch from sample `begin` on."""
+    for start, stop in batch_bounds(len(order), batch_size, begin):
+        yield batch_slice(order, start, stop, stop - start, world)
+
+
 def batch_slice(order: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
     """This rank's share of the microbatch [start, stop) of `order`."""
-    first, last = world_part(start, stop, world)
+    if world.shares:
+        first, last = world_part(start, stop, world)
+    else:
+        first, last = part(start, stop, world.size, world.rank)
     if first == last:
         return BatchSlice(order[start : start + 1], 0, total, first - start, stop - start)
     return BatchSlice(order[first:last], last - first, total, first - start, stop - start)
@@ -116,4 +138,4 @@ def batch_slice(order: Tensor, start: int, stop: int, total: int, world: World) 
 
 def sequential_slices(samples: int, batch_size: int, world: World) -> Iterator[BatchSlice]:
     """Shares of a data set read front to back, as an evaluation does."""
-    return (shares[0] for shares in epoch_slices(torch.arange(samples), batch_size, world))
+    return batch_slices(torch.arange(samples), batch_size, world)

@@ -21,6 +21,8 @@ from meshwise.training.engine import Engine
 from meshwise.training.loops import LoopRead
 from meshwise.training.padded_sums import loops_of_value
 from meshwise.training.summed_twice import RATIO, TWICE, is_ratio, is_summed
+from meshwise.training.undistributed import UndistributedLoops
+from meshwise.training.unsummed import UnsummedLoops
 from meshwise.training.user_source import asked
 from meshwise.training.weighing import as_weight
 from meshwise.transfer import collectives
@@ -55,7 +57,8 @@ def _here(engine: Engine, value: Tensor) -> Tensor:
 
 def _adding(engine: Engine, verb: str, value: Any) -> contextlib.AbstractContextManager[None]:
     """Around a collective that adds up `value`, or rows, over the ranks."""
-    return contextlib.nullcontext() if engine.undistributed is None else engine.undistributed.adding(verb, value)
+    loops = engine.events.find(UndistributedLoops)
+    return contextlib.nullcontext() if loops is None else loops.adding(verb, value)
 
 
 def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
@@ -70,7 +73,7 @@ def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tenso
 
 def _is_of_whole_batch(engine: Engine) -> bool:
     """Whether every rank's value is of the whole batch already, which the program has split as a whole."""
-    splits = engine.splits
+    splits = engine.given.splits
     return splits is not None and engine.reads.ended is None and splits.is_at(engine.part) and splits.check_sum()
 
 
@@ -193,7 +196,8 @@ def _gather(rows: Tensor, table: Tensor, rank: int) -> Tensor:
 
 def _joined(engine: Engine, value: Number) -> Number:
     """Who looks on is told what was joined over the ranks."""
-    engine.unsummed.reduced()
+    if (loops := engine.events.find(UnsummedLoops)) is not None:
+        loops.reduced()
     if engine.watcher is not None:
         engine.watcher.summed(value)
     return value

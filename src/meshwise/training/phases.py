@@ -9,7 +9,6 @@ batch given .. next batch asked    evaluate, when no backward came in between
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,8 @@ from torch.optim import Optimizer
 
 from meshwise.compat.profiling import NVTX, is_profiled, open_range
 from meshwise.timeline.recorder import Mark, current
+from meshwise.training.loops import LoopRead
+from meshwise.training.order import BatchSlice
 
 LOSS_EVERY = 0.2  # seconds: reading each loss would cost more than it tells
 
@@ -28,23 +29,27 @@ class Phases:
     """Where a training loop stands."""
 
     def __init__(self) -> None:
-        self._steps = 0
-        self._asked: Mark = 0
+        self.steps = 0
+        """That had ended when a batch was asked for last."""
+        self._recorder = current()
         self._range: Any = None  # of a profiler that is attached
-        self._since: Mark | None = None
+        self._since: Mark | None = None  # when the phase began that is recorded at its end
         self._trained = self._open = False  # a backward since the last batch was given, and since the last step's end
         self._optimizer: Mark | None = None
         self._stepped = False
+        self._before = "idle"  # the phase around a backward
         self.optimizers = False
         """Whether the program's optimizers are known; without any, each batch with a backward is a step."""
         self._counted = 0.0
         self.number = 0
         """Of the step that the newest backward was in."""
+        self.look: Callable[[], None] = lambda: None
+        """Looks at losses that nobody has read yet, now and then."""
 
     @property
     def step(self) -> int:
         """The step that is worked on; between loops, the last."""
-        return self._steps + (self._trained or self.step_done)
+        return self.steps + (self._trained or self.step_done)
 
     @property
     def trained(self) -> bool:
@@ -59,7 +64,7 @@ class Phases:
     @property
     def done(self) -> int:
         """The steps that have ended, whatever loaders were read in them."""
-        return self._steps + self.step_done
+        return self.steps + self.step_done
 
     @property
     def half(self) -> bool:
@@ -68,34 +73,35 @@ class Phases:
 
     def go_on(self, steps: int) -> None:
         """So many steps were recorded before this loop."""
-        self._steps = steps
+        self.steps = steps
 
-    def batch_asked(self) -> None:
-        """The loop asks for its next batch, which may not come."""
-        recorder = current()
-        if self._since is not None and not self._trained:
-            recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
-        if self.step_done:
-            self._steps += 1
+    def batch_asked(self, loop: LoopRead | None) -> None:
+        """A loop asks for its next batch, which may not come; None: the program splits one itself."""
+        self._recorder = current()
+        if self._open and (self._stepped or not self.optimizers):
+            self.steps += 1
             self._open = self._stepped = False
-        self._since, self._trained = None, False
-        recorder.come_to("data")
-        self._asked = recorder.mark(on_device=False)
-        self._range = open_range("data") if NVTX or is_profiled() else None
+        since = None if self._trained else self._since
+        self._trained = False
+        self._since = self._recorder.turn("data", "evaluate", since)
+        if NVTX or is_profiled():
+            self._range = open_range("data")
 
-    def batch_given(self, step: int | None) -> None:
-        """The loop has its batch. step: its number, where the loop counts for itself."""
-        recorder = current()
-        recorder.begin_step(self._steps + 1 if step is None else step)
-        recorder.ended("data", self._asked, recorder.host_lane, on_device=False)
-        self._close_range()
-        recorder.come_to("forward" if step is None else "idle")
-        self._since = recorder.mark() if step is None else None
+    def batch_given(self, loop: LoopRead | None, batch: object) -> None:
+        """It has its batch."""
+        recorder, step = self._recorder, None if loop is None else loop.step
+        recorder.begin_step(self.steps + 1 if step is None else step)
+        since = recorder.turn("forward" if step is None else "idle", "data", self._since)
+        self._since = since if step is None else None
+        if self._range is not None:
+            self._close_range()
 
-    def batches_end(self) -> None:
+    def loop_ends(self, loop: LoopRead) -> None:
         """No batch is waited for any more. After an error the phase stays, to be named in the report."""
-        if sys.exc_info()[0] is None and current().phase == "data":
-            current().come_to("idle")
+        if current().phase == "data":
+            self._since = None
+            if sys.exc_info()[0] is None:
+                current().come_to("idle")
         self._close_range()
 
     def _close_range(self) -> None:
@@ -103,37 +109,45 @@ class Phases:
             self._range.__exit__(None, None, None)
             self._range = None
 
-    def backward(self, samples: int) -> contextlib.AbstractContextManager[None]:
-        """The loop is in `mw.backward`; the global batch has so many samples."""
-        recorder = current()
-        if self._since is not None:
-            recorder.ended("forward", self._since)
-        if not self._trained:
-            recorder.samples += samples
+    def backward_begins(self, loss: object, part: BatchSlice | None, *_: object) -> None:
+        """The loop is in `mw.backward`."""
+        if self._since is None:  # outside of loops
+            self._recorder = current()
+        recorder = self._recorder
+        if not self._trained and part is not None:
+            recorder.samples += part.total
         self._stepped = self._stepped and self._open  # a step before the first backward prepares state
         self._trained = self._open = True
-        self.number = self._steps + 1
-        return recorder.span("backward")
+        self.number = self.steps + 1
+        self._before = recorder.phase
+        self._since = recorder.turn("backward", "forward", self._since)
+        if NVTX or is_profiled():
+            self._range = open_range("backward")
 
-    def optimizer_begins(self, optimizer: Optimizer) -> None:
-        recorder = current()
-        recorder.come_to("optimizer")
-        self._optimizer = recorder.mark()
-
-    def optimizer_ends(self, optimizer: Optimizer) -> None:
-        recorder = current()
-        if self._optimizer is not None:
-            recorder.ended("optimizer", self._optimizer)
-        recorder.come_to("idle")
-        self._optimizer, self._stepped = None, True
-        if self._since is not None:
-            self._since = recorder.mark()
-
-    def loss(self, loss: Tensor, look: Callable[[], None]) -> None:
-        """The backward is over. Note the global loss, now and then. look: looks at those of one device."""
-        self._since = current().mark()
+    def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
+        """It is over. Note the global loss, now and then. After an error the phase stays, to be named in the report."""
+        if self._range is not None:
+            self._close_range()
+        assert self._since is not None
+        if mean is None:
+            self._recorder.ended("backward", self._since)
+            return
+        self._since = self._recorder.turn(self._before, "backward", self._since)
         now = time.monotonic()
         if now - self._counted > LOSS_EVERY:
             self._counted = now
-            current().count("loss", loss.detach())
-            look()
+            self._recorder.count("loss", mean.detach())
+            self.look()
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """One of the program's optimizers begins its step."""
+        if not self._trained:
+            self._recorder = current()
+        self._optimizer = self._recorder.turn("optimizer")
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """It has made its step."""
+        now = self._recorder.turn("idle", "optimizer", self._optimizer)
+        self._optimizer, self._stepped = None, True
+        if self._since is not None:
+            self._since = now

@@ -44,6 +44,7 @@ from meshwise.training.prediction_files import (
     saying_what_is_kept,
 )
 from meshwise.training.prediction_writer import Send, Writer
+from meshwise.training.steps import batches as read_batches
 from meshwise.transfer import collectives
 from meshwise.workers.join import join
 
@@ -148,7 +149,7 @@ def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data
     slices = epoch_slices(torch.arange(data.samples), job.batch_size, world, begin=at)
     batches = read_parts(data, (parts[0] for parts in slices), 0, world.device)
     with torch.no_grad():
-        for batch, part in engine.batches("the predictions", batches, job.batch_size):
+        for batch, part in read_batches(engine, "the predictions", batches, job.batch_size):
             engine.part = part
             seed_draws(world, job.seed, at)
             with engine.computing():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwise.compat import gradient_reads
 from meshwise.compat.tree import map_tensors
 from meshwise.parallel.apply import apply, bind
 from meshwise.parallel.data import reduction_of
@@ -29,7 +30,8 @@ from meshwise.parallel.precision import compute_in
 from meshwise.parallel.rebind import rebind
 from meshwise.parallel.reduction import Reduction
 from meshwise.parallel.shard_refusals import check_steps_on_parts
-from meshwise.parallel.step_hooks import After, Order, Subscription, held_parameters, subscribe
+from meshwise.parallel.step_hooks import held_parameters
+from meshwise.parallel.trial import is_by_numbers
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
@@ -41,12 +43,14 @@ from meshwise.workers.environment import BLOCKS
 
 @dataclass(frozen=True)
 class _Holds:
-    """How many parameters an optimizer holds, whether some are the program's, those of others, whether some are old."""
+    """How many parameters an optimizer holds, whether some are the program's, those of others, whether some are old;
+    and whether it has not stepped since that is so."""
 
     count: int
     ours: bool
     foreign: tuple[Tensor, ...]
     replaced: bool
+    new: bool = True
 
 
 class Program:
@@ -62,6 +66,8 @@ class Program:
         self.reduction: Reduction | None = None
         """Averages gradients over the ranks; None where there is nothing to do, or no model any more."""
         self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; where nothing is reduced
+        self.joined_at: int | None = None
+        """The backwards that there were when the program has joined a term of its loss over the ranks."""
         self.coupled_gradients = False
         """Whether gradients of a rank depend on other ranks inside the backward (see `Setup`)."""
         self.pipeline: Pipeline | None = None
@@ -80,7 +86,10 @@ class Program:
         """Those that were given or have stepped for the models, in this order: the same on every rank."""
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: list[weakref.ref[Optimizer]] = []  # since the last backward
-        self._in_use: list[weakref.ref[Optimizer]] = []
+        self.in_use: list[weakref.ref[Optimizer]] = []
+        """The optimizers that stepped between the last two backwards: others may be garbage on some ranks alone."""
+        self.may_draw = False
+        """Whether some optimizer may draw random numbers in its step: torch's own draw none."""
         self._replaced = WeakIdKeyDictionary()  # parameters that the plan replaced: their names
         self._holds: weakref.WeakKeyDictionary[Optimizer, _Holds] = weakref.WeakKeyDictionary()
 
@@ -152,7 +161,7 @@ class Program:
         """
         if not self._roots:
             return
-        self._in_use = []
+        self.in_use = []
         self._stepped.clear()
         gc.collect()
         mine = {name for name, ref in self._modules.items() if ref() is not None}
@@ -244,25 +253,25 @@ class Program:
     def plain(self, result: Any) -> Any:
         """What a loss function gave, as plain tensors: see `Reduction.plain`."""
         plain = self._plain if self.reduction is None else self.reduction.plain
-        return result if plain is None else map_tensors(plain, result)
-
-    @property
-    def has_shared_terms(self) -> bool:
-        """Whether a loss had terms of parameters: see `Reduction`."""
-        return self.reduction is not None and self.reduction.shared_terms
+        if plain is None:
+            return result
+        return plain(result) if isinstance(result, Tensor) else map_tensors(plain, result)
 
     def begin_backward(self) -> None:
         """Gradients are about to be made, and reduced over the ranks."""
         self.backwards += 1
-        if self._stepped and self._stepped != self._in_use:  # in an order that is the same on every rank
-            self._in_use = [ref for optimizer in self.optimizers if (ref := weakref.ref(optimizer)) in self._stepped]
+        if self._stepped and self._stepped != self.in_use:  # in an order that is the same on every rank
+            self.in_use = [ref for optimizer in self.optimizers if (ref := weakref.ref(optimizer)) in self._stepped]
         self._stepped.clear()
 
     def reduced_backward(self, loss: Tensor, last: bool, factor: Callable[[], Tensor] | None) -> None:
         """The backward of a job's microbatch; the last one of a step leaves the mean of all, multiplied by `factor`."""
         if self.reduction is not None:
             self.reduction.backward(loss, reduce=last, factor=factor, whole=True)
-            return
+        else:
+            self._backward(loss, factor)
+
+    def _backward(self, loss: Tensor, factor: Callable[[], Tensor] | None) -> None:
         loss.backward()
         if factor is not None:
             by = factor()
@@ -270,55 +279,57 @@ class Program:
                 if p.grad is not None:
                     p.grad.mul_(by.to(p.grad.dtype))
 
-    @property
-    def in_use(self) -> list[Optimizer]:
-        """The optimizers that stepped between the last two backwards: others may be garbage on some ranks alone."""
-        return [optimizer for ref in self._in_use if (optimizer := ref()) is not None]
-
-    def at_steps(self, order: Order, begins: After, ends: After) -> Subscription:
-        """Call these around the steps of the program's optimizers."""
-
-        def before(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            if self.trains(optimizer):
-                begins(optimizer)
-
-        def after(optimizer: Optimizer) -> None:
-            if self.trains(optimizer):
-                ends(optimizer)
-
-        return subscribe(order, before, after)
-
-    def check_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Reduces gradients that wait for it. UsageError for a step that would silently let the ranks diverge."""
-        reduction = self.reduction
+    def check_step(self, optimizer: Optimizer) -> bool:
+        """Reduces gradients that wait for it; gives whether it is a step of the program. UsageError for one that would
+        silently let the ranks diverge."""
+        reduction, own, holds = self.reduction, weakref.ref(optimizer), self.holds(optimizer)
+        ours = holds.ours
         if reduction is not None or self._replaced:
-            holds = self.holds(optimizer)
-            ours = self._check_held(optimizer, holds)
-            if ours and self.optimizers.get(optimizer) is not holds:  # once for what it holds
-                plan = self.plan
-                if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
-                    self._notify(WHOLE_STATE)
-                check_steps_on_parts(optimizer, plan)
-                self.optimizers[optimizer] = holds
+            if holds.foreign or holds.replaced or not ours:
+                ours = self._check_held(optimizer, holds)
+            if ours and holds.new:
+                self._first_step(optimizer, holds)
             if ours and reduction is not None:
-                again = weakref.ref(optimizer) in self._stepped
-                none = self.backwards == self.began and optimizer not in self._older
-                if (none or again) and any(p.grad is not None for p in held_parameters(optimizer)):
-                    raise UsageError(NOT_OURS if none else STEPPED_TWICE)
+                if own in self._stepped or self.backwards == self.began:
+                    self._check_backward(optimizer)
                 if reduction.unreduced:
+                    gradient_reads.end()  # torch's FSDP sets gradients while it reduces them
                     reduction.reduce_now()
-        if weakref.ref(optimizer) not in self._stepped:
-            self._stepped.append(weakref.ref(optimizer))
+        if own not in self._stepped:
+            self._stepped.append(own)
+        return ours or own in self._given
+
+    def _first_step(self, optimizer: Optimizer, holds: _Holds) -> None:
+        """Once for what it holds."""
+        plan = self.plan
+        if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
+            self._notify(WHOLE_STATE)
+        check_steps_on_parts(optimizer, plan)
+        self.optimizers[optimizer] = holds
+        self._holds[optimizer] = replace(holds, new=False)
+
+    def _check_backward(self, optimizer: Optimizer) -> None:
+        """Raises UsageError for a second step since the last backward, and for gradients that no backward of ours has
+        made."""
+        none = self.backwards == self.began and optimizer not in self._older
+        again = weakref.ref(optimizer) in self._stepped
+        if (none or again) and any(p.grad is not None for p in held_parameters(optimizer)):
+            raise UsageError(NOT_OURS if none else STEPPED_TWICE)
 
     def holds(self, optimizer: Optimizer) -> _Holds:
         """What the optimizer holds: looked up again only when it has more parameters, or the program more models."""
-        count = sum([len(group["params"]) for group in optimizer.param_groups])
+        count = 0
+        for group in optimizer.param_groups:
+            count += len(group["params"])
         known = self._holds.get(optimizer)
-        if known is None or known.count != count:
-            held, ours = held_parameters(optimizer), {id(p) for p in self.named_parameters().values()}
-            foreign = tuple(p for p in held if id(p) not in ours)
-            replaced = any(p in self._replaced for p in held)
-            known = self._holds[optimizer] = _Holds(count, len(foreign) < count, foreign, replaced)
+        return known if known is not None and known.count == count else self._look_up(optimizer, count)
+
+    def _look_up(self, optimizer: Optimizer, count: int) -> _Holds:
+        held, ours = held_parameters(optimizer), {id(p) for p in self.named_parameters().values()}
+        foreign = tuple(p for p in held if id(p) not in ours)
+        replaced = any(p in self._replaced for p in held)
+        known = self._holds[optimizer] = _Holds(count, len(foreign) < count, foreign, replaced)
+        self.may_draw |= not is_by_numbers(optimizer)
         return known
 
     def trains(self, optimizer: Optimizer) -> bool:

@@ -25,7 +25,7 @@ class ReplicaCheck:
     """Compares the replicas of a run under `plan`. every: steps between; 0 compares nothing."""
 
     def __init__(self, plan: Plan, every: int) -> None:
-        self._every = every if plan.data > 1 else 0
+        self.every = every if plan.data > 1 else 0
         self._apart = plan.devices // plan.data  # ranks of one replica; the axis of the replicas is the outermost
         self._state_too = not plan.state_divided
         self._own: set[str] | None = None  # buffers of which each replica has its own
@@ -33,11 +33,11 @@ class ReplicaCheck:
 
     def is_due(self, step: int) -> bool:
         """Whether it is time after this step."""
-        return self._every > 0 and step % self._every == 0
+        return self.every > 0 and step % self.every == 0
 
     def compare(self, state: RunState) -> None:
         """Collective. Raises ReplicaError on all ranks where replicas have parted, with the ranks and the tensors."""
-        if self._every == 0 or self._compared == state.step:
+        if self.every == 0 or self._compared == state.step:
             return
         self._compared = state.step
         mine = dict(self._hashes(state))

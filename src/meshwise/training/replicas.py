@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from meshwise.compat.fake import rehearsing
 from meshwise.spec.user_code import user_place
 from meshwise.training.program import Program
-from meshwise.training.settings import Settings, settings_of
+from meshwise.training.settings import Settings
 
 PARAMETERS, BUFFER = "sum of parameters", "sum of a buffer"
 FAR = 1e-6  # of a sum: devices of different kinds may round a step otherwise
@@ -25,15 +24,9 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
-def held_alike(program: Program, schedulers: Iterable[LRScheduler]) -> Settings:
-    """What all ranks must hold alike: settings of the optimizers in use, and sums, where it is time for them."""
-    return settings_of(program.in_use, schedulers) + sums_of(program)
-
-
 def sums_of(program: Program) -> Settings:
-    """Sums of what the program's replicas hold, where it is time to compare them."""
-    count = program.backwards - program.began
-    if count < 2 or count & (count - 1) or program.plan is None or rehearsing():
+    """Sums of what the program's replicas hold."""
+    if program.plan is None or rehearsing():
         return ()
     named = [
         (f"{place}.{name}".lstrip("."), buffer)

@@ -27,6 +27,7 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Iterable
 from meshwise.compat.fake import rehearsing
 from meshwise.compat.fingerprint import fingerprint
 from meshwise.spec.errors import DataError
+from meshwise.training.engine import Engine
 from meshwise.transfer import collectives
 
 MOST_BYTES, MOST_SECONDS, MOST_THINGS = 1 << 20, 0.05, 256
@@ -284,3 +285,14 @@ def _close(one: _Array, other: _Array) -> bool:
     finite = numpy.abs(one[numpy.isfinite(one)])
     atol = ROUNDING * float(finite.max()) if finite.size else 0.0
     return numpy.allclose(one, other, rtol=0, atol=atol, equal_nan=True)
+
+
+def watch(engine: Engine) -> None:
+    """Of a job and of a script."""
+    engine.events.listen(SameData())  # no event: `check_data` is called where data is given
+
+
+def check_data(engine: Engine, data: Any, samples: int | None, samplers: Sequence[Any] = ()) -> None:
+    """`SameData.check` of the engine's program."""
+    if (known := engine.events.find(SameData)) is not None:
+        known.check(data, samples, engine.notify, samplers)

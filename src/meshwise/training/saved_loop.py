@@ -53,7 +53,7 @@ def loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
 def says_beside(parts: LoopParts) -> str:
     """A sentence where a loader that `parts` lacks was read in the step that has just ended, and is still read."""
     engine = parts.engine
-    read = [each for each in engine.loaders if each.in_batch and each.given_at >= engine.phases.done - 1]
+    read = [each for each in engine.given.loaders if each.in_batch and each.given_at >= engine.phases.done - 1]
     if not parts.loaders or all(each in parts.loaders for each in read):
         return ""
     return (

@@ -15,35 +15,42 @@ from meshwise.timeline.recorder import current
 from meshwise.training import plain_program
 from meshwise.training.engine import Engine
 from meshwise.training.explain import explain_in_script
+from meshwise.training.finite_losses import FiniteLosses
+from meshwise.training.guards import attach
 from meshwise.training.keyed import ExactDraws
 from meshwise.training.plan_choice import plan_of_run
 from meshwise.training.recording import record_script
+from meshwise.training.unsummed import UnsummedLoops
 from meshwise.transfer import collectives
 from meshwise.workers import hints
 from meshwise.workers.environment import EXACT_RANDOM
 from meshwise.workers.join import join, rank_context
 
-_engines: list[Engine] = []
+engines: list[Engine] = []
 """The process's own engine, and those of the sessions that are open inside it. The last one is the default."""
 
 
 def default_engine() -> Engine:
     """The engine of `mw.distribute` and `mw.backward`. Joins the run, and begins its records, when first asked."""
-    if not _engines:
-        begun = plain_program.end()
-        joined = join()
-        _engines.append(_new())
-        hints.explainers.append(_explain)
-        foreign = joined.channel is None
-        _engines[0].recording = begun or record_script(joined.world, foreign=foreign, say=tell)
-        _engines[0].phases.go_on(current().step)
-        atexit.register(_process_ends)
-    return _engines[-1]
+    if not engines:
+        _begin()
+    return engines[-1]
+
+
+def _begin() -> None:
+    begun = plain_program.end()
+    joined = join()
+    engines.append(_new())
+    hints.explainers.append(_explain)
+    foreign = joined.channel is None
+    engines[0].recording = begun or record_script(joined.world, foreign=foreign, say=tell)
+    engines[0].phases.go_on(current().step)
+    atexit.register(_process_ends)
 
 
 def show(text: str) -> None:
     """Tell who looks on what the program's own line shows."""
-    watcher = _engines[-1].watcher if _engines else None
+    watcher = engines[-1].watcher if engines else None
     if watcher is not None:
         watcher.shown(user_place(), text)
 
@@ -51,22 +58,22 @@ def show(text: str) -> None:
 def process_engine() -> Engine:
     """The engine of the whole process, whichever session is open."""
     default_engine()
-    return _engines[0]
+    return engines[0]
 
 
 def has_begun() -> bool:
     """Whether this process has used a verb of an engine."""
-    return bool(_engines)
+    return bool(engines)
 
 
 def has_distributed_model() -> bool:
     """Whether this process has given `mw.distribute` a model."""
-    return any(engine.has_applied for engine in _engines)
+    return any(engine.has_applied for engine in engines)
 
 
 def saves() -> bool:
     """Whether this process saves the state of its loop, by `mw.checkpoint`."""
-    return any(engine.loop_states for engine in _engines)
+    return any(engine.given.loop_states for engine in engines)
 
 
 @contextlib.contextmanager
@@ -81,30 +88,31 @@ def session() -> Iterator[None]:
     inner = _new()
     if outer.watcher is not None:
         inner.watch(outer.watcher)
-    _engines.append(inner)
+    engines.append(inner)
     try:
         yield
     finally:
-        _engines.remove(inner)
+        engines.remove(inner)
         outer.has_applied |= inner.has_applied
         inner.close()
         collectives.divide_among(divided)
 
 
 def _explain(error: BaseException) -> None:
-    engine = _engines[-1]
+    engine = engines[-1]
     explain_in_script(error, engine.world, engine.plan, [*engine.program.models])
 
 
 def program_ends() -> None:
     """Say what can be said only now that nothing more comes."""
-    for engine in _engines:
-        engine.unsummed.finish()
-        for state in engine.loop_states:
-            state.close()
+    for engine in engines:
+        if (loops := engine.events.find(UnsummedLoops)) is not None:
+            loops.finish()
+        engine.given.close()
         if engine.watcher is None and not _failed() and not engine.gate.halted:
-            engine.agreed.finish()
-            engine.finite.program_ends()
+            engine.carried.finish()
+            if (losses := engine.events.find(FiniteLosses)) is not None:
+                losses.program_ends()
 
 
 def _process_ends() -> None:
@@ -124,22 +132,22 @@ def _failed() -> bool:
 
 def end_sessions() -> None:
     """Close the default engine and all sessions inside it: what is distributed afterwards begins anew."""
-    while _engines:
-        _engines.pop().close()
+    while engines:
+        engines.pop().close()
     collectives.divide_among(None)
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[Engine]:
     """A default engine for a program that is rehearsed in this process: that of the process itself rests."""
-    before, divided = _engines[:], collectives.dividing()
-    _engines.clear()
+    before, divided = engines[:], collectives.dividing()
+    engines.clear()
     collectives.divide_among(None)
     try:
         yield default_engine()
     finally:
         end_sessions()
-        _engines[:] = before
+        engines[:] = before
         collectives.divide_among(divided)
 
 
@@ -148,7 +156,7 @@ def _new() -> Engine:
     exact = os.environ.get(EXACT_RANDOM, "0") not in ("", "0")
     plan = plan_of_run(joined.world)
     world = joined.world if plan is None or joined.world.size == 1 else divide_work(plan, joined.world)
-    return Engine(world, joined.gate, tell, draws=ExactDraws() if exact else None, script=True)
+    return attach(Engine(world, joined.gate, tell, draws=ExactDraws() if exact else None, script=True))
 
 
 def tell(text: str) -> None:

@@ -6,41 +6,16 @@ Tested in tests/training/test_agreed.py.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 Settings: TypeAlias = tuple[tuple[str, str, Any], ...]
 """(name of the setting, whose it is, value)"""
 NAMES = {"lr": "lr", "momentum": "momentum", "betas": "betas", "weight_decay": "weight decay"}
 PLATEAU = "best value"
 NAMED = {*NAMES.values(), PLATEAU}
-
-
-def settings_of(optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler]) -> Settings:
-    """The settings of each group of the optimizers, in order; and the best value of those schedulers that are fed one.
-
-    A tensor on an accelerator is left out: reading it would wait.
-    """
-    found, used = [], list(optimizers)
-    for number, optimizer in enumerate(used):
-        for place, group in enumerate(optimizer.param_groups):
-            whose = f"group {place} of {type(optimizer).__name__}" + (f" {number + 1}" if number else "")
-            for key, name in NAMES.items():
-                if key in group:
-                    value = group[key]
-                    found.append((name, whose, value if type(value) in (int, float) else _plain(value)))
-    fed = [each for each in schedulers if isinstance(each, ReduceLROnPlateau) and each.optimizer in used]
-    return *found, *sorted((PLATEAU, "ReduceLROnPlateau", f"{float(scheduler.best):.6g}") for scheduler in fed)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item() if value.device.type == "cpu" else None
-    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
 
 
 def settings_differ(ranks: Sequence[Settings]) -> str:

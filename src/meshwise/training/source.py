@@ -10,7 +10,8 @@ import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import tee
+from itertools import chain, tee
+from operator import attrgetter
 from typing import Any
 
 import numpy
@@ -23,6 +24,8 @@ from meshwise.training.order import BatchSlice
 
 Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
 """`read(index batches, epoch)` gives the batches."""
+
+_INDICES = attrgetter("indices")
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,8 @@ def reader(data: Any, settings: LoaderSettings) -> Reader:
 def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Iterator[tuple[Any, BatchSlice]]:
     """The batch of each slice, with it. Slices are made as batches are read: an epoch has many. No batch is held."""
     slices, ahead = tee(slices)
-    batches = iter(read((part.indices for part in ahead), epoch))
-    for part in slices:
-        yield next(batches), part
+    batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))  # workers start with the first
+    return zip(batches, slices, strict=False)
 
 
 def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:

@@ -23,7 +23,7 @@ from meshwise.compat.tree import all_leaves, leaves_of, map_leaves
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import place, user_frame
 from meshwise.spec.world import World
-from meshwise.training.agreed import Agreed
+from meshwise.training.carried import Carried
 from meshwise.training.model_stream import ModelStream
 from meshwise.training.order import BatchSlice, batch_slice, divides_evenly
 from meshwise.transfer import collectives
@@ -47,7 +47,7 @@ class _Given:
 class Splits:
     """The batches that a program splits: which rows this rank has, what they draw, and whether ranks hold the same."""
 
-    def __init__(self, world: World, stream: ModelStream, notify: Callable[[str], None], agreed: Agreed) -> None:
+    def __init__(self, world: World, stream: ModelStream, notify: Callable[[str], None], agreed: Carried) -> None:
         """notify: takes a line for the user. agreed: compares the batches of the ranks."""
         self._world, self.stream, self._notify, self._agreed = world, stream, notify, agreed
         agreed.batches = self

@@ -34,7 +34,7 @@ from meshwise.compat.tree import all_leaves, map_kind
 from meshwise.spec.errors import DataError, UsageError
 from meshwise.spec.world import World
 from meshwise.training.generators import GLOBAL, TORCH, Draws, Handle, handles_of
-from meshwise.training.order import BatchSlice, batch_slice, epoch_order, epoch_slices, world_part
+from meshwise.training.order import BatchSlice, batch_slice, batch_slices, epoch_order, world_part
 from meshwise.training.source import LoaderSettings, count_samples, read_slices, reader, seeded_by
 from meshwise.transfer import collectives
 
@@ -146,7 +146,7 @@ def _ordered(
     def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
         order = order_of(draws, epoch)[:whole]
         order = order if most is None else order[: begin + min(most, size)]
-        shares: Iterator[BatchSlice] = (shares[0] for shares in epoch_slices(order, size, world, begin=begin))
+        shares = batch_slices(order, size, world, begin)
         if drawn_again and draws is not None:
             shares = _then(shares, partial(order_of, replace(draws, begin=draws.go_on), epoch))
         return read_slices(read, shares, epoch)

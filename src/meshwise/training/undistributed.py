@@ -28,6 +28,7 @@ from meshwise.compat.reducer import default_store
 from meshwise.compat.tree import all_leaves
 from meshwise.spec.user_code import OURS, user_place
 from meshwise.spec.world import World
+from meshwise.training.engine import Engine
 from meshwise.training.loops import Loops, WholeRead
 
 COUNTED = (
@@ -104,3 +105,11 @@ def _are_same(ranks: list[tuple[str, list[float]]]) -> bool:
         and all(math.isclose(a, b, rel_tol=SAME) for a, b in zip(first, numbers, strict=True))
         for other, numbers in others
     )
+
+
+def watch(engine: Engine) -> None:
+    """Of a script on several ranks."""
+    if engine.script and engine.world.size > 1:
+        loops = UndistributedLoops(engine.reads, engine.world, engine.notify)
+        engine.events.listen(loops)  # no event: batches come from torch's loaders
+        engine.ends.callback(loops.close)

@@ -20,11 +20,10 @@ or a model is in evaluation mode. A barrier of torch.distributed counts as a red
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -39,7 +38,9 @@ from meshwise.compat import compiling
 from meshwise.compat.modules import BatchNorm
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.batch_norm import is_joined
-from meshwise.spec.user_code import user_lines, user_place
+from meshwise.spec.user_code import user_place
+from meshwise.training.engine import Engine
+from meshwise.training.loops import LoopRead
 from meshwise.transfer.foreign import Foreign
 
 MISSING = (
@@ -121,74 +122,62 @@ class Loop:
 
 
 class UnsummedLoops:
-    """The loops of a program, where they are watched (`on`). models: those that train. say: takes a sentence. begins:
-    is called where a loop begins that is called from other lines, or is over another loader."""
+    """The loops of a program. models: those that train. say: takes a sentence. expects: is called where a backward
+    tells something that is not known."""
 
     def __init__(
         self,
         models: Callable[[], Sequence[nn.Module]],
         say: Callable[[str], None],
-        begins: Callable[[], None] = lambda: None,
-        *,
-        on: bool = True,
+        expects: Callable[[UnsummedLoops], None] = lambda loops: None,
     ) -> None:
-        self._models, self._say, self._begins, self._on = models, say, begins, on
-        self._seen: set[object] = set()
-        self._open: list[Loop] = []
+        self._models, self._say, self._expects = models, say, expects
+        self._open: dict[LoopRead, Loop] = {}
         self._waiting: list[Loop] = []
         self._training: set[tuple[str, int]] = set()
-        self.expects_backward = False
-        """Whether the next backward tells something that is not known."""
         self._told: set[str] = set()
         self.places: list[str] = []
         """Where those are that were said."""
 
-    @contextlib.contextmanager
-    def loop(self, loader: int = 0) -> Iterator[Loop]:
-        """Around a loop over the distributed loader of this number, at the user's line that is running."""
-        if not self._on:
-            yield Loop("")
-            return
-        loop, over = self._begun(user_place(), loader), False
-        try:
-            yield loop
-            over = True
-        finally:
-            loop.end_watch()
-            self._open.remove(loop)
-            if loop.norm:
-                self._say(NORM.format(place=loop.place, kind=loop.norm))
-            left_early = not over and not (loop.several and self._training)
-            if loop.is_evaluation and not loop.reduced and not left_early:
-                loop.foreign = Foreign()
-                self._waiting.append(loop)
+    def batch_asked(self, loop: LoopRead) -> None:
+        """A loop over a distributed loader begins, at the user's line that is running, or has done with its first
+        batch."""
+        if loop.given == 0:
+            self._begin(loop, user_place())
+        elif loop.given == 1 and loop in self._open:
+            self._open[loop].first_batch_ends()
 
-    def _begun(self, place: str, loader: int) -> Loop:
+    def _begin(self, read: LoopRead, place: str) -> None:
         self._say_waiting(lambda waiting: waiting.place != place and not self._is_kept(waiting))
-        if (called := (user_lines(), loader)) not in self._seen:
-            self._seen.add(called)
-            self._begins()
-        loop = Loop(place, loader, self._models(), prepares=not self._training)
-        self._open.append(loop)
-        self.expects_backward = True
-        if (place, loader) not in self._training:
+        loop = self._open[read] = Loop(place, read.loader, self._models(), prepares=not self._training)
+        self._expects(self)
+        if (place, read.loader) not in self._training:
             loop.watch()
-        return loop
 
-    def backward(self) -> None:
-        """A backward begins: no sum of an evaluation comes any more."""
-        if not self.expects_backward:
+    def loop_ends(self, read: LoopRead) -> None:
+        """It is over, or was left."""
+        loop = self._open.pop(read, None)
+        if loop is None:
             return
+        loop.end_watch()
+        if loop.norm:
+            self._say(NORM.format(place=loop.place, kind=loop.norm))
+        left_early = not read.over and not (loop.several and self._training)
+        if loop.is_evaluation and not loop.reduced and not left_early:
+            loop.foreign = Foreign()
+            self._waiting.append(loop)
+
+    def backward_begins(self, *_: object) -> None:
+        """No sum of an evaluation comes any more."""
         self._say_waiting(lambda loop: not self._is_kept(loop))
         self._forget_waiting()  # what is kept is used in training
-        self.expects_backward = False
-        for loop in self._open:
+        for loop in self._open.values():
             loop.trained = True
             self._training.add((loop.place, loop.loader))
 
     def reduced(self) -> None:
         """Values were added up over the ranks: those of loops that are over, or of those that run."""
-        for loop in self._open:
+        for loop in self._open.values():
             loop.reduced = True
         self._forget_waiting()
 
@@ -256,3 +245,12 @@ def _drops(code: CodeType, at: int) -> bool:
         "LOAD" in i.opname and (i.argval == name or (isinstance(i.argval, tuple) and name in i.argval))
         for i in instructions
     )
+
+
+def watch(engine: Engine) -> None:
+    """Of a script on several ranks."""
+    if engine.script and engine.world.size > 1:
+        loops = UnsummedLoops(lambda: engine.program.models, engine.notify, engine.events.begins)
+        engine.events.listen(loops, only=("batch_asked", "loop_ends"), batches=2)
+        engine.events.listen(loops, only=("backward_begins",), backwards=1)
+        engine.ends.callback(loops.finish)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshwise.compat.loss_graph import adds_rows, has_penalty, mean_term, summed_loss, uneven_mean
 from meshwise.spec.errors import UsageError, check_known
+from meshwise.spec.user_code import user_place
 from meshwise.training.job import REDUCTIONS
 from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
@@ -40,22 +41,18 @@ class StepWeights:
         """The scalar to run the backward of. weight: None where the samples of `part` weigh it. before: what `mean` was
         before a loss scaler scaled it."""
         seen = mean.detach() if before is None else before.detach()
-        if weight is None:
-            self.losses.append((seen, float(part.samples)))
-            ratio = self._ratio(part)
-            return mean if ratio == 1 else mean * ratio
+        if weight is not None:
+            return self._scale(mean, weight, seen)
+        self.losses.append((seen, float(part.samples)))
+        ratio = part.ratio(self._ranks)
+        return mean if ratio == 1 else mean * ratio
+
+    def _scale(self, mean: Tensor, weight: Tensor | float, seen: Tensor) -> Tensor:
         weight = as_weight(weight, mean)
         self.losses.append((seen, weight))
         if self.unit is None:
             self.unit = torch.ones_like(weight) if self.coupled else weight.clamp(min=1)
         return mean * (weight / self.unit).to(mean.dtype)
-
-    def share(self, part: BatchSlice) -> Tensor:
-        """This rank's loss as its share of the global mean, times the ranks: their mean is the global one."""
-        return self.losses[-1][0] * self._ratio(part)
-
-    def _ratio(self, part: BatchSlice) -> float:
-        return 1 if part.whole else part.samples * self._ranks / part.total
 
     def begin_sum(self, more: Tensor | None = None) -> Callable[[], Tensor]:
         """Begin to add losses and weights over the ranks; the result gives the factor that gradients are left with.
@@ -113,6 +110,14 @@ def split_weight(
     A padding sample weighs nothing. summed: the loss is a sum over samples, and this is what a mean over them is
     multiplied by. Raises UsageError when the loss or its weight is not one number.
     """
+    if isinstance(result, Tensor) and summed is None and result.numel() == 1:
+        return result.reshape(()), None
+    return _split_weight(result, part, where, summed)
+
+
+def _split_weight(
+    result: Any, part: BatchSlice, where: str, summed: int | None
+) -> tuple[Tensor, Tensor | float | None]:
     mean, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         shape = f"a tensor of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
@@ -201,6 +206,15 @@ def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
         f"{where}: this loss is not a mean over samples (classes have weights, targets are ignored, or it is "
         "divided by a count of its own), and the ranks have unequal parts of what it is over. Say how much this rank's "
         f"is over: {f'{verb}weight={weight})' if verb.startswith('mw.') else f'return loss, {weight}'}."
+    )
+
+
+def refuse_joined_sum() -> None:
+    """Raises UsageError for a sum over this rank's samples in which a term is of the whole batch already."""
+    raise UsageError(
+        f"{user_place()}: mw.backward(…, reduction='sum') of a loss with mw.sum(…, grad=True): that term is of "
+        "the whole batch, and would be added once a rank. Join all terms by mw.sum(…, grad=True), and leave "
+        "reduction='sum' out."
     )
 
 

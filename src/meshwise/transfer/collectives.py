@@ -34,6 +34,7 @@ from meshwise.timeline.recorder import current
 from meshwise.timeline.spans import collective_name
 from meshwise.transfer import foreign
 from meshwise.transfer.comm_log import OPEN, note
+from meshwise.transfer.groups import DIVIDING, key_of
 from meshwise.transfer.groups import device_of as device_of
 from meshwise.transfer.groups import divide_among as divide_among
 from meshwise.transfer.groups import dividing as dividing
@@ -64,45 +65,59 @@ def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, *, of: str 
 
 def begin_sum(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
     """Begin to sum `tensor` over all ranks, in place; the future gives it."""
-    return _begin_sum(tensor, of)
+    return _begin_sum(tensor, of, mean=False)
 
 
 def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
     """Begin to average `tensor` over all ranks, in place; the future gives it. Dividing first keeps fp16 in range."""
-    return _begin_sum(tensor.div_(world_size()), of)
+    return _begin_sum(tensor, of, mean=True)
 
 
-def _begin_sum(tensor: Tensor, of: str) -> Future[Tensor]:
+def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
     """The span of the sum ends when the sum is there."""
-    if world_size() == 1:
+    group = DIVIDING[0]
+    size = dist.get_world_size(group) if dist.is_initialized() else 1
+    if mean:
+        tensor.div_(size)
+    if size == 1:
         there: Future[Tensor] = Future()
         there.set_result(tensor)
         return there
-    beat, recorder = _enter(None, "all-reduce", of), current()
-    number, start = recorder.arrive(), recorder.mark()
-    code = recorder.code("communication", collective_name("all-reduce", of), "communication")
+    name, key, recorder = collective_name("all-reduce", of), key_of(group), current()
+    entered[key] += 1
+    beat = enter(name, key)
+    code, number, start = recorder.begin_collective(name)
     recorder.dtypes[code, tensor.nbytes] = tensor.dtype
-    watch = Stopwatch(tensor.device) if OPEN else None
-    took: list[Seconds] = []
 
     def ended(done: Future[object]) -> Tensor:
         recorder.add(code, start, recorder.mark(), tensor.nbytes, number)
         leave(beat)
-        if watch is not None:
-            took.append(watch.stop())
         done.value()  # raises what went wrong
         return tensor
 
+    if foreign.OPEN or OPEN or tensor.dtype not in backend.PLAIN or not tensor.is_contiguous():
+        return _begin_looked_at(tensor, group).then(ended)
+    work = dist.all_reduce(tensor.detach(), group=group, async_op=True)
+    assert work is not None  # this rank is a member of the group
+    future: Future[Tensor] = work.get_future().then(ended)
+    return future
+
+
+def _begin_looked_at(tensor: Tensor, group: Group) -> Future[object]:
+    """A sum that is of a dtype or a layout of its own, or that somebody logs."""
+    watch = Stopwatch(tensor.device) if OPEN else None
+    took: list[Seconds] = []
+
     def seconds() -> float:
-        future.wait()
+        begun.wait()
         return took[0]() if callable(took[0]) else took[0]
 
     with _ours():
-        begun = backend.begin_sum(tensor, dividing())
-    future: Future[Tensor] = begun.then(ended)
+        begun = backend.begin_sum(tensor, group)
     if watch is not None:
+        begun = begun.then(lambda done: took.append(watch.stop()) or done.value())  # type: ignore[func-returns-value]
         _log("all-reduce", tensor.nbytes, tensor.device, None, seconds)
-    return future
+    return begun
 
 
 def all_reduce_mean(tensor: Tensor, *, of: str = "") -> Tensor:

@@ -15,23 +15,23 @@ from meshwise.compat import collectives as backend
 from meshwise.compat.collectives import Group
 
 _HOST = torch.device("cpu")
-_dividing: list[Group] = [None]
+DIVIDING: list[Group] = [None]
 """The group whose ranks divide the work on a batch among them; None: all of the run."""
 
 
 def divide_among(group: Group) -> None:
     """From now on "all ranks" are those of this group; None: all of the run."""
-    _dividing[0] = group
+    DIVIDING[0] = group
 
 
 def dividing() -> Group:
     """The group of "all ranks"."""
-    return _dividing[0]
+    return DIVIDING[0]
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
     """The ranks of a group, as the whole run counts them."""
-    return tuple(dist.get_process_group_ranks(group or _dividing[0]))
+    return tuple(dist.get_process_group_ranks(group or DIVIDING[0]))
 
 
 def device_of(group: Group) -> torch.device:
@@ -46,22 +46,23 @@ def everyone() -> Group:
 
 def world_size(group: Group = None) -> int:
     """How many ranks divide the work, or the group has; 1 outside a process group."""
-    return dist.get_world_size(group or _dividing[0]) if dist.is_initialized() else 1
+    return dist.get_world_size(group or DIVIDING[0]) if dist.is_initialized() else 1
 
 
 def get_rank(group: Group = None) -> int:
     """This process among the ranks of the group."""
-    return dist.get_rank(group or _dividing[0]) if dist.is_initialized() else 0
+    return dist.get_rank(group or DIVIDING[0]) if dist.is_initialized() else 0
 
 
 def group_key(group: Group = None) -> str:
     """The ranks of a group, as the world counts them, and its name: the same text on all of them. Empty outside a
     process group."""
-    return _group_key(group or _dividing[0]) if dist.is_initialized() else ""
+    return key_of(group or DIVIDING[0]) if dist.is_initialized() else ""
 
 
 @functools.cache
-def _group_key(group: Group) -> str:
+def key_of(group: Group) -> str:
+    """`group_key` inside a process group."""
     name = "" if group in (None, everyone()) else group.group_name
     return f"{','.join(map(str, dist.get_process_group_ranks(group)))}/{name}"
 

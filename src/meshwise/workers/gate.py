@@ -72,7 +72,7 @@ class StepGate:
         with self._changed:
             while self._frozen and self._last is None:
                 self._changed.wait()
-            if self.stopped:
+            if self._last is not None and self._begun >= self._last:
                 self.reached.set()
                 return False
             self._begun += 1

@@ -14,13 +14,14 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import sys
 import threading
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 
-from meshwise.spec.user_code import place, user_frame
+from meshwise.spec.user_code import is_users, place, user_frame
 
 HEADER, ENTRY = struct.Struct("<QII"), struct.Struct("<IIIII")
 SLOTS = 4096
@@ -105,12 +106,13 @@ class VerbLog:
 
     def came_to(self, verb: str, which: tuple[int, ...]) -> None:
         """This rank calls `verb`; see the function."""
-        thread = threading.get_ident()
-        if thread != self._thread:
-            if self._thread:
-                return
-            self._thread = thread
-        line = self._line(verb)
+        if threading.get_ident() != self._thread and not self._is_first():
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        at = (verb, 0, 0) if frame is None else (verb, id(frame.f_code), frame.f_lasti)
+        line = self._lines.get(at) or self._add_line(verb, frame)
         line[2] += 1
         checksum = self._checksum * FACTOR + line[1]
         for number in which:
@@ -122,22 +124,28 @@ class VerbLog:
         self._left = NOWHERE
         HEADER.pack_into(self._map, 0, self._count, 0, 0)
 
+    def _is_first(self) -> bool:
+        """Whether this thread is the one whose verbs are noted from now on."""
+        known = bool(self._thread)
+        self._thread = self._thread or threading.get_ident()
+        return not known
+
     def left_loop(self, batches: int) -> None:
         """This rank leaves a loop before its end, after so many batches: told, but not compared, since an iterator may
         be dropped at any time."""
         if threading.get_ident() == self._thread:
-            self._left = (self._line("left")[0], batches)
+            self._left = (self._add_line("left", user_frame())[0], batches)
             HEADER.pack_into(self._map, 0, self._count, *self._left)
 
-    def _line(self, verb: str) -> list[int]:
-        frame = user_frame()
-        code, at = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
-        line = self._lines.get((verb, id(code), at))
+    def _add_line(self, verb: str, frame: FrameType | None) -> list[int]:
+        """The line of a verb, which is written down if it is new."""
+        at = (verb, 0, 0) if frame is None else (verb, id(frame.f_code), frame.f_lasti)
+        line = self._lines.get(at)
         if line is None:
-            where = "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
-            line = self._lines[verb, id(code), at] = [len(self._lines), zlib.crc32(verb.encode()), 0]
-            self._codes += [code] if code is not None else []
+            line = self._lines[at] = [len(self._lines), zlib.crc32(verb.encode()), 0]
+            self._codes += [frame.f_code] if frame is not None else []
             with self._path.open("ab") as file:
+                where = "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
                 file.write(f"{verb}\t{where}\n".encode())
         return line
 
