@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meshwise.data.order import epoch_order, epoch_slices
+from meshwise.job.job import Job
+from meshwise.job.run import begun, make_engine, open_data, read_parts
+from meshwise.job.step import train_step
 from meshwise.machine.allowance import allowed_cores, split_cores
 from meshwise.rehearsal.work import MAIN, Allocate, Event, Free, Work
 from meshwise.spec.plan import Plan
-from meshwise.training.job import Job
-from meshwise.training.job_step import train_step
-from meshwise.training.loop import begun, make_engine, open_data, read_parts
-from meshwise.training.order import epoch_order, epoch_slices
-from meshwise.transfer.collectives import everyone, gather_objects
+from meshwise.transfer.collectives import gather_objects
+from meshwise.transfer.groups import everyone
 from meshwise.workers.join import join
 
 STEPS = 2

@@ -27,17 +27,17 @@ from overhead import compare as in_turns
 from torch import nn
 
 import meshwise as mw
+from meshwise.engine.loops import LoopRead
+from meshwise.engine.steps import batches as read_batches
+from meshwise.job import loop
+from meshwise.job.options import CHECK_EVERY, RunOptions
+from meshwise.job.step import train_step
+from meshwise.recording.recording import Recording
 from meshwise.records import folder as names
 from meshwise.records.files import write_text
 from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
-from meshwise.training import loop
-from meshwise.training.job_step import train_step
-from meshwise.training.loops import LoopRead
-from meshwise.training.metrics_log import MetricsLog
-from meshwise.training.recording import Recording
-from meshwise.training.run_options import CHECK_EVERY, RunOptions
-from meshwise.training.steps import batches as read_batches
+from meshwise.tracking.metrics_log import MetricsLog
 from meshwise.workers import heartbeat
 from meshwise.workers.environment import KEPT
 from meshwise.workers.join import join

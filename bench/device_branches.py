@@ -28,12 +28,24 @@ sys.path.insert(0, str(ROOT))
 from tests.cuda.device_questions import ANSWERS, questions  # noqa: E402
 
 REASONS = {
-    "training/evaluate.py: device.startswith('mps')": "no Apple GPU, and no fake one",
-    "training/microbatches.py: device.startswith('mps')": "no Apple GPU, and no fake one",
-    "training/weighing.py: like.device.type == 'mps'": "no Apple GPU, and no fake one",
+    "job/evaluate.py: device.startswith('mps')": "no Apple GPU, and no fake one",
+    "job/step.py: device.startswith('mps')": "no Apple GPU, and no fake one",
+    "engine/weighing.py: like.device.type == 'mps'": "no Apple GPU, and no fake one",
 }
 """What is answered one way only, and why: `file: question`."""
-ROOMS = ("arrays", "cli", "equivalence", "machine", "parallel", "training", "transfer", "workers")
+ROOMS = (
+    "arrays",
+    "cli",
+    "equivalence",
+    "machine",
+    "parallel",
+    "engine",
+    "guards",
+    "job",
+    "script",
+    "transfer",
+    "workers",
+)
 PARTS = {
     "cuda": ("-m", "gpu or cuda", "tests/cuda", "tests/transfer", "tests/recovery", "tests/workers/test_join.py"),
     "quick": ("-m", "not workers and not gpu and not cuda", "tests"),

@@ -34,6 +34,7 @@ from small_jobs import job_of
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from meshwise.compat.tree import tensors_in
+from meshwise.job.job import Job
 from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.allocator import replay
@@ -44,7 +45,6 @@ from meshwise.rehearsal.measured import prices_here
 from meshwise.rehearsal.memory import with_inside
 from meshwise.rehearsal.trace import trace
 from meshwise.spec.plan import Plan
-from meshwise.training.job import Job
 
 SEED, AROUND, CAPS = 14, 0.1, 2
 SPARE = 0.05

@@ -30,6 +30,10 @@ from torch.utils.data import Subset
 import meshwise as mw
 from meshwise.api.bench import bench
 from meshwise.api.check import check
+from meshwise.data.order import epoch_order
+from meshwise.job.job import Job
+from meshwise.job.loop import run_job
+from meshwise.job.options import RunOptions
 from meshwise.jobs.registry import find_job
 from meshwise.machine.file.write import machine_to_toml
 from meshwise.machine.judge import sentence
@@ -38,10 +42,6 @@ from meshwise.spec.plan import Plan
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.spans import LANES
-from meshwise.training.job import Job
-from meshwise.training.loop import run_job
-from meshwise.training.order import epoch_order
-from meshwise.training.run_options import RunOptions
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

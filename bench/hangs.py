@@ -30,9 +30,9 @@ from torch import nn
 
 import meshwise as mw
 from meshwise.machine.find import find_devices
+from meshwise.recording.recording import Recording
 from meshwise.spec.devices import parse_devices
 from meshwise.timeline.recorder import current
-from meshwise.training.recording import Recording
 from meshwise.workers import heartbeat
 from meshwise.workers.heartbeat import Heartbeat, read_beats
 from meshwise.workers.join import join

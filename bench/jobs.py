@@ -17,8 +17,8 @@ from keep import keep
 from rich.console import Console
 
 from meshwise.api.run import start_job
+from meshwise.job.options import RunOptions
 from meshwise.jobs.text import bigram_entropy, read_files
-from meshwise.training.run_options import RunOptions
 
 
 def run(job: str, devices: str) -> dict[str, Any]:

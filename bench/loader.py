@@ -16,10 +16,10 @@ import torch
 from keep import keep
 from torch.utils.data import DataLoader, Dataset
 
+from meshwise.data.order import epoch_order, epoch_slices
+from meshwise.data.source import LoaderSettings, reader
 from meshwise.jobs.mnist import MNIST, read_digits
 from meshwise.spec.world import World
-from meshwise.training.order import epoch_order, epoch_slices
-from meshwise.training.source import LoaderSettings, reader
 
 
 class PerSample(Dataset[Any]):

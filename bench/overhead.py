@@ -24,18 +24,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import meshwise as mw
+from meshwise.data.order import epoch_order, part
+from meshwise.engine.loops import LoopRead
+from meshwise.engine.steps import batches as read_batches
+from meshwise.job import loop
+from meshwise.job.job import Job
+from meshwise.job.options import RunOptions
+from meshwise.job.step import train_step
 from meshwise.jobs.registry import find_job
+from meshwise.recording.recording import Recording
 from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import Recorder
-from meshwise.training import loop
-from meshwise.training.job import Job
-from meshwise.training.job_step import train_step
-from meshwise.training.loops import LoopRead
-from meshwise.training.metrics_log import MetricsLog
-from meshwise.training.order import epoch_order, part
-from meshwise.training.recording import Recording
-from meshwise.training.run_options import RunOptions
-from meshwise.training.steps import batches as read_batches
+from meshwise.tracking.metrics_log import MetricsLog
 from meshwise.workers.join import join
 
 Step = Callable[[], Any]

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import meshwise as mw
+from meshwise.data.order import epoch_slices
+from meshwise.job.run import begun, make_engine, open_data, read_parts
+from meshwise.job.step import train_step
 from meshwise.parallel.schedule import CHUNKS
-from meshwise.training.job_step import train_step
-from meshwise.training.loop import begun, make_engine, open_data, read_parts
-from meshwise.training.order import epoch_slices
 from meshwise.workers.join import join
 
 WORDS, ROWS, LENGTH, WARM = 256, 8, 16, 3

@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import meshwise as mw
-from meshwise.training.order import part
-from meshwise.training.predict import run_predict
-from meshwise.training.predict_options import PredictOptions
+from meshwise.data.order import part
+from meshwise.prediction.options import PredictOptions
+from meshwise.prediction.predict import run_predict
 from meshwise.workers.join import join
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwise.jobs.gpt import rotary_turns, rotate
-from meshwise.parallel.split.crossing import gather
+from meshwise.splits.crossing import gather
 
 
 @dataclass(frozen=True)

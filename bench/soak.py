@@ -34,10 +34,10 @@ from keep import keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from meshwise.injection.faulty_disk import flip_bit, newest_file
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.files import read_lines
 from meshwise.recovery.loading import open_newest, whole
-from meshwise.training.faulty_disk import flip_bit, newest_file
 from tests.hosts import INTERFACE, Host, _kill_inside, hosts, why_not
 
 JOB = Path(__file__).parents[1] / "tests" / "faults" / "job_that_lasts.py"

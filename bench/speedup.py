@@ -30,14 +30,14 @@ import torch
 from keep import keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from meshwise.job.loop import run_job
+from meshwise.job.options import RunOptions
 from meshwise.jobs.registry import find_job
 from meshwise.records import folder as names
 from meshwise.spec.plan import Plan
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_report import Report
-from meshwise.training.loop import run_job
-from meshwise.training.run_options import RunOptions
 from tests.pool import Pool
 
 REPLICAS, SHARD, ZERO1 = Plan(data=2), Plan(data=1, shard=2), Plan(data=2, zero1=True)

@@ -29,14 +29,14 @@ import torch
 from keep import keep
 from torch import Tensor, nn
 
+from meshwise.recording.block_spans import BLOCKS, record_blocks
+from meshwise.recording.recording import Recording
 from meshwise.records.files import append_lines
 from meshwise.records.folder import begin_session, end_session, span_log
 from meshwise.spec.world import World
 from meshwise.timeline.pack import pack
 from meshwise.timeline.recorder import Recorder, make_current
 from meshwise.timeline.span_log import VERSION
-from meshwise.training.block_spans import BLOCKS, record_blocks
-from meshwise.training.recording import Recording
 
 LAYERS, WIDTH = 8, 256
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import meshwise as mw
+from meshwise.job.options import RunOptions
 from meshwise.spec.exit_codes import MEANINGS
 from meshwise.spec.options import option_name, options_of
-from meshwise.training.run_options import RunOptions
 
 PAGE = Path(__file__).with_name("api.md")
 HEAD = """# Public names
@@ -24,7 +24,13 @@ Made from the docstrings by `python docs/make_api.py`. Import them as `import me
 [README](../README.md); plans: [plans.md](plans.md).
 """
 PARTS = {
-    "In your own loop": ("meshwise.training", "meshwise.parallel"),
+    "In your own loop": (
+        "meshwise.script",
+        "meshwise.process",
+        "meshwise.tracking",
+        "meshwise.job",
+        "meshwise.parallel",
+    ),
     "Jobs, runs, checks, machines": ("meshwise.api", "meshwise.spec.plan", "meshwise.races"),
     "What they return": ("meshwise.timeline", "meshwise.equivalence", "meshwise.machine", "meshwise.spec.machine"),
     "Tensors between devices": ("meshwise.transfer",),

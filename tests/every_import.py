@@ -23,7 +23,7 @@ import torch
 
 import meshwise
 
-FIRST = ("meshwise.training.distribute", "meshwise.training.loop", "torch._dynamo")
+FIRST = ("meshwise.script.distribute", "meshwise.job.loop", "torch._dynamo")
 """What the fork server imports, in its order: see PRELOAD."""
 
 
@@ -68,7 +68,7 @@ def stand_in() -> None:
 
 def serve_nobody() -> None:
     """The life of a fork server whose launcher is gone at once."""
-    from meshwise.api.supervise import PRELOAD
+    from meshwise.launcher.supervise import PRELOAD
     from meshwise.workers.__main__ import _serve
 
     assert PRELOAD == FIRST

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from meshwise.api.supervise import PRELOAD
+from meshwise.launcher.supervise import PRELOAD
 from meshwise.workers import fork_server, worker
 
 

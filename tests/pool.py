@@ -16,8 +16,8 @@ import cloudpickle
 import torch
 
 from meshwise.compat import compiling
+from meshwise.process.session import end_sessions
 from meshwise.spec.devices import WorkerSlot
-from meshwise.training.session import end_sessions
 from meshwise.workers import verb_log, worker
 from meshwise.workers.join import join
 from meshwise.workers.launch import Halt, launch

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwise import cli
-from meshwise.api import start
+from meshwise.launcher import start
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 

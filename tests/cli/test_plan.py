@@ -17,7 +17,7 @@ from meshwise.api.machines import find_machine
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.estimator import estimator
 from meshwise.rehearsal.trace import trace
-from meshwise.rehearsal.work import Collective
+from meshwise.rehearsal.work import CollectiveOperation
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import read_plan
@@ -124,7 +124,7 @@ def test_models_that_nobody_named_are_split_or_refused_by_name(name: str, kind: 
     (tmp_path / "jobs.py").write_text(JOBS)
     job = find_job(f"{tmp_path / 'jobs.py'}:{name}")
     (traced,) = trace(job, Plan(tensor=2), kind)
-    assert any(isinstance(each.what, Collective) for each in traced.step.launches)
+    assert any(isinstance(each.what, CollectiveOperation) for each in traced.step.launches)
     staged = Plan(pipeline=2, accumulate=2)
     if name == "towers":
         assert len(trace(job, staged, kind)) == 2

@@ -19,6 +19,7 @@ from meshwise.api.auto import with_plan
 from meshwise.api.plan import Plans
 from meshwise.api.plan_options import PlanOptions
 from meshwise.api.run import predicted_of_run
+from meshwise.job.options import PlanText, RunOptions
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.search import Search
 from meshwise.spec.errors import PlanError, UsageError
@@ -26,7 +27,6 @@ from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
 from meshwise.spec.prediction import Prediction, prediction_in, prediction_to_toml
-from meshwise.training.run_options import PlanText, RunOptions
 from tests.rehearsal.test_search import estimate
 
 Told = tuple[RunOptions, str]

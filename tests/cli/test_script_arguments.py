@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwise import api, cli
-from meshwise.training.run_options import RunOptions
+from meshwise.job.options import RunOptions
 
 Typed = tuple[RunOptions, list[str] | None]
 """The options that a command has, and the script's own arguments; None for a job."""

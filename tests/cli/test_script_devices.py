@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.api import start as start_file
 from meshwise.api.script import _script_program
+from meshwise.job.options import RunOptions
+from meshwise.launcher import start as start_file
 from meshwise.spec.devices import WorkerSlot
-from meshwise.training.run_options import RunOptions
 from meshwise.workers.launch import Halt, Listeners, _Launcher
 
 

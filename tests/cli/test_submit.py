@@ -1,6 +1,6 @@
 """`meshwise submit`, and what `runs`, `stop` and `logs` show of what was sent. Its commands are stand-ins here; the
-real ones are in tests/schedulers. Of api/logs.py, api/own_folder.py, api/stop.py, api/submit_gate.py, commands/logs.py,
-commands/stop.py, records/rank_logs.py and schedulers/slurm.py."""
+real ones are in tests/schedulers. Of api/logs.py, launcher/own_folder.py, api/stop.py, api/submit_gate.py,
+commands/logs.py, commands/stop.py, records/rank_logs.py and schedulers/slurm.py."""
 
 from __future__ import annotations
 

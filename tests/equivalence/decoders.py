@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwise.training.job import Job
+from meshwise.job.job import Job
 from tests.equivalence.jobs_to_check import OWN, job_of
 
 WORDS, WIDTH, HEADS, LENGTH, IGNORED = 33, 8, 4, 8, -100

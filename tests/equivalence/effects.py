@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.compat.tree import tensors_in
+from meshwise.data.order import epoch_slices
 from meshwise.equivalence.trace import Batches, CheckSpec
+from meshwise.job.run import begun, make_engine, open_data, read_parts
+from meshwise.job.step import train_step
 from meshwise.spec.plan import Plan
-from meshwise.training.job_step import train_step
-from meshwise.training.loop import begun, make_engine, open_data, read_parts
-from meshwise.training.order import epoch_slices
 from meshwise.workers.join import join
 from tests.equivalence.models_to_check import Job
 

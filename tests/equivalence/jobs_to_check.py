@@ -19,9 +19,9 @@ from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import Proof, prove
 from meshwise.equivalence.trace import CheckSpec, Trace
+from meshwise.job.job import Job
 from meshwise.jobs.registry import find_job
 from meshwise.spec.plan import Plan
-from meshwise.training.job import Job
 from tests.equivalence import seams
 from tests.equivalence.models_to_check import MODELS, the_job
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 
-from meshwise.training.job import Job
+from meshwise.job.job import Job
 
 WORDS, LENGTH, IGNORED = 61, 10, -100
 SAMPLES, TESTED, BATCH = 29, 17, 8

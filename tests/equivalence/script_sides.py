@@ -18,10 +18,10 @@ from meshwise.equivalence.proof import Proof, prove
 from meshwise.equivalence.scratch_files import scratch_files
 from meshwise.equivalence.trace import CheckSpec
 from meshwise.jobs.script import run_script_file
+from meshwise.process.plan_choice import PLAN_FILE
+from meshwise.process.session import end_sessions
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
-from meshwise.training.plan_choice import PLAN_FILE
-from meshwise.training.session import end_sessions
 
 STEPS = 3
 

@@ -15,30 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.training.order import BatchSlice
+from meshwise.data.order import BatchSlice
 from meshwise.transfer import collectives
 
 SEAMS = {
     # the training step
     "microbatches of a step": "meshwise.equivalence.programs.train_step",
-    "loss and weight": "meshwise.training.microbatches.split_weight",
-    "backward of a microbatch": "meshwise.training.program.Program.reduced_backward",
-    "what watches a backward": "meshwise.training.engine.Engine.watched_backward",
-    "weight of a microbatch": "meshwise.training.weighing.StepWeights.scale",
-    "sum of weights": "meshwise.training.weighing.StepWeights.begin_sum",
-    "update": "meshwise.training.job_step._update",
-    "guard of steps": "meshwise.training.program.Program.check_step",
-    "optimizer is bound": "meshwise.training.program.Program.add_optimizer",
+    "loss and weight": "meshwise.job.step.split_weight",
+    "backward of a microbatch": "meshwise.engine.program.Program.reduced_backward",
+    "what watches a backward": "meshwise.engine.engine.Engine.watched_backward",
+    "weight of a microbatch": "meshwise.engine.weighing.StepWeights.scale",
+    "sum of weights": "meshwise.engine.weighing.StepWeights.begin_sum",
+    "update": "meshwise.job.step._update",
+    "guard of steps": "meshwise.engine.program.Program.check_step",
+    "optimizer is bound": "meshwise.engine.program.Program.add_optimizer",
     # the data
-    "slice of a rank": "meshwise.training.order.batch_slice",
+    "slice of a rank": "meshwise.data.order.batch_slice",
     "slices of an evaluation": "meshwise.equivalence.programs.sequential_slices",
-    "random numbers": "meshwise.training.keyed.KeyedDraws._uniform",
+    "random numbers": "meshwise.data.keyed.KeyedDraws._uniform",
     "order of an epoch": "meshwise.equivalence.trace.epoch_order",
     "saved state is loaded": "meshwise.equivalence.programs.unpack",
     # the evaluation
     "evaluation": "meshwise.equivalence.programs.evaluate",
-    "metrics of a batch": "meshwise.training.evaluate._measure",
-    "metrics over ranks": "meshwise.training.evaluate._over_ranks",
+    "metrics of a batch": "meshwise.job.evaluate._measure",
+    "metrics over ranks": "meshwise.job.evaluate._over_ranks",
     # techniques
     "model before it is divided": "meshwise.parallel.recompute.recompute_blocks",
     "batch norms are joined": "meshwise.parallel.batch_norm.join_batch_norms",
@@ -61,15 +61,15 @@ SEAMS = {
     "second run of a block": "meshwise.parallel.recompute._again",
     "sending to the host": "meshwise.parallel.offload._send",
     # tensors in parts
-    "crossing to and from parts": "meshwise.parallel.split.crossing.through",
-    "parts are put together": "meshwise.parallel.split.axis.Part.gathered",
-    "sum over an axis": "meshwise.parallel.split.axis.MeshAxis.all_reduce",
-    "sums of a loss over parts": "meshwise.parallel.split.losses.add_up",
-    "log of the sum over a row": "meshwise.parallel.split.losses._log_sum",
+    "crossing to and from parts": "meshwise.splits.crossing.through",
+    "parts are put together": "meshwise.splits.axis.SplitPart.gathered",
+    "sum over an axis": "meshwise.splits.axis.MeshAxis.all_reduce",
+    "sums of a loss over parts": "meshwise.splits.losses.add_up",
+    "log of the sum over a row": "meshwise.splits.losses._log_sum",
     "positions are divided": "meshwise.parallel.context._divided",
-    "keys go round": "meshwise.parallel.split.attention._round",
-    "scores of a block": "meshwise.parallel.split.attention._scores",
-    "blocks of attention": "meshwise.parallel.split.attention._blocks",
+    "keys go round": "meshwise.splits.attention._round",
+    "scores of a block": "meshwise.splits.attention._scores",
+    "blocks of attention": "meshwise.splits.attention._blocks",
     # pipelines
     "send that is begun": "meshwise.transfer.collectives.begin_send",
     "receive": "meshwise.transfer.collectives.receive",

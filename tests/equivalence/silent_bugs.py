@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwise.compat.torch_function import on_parts
-from meshwise.parallel.split import rules
-from meshwise.parallel.split.axis import MeshAxis, Part
-from meshwise.parallel.split.crossing import add_up
-from meshwise.parallel.split.tensor import SplitTensor, split
 from meshwise.spec.plan import Plan
+from meshwise.splits import rules
+from meshwise.splits.axis import MeshAxis, SplitPart
+from meshwise.splits.crossing import add_up
+from meshwise.splits.tensor import SplitTensor, split
 from meshwise.transfer import collectives
 from tests.equivalence import decoders
 from tests.equivalence.jobs_to_check import checked
@@ -220,7 +220,7 @@ def largest_before_abs(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def uneven_parts_in_equal_places(patch: Any) -> None:
-    def gathered(real: Any, part: Part, local: Tensor) -> Tensor:
+    def gathered(real: Any, part: SplitPart, local: Tensor) -> Tensor:
         whole: Tensor = real(part, local)
         return whole if part.is_even or not part.is_plain else whole.roll(1, part.dim)
 
@@ -231,7 +231,7 @@ def positions_of_the_other_group(patch: Any) -> None:
     """Both ranks take the positions of the first."""
 
     def divided(real: Any, value: Tensor, axis: MeshAxis) -> Any:
-        first: Part = real(value, replace(axis, rank=0)).part
+        first: SplitPart = real(value, replace(axis, rank=0)).part
         own = split(first.slice_of(value).clone(), replace(first, axis=axis))
         return own
 
@@ -239,7 +239,7 @@ def positions_of_the_other_group(patch: Any) -> None:
 
 
 def keys_gathered_along_heads(patch: Any) -> None:
-    def turned(real: Any, k: Tensor, v: Tensor, columns: Part) -> Iterator[Any]:
+    def turned(real: Any, k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[Any]:
         for keys, values, owner in real(k, v, columns):
             other = keys.transpose(1, 2).reshape(keys.shape)
             yield (keys if owner == columns.axis.rank else other), values, owner
@@ -251,7 +251,7 @@ def wrong_log_sum(patch: Any) -> None:
     """What other ranks' keys add to a softmax is merged with a logarithm of another base: it weighs twice."""
     at: list[Any] = []
 
-    def noting(real: Any, k: Tensor, v: Tensor, columns: Part) -> Iterator[Any]:
+    def noting(real: Any, k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[Any]:
         for keys, values, owner in real(k, v, columns):
             at[:] = [owner != columns.axis.rank]
             yield keys, values, owner
@@ -263,7 +263,7 @@ def wrong_log_sum(patch: Any) -> None:
 def block_of_another_mask(patch: Any) -> None:
     """The causal mask of a block is that of the block beside it."""
 
-    def blocks(real: Any, asked: Any, columns: Part, owner: int, *rest: Any) -> Iterator[Any]:
+    def blocks(real: Any, asked: Any, columns: SplitPart, owner: int, *rest: Any) -> Iterator[Any]:
         for own_rows, cols, hidden in real(asked, columns, owner, *rest):
             yield own_rows, cols, (None if owner == columns.axis.rank and hidden is not None else hidden)
 

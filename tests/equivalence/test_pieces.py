@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwise.data.keyed import KeyedDraws, Rows, by_reference, keyed_normal, keyed_uniform, on_one_device
+from meshwise.data.order import epoch_order
 from meshwise.equivalence.causes import CauseKind
 from meshwise.equivalence.compare import compare
 from meshwise.equivalence.noise import noise_of
@@ -29,15 +31,6 @@ from meshwise.equivalence.trace import Batches, CheckSpec, microbatches
 from meshwise.equivalence.upcast import called_in_float64, upcast
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
-from meshwise.training.keyed import (
-    KeyedDraws,
-    Rows,
-    by_reference,
-    keyed_normal,
-    keyed_uniform,
-    on_one_device,
-)
-from meshwise.training.order import epoch_order
 from tests.equivalence.jobs_to_check import job_of, layers, plain
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwise.data.order import BatchSlice
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
 from tests.equivalence.seams import (
     Training,

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwise.data.order import BatchSlice
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.order import BatchSlice
 from meshwise.transfer import collectives
 from tests.equivalence.jobs_to_check import checked
 from tests.equivalence.seams import (

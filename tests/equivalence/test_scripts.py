@@ -11,9 +11,9 @@ import torch
 
 from meshwise import cli
 from meshwise.equivalence.program_trace import check_same_steps, trace_to_compare
+from meshwise.process.session import end_sessions
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
-from meshwise.training.session import end_sessions
 from tests.equivalence.script_sides import ALONE, STEPS, as_it_was, proof, sides, watched  # noqa: F401
 from tests.equivalence.scripts import SCRIPT, wrong
 from tests.pool import CaseFailed

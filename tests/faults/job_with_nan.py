@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import meshwise as mw
-from meshwise.training.order import epoch_order
+from meshwise.data.order import epoch_order
 
 SAMPLES, BATCH, EPOCHS, BAD = 160, 16, 2, (5, 77)
 

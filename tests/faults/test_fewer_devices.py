@@ -1,5 +1,5 @@
 """A run goes on with the devices that are left of a machine, with the same global batch, and with more again
-(api/devices_left.py)."""
+(launcher/devices_left.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.api.devices_left import DevicesLeft
-from meshwise.api.restarts import Restarts
+from meshwise.launcher.devices_left import DevicesLeft
+from meshwise.launcher.restarts import Restarts
 from meshwise.records import folder as names
 from meshwise.records.files import read_lines
 from meshwise.spec.devices import WorkerSlot
@@ -64,7 +64,7 @@ def test_a_gpu_that_fell_off_its_bus_is_left_out(tmp_path: Path) -> None:
 
 def test_a_gpu_that_the_system_never_showed_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In some containers and virtual machines /sys has no GPU."""
-    monkeypatch.setattr("meshwise.api.devices_left.pci_address", lambda name: "0000:10:00.0")
+    monkeypatch.setattr("meshwise.launcher.devices_left.pci_address", lambda name: "0000:10:00.0")
     (tmp_path / "bus/pci/devices").mkdir(parents=True)
     assert DevicesLeft(SLOTS, tmp_path).left(2) == len(SLOTS)
 

@@ -1,6 +1,6 @@
 """No step is lost: whoever is lost and wherever, the run goes on after the last step that all ranks have finished.
 
-Of api/rescue.py.
+Of launcher/rescue.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.api.restarts import Restarts
+from meshwise.launcher.restarts import Restarts
 from meshwise.records import folder as names
 from meshwise.records.files import append_lines, read_lines, stay_in, write_text
 from meshwise.spec.errors import WorkerFailed

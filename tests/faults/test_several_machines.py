@@ -1,5 +1,5 @@
-"""A run on several machines goes on by itself (api/several.py): launchers on this machine stand for them, and share the
-run's folder."""
+"""A run on several machines goes on by itself (launcher/several.py): launchers on this machine stand for them, and
+share the run's folder."""
 
 from __future__ import annotations
 

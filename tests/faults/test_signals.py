@@ -15,7 +15,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from meshwise.api.supervise import forwarded_signals
+from meshwise.launcher.supervise import forwarded_signals
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.folder import read_run
 from meshwise.spec.exit_codes import AGAIN, INTERRUPTED, code_of_stop

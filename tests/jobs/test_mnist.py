@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from meshwise.job.job import Job
 from meshwise.jobs.mlp import draw_samples, mlp
 from meshwise.jobs.mnist import ConvNet, mnist_cnn, mnist_mlp
 from meshwise.spec.errors import DataError
-from meshwise.training.job import Job
 
 
 def linear_sizes(model: nn.Module) -> list[tuple[int, int]]:

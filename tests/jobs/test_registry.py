@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from meshwise.job.job import Job
+from meshwise.job.options import RunOptions
 from meshwise.jobs.registry import BUILT_IN, find_job, import_file
 from meshwise.spec.errors import UsageError, WorkerFailed
-from meshwise.training.job import Job
-from meshwise.training.run_options import RunOptions
 
 TOP = """
 import torch

@@ -11,7 +11,7 @@ import pytest
 from meshwise.machine.catalog import (
     ARCHITECTURES,
     NOT_CONFIRMED,
-    Part,
+    CatalogPart,
     achievable,
     networks,
     nominal_rate,
@@ -25,7 +25,7 @@ TEXT = tomllib.loads(resources.files("meshwise.machine").joinpath("catalog.toml"
 GIB = 2**30
 
 
-def figures(known: Part) -> set[str]:
+def figures(known: CatalogPart) -> set[str]:
     plain = ("memory", "memory_bandwidth", "multiprocessors", "link", "bridge")
     found = {name for name in plain if getattr(known, name) is not None}
     found |= {"host"} if known.host_link is not None else set()
@@ -34,7 +34,7 @@ def figures(known: Part) -> set[str]:
 
 
 @pytest.mark.parametrize("known", parts(), ids=lambda known: known.name)
-def test_every_figure_of_a_part_has_a_source(known: Part) -> None:
+def test_every_figure_of_a_part_has_a_source(known: CatalogPart) -> None:
     assert set(known.origins) == figures(known)
     sources = set(TEXT["sources"].values())
     for figure, origin in known.origins.items():
@@ -76,7 +76,7 @@ def test_the_table_of_known_parts_is_whole() -> None:
 
 
 @pytest.mark.parametrize("known", parts(), ids=lambda known: known.name)
-def test_figures_of_a_part_agree_with_each_other(known: Part) -> None:
+def test_figures_of_a_part_agree_with_each_other(known: CatalogPart) -> None:
     assert any(known.architecture in line for line in ARCHITECTURES) or known.name == "cpu"
     peak = known.peak
     assert set(peak) <= {"bf16", "fp16", "tf32", "fp32", "fp8"}

@@ -20,7 +20,7 @@ from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.machine import Machine
 from meshwise.spec.timings import Timings, fitted
-from meshwise.transfer.collectives import group_of
+from meshwise.transfer.groups import group_of
 from tests.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("processes")

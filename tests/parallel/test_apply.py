@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Subset
 
+from meshwise.job.loop import run_job
+from meshwise.job.options import RunOptions
 from meshwise.jobs.registry import find_job
 from meshwise.parallel.apply import apply
 from meshwise.parallel.deferred import constructed
@@ -20,8 +22,6 @@ from meshwise.parallel.rebind import rebind
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.loop import run_job
-from meshwise.training.run_options import RunOptions
 from meshwise.transfer import collectives
 from tests.parallel.applied import apply_with, backward, names_of
 from tests.parallel.zoo import ZOO, batches, build

@@ -16,11 +16,11 @@ from torch import nn
 
 from meshwise.compat.complex_numbers import as_real, store_model
 from meshwise.compat.loss_scale import Scaler
+from meshwise.job.loop import run_job
+from meshwise.job.options import RunOptions
 from meshwise.parallel.precision import cast_batch
 from meshwise.recovery.weights import save_weights
 from meshwise.spec.plan import Plan
-from meshwise.training.loop import run_job
-from meshwise.training.run_options import RunOptions
 from tests.equivalence.jobs_to_check import Spectral, checked, complex_numbers
 from tests.equivalence.seams import after_backward
 

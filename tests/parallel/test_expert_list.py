@@ -21,16 +21,16 @@ from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import prove
 from meshwise.equivalence.trace import CheckSpec
+from meshwise.job.job import Job
+from meshwise.job.loop import run_job
+from meshwise.job.options import RunOptions
 from meshwise.parallel.balance import BALANCE
 from meshwise.parallel.expert import EXPERT
-from meshwise.parallel.expert_axis import MeshAxis
+from meshwise.parallel.expert_axis import ExpertMeshAxis
 from meshwise.parallel.technique import Setup
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.job import Job
-from meshwise.training.loop import run_job
-from meshwise.training.run_options import RunOptions
 from meshwise.workers.join import join
 from tests.parallel.applied import apply_with, backward
 from tests.parallel.test_experts import moe
@@ -118,13 +118,13 @@ def sent_in_a_step() -> tuple[int, list[int], list[int], list[int]]:
     """On a rank: the elements that a forward and a backward have sent to other ranks; how many rows go to each rank's
     experts; how many elements this rank holds of each expert; which experts it calls."""
     world, sent = join().world, list[int]()
-    exchange = MeshAxis.exchange
+    exchange = ExpertMeshAxis.exchange
 
-    def counted(self: MeshAxis, out: Any, into: Any) -> None:
+    def counted(self: ExpertMeshAxis, out: Any, into: Any) -> None:
         sent.append(sum(rows.numel() for rank, rows in enumerate(out) if rank != self.rank))
         exchange(self, out, into)
 
-    MeshAxis.exchange = counted  # type: ignore[method-assign]
+    ExpertMeshAxis.exchange = counted  # type: ignore[method-assign]
     try:
         torch.manual_seed(0)
         model = Mixture()
@@ -133,7 +133,7 @@ def sent_in_a_step() -> tuple[int, list[int], list[int], list[int]]:
         setup = apply_with(model, Plan(expert=2), world)
         backward(setup, model(x).square().sum())
     finally:
-        MeshAxis.exchange = exchange  # type: ignore[method-assign]
+        ExpertMeshAxis.exchange = exchange  # type: ignore[method-assign]
     owner = chosen * world.size // EXPERTS
     rows = [int((owner == rank).sum()) for rank in range(world.size)]
     called = sorted(set(chosen.tolist()))

@@ -20,6 +20,9 @@ from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import prove
 from meshwise.equivalence.trace import CheckSpec
+from meshwise.job.job import Job
+from meshwise.job.loop import run_job
+from meshwise.job.options import RunOptions
 from meshwise.parallel import compiled
 from meshwise.parallel.expert import EXPERT, Experts, route
 from meshwise.parallel.precision import computing
@@ -27,9 +30,6 @@ from meshwise.parallel.technique import Setup
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.job import Job
-from meshwise.training.loop import run_job
-from meshwise.training.run_options import RunOptions
 from meshwise.workers.join import join
 from tests.parallel.applied import apply_with, backward
 from tests.parallel.test_split_context import ThreadAxis, on_ranks, same

@@ -1,9 +1,9 @@
 """Pipeline parallel: schedules, stages, what each holds, what is refused; and that it is what one device computes.
 
-Of parallel/pipeline.py, parallel/holding.py, parallel/passing.py, parallel/schedule.py, training/microbatches.py,
+Of parallel/pipeline.py, parallel/holding.py, parallel/passing.py, parallel/schedule.py, job/step.py,
 transfer/stages.py.
 
-Tests parallel/holding.py, parallel/passing.py, parallel/schedule.py, training/microbatches.py,
+Tests parallel/holding.py, parallel/passing.py, parallel/schedule.py, job/step.py,
 spec/schedules.py, transfer/stages.py.
 """
 
@@ -25,6 +25,9 @@ from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import prove
 from meshwise.equivalence.trace import CheckSpec
+from meshwise.job.job import Job
+from meshwise.job.loop import run_job
+from meshwise.job.options import RunOptions
 from meshwise.parallel.blocks import repeated_blocks
 from meshwise.parallel.buckets import local
 from meshwise.parallel.deferred import constructed, take_fakes
@@ -33,16 +36,14 @@ from meshwise.parallel.passing import Pass
 from meshwise.parallel.pipeline import STAGES, Pipeline, costs_of
 from meshwise.parallel.schedule import CHUNKS, Action, orders, stage_ranges
 from meshwise.parallel.shard import Sharded
-from meshwise.parallel.split.axis import MeshAxis, Part
 from meshwise.parallel.technique import Setup
+from meshwise.process.plan_choice import check_for_scripts
 from meshwise.spec.errors import PlanError, WorkerFailed
-from meshwise.spec.plan import SCHEDULES, Plan
+from meshwise.spec.plan import Plan
 from meshwise.spec.plan_settings import plan_on
+from meshwise.spec.schedules import SCHEDULES
 from meshwise.spec.world import World
-from meshwise.training.job import Job
-from meshwise.training.loop import run_job
-from meshwise.training.plan_choice import check_for_scripts
-from meshwise.training.run_options import RunOptions
+from meshwise.splits.axis import MeshAxis, SplitPart
 from meshwise.transfer import stages
 from meshwise.transfer.stages import Pipe
 
@@ -453,7 +454,7 @@ def test_stages_are_cut_by_the_cost_of_blocks_that_a_job_gives() -> None:
 
 
 def test_a_split_hidden_state_is_put_together_on_the_axis_of_the_stage_that_takes_it() -> None:
-    sent = pickle.dumps(Part(MeshAxis("an axis", 2, 1, None), 1, 8))
+    sent = pickle.dumps(SplitPart(MeshAxis("an axis", 2, 1, None), 1, 8))
     own = MeshAxis("an axis", 2, 0, None)
     assert pickle.loads(sent).axis is own
 

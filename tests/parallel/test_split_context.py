@@ -2,7 +2,7 @@
 
 Ranks are threads, so that no process starts.
 
-Tests parallel/context.py, parallel/split/attention.py, parallel/split/places.py.
+Tests parallel/context.py, splits/attention.py, splits/places.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshwise.parallel import context
-from meshwise.parallel.split import rules
-from meshwise.parallel.split.axis import Part
-from meshwise.parallel.split.crossing import gather
-from meshwise.parallel.split.tensor import SplitTensor, split
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
+from meshwise.splits import rules
+from meshwise.splits.axis import SplitPart
+from meshwise.splits.crossing import gather
+from meshwise.splits.tensor import SplitTensor, split
 
 
 @dataclass
@@ -78,12 +78,12 @@ class ThreadAxis:
         pass
 
 
-def folded(axis: ThreadAxis, dim: int, length: int) -> Part:
-    return Part(axis, dim, length).folded()
+def folded(axis: ThreadAxis, dim: int, length: int) -> SplitPart:
+    return SplitPart(axis, dim, length).folded()
 
 
-def plain(axis: ThreadAxis, dim: int, length: int) -> Part:
-    return Part(axis, dim, length)
+def plain(axis: ThreadAxis, dim: int, length: int) -> SplitPart:
+    return SplitPart(axis, dim, length)
 
 
 def on_ranks(size: int, work: Callable[[ThreadAxis], Any], **options: Any) -> list[Any]:
@@ -113,9 +113,11 @@ def same(got: Tensor, wanted: Tensor) -> bool:
     return got.shape == wanted.shape and torch.allclose(got, wanted, atol=1e-11, rtol=1e-11, equal_nan=True)
 
 
-def _asked(part: Callable[..., Part], axis: ThreadAxis, x: Tensor, dim: int | tuple[int, int] | None) -> Part | None:
+def _asked(
+    part: Callable[..., SplitPart], axis: ThreadAxis, x: Tensor, dim: int | tuple[int, int] | None
+) -> SplitPart | None:
     if isinstance(dim, tuple):
-        return Part(axis, dim[0], x.shape[dim[0]], dim[1])
+        return SplitPart(axis, dim[0], x.shape[dim[0]], dim[1])
     return None if dim is None else part(axis, dim, x.shape[dim])
 
 
@@ -124,7 +126,7 @@ def hold(
     inputs: Sequence[Tensor],
     dims: Sequence[int | tuple[int, int] | None],
     size: int = 2,
-    part: Callable[..., Part] = plain,
+    part: Callable[..., SplitPart] = plain,
     **options: Any,
 ) -> list[Any]:
     """Compare `function` of inputs that are split along `dims` with that of whole ones, values and gradients.
@@ -264,7 +266,7 @@ CASES = {
 @pytest.mark.parametrize("part", [plain, folded])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_divided_positions_give_what_the_whole_gives(name: str, size: int, part: Callable[..., Part]) -> None:
+def test_divided_positions_give_what_the_whole_gives(name: str, size: int, part: Callable[..., SplitPart]) -> None:
     function, inputs, dims, kind = CASES[name]
     assert hold(function, inputs, dims, size, part)[0] == [kind]
 
@@ -302,7 +304,7 @@ ATTENTION = {
 @pytest.mark.parametrize("part", [plain, folded])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_over_divided_positions(name: str, size: int, part: Callable[..., Part]) -> None:
+def test_attention_over_divided_positions(name: str, size: int, part: Callable[..., SplitPart]) -> None:
     function, inputs, kinds = ATTENTION[name]
     if kinds[3:] == "b":
         bias, inputs = inputs[3], inputs[:3]

@@ -15,11 +15,11 @@ import meshwise as mw
 from meshwise.compat.modules import parameters_in
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.proof import CheckSpec
+from meshwise.job.loop import run_job
+from meshwise.job.options import RunOptions
+from meshwise.parallel.layout import cuts_of
 from meshwise.parallel.shard_refusals import note_what_was_not_gathered
-from meshwise.parallel.split.layout import cuts_of
 from meshwise.spec.plan import Plan
-from meshwise.training.loop import run_job
-from meshwise.training.run_options import RunOptions
 
 
 class Symmetric(nn.Module):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.races.checker import Checker, Race, Touch
-from meshwise.races.memory import MOST_STRIDED, Access, Memory, Region, have_common_bytes, region_of
+from meshwise.races.memory import MOST_STRIDED, Access, Region, ShadowMemory, have_common_bytes, region_of
 from meshwise.races.order import HOST, Lane
 
 LANES = [Lane("cuda:0", 0), Lane("cuda:0", 7), Lane("cuda:1", 0)]
@@ -222,7 +222,7 @@ def test_a_smaller_block_in_freed_memory_races_too() -> None:
 
 
 def test_columns_that_are_written_one_by_one_do_not_pile_up() -> None:
-    memory = Memory()
+    memory = ShadowMemory()
     for column in range(3 * MOST_STRIDED):
         region = region_of(column, 1, (10, 1), (1000, 1))
         assert region is not None

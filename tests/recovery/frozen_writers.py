@@ -29,12 +29,12 @@ from meshwise.recovery.weights import save_weights
 from meshwise.spec.errors import SaveError
 from meshwise.spec.saves import Saves
 from meshwise.spec.world import World
-from meshwise.training.tracking import Tracking
+from meshwise.tracking.tracking import Tracking
 from tests.recovery.dying_writers import FolderBoard, writing
 
 WRITERS = (
     *("recovery/writing.py", "recovery/saving.py", "recovery/weights.py", "recovery/tensor_files.py"),
-    *("records/checkpoints.py", "records/claims.py", "records/files.py", "records/folder.py", "training/tracking.py"),
+    *("records/checkpoints.py", "records/claims.py", "records/files.py", "records/folder.py", "tracking/tracking.py"),
 )
 WAITS = ("_awaited", "_settle", "settle")
 KINDS = ("save", "metrics", "record", "weights", "other rank")

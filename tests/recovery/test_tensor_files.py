@@ -11,18 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from meshwise.records.checkpoints import Piece, StoredTensor, hash_of, write_file
+from meshwise.records.checkpoints import StoredPiece, StoredTensor, hash_of, write_file
 from meshwise.recovery import tensor_files
-from meshwise.recovery.layout import Held, Part, deal, held
+from meshwise.recovery.layout import Held, WriteItem, deal, held
 from meshwise.recovery.tensor_files import TensorFiles, as_bytes, laid_out
 from meshwise.spec.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
 
 
-def written(folder: Path, ranks: list[dict[str, Any]], parts: list[list[Part]], shapes: dict[str, Held]) -> TensorFiles:
+def written(
+    folder: Path, ranks: list[dict[str, Any]], parts: list[list[WriteItem]], shapes: dict[str, Held]
+) -> TensorFiles:
     """What the ranks of a deal write, whose values are those of `ranks`."""
-    pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
+    pieces: dict[str, list[StoredPiece]] = {name: [] for name in shapes}
     for rank, own in enumerate(parts):
         beginning, places, size = laid_out(own, shapes)
         buffer = torch.zeros(size - len(beginning), dtype=torch.uint8)
@@ -30,7 +32,7 @@ def written(folder: Path, ranks: list[dict[str, Any]], parts: list[list[Part]], 
             value = ranks[rank][part.name][tuple(slice(*bounds) for bounds in part.box)]
             begin = at - len(beginning)
             buffer[begin : begin + value.nbytes].view(value.dtype).view(value.shape).copy_(value)
-            pieces[part.name].append(Piece(f"rank{rank}.safetensors", at, part.box))
+            pieces[part.name].append(StoredPiece(f"rank{rank}.safetensors", at, part.box))
         file = write_file(folder / f"rank{rank}.safetensors", beginning, as_bytes(buffer))
         assert file.size == size == (folder / file.name).stat().st_size and file.hash == hash_of(folder / file.name)
     return TensorFiles(folder, {n: StoredTensor(h.dtype, h.shape, tuple(pieces[n])) for n, h in shapes.items()})

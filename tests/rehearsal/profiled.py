@@ -11,13 +11,13 @@ from difflib import SequenceMatcher
 
 from torch.profiler import ProfilerActivity, profile
 
+from meshwise.data.order import epoch_order, epoch_slices
+from meshwise.data.source import read_slices
+from meshwise.engine.engine import Engine
+from meshwise.job.run import begun, open_data
+from meshwise.job.step import train_step
 from meshwise.parallel.mesh import divide_work
-from meshwise.rehearsal.work import Collective, Operation
-from meshwise.training.engine import Engine
-from meshwise.training.job_step import train_step
-from meshwise.training.loop import begun, open_data
-from meshwise.training.order import epoch_order, epoch_slices
-from meshwise.training.source import read_slices
+from meshwise.rehearsal.work import CollectiveOperation, Operation
 from meshwise.workers.gate import StepGate
 from meshwise.workers.join import join
 
@@ -148,5 +148,5 @@ def recorded_collectives(events):
 
 def rehearsed_collectives(work):
     """The same of a rehearsed step."""
-    found = [launch.what for launch in work.launches if isinstance(launch.what, Collective)]
+    found = [launch.what for launch in work.launches if isinstance(launch.what, CollectiveOperation)]
     return Counter((one.kind, one.size if one.kind in SIZED else 0) for one in found)

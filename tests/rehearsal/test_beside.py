@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
+from meshwise.job.job import Job
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.trace import trace
-from meshwise.rehearsal.work import MAIN, Collective, Launch, Operation, Work
+from meshwise.rehearsal.work import MAIN, CollectiveOperation, Launch, Operation, Work
 from meshwise.spec.plan import Plan
-from meshwise.training.job import Job
 
 
 def step(job: Job, plan: Plan, kind: str, rank: int = 0) -> Work:
@@ -30,7 +30,7 @@ def collectives(work: Work) -> dict[int, Launch]:
     return {
         place: event
         for place, event in enumerate(work.events)
-        if isinstance(event, Launch) and isinstance(event.what, Collective)
+        if isinstance(event, Launch) and isinstance(event.what, CollectiveOperation)
     }
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from meshwise.job.job import Job
 from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.bounds import Bounds
 from meshwise.rehearsal.estimator import rehearser
 from meshwise.rehearsal.from_few import Tracer
 from meshwise.spec.plan import Plan
-from meshwise.training.job import Job
 
 PARAMETERS = 4 * 1024 * 1024
 STEP = 3 * 2 * 64 * 1024 * 1024

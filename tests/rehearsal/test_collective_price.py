@@ -9,7 +9,7 @@ import pytest
 from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.collective_price import collective_seconds, group_of
 from meshwise.rehearsal.price import CATALOG, MEASURED, MODEL, Priced
-from meshwise.rehearsal.work import Collective
+from meshwise.rehearsal.work import CollectiveOperation
 from meshwise.spec.bandwidth import bus_bandwidth
 from meshwise.spec.machine import Collective as MeasuredCollective
 from meshwise.spec.machine import Link, Machine
@@ -22,7 +22,7 @@ LARGE = 1 << 34
 
 def of(kind: str, size: int, machine: Machine = EIGHT, ranks: int | tuple[int, ...] | None = None) -> Priced:
     chosen = tuple(range(len(machine.devices) if ranks is None else ranks)) if not isinstance(ranks, tuple) else ranks
-    found = collective_seconds(Collective(kind, size, chosen), machine)
+    found = collective_seconds(CollectiveOperation(kind, size, chosen), machine)
     assert found is not None and found.low <= found.seconds <= found.high
     return found
 
@@ -106,7 +106,7 @@ def test_a_table_of_the_machine_comes_first() -> None:
 
 def test_processes_of_one_host_have_only_what_was_measured() -> None:
     described = machine_from_words("4xcpu")
-    assert collective_seconds(Collective("all-reduce", 1 << 20, (0, 1)), described) is None
+    assert collective_seconds(CollectiveOperation("all-reduce", 1 << 20, (0, 1)), described) is None
     pair = fitted((1 << 10, 1 << 20, 1 << 26), (1e-4, 1e-3, 60e-3))
     link = Link("cpu:0", "cpu:1", "process", timings={"gloo": pair})
     measured = replace(described, links=(link,))
@@ -122,7 +122,7 @@ def test_gloo_between_hosts_has_the_network() -> None:
     assert of("all-reduce", size, hosts).seconds == pytest.approx(1 / 0.95, rel=0.01)
     assert of("send", size, hosts, (0, 1)).seconds == pytest.approx(1 / 0.95, rel=0.01)
     two = machine_from_words("2x2xcpu@1Gb")
-    column = collective_seconds(Collective("all-reduce", size, (0, 2)), two)
+    column = collective_seconds(CollectiveOperation("all-reduce", size, (0, 2)), two)
     assert column is not None and column.seconds == pytest.approx(2 / 0.95, rel=0.01)
 
 
@@ -138,11 +138,11 @@ def test_gloo_between_hosts_takes_what_was_measured_between_them() -> None:
 
 def test_what_is_not_known_has_no_time() -> None:
     dark = machine_from_words("2x8xH100")
-    assert collective_seconds(Collective("all-reduce", 1 << 20, tuple(range(16))), dark) is None
-    assert collective_seconds(Collective("all-reduce", 1 << 20, tuple(range(8))), dark) is not None
-    assert collective_seconds(Collective("send", 1 << 20, (0, 8)), dark) is None
+    assert collective_seconds(CollectiveOperation("all-reduce", 1 << 20, tuple(range(16))), dark) is None
+    assert collective_seconds(CollectiveOperation("all-reduce", 1 << 20, tuple(range(8))), dark) is not None
+    assert collective_seconds(CollectiveOperation("send", 1 << 20, (0, 8)), dark) is None
     bare = Machine("bare", EIGHT.devices)
-    assert collective_seconds(Collective("all-gather", 1 << 20, (0, 1)), bare) is None
+    assert collective_seconds(CollectiveOperation("all-gather", 1 << 20, (0, 1)), bare) is None
     assert of("all-reduce", 1 << 20, bare, (3,)).seconds == 0.0
     with pytest.raises(ValueError, match="rank 9 is not one of the 8"):
-        collective_seconds(Collective("all-reduce", 4, (0, 9)), EIGHT)
+        collective_seconds(CollectiveOperation("all-reduce", 4, (0, 9)), EIGHT)

@@ -8,7 +8,7 @@ from rehearsal.works import FREE, Given, computes, gathers, work
 
 from meshwise.api.machines import find_machine
 from meshwise.jobs.registry import find_job
-from meshwise.rehearsal.estimate import Estimate, Memory, Range
+from meshwise.rehearsal.estimate import Estimate, MemoryEstimate, Range
 from meshwise.rehearsal.estimator import rehearser
 from meshwise.rehearsal.explain import LAUNCHES, explain, link_words
 from meshwise.rehearsal.simulate import simulate
@@ -17,7 +17,7 @@ from meshwise.spec.plan import Plan
 
 
 def estimate(seconds, parts=None, memory=50.0, plan=None, capacity=100):
-    room = Memory(0, Range(memory, memory, memory), 0, {}, 0, 0, capacity)
+    room = MemoryEstimate(0, Range(memory, memory, memory), 0, {}, 0, 0, capacity)
     return Estimate(plan or Plan(), room, Range(seconds, seconds, seconds), parts or {})
 
 

@@ -21,7 +21,7 @@ from meshwise.rehearsal.measured import OperatorTimes, prices_here
 from meshwise.rehearsal.memory import memory_curve, with_inside
 from meshwise.rehearsal.price import MEASURED, kernel_seconds
 from meshwise.rehearsal.prices import Prices, missing
-from meshwise.rehearsal.work import Collective, Launch, Operation
+from meshwise.rehearsal.work import CollectiveOperation, Launch, Operation
 from meshwise.spec.machine import Machine
 
 aten = torch.ops.aten
@@ -176,7 +176,7 @@ def test_an_optimizer_on_dtensors_takes_longer() -> None:
     assert 1e-6 < measured.dtensor_seconds() < 1e-2
     machine = machine_from_words("2xcpu")
     prices = Prices(machine, program=1e-5, dtensor=1e-4)
-    assert prices.host(Collective("all-reduce", 1 << 20, (0, 1)), 0).seconds == 0  # what gloo's own threads do
+    assert prices.host(CollectiveOperation("all-reduce", 1 << 20, (0, 1)), 0).seconds == 0  # what gloo's own threads do
     what = Operation("aten.mul_", ((4,),), ("fp32",), 4, 16, 16)
     host = {
         (phase, on): prices.host(what, 0, phase, on).seconds

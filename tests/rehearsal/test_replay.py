@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import nn
 
+from meshwise.job.job import Job
 from meshwise.jobs.gpt import Gpt, GptSize
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal import from_few
 from meshwise.rehearsal.from_few import FEW, Tracer, depth_of
-from meshwise.rehearsal.growth import Pieces, Unlike, grown
+from meshwise.rehearsal.growth import Insertions, Unlike, grown
 from meshwise.rehearsal.shorter import Stretch
 from meshwise.rehearsal.trace import trace
 from meshwise.rehearsal.work import Allocate, Launch, Operation
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
-from meshwise.training.job import Job
 
 LAYERS = 2 * FEW + 4
 
@@ -155,7 +155,7 @@ def check_equal(found, whole):
 
 
 def pieces(short, long):
-    return [(piece.at, piece.length) for piece in Pieces(short, long, (short, long)).all]
+    return [(piece.at, piece.length) for piece in Insertions(short, long, (short, long)).all]
 
 
 def test_pieces_are_found_where_they_repeat():

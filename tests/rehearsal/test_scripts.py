@@ -1,6 +1,6 @@
 """A script with the two lines is rehearsed up to its second step: as a job of the same program is, or refused by name.
 
-Of compat/fake_cuda.py too.
+Of rehearsal/fakes/cuda.py too.
 """
 
 import os
@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from meshwise.job.job import Job
 from meshwise.jobs.script import run_script_file
 from meshwise.rehearsal.scripts import Script, known_script, trace_script
 from meshwise.rehearsal.trace import trace
 from meshwise.rehearsal.work import Launch, Operation
 from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
-from meshwise.training.job import Job
 
 SCRIPT = """
 import argparse

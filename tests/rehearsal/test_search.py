@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshwise.rehearsal.edits import edits
-from meshwise.rehearsal.estimate import Estimate, Memory, Range
+from meshwise.rehearsal.estimate import Estimate, MemoryEstimate, Range
 from meshwise.rehearsal.places import OutOfTime
 from meshwise.rehearsal.search import SLOWER, search
 from meshwise.spec.errors import PlanError
@@ -16,7 +16,7 @@ from meshwise.spec.plan import Plan
 
 
 def estimate(plan, seconds, memory, capacity=100):
-    return Estimate(plan, Memory(0, Range(memory, memory * 0.9, memory * 1.1), memory, {}, memory, 0, capacity),
+    return Estimate(plan, MemoryEstimate(0, Range(memory, memory * 0.9, memory * 1.1), memory, {}, memory, 0, capacity),
                     Range(seconds, seconds, seconds))  # fmt: skip
 
 

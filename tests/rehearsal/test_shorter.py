@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from meshwise.job.job import Job
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.shorter import shortened, stretch_of
 from meshwise.rehearsal.trace import trace
 from meshwise.rehearsal.work import Operation
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
-from meshwise.training.job import Job
 
 
 class Block(nn.Module):

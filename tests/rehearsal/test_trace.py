@@ -1,6 +1,6 @@
 """The rehearsal's operators are those of the real step, as torch's profiler records them.
 
-Of rehearsal/record.py, rehearsal/work.py, compat/fake_world.py, compat/fake_device.py, compat/fake_autocast.py and
+Of rehearsal/record.py, rehearsal/work.py, rehearsal/fakes/world.py, compat/fake_device.py, compat/fake_autocast.py and
 compat/flops.py too.
 """
 
@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from meshwise.data.order import epoch_order, epoch_slices
+from meshwise.data.source import read_slices
+from meshwise.engine.engine import Engine
+from meshwise.job.job import Job
+from meshwise.job.run import begun, open_data
+from meshwise.job.step import train_step
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.trace import trace
-from meshwise.rehearsal.work import Allocate, Collective, Free, Launch, Operation
+from meshwise.rehearsal.work import Allocate, CollectiveOperation, Free, Launch, Operation
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.engine import Engine
-from meshwise.training.job import Job
-from meshwise.training.job_step import train_step
-from meshwise.training.loop import begun, open_data
-from meshwise.training.order import epoch_order, epoch_slices
-from meshwise.training.source import read_slices
 from meshwise.workers.gate import StepGate
 
 OF_LISTS = {"aten::cat", "aten::stack", "aten::index"}
@@ -147,7 +147,11 @@ def test_each_stage_reduces_its_norm_among_its_own_ranks():
     """DTensor takes meshes of two ranks for equal, and kept what it knew of the first stage's group."""
     traced = trace(find_job("gpt"), Plan(shard=4, pipeline=2, accumulate=2))
     norms = [
-        {one.what.ranks for one in each.step.launches if isinstance(one.what, Collective) and len(one.what.ranks) == 4}
+        {
+            one.what.ranks
+            for one in each.step.launches
+            if isinstance(one.what, CollectiveOperation) and len(one.what.ranks) == 4
+        }
         for each in traced
     ]
     assert norms == [{(0, 2, 4, 6)}, {(1, 3, 5, 7)}]

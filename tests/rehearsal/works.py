@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.price import COMMUNICATION, COMPUTE, LAUNCH, MODEL, Priced, priced
 from meshwise.rehearsal.prices import Overlap, Prices
-from meshwise.rehearsal.work import Collective, Copy, Event, Launch, Operation, Work
+from meshwise.rehearsal.work import CollectiveOperation, Copy, Event, Launch, Operation, Work
 
 FREE = Overlap(1.0, 1.0)
 
@@ -21,15 +21,15 @@ def computes(name: str = "aten.mm", stream: str = "main", **more: object) -> Lau
 
 
 def gathers(ranks: tuple[int, ...], stream: str = "comm", kind: str = "all-gather", **more: object) -> Launch:
-    return Launch(Collective(kind, 1024, ranks), stream, **more)  # type: ignore[arg-type]
+    return Launch(CollectiveOperation(kind, 1024, ranks), stream, **more)  # type: ignore[arg-type]
 
 
 def sends(source: int, target: int, **more: object) -> Launch:
-    return Launch(Collective("send", 1024, (source, target)), "sends", **more)  # type: ignore[arg-type]
+    return Launch(CollectiveOperation("send", 1024, (source, target)), "sends", **more)  # type: ignore[arg-type]
 
 
 def receives(source: int, target: int, **more: object) -> Launch:
-    return Launch(Collective("receive", 1024, (source, target)), "receives", **more)  # type: ignore[arg-type]
+    return Launch(CollectiveOperation("receive", 1024, (source, target)), "receives", **more)  # type: ignore[arg-type]
 
 
 def work(*events: Event, rank: int = 0, ranks: int = 8, kind: str = "gpu") -> Work:
@@ -49,10 +49,12 @@ class Given(Prices):
         super().__init__(machine_from_words(words))
         self.seconds, self.launching, self.spread = seconds or {}, launch, spread
 
-    def of(self, what: Operation | Collective | Copy, rank: int) -> Priced | None:
+    def of(self, what: Operation | CollectiveOperation | Copy, rank: int) -> Priced | None:
         name = what.name if isinstance(what, Operation) else "copy" if isinstance(what, Copy) else what.kind
         factor = COMPUTE if isinstance(what, Operation) else COMMUNICATION
         return priced(self.seconds.get(name, 1.0), self.spread, MODEL, factor)
 
-    def host(self, what: Operation | Collective | Copy, rank: int, phase: str = "", dtensors: bool = False) -> Priced:
+    def host(
+        self, what: Operation | CollectiveOperation | Copy, rank: int, phase: str = "", dtensors: bool = False
+    ) -> Priced:
         return priced(self.launching, self.spread, MODEL, LAUNCH)

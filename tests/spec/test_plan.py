@@ -10,15 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.spec.dtypes import Dtypes
+from meshwise.spec.dtypes import PRECISIONS, Dtypes
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import (
-    OFFLOADS,
-    PRECISIONS,
-    RECOMPUTES,
-    Plan,
-    at_precision,
-)
+from meshwise.spec.plan import OFFLOADS, RECOMPUTES, Plan, at_precision
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.plan_file import plan_from_toml, plan_to_toml, read_plan
 from meshwise.spec.plan_settings import plan_from_settings, setting_texts, settings_values

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.recording.recording import Recording
 from meshwise.records.folder import begin_session, end_session
 from meshwise.spec.world import World
 from meshwise.timeline.align import causal_shifts, fit_clock
 from meshwise.timeline.arrivals import arrival_table
 from meshwise.timeline.read import read_timeline
-from meshwise.training.recording import Recording
 from meshwise.transfer import collectives
 from meshwise.workers.clock import ClockProbe, ClockServer
 from tests.pool import Pool

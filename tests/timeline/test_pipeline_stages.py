@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshwise.parallel.schedule import CHUNKS, Action, orders
-from meshwise.spec.plan import SCHEDULES
+from meshwise.spec.schedules import SCHEDULES
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.arrivals import arrival_table
 from meshwise.timeline.pipeline_stages import actions_of, pipeline_report, played_bubble

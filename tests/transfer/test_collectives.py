@@ -1,4 +1,4 @@
-"""For a world of one every collective is a plain return. Several ranks: tests/training/test_distribute.py.
+"""For a world of one every collective is a plain return. Several ranks: tests/script/test_distribute.py.
 
 Tests transfer/groups.py too.
 """

@@ -16,11 +16,11 @@ from torch import Tensor
 
 import meshwise as mw
 from meshwise.compat.tree import map_tensors
+from meshwise.process.session import end_sessions
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.user_code import user_place
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.timeline import Timeline
-from meshwise.training.session import end_sessions
 from meshwise.workers.failure import (
     Failure,
     by_error,

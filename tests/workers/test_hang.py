@@ -15,15 +15,15 @@ import pytest
 
 from meshwise.workers import hang
 from meshwise.workers.hang import FEW, HangWatch, find_stall, patience
-from meshwise.workers.heartbeat import PEERS, SIGNAL, Beat, Collective, Heartbeat, beat_path
+from meshwise.workers.heartbeat import PEERS, SIGNAL, Beat, CollectiveCall, Heartbeat, beat_path
 from meshwise.workers.stuck import standing, stuck_child
 
 STEPS = [0.005] * 99 + [0.1]
 ALL = "0,1,2/"
 
 
-def at(number: int, group: str = ALL, name: str = "all-reduce of gradients") -> Collective:
-    return Collective(name, group, number, time.perf_counter_ns())
+def at(number: int, group: str = ALL, name: str = "all-reduce of gradients") -> CollectiveCall:
+    return CollectiveCall(name, group, number, time.perf_counter_ns())
 
 
 def waits(number: int, group: str = ALL, **more: object) -> Beat:

@@ -1,4 +1,4 @@
-"""The same command under torchrun, and on two machines that meet. Of api/joined.py, training/joined_run.py and
+"""The same command under torchrun, and on two machines that meet. Of launcher/joined.py, recording/joined_run.py and
 workers/parting_of_others.py."""
 
 from __future__ import annotations

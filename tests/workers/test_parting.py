@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwise as mw
+from meshwise.script import distributed_loader
 from meshwise.spec.user_code import place
-from meshwise.training import distributed_loader
 from meshwise.workers import parting_of_others, verb_log
 from meshwise.workers.parting import GRACE, PartingWatch, last_verbs, parted, trail_path
 from meshwise.workers.verb_log import SLOTS, VerbLog, VerbTrail, read_trail

@@ -1,6 +1,6 @@
 """Who a process is, from what Slurm, torchrun or mpirun have set. Of workers/launchers/place.py and find.py,
 workers/launchers/slurm.py, workers/launchers/hosts.py, workers/launchers/torchrun.py, workers/launchers/mpi.py and
-api/placing.py.
+launcher/placing.py.
 
 Variables marked "recorded" are of real processes: Slurm 22.05.8 (of tests/slurm.py), Open MPI 4.1.4 (both of Debian 12)
 and torchrun of torch 2.13. Those marked "documented" are written from documentation alone.
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.api.placing import check_kind, placed
+from meshwise.job.options import RunOptions
+from meshwise.launcher.placing import check_kind, placed
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
-from meshwise.training.run_options import RunOptions
 from meshwise.workers.launchers import slurm
 from meshwise.workers.launchers.find import place_in
 from meshwise.workers.launchers.hosts import host_list, tasks_of_nodes
@@ -277,7 +277,8 @@ def test_slurms_counts_of_tasks_are_read(text: str, counts: tuple[int, ...]) -> 
     assert tasks_of_nodes(text) == counts
 
 
-# ---- A rank itself, or the launcher of its machine: api/placing.py ---------------------------------------------------
+# ---- A rank itself, or the launcher of its machine: launcher/placing.py
+# ---------------------------------------------------
 
 ONE_A_NODE = SRUN | {"SLURM_GTIDS": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
 ONE_A_NODE |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}

@@ -6,7 +6,6 @@ from meshwise.api import check_options as check_options
 from meshwise.api import checkpoints as checkpoints
 from meshwise.api import logs as logs
 from meshwise.api import machines as machines
-from meshwise.api import own_folder as own_folder
 from meshwise.api import plan as plan
 from meshwise.api import plan_options as plan_options
 from meshwise.api import plans as plans
@@ -14,9 +13,7 @@ from meshwise.api import report as report
 from meshwise.api import run as run
 from meshwise.api import runs as runs
 from meshwise.api import script as script
-from meshwise.api import start as start
 from meshwise.api import stop as stop
 from meshwise.api import submit as submit
 from meshwise.api import submit_gate as submit_gate
-from meshwise.api import supervise as supervise
 from meshwise.api import weights as weights

@@ -15,6 +15,7 @@ from meshwise.api.bench import bench
 from meshwise.api.machines import find_machine
 from meshwise.api.plan import Plans, plan_options
 from meshwise.api.plan_options import PlanOptions
+from meshwise.job.options import OF_THE_PLAN, PlanText, RunOptions
 from meshwise.machine.bench import only_devices
 from meshwise.machine.find import find_devices
 from meshwise.machine.measure.alone import device_names
@@ -27,7 +28,6 @@ from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.plan_settings import settings_text
 from meshwise.spec.prediction import prediction_to_toml
 from meshwise.spec.units import bytes_text, plural, seconds_text
-from meshwise.training.run_options import OF_THE_PLAN, PlanText, RunOptions
 from meshwise.workers.environment import started_by_launcher
 
 SECONDS = 20.0

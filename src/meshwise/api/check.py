@@ -1,6 +1,6 @@
 """Check a plan: a job or a script on one device and under the plan, in float64, compared.
 
-A job and a script are both a `Program`: they differ in what each worker calls.
+A job and a script are both a `CheckedProgram`: they differ in what each worker calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from meshwise.api.check_options import DEFAULT_DEVICES, CheckOptions
-from meshwise.api.supervise import PRELOAD
 from meshwise.compat.compiling import uncompile, unwrapped
 from meshwise.equivalence.file_view import free_folders
 from meshwise.equivalence.locked_files import can_lock, lock_files
@@ -30,10 +29,13 @@ from meshwise.equivalence.proof import Proof, prove
 from meshwise.equivalence.scratch_files import scratch_files
 from meshwise.equivalence.trace import CheckSpec, Draws, Trace
 from meshwise.equivalence.views.check_text import check_text
+from meshwise.job.job import Job
 from meshwise.jobs.registry import find_job
 from meshwise.jobs.script import run_script_file
+from meshwise.launcher.supervise import PRELOAD
 from meshwise.machine.find import find_devices
 from meshwise.parallel.apply import check_fits
+from meshwise.process.plan_choice import check_for_scripts
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.options import refuse_options_of_jobs, takes
@@ -44,9 +46,7 @@ from meshwise.spec.plan_settings import devices_of, plan_from_settings, plan_on,
 from meshwise.spec.words import error_text
 from meshwise.spec.world import World
 from meshwise.terminal.notebook import shown_by
-from meshwise.training.job import Job
-from meshwise.training.plan_choice import check_for_scripts
-from meshwise.training.tracking import nowhere
+from meshwise.tracking.tracking import nowhere
 from meshwise.workers.environment import PLAN_FILE, started_by_launcher
 from meshwise.workers.failure import user_traceback
 from meshwise.workers.join import join
@@ -71,7 +71,7 @@ _kept = ExitStack()
 
 
 @dataclass(frozen=True)
-class Program:
+class CheckedProgram:
     """What a check runs.
 
     trace: what each worker calls with what is checked and, under the plan, the random draws of one device. alone:
@@ -132,7 +132,7 @@ def check_options(options: CheckOptions) -> Proof:
         return prove(program.name, spec, devices, one, actual, known, once_more)
 
 
-def _once_more(program: Program, slots: Sequence[WorkerSlot], passes: Passes, spec: CheckSpec) -> Trace:
+def _once_more(program: CheckedProgram, slots: Sequence[WorkerSlot], passes: Passes, spec: CheckSpec) -> Trace:
     """One device with the plan's noise."""
     (found,) = _traces(program, [(spec, None)], slots, passes)
     return trace_to_compare(found, program.name)
@@ -165,7 +165,10 @@ def uncompiled_plan(plan: Plan, notify: Callable[[str], None]) -> Plan:
 
 
 def _traces(
-    program: Program, wanted: Sequence[tuple[CheckSpec, Draws | None]], slots: Sequence[WorkerSlot], passes: Passes
+    program: CheckedProgram,
+    wanted: Sequence[tuple[CheckSpec, Draws | None]],
+    slots: Sequence[WorkerSlot],
+    passes: Passes,
 ) -> list[ProgramTrace]:
     """What the program did in each pass: what is checked, and the random draws that it follows."""
     if not program.alone and slots[0].device == "cpu" and wanted[0][1] is None:
@@ -190,7 +193,7 @@ def _in_worker(
     return found
 
 
-def _in_this_process(program: Program, spec: CheckSpec, passes: Passes) -> ProgramTrace:
+def _in_this_process(program: CheckedProgram, spec: CheckSpec, passes: Passes) -> ProgramTrace:
     """One device. Raises WorkerFailed, as a worker would, where the user's program raises."""
     passes.begin()
     try:
@@ -206,10 +209,10 @@ def _in_this_process(program: Program, spec: CheckSpec, passes: Passes) -> Progr
         raise WorkerFailed("\n".join(lines), rank=0) from error
 
 
-def _job(options: CheckOptions, slots: Sequence[WorkerSlot], folder: Path) -> Program:
+def _job(options: CheckOptions, slots: Sequence[WorkerSlot], folder: Path) -> CheckedProgram:
     name = _find_job(options).name  # here too: what is wrong is reported before any worker starts
     plain = replace(options, notify=_ignore, progress=_ignore, tell=None)
-    return Program(name, partial(_trace_job, plain, slots[0].device == "cpu", folder), alone=False)
+    return CheckedProgram(name, partial(_trace_job, plain, slots[0].device == "cpu", folder), alone=False)
 
 
 def _ignore(text: str) -> None:
@@ -242,7 +245,7 @@ def _uncompiled(make: Callable[[], nn.Module]) -> nn.Module:
 
 def _script(
     script: Path, options: CheckOptions, plan: Plan | None, slots: Sequence[WorkerSlot], folder: Path
-) -> Program:
+) -> CheckedProgram:
     refuse_options_of_jobs(str(script), options)
     if not script.is_file():
         raise UsageError(f"{script}: no such file. Name a Python file.")
@@ -253,7 +256,7 @@ def _script(
     if not can_lock():
         options.notify(NOT_KEPT)
     run = partial(run_script_file, script.resolve(), list(options.arguments))
-    return Program(script.name, partial(_trace_script, run, options.seed or 0, folder), alone=True)
+    return CheckedProgram(script.name, partial(_trace_script, run, options.seed or 0, folder), alone=True)
 
 
 def _trace_script(

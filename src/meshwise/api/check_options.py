@@ -11,12 +11,12 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from meshwise.job.job import Job
 from meshwise.spec.arguments import Plain, argument_texts
 from meshwise.spec.devices import IN_WORDS
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option
 from meshwise.spec.plan import Plan
-from meshwise.training.job import Job
 
 DEFAULT_DEVICES = "2xcpu"
 

@@ -78,7 +78,7 @@ def log_lines(
         time.sleep(ROUND)
 
 
-class Progress:
+class RunProgress:
     """How far a run is, by the losses that it has written."""
 
     def __init__(self, folder: Path) -> None:

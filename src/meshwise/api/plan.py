@@ -14,6 +14,8 @@ from pathlib import Path
 from meshwise.api.machines import find_machine
 from meshwise.api.plan_options import PlanOptions
 from meshwise.equivalence.scratch_files import scratch_files
+from meshwise.job.job import Job
+from meshwise.job.run import open_data
 from meshwise.jobs.registry import find_job
 from meshwise.jobs.script import run_script_file
 from meshwise.rehearsal.bounds import Bounds
@@ -37,8 +39,6 @@ from meshwise.spec.plan_settings import settings_text, settings_values
 from meshwise.spec.prediction import Prediction
 from meshwise.spec.units import plural
 from meshwise.terminal.notebook import Page, shown_by
-from meshwise.training.job import Job
-from meshwise.training.loop import open_data
 from meshwise.workers.scratch import scratch_folder
 
 ROOMY = 0.5

@@ -10,13 +10,13 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from meshwise.job.job import Job
 from meshwise.spec.arguments import Plain, argument_texts
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.machine import Machine
 from meshwise.spec.options import Option
 from meshwise.spec.plan import Plan
 from meshwise.spec.quantity import read_quantity
-from meshwise.training.job import Job
 
 SECONDS = 45.0
 ALLOW = {"precision": "a narrower dtype", "microbatch": "another microbatch under batch norms"}

@@ -1,12 +1,12 @@
-"""The plan of a script, of which its launcher knows no more than the file. Tested in tests/training/test_program.py."""
+"""The plan of a script, of which its launcher knows no more than the file. Tested in tests/engine/test_program.py."""
 
 from __future__ import annotations
 
 from meshwise.parallel.apply import check_fits
+from meshwise.process.plan_choice import check_for_scripts
+from meshwise.process.session import process_engine
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.plan_choice import check_for_scripts
-from meshwise.training.session import process_engine
 
 
 def check_for_script(plan: Plan, world: World) -> None:

@@ -16,12 +16,15 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from meshwise.api.placing import ask_for_kind, check_kind, refuse_devices
-from meshwise.api.start import worker_slots
-from meshwise.api.supervise import PRELOAD, forwarded_signals
+from meshwise.job.job import Job
 from meshwise.jobs.registry import find_in_file, find_job
+from meshwise.launcher.placing import ask_for_kind, check_kind, refuse_devices
+from meshwise.launcher.start import worker_slots
+from meshwise.launcher.supervise import PRELOAD, forwarded_signals
 from meshwise.machine.find import describe
 from meshwise.parallel.apply import check_fits
+from meshwise.prediction.options import PredictOptions
+from meshwise.prediction.predict import SAID, digest_of, run_predict
 from meshwise.records.folder import source_of
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.exit_codes import code_of_stop, stop_text
@@ -30,10 +33,8 @@ from meshwise.spec.units import plural, rate_text, seconds_text
 from meshwise.spec.world import World
 from meshwise.terminal.notebook import shown_by
 from meshwise.timeline.views.live_progress import LiveView
-from meshwise.training.job import Job
-from meshwise.training.predict import SAID, digest_of, run_predict
-from meshwise.training.predict_options import PredictOptions
-from meshwise.transfer.collectives import broadcast_object, everyone
+from meshwise.transfer.collectives import broadcast_object
+from meshwise.transfer.groups import everyone
 from meshwise.workers.channel import Message
 from meshwise.workers.halt import Halt
 from meshwise.workers.join import join

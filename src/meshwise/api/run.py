@@ -15,16 +15,20 @@ from typing import Any
 from rich.console import Console
 
 from meshwise import api
-from meshwise.api.alone import Alone
-from meshwise.api.joined import joined_run
-from meshwise.api.own_folder import continued
-from meshwise.api.placing import placed
-from meshwise.api.start import Program, Started, in_attempt, record_blocks, start, supervised
-from meshwise.api.supervise import Viewer, summarise
+from meshwise.job.job import Job
+from meshwise.job.loop import run_job
+from meshwise.job.options import AUTO, PlanText, RunOptions
 from meshwise.jobs.registry import find_job
+from meshwise.launcher.alone import Alone
+from meshwise.launcher.joined import joined_run
+from meshwise.launcher.own_folder import continued
+from meshwise.launcher.placing import placed
+from meshwise.launcher.start import LaunchedProgram, Started, in_attempt, record_blocks, start, supervised
+from meshwise.launcher.supervise import Viewer, summarise
 from meshwise.machine.find import find_devices
 from meshwise.machine.memory import cap_memory
 from meshwise.parallel.apply import check_fits
+from meshwise.process.session import program_ends
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.claims import write_of
@@ -41,10 +45,6 @@ from meshwise.terminal.notebook import shown_by
 from meshwise.timeline.run_summary import RunSummary
 from meshwise.timeline.views.live_progress import LiveView
 from meshwise.timeline.views.summary_text import summary_text
-from meshwise.training.job import Job
-from meshwise.training.loop import run_job
-from meshwise.training.run_options import AUTO, PlanText, RunOptions
-from meshwise.training.session import program_ends
 from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.channel import Message
 from meshwise.workers.join import join, rank_context
@@ -128,14 +128,14 @@ def start_job(
     return _finish(started, results, Console(quiet=True) if once else console, keep=started.keeps_record), code
 
 
-def _job_program(job: Job, options: RunOptions, world: World) -> Program:
+def _job_program(job: Job, options: RunOptions, world: World) -> LaunchedProgram:
     plan = options.plan_on(world.size)
     check_fits(plan, world)  # before there is a folder
     record = {"request": options.record(), **predicted_of_run(options, job, plan)}
     again = partial(_job_again, options)
     resumes = options.folder is not None and names.saved_step(Path(options.folder)) is not None
     call = partial(again, plan="", resumes=True) if resumes else partial(_job_in_worker, options)
-    return Program(job.name, plan, call, record, again=again)
+    return LaunchedProgram(job.name, plan, call, record, again=again)
 
 
 def predicted_of_run(options: RunOptions, job: Job, plan: Plan) -> dict[str, Any]:

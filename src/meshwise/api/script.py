@@ -16,17 +16,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshwise import api, training
-from meshwise.api.placing import placed
-from meshwise.api.start import Program, record_blocks, start, supervised
+from meshwise import api, engine, launcher, process, recording, tracking
+from meshwise.job.options import RunOptions
 from meshwise.jobs.script import refuse_untrained_job, run_script_file
+from meshwise.launcher.placing import placed
+from meshwise.launcher.start import LaunchedProgram, record_blocks, start, supervised
 from meshwise.records import folder as names
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import refuse_options_of_jobs
 from meshwise.spec.world import World
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
-from meshwise.training.run_options import RunOptions
 from meshwise.workers.environment import (
     EXACT_RANDOM,
     LOG,
@@ -58,7 +58,7 @@ def start_script(
         raise UsageError(f"{script}: no such file. Name a Python file.")
     options, joined = placed(options)
     if options.folder is not None:
-        api.own_folder.run_in(Path(options.folder), script)
+        launcher.own_folder.run_in(Path(options.folder), script)
     program, began = partial(_script_program, script, arguments, options), began or time.time()
     if joined:
         if options.gives_plan:
@@ -66,9 +66,9 @@ def start_script(
                 f"--plan and --set have no effect under torchrun, srun or mpirun. Set {PLAN_FILE}=plan.toml in the "
                 "environment of the script instead."
             )
-        with api.joined.joined_run(program, options, began, training.session.saves) as run:
+        with launcher.joined.joined_run(program, options, began, process.session.saves) as run:
             call = partial(_script_in_worker, script, arguments, options)
-            api.start.in_attempt(run.restarts.number, run.restarts.due(), call, run.folder)
+            launcher.start.in_attempt(run.restarts.number, run.restarts.due(), call, run.folder)
         if run.first:
             print("\n".join(_where(run.folder)), file=sys.stderr, flush=True)
         return 0
@@ -86,13 +86,13 @@ def _where(folder: Path) -> list[str]:
     return [f"records     {folder}", f"more with   meshwise report {shlex.quote(str(folder))}"]
 
 
-def _script_program(script: Path, arguments: Sequence[str], options: RunOptions, world: World) -> Program:
+def _script_program(script: Path, arguments: Sequence[str], options: RunOptions, world: World) -> LaunchedProgram:
     plan = options.plan_on(world.size) if options.gives_plan else None
     if plan is not None:
         api.plans.check_for_script(plan, world)
     call = partial(_script_in_worker, script.resolve(), list(arguments), options)
     plain = "meshwise" not in script.read_text(encoding="utf-8", errors="replace")  # it picks its device by LOCAL_RANK
-    return Program(str(script), plan, call, {"arguments": list(arguments)}, sees_all=plain)
+    return LaunchedProgram(str(script), plan, call, {"arguments": list(arguments)}, sees_all=plain)
 
 
 def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOptions, folder: Path) -> None:
@@ -107,17 +107,17 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
     if options.exact_random:
         os.environ[EXACT_RANDOM] = "1"
     world = read_world(os.environ)
-    seeded = training.model_stream.seed_alike(folder.name) if world.size > 1 else None
-    training.plain_program.begin(training.session.tell, seeded)
-    training.same_work.refuse_same_work(script.name, world)
+    seeded = engine.model_stream.seed_alike(folder.name) if world.size > 1 else None
+    recording.plain_program.begin(process.session.tell, seeded)
+    process.same_work.refuse_same_work(script.name, world)
     try:
         variables = run_script_file(script, arguments)
     finally:
-        if "meshwise.training.session" in sys.modules:  # else it has used none of our verbs
-            training.session.program_ends()
-    training.plain_program.tell_if_unseen(script.name)
+        if "meshwise.process.session" in sys.modules:  # else it has used none of our verbs
+            process.session.program_ends()
+    recording.plain_program.tell_if_unseen(script.name)
     refuse_untrained_job(script, variables)
     if options.gives_plan:
         api.plans.tell_if_unused(script.name)
-    if options.log and not training.tracking.has_logged():
-        training.session.tell(f"{script.name} never called mw.log: {', '.join(options.log)} got nothing.")
+    if options.log and not tracking.tracking.has_logged():
+        process.session.tell(f"{script.name} never called mw.log: {', '.join(options.log)} got nothing.")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from meshwise.job.options import RunOptions
 from meshwise.machine.words import machine_from_words
 from meshwise.records import code_files
 from meshwise.records import folder as names
@@ -24,7 +25,6 @@ from meshwise.schedulers.site import Site, find_site
 from meshwise.spec.durations import seconds_of
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option, option_name, options_of
-from meshwise.training.run_options import RunOptions
 
 NOT_SENT = ("nnodes", "node_rank", "rdzv", "min_nodes", "resume", "folder", "time_limit")
 """Options of `run` that the cluster or the script decides: not of `submit`, nor in its help."""

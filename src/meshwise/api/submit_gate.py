@@ -9,6 +9,7 @@ from pathlib import Path
 from meshwise.api.machines import find_machine
 from meshwise.api.plan import Plans, plan_options
 from meshwise.api.plan_options import PlanOptions
+from meshwise.job.options import AUTO, RunOptions
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.estimate import FITS, UNKNOWN, Estimate
 from meshwise.schedulers.site import Site
@@ -16,7 +17,6 @@ from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan_settings import settings_text
 from meshwise.spec.units import bytes_text, plural, seconds_text
-from meshwise.training.run_options import AUTO, RunOptions
 from meshwise.workers.deadline import least_limit
 
 SECONDS = 45.0

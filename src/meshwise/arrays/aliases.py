@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Alias, Array, Memory, like
+from meshwise.arrays.array import Alias, Array, ViewedMemory, like
 from meshwise.arrays.gathering import tell_return
 from meshwise.arrays.moves import EXPLAINED, agreed, reshard
 from meshwise.arrays.sharding import Shape
 from meshwise.arrays.strides import Strides, is_descending, of, of_result
 
 Rule = Callable[[Array], Array]
-FOREIGN = Memory()
+FOREIGN = ViewedMemory()
 """What arrays of other libraries show, too: any two of these may show the same."""
 
 
@@ -33,7 +33,7 @@ def is_number(x: Array) -> bool:
 def as_array_without_dims(x: Array) -> Array:
     """`x`, whose `+=` is seen by all that refers to it, though it may have no dims."""
     if is_number(x):
-        x.alias = Alias(Memory())
+        x.alias = Alias(ViewedMemory())
     return x
 
 
@@ -49,7 +49,7 @@ def shown(x: Array) -> Alias:
     if x.alias is None:
         if any(map(_repeats, x.parts)):  # elements without memory of their own
             x.parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in x.parts)
-        x.alias = Alias(Memory())
+        x.alias = Alias(ViewedMemory())
     return x.alias
 
 
@@ -71,7 +71,7 @@ def viewed(
     it is known by now. The rules do not keep `x`."""
     if is_number(x):  # which never changes
         found = rule(copied(x))
-        found.alias = Alias(Memory(), strides, read_only) if found.shape else None
+        found.alias = Alias(ViewedMemory(), strides, read_only) if found.shape else None
         return found
     own = shown(x)
     found = rule(x) if found is None else found
@@ -114,7 +114,7 @@ def is_last(x: Array) -> bool:
 def _let_go(x: Array) -> None:
     """What `x` holds is its own from here."""
     if x.alias is not None:
-        x.parts, x.alias = x.alias.kept, Alias(Memory(), x.alias.strides, x.alias.read_only)
+        x.parts, x.alias = x.alias.kept, Alias(ViewedMemory(), x.alias.strides, x.alias.read_only)
 
 
 def writable(x: Array) -> tuple[Tensor, ...]:
@@ -201,7 +201,7 @@ def in_order_of(found: Array, operands: Sequence[Array]) -> Array:
         return found
     strides = of_result(found.shape, tuple(_seen(x, found.shape) for x in operands))
     if strides is not None:
-        found.alias = Alias(Memory(), strides)
+        found.alias = Alias(ViewedMemory(), strides)
     return found
 
 
@@ -211,7 +211,7 @@ def in_order_left(found: Array, x: Array, axes: Collection[int], keepdims: bool)
         return found
     own = [0 if dim in axes else stride for dim, stride in enumerate(x.alias.strides) if keepdims or dim not in axes]
     strides = of_result(found.shape, (tuple(own),))
-    found.alias = found.alias if strides is None else Alias(Memory(), strides)
+    found.alias = found.alias if strides is None else Alias(ViewedMemory(), strides)
     return found
 
 

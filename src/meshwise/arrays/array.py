@@ -68,7 +68,11 @@ class Array:
         if self.alias is None:
             return Array, (self.parts, self.sharding, self._shape, self._dtype, self.space)
         own = tuple(part.clone(memory_format=torch.contiguous_format) for part in self.parts)  # not all that they show
-        return Array, (own, self.sharding, self._shape, self._dtype, self.space), (None, {"alias": Alias(Memory())})
+        return (
+            Array,
+            (own, self.sharding, self._shape, self._dtype, self.space),
+            (None, {"alias": Alias(ViewedMemory())}),
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -86,7 +90,7 @@ class Array:
 
 
 @dataclass(slots=True, eq=False)
-class Memory:
+class ViewedMemory:
     """What arrays that are views of each other show. writes: how often it was written, the same number on all ranks."""
 
     writes: int = 0
@@ -102,7 +106,7 @@ class Alias:
     moves: by which operation what is written goes back to other places; empty where it stays.
     """
 
-    memory: Memory
+    memory: ViewedMemory
     strides: tuple[int, ...] | None = None
     read_only: bool = False
     source: Array | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.aliases import strides_of, viewed
-from meshwise.arrays.array import Alias, Array, Memory, like
+from meshwise.arrays.array import Alias, Array, ViewedMemory, like
 from meshwise.arrays.dtypes import real_of
 from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
 from meshwise.arrays.reductions import as_array
@@ -28,7 +28,7 @@ def imag(x: Any, /) -> Array:
     if x.dtype.is_complex:
         return _part(x, torch.imag)
     found = like(x, [torch.zeros_like(part) for part in x.parts])
-    found.alias = Alias(Memory(), read_only=True)
+    found.alias = Alias(ViewedMemory(), read_only=True)
     return found
 
 

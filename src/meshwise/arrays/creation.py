@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwise.arrays import dtypes
 from meshwise.arrays.aliases import FOREIGN, as_array_without_dims, copied, in_order_of, is_number
-from meshwise.arrays.array import Alias, Array, Memory
+from meshwise.arrays.array import Alias, Array, ViewedMemory
 from meshwise.arrays.dtypes import as_dtype
 from meshwise.arrays.moves import reshard
 from meshwise.arrays.sharding import Layout, Shape, Sharding
@@ -92,7 +92,7 @@ def of_user(
     found = asarray(space, obj, dtype, device=device, sharding=sharding, copy=own)
     if isinstance(obj, np.ndarray | Tensor):
         strides = obj.stride() if isinstance(obj, Tensor) else tuple(each // obj.itemsize for each in obj.strides)
-        found.alias = Alias(FOREIGN if copy is False else Memory(), named(found.shape, tuple(strides)))
+        found.alias = Alias(FOREIGN if copy is False else ViewedMemory(), named(found.shape, tuple(strides)))
     return as_array_without_dims(copied(found) if found is obj and is_number(obj) else found)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwise.arrays.aliases import in_order_of
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import BOOL, UNSIGNED, WHOLE, as_dtype
-from meshwise.arrays.moves import Piece, exchange
+from meshwise.arrays.moves import Move, exchange
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.views import axis_of
@@ -84,7 +84,7 @@ def _chained(x: Array, parts: list[Tensor], axis: int, how: tuple[Any, torch.dty
         if not held.sizes[k]:
             continue
         if before is not None:
-            piece = Piece(held.places[before], place, place, slab, dtype, carry)
+            piece = Move(held.places[before], place, place, slab, dtype, carry)
             carry = exchange(space, [piece], name).get(place)
         if k in here:
             parts[here[k]], carry = scan(parts[here[k]], axis, carry)

@@ -21,7 +21,7 @@ from torch import Tensor
 from meshwise.arrays.array import Array
 from meshwise.arrays.indexing import counted
 from meshwise.arrays.lanes import fullest
-from meshwise.arrays.moves import Piece, exchange, reshard
+from meshwise.arrays.moves import Move, exchange, reshard
 from meshwise.arrays.sharding import evenly, sharding
 
 Own = dict[int, Tensor]
@@ -46,7 +46,7 @@ class _Moves:
     ) -> Own:
         """A tensor of part `source`, at those of `targets` that are here. None where the source is not here."""
         places = self.held.places
-        pieces = [Piece(places[source], places[k], k, shape, dtype or self.x.dtype, tensor) for k in targets]
+        pieces = [Move(places[source], places[k], k, shape, dtype or self.x.dtype, tensor) for k in targets]
         found = exchange(self.x.space, pieces, self.name)
         return {k: found[k] for k in self.here if k in found}
 

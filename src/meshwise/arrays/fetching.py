@@ -20,7 +20,7 @@ from torch import Tensor
 from meshwise.arrays.align import broadcast_shape
 from meshwise.arrays.array import Array
 from meshwise.arrays.layout import spread
-from meshwise.arrays.moves import Piece, agreed, exchange, replicate
+from meshwise.arrays.moves import Move, agreed, exchange, replicate
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 from meshwise.arrays.space import Space
 from meshwise.arrays.views import first_divided, made, size_of
@@ -173,7 +173,7 @@ def route(x: Array, asked: Asked) -> Routes:
         begin, count = sum(counts[t][:s]), counts[t][s]
         if count and not asked.every:
             tensor = sorts[t][begin : begin + count] if t in sorts else None
-            pieces.append(Piece(placed.places[t], held.places[s], (t, s), (count,), torch.int64, tensor))
+            pieces.append(Move(placed.places[t], held.places[s], (t, s), (count,), torch.int64, tensor))
     requests: dict[tuple[int, int], Tensor] = exchange(space, pieces, OPERATION)  # type: ignore[assignment]
     for s, place in space.local(held) if asked.every else ():
         for t in range(len(placed.places)):
@@ -198,7 +198,7 @@ def fetch(x: Array, asked: Asked) -> Array:
                 # index_select takes one index only, five times as fast as what takes several
                 rows[t, s] = turned.index_select(0, where[0]) if len(where) == 1 else turned[where]
     pieces = [
-        Piece(place, placed.places[t], (t, s), (routes.counts[t][s], *tail), x.dtype, rows.get((t, s)))
+        Move(place, placed.places[t], (t, s), (routes.counts[t][s], *tail), x.dtype, rows.get((t, s)))
         for t in range(len(placed.places))
         for s, place in enumerate(held.places)
         if routes.counts[t][s]
@@ -233,7 +233,7 @@ def store(x: Array, views: Sequence[Tensor], asked: Asked, values: Array | compl
             begin, count = sum(routes.counts[t][:s]), routes.counts[t][s]
             if count:
                 tensor = sent[t][begin : begin + count] if t in sent else None
-                pieces.append(Piece(placed.places[t], held.places[s], (t, s), (count, *tail), x.dtype, tensor))
+                pieces.append(Move(placed.places[t], held.places[s], (t, s), (count, *tail), x.dtype, tensor))
         arrived = exchange(space, pieces, OPERATION)
     for (s, _), view in zip(space.local(held), views, strict=True):
         from_parts = [t for t in range(len(placed.places)) if routes.counts[t][s]]

@@ -28,7 +28,7 @@ EXPLAINED: list[object] = []
 """Not empty while `mw.explain` runs: what would move is told, and stays."""
 
 
-class Piece(NamedTuple):
+class Move(NamedTuple):
     """What goes from one place to another. tensor: its values, None where the source is not here. into: where it is
     written at its target, if there is memory for it already; a piece that stays at its place is copied only there."""
 
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
     into: Tensor | None = None
 
 
-def exchange(space: Space, pieces: Iterable[Piece], operation: str) -> dict[Hashable, Tensor]:
+def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hashable, Tensor]:
     """Move pieces, and give those whose target is here by their keys. One that stays where it is, is not copied and
     not counted. Over ranks all ranks call it, with the same pieces in the same order."""
     if space.over_ranks:
@@ -67,7 +67,7 @@ def exchange(space: Space, pieces: Iterable[Piece], operation: str) -> dict[Hash
     return arrived
 
 
-def _over_ranks(space: Space, pieces: Sequence[Piece], operation: str) -> dict[Hashable, Tensor]:
+def _over_ranks(space: Space, pieces: Sequence[Move], operation: str) -> dict[Hashable, Tensor]:
     """One batch of sends and receives. A rank's place is its rank."""
     came_to(operation)
     (own,) = space.here
@@ -116,7 +116,7 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
             tensor = tensor[theirs]
         if into is not None and ours is not None:
             into = into[ours]
-        pieces.append(Piece(held.places[source], wanted.places[target], target, size, x.dtype, tensor, into))
+        pieces.append(Move(held.places[source], wanted.places[target], target, size, x.dtype, tensor, into))
     arrived = exchange(space, pieces, operation)
     laid = tuple([made[part] if part in made else arrived[part] for part, _ in space.local(wanted)])
     return Array(laid, wanted, shape, x.dtype, space)

@@ -27,7 +27,7 @@ from meshwise.arrays.aliases import as_array_without_dims
 from meshwise.arrays.align import broadcast_shape, common_space
 from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import BOOL, promoted
-from meshwise.arrays.moves import Piece, combined, elements_moved, exchange, reshard, stacked
+from meshwise.arrays.moves import Move, combined, elements_moved, exchange, reshard, stacked
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
@@ -226,7 +226,7 @@ def _by_blocks(x: Array, y: Array, terms: Terms, compute: Local, how: Sharding, 
         if not size and any(sums):
             continue
         shape = held.part_shape(y.shape, k)
-        pieces = [Piece(held.places[k], place, place, shape, y.dtype, own.get(k)) for place in x.sharding.places]
+        pieces = [Move(held.places[k], place, place, shape, y.dtype, own.get(k)) for place in x.sharding.places]
         blocks = exchange(space, pieces, operation)
         for found, part, (_, place) in zip(sums, x.parts, space.local(x.sharding), strict=True):
             term = compute(part if inner is None else part.narrow(inner, begin, size), blocks[place])

@@ -20,7 +20,7 @@ from torch import Tensor
 from meshwise.arrays.aliases import is_number, shown, strides_of, viewed
 from meshwise.arrays.array import Array, like
 from meshwise.arrays.creation import as_shape
-from meshwise.arrays.moves import EXPLAINED, Piece, exchange, reshard
+from meshwise.arrays.moves import EXPLAINED, Move, exchange, reshard
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 from meshwise.arrays.strides import of_reshape
 from meshwise.arrays.views import made, size_of
@@ -193,7 +193,7 @@ def _moved(x: Array, wanted: Shape, old: Rows, new: Rows) -> Array:
                 see = _of_line if each is line else _of_rows
                 views.append(see(tensors[number], box, each, number, rows.length) if number in tensors else None)
             shape4 = (old.before, box.count, box.high - box.low, old.after)
-            pieces.append(Piece(source, target, (i, j, box.row), shape4, x.dtype, views[0], views[1]))
+            pieces.append(Move(source, target, (i, j, box.row), shape4, x.dtype, views[0], views[1]))
     exchange(space, pieces, "reshape")
     return made(parts, new.placed, x, wanted)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwise.arrays.aliases import in_order_of
 from meshwise.arrays.array import Array
-from meshwise.arrays.moves import Piece, exchange, reshard
+from meshwise.arrays.moves import Move, exchange, reshard
 from meshwise.arrays.sharding import Sharding, evenly, sharding
 from meshwise.arrays.views import SIGNED, made
 
@@ -94,7 +94,7 @@ def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operati
     """What of the runs, joined along `dim`, each interval asks for; of those whose place is here. They may overlap."""
     space, dtype = runs[0].source.space, runs[0].source.dtype
     shape = runs[0].source.shape
-    pieces: list[Piece] = []
+    pieces: list[Move] = []
     kept: dict[int, dict[int, Tensor]] = {number: {} for number, each in enumerate(wanted) if each[0] in space.here}
     at = 0
     for run in runs:
@@ -113,7 +113,7 @@ def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operati
                     kept[number][begin] = tensor
             else:
                 size = (*shape[:dim], end - begin, *shape[dim + 1 :])
-                pieces.append(Piece(place, target, (number, begin), size, dtype, tensor))
+                pieces.append(Move(place, target, (number, begin), size, dtype, tensor))
         at += run.count
     for (number, begin), tensor in exchange(space, pieces, operation).items():  # type: ignore[misc]
         kept[number][begin] = tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwise.arrays.array import Array
 from meshwise.arrays.indexing import counted
-from meshwise.arrays.moves import Piece, exchange, reshard
+from meshwise.arrays.moves import Move, exchange, reshard
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.reshaping import reshape
 from meshwise.arrays.selection import sort_values
@@ -140,7 +140,7 @@ def _lasts(flat: Array, values: Sequence[Tensor], name: str) -> list[Tensor | No
     places, sizes = flat.sharding.places, flat.sharding.sizes
     filled = [k for k, size in enumerate(sizes) if size]
     own = {k: part[-1:] for (k, _), part in zip(flat.space.local(flat.sharding), values, strict=True)}
-    pieces = [Piece(places[a], places[b], b, (1,), flat.dtype, own.get(a)) for a, b in pairwise(filled)]
+    pieces = [Move(places[a], places[b], b, (1,), flat.dtype, own.get(a)) for a, b in pairwise(filled)]
     came = exchange(flat.space, pieces, name)
     return [came.get(k) for k, _ in flat.space.local(flat.sharding)]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from meshwise.arrays.aliases import in_order_of
 from meshwise.arrays.array import Array
 from meshwise.arrays.lanes import freed
-from meshwise.arrays.moves import Piece, exchange, reshard
+from meshwise.arrays.moves import Move, exchange, reshard
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.reshaping import flat
 from meshwise.arrays.selection import cuts, merge, merge_values, order, sort_values
@@ -124,7 +124,7 @@ def swapped(
     for (k, _), part in zip(space.local(x.sharding), parts, strict=True):
         segments.update({(k, j): piece for j, piece in enumerate(part.split(list(sizes[k])))})
     pieces = [
-        Piece(places[k], places[j], (k, j), (sizes[k][j],), dtype, segments.get((k, j)))
+        Move(places[k], places[j], (k, j), (sizes[k][j],), dtype, segments.get((k, j)))
         for j in range(len(places))
         for k in range(len(places))
         if sizes[k][j]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshwise.spec.devices import DEVICE_KINDS
 from meshwise.spec.plan import Plan
-from meshwise.training.trackers import TRACKERS
+from meshwise.tracking.trackers import TRACKERS
 
 BUILT_IN = ("gpt", "mlp", "mnist-cnn", "mnist-mlp")
 

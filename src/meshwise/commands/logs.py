@@ -35,7 +35,7 @@ def logs(
     meshwise logs gpt --rank 0 --rank 7    of these ranks
     """
     found = newest_run(Path(folder), queued=True) if run is None else find_run(Path(folder), run)
-    attempt, status = 1, _Status(api.logs.Progress(found).line)
+    attempt, status = 1, _Status(api.logs.RunProgress(found).line)
     for line in api.logs.log_lines(found, rank, follow=follow, look=status.show):
         if line.attempt != attempt:
             attempt = line.attempt

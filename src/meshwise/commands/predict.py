@@ -10,8 +10,8 @@ from rich.console import Console
 
 from meshwise import api
 from meshwise.commands.command_line import from_dataclass, is_script
+from meshwise.prediction.options import PredictOptions
 from meshwise.spec.errors import UsageError
-from meshwise.training.predict_options import PredictOptions
 
 app = typer.Typer(add_completion=False)
 

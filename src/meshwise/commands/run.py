@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from meshwise import api
+from meshwise import api, launcher
 from meshwise.commands.command_line import ScriptCommand, from_dataclass, is_script
+from meshwise.job.options import RunOptions
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.exit_codes import MEANINGS
 from meshwise.spec.json_values import json_value
-from meshwise.training.run_options import RunOptions
 from meshwise.workers.launchers.find import place_in
 
 EXIT_CODES = "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in MEANINGS.items()) + "."
@@ -49,7 +49,7 @@ def run(
         raise UsageError(f"--json is the summary of a job; {options.job} is a script. Use meshwise report --json.")
     console = Console(stderr=as_json)
     began = typed()
-    api.own_folder.refuse_running(options)
+    launcher.own_folder.refuse_running(options)
     if is_script(options.job):
         raise typer.Exit(api.script.start_script(context.args, options, console, began, _say_starting))
     summary, code = api.run.start_job(options, console, began, _say_starting)

@@ -11,11 +11,11 @@ import typer
 from meshwise import api
 from meshwise.api.submit import SubmitOptions
 from meshwise.commands.command_line import BEHIND, ScriptCommand, from_dataclass, is_script
+from meshwise.job.options import RunOptions
 from meshwise.records.run_list import SCRIPT, array_of, find_run
 from meshwise.schedulers.batch_script import nodes_of
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.options import option_name, options_of
-from meshwise.training.run_options import RunOptions
 
 BEFORE = "stands behind the name of the script, which would get it. Write it before the name."
 INSTEAD = "Use more nodes, more time or another plan"

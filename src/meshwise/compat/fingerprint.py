@@ -1,6 +1,6 @@
 """What Hugging Face's data sets keep to themselves: the fingerprint of their content and of what was done to it.
 
-Read in datasets 5.2: `arrow_dataset.py`. Tested in tests/training/test_replicas.py.
+Read in datasets 5.2: `arrow_dataset.py`. Tested in tests/guards/test_replicas.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a module of torch keeps to itself: its own tensors as dictionaries, what all batch norms are, and its forward.
 
-Tested in tests/training/test_generate.py and tests/parallel.
+Tested in tests/script/test_generate.py and tests/parallel.
 """
 
 from __future__ import annotations

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwise.compat.collectives import Group
+from meshwise.data.keyed import Rows
+from meshwise.data.order import BatchSlice
 from meshwise.equivalence.model_state import buffers_of, optimizer_state_of, parameters_of
 from meshwise.equivalence.sketches import sketch
 from meshwise.equivalence.tolerance import finite, precision_of
 from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
 from meshwise.spec.world import World
-from meshwise.training.keyed import Rows
-from meshwise.training.order import BatchSlice
 from meshwise.transfer import stages
-from meshwise.transfer.collectives import Group, everyone, gather_objects, get_rank
+from meshwise.transfer.collectives import gather_objects
+from meshwise.transfer.groups import everyone, get_rank
 
 Name = TypeVar("Name", str, tuple[str, str])
 LACKS = float("inf")  # how much a rank differs from the others that lacks what they have

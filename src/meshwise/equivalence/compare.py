@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.data.keyed import GENERATOR
 from meshwise.equivalence.noise import note_noise
 from meshwise.equivalence.outputs import output_difference
 from meshwise.equivalence.tolerance import FLOOR, LIMIT, finite, largest, ratio
 from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
 from meshwise.spec.words import some
-from meshwise.training.keyed import GENERATOR
 
 NORMALISED = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
 """What the state of an optimizer holds that divides a gradient by its size."""

@@ -16,6 +16,9 @@ from torch.optim import Optimizer
 
 from meshwise.compat.complex_numbers import stored_in
 from meshwise.compat.reducer import default_store
+from meshwise.data.keyed import KeyedDraws, Rows
+from meshwise.data.order import BatchSlice
+from meshwise.engine.engine import Engine
 from meshwise.equivalence import across_ranks
 from meshwise.equivalence.diagnose_evaluation import UNSUMMED
 from meshwise.equivalence.model_state import gradients_of, learning_rates_of, local_sum, scheduler_numbers
@@ -25,15 +28,12 @@ from meshwise.equivalence.passes import say_step
 from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds, ShortLoops
 from meshwise.equivalence.trace import CheckSpec, Draws, StepTrace
+from meshwise.guards.undistributed import UndistributedLoops
+from meshwise.guards.unsummed import UnsummedLoops
+from meshwise.job.job import Job
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.engine import Engine
-from meshwise.training.job import Job
-from meshwise.training.keyed import KeyedDraws, Rows
-from meshwise.training.order import BatchSlice
-from meshwise.training.undistributed import UndistributedLoops
-from meshwise.training.unsummed import UnsummedLoops
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.verb_log import came_to
@@ -42,7 +42,7 @@ GRACE = 60.0  # seconds in which all ranks must come to the same place of the pr
 
 
 class EngineWatcher:
-    """The watcher of an engine (see training/watcher.py). Its result is `found`, complete after `end`.
+    """The watcher of an engine (see engine/watcher.py). Its result is `found`, complete after `end`.
 
     draws: the random draws of one device, on the side that follows it. job: that of the engine; a script may clip
     gradients, run several forwards of a batch, and let ranks go different ways.

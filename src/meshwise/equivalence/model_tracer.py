@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from meshwise.compat.dispatch import without_interception
 from meshwise.compat.tree import tensors_in
+from meshwise.data.keyed import DrawLayout, KeyedDraws, Rows, by_reference, by_rows, on_one_device
 from meshwise.equivalence.model_state import buffers_of, clean, local_norms, parameters_of, tied_in
 from meshwise.equivalence.pairs import noting_pairs
 from meshwise.equivalence.sketches import sketches
 from meshwise.equivalence.trace import Draws, Output, StepTrace, Trace
 from meshwise.equivalence.upcast import upcast
 from meshwise.parallel.recompute import recomputed
-from meshwise.parallel.split.crossing import gather
-from meshwise.training.keyed import DrawLayout, KeyedDraws, Rows, by_reference, by_rows, on_one_device
+from meshwise.splits.crossing import gather
 from meshwise.transfer import stages
 from meshwise.transfer.sharded import full_tensor
 

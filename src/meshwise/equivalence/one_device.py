@@ -15,23 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.data.keyed import Rows
+from meshwise.data.order import BatchSlice
+from meshwise.engine.engine import Microbatch
+from meshwise.engine.weighing import as_weight, split_weight
 from meshwise.equivalence import model_state
 from meshwise.equivalence.model_tracer import ModelTracer
 from meshwise.equivalence.noise import take_noise
 from meshwise.equivalence.sketches import sketch
 from meshwise.equivalence.trace import Batches, CheckSpec, Named, StepTrace, Trace, microbatches, test_samples
 from meshwise.equivalence.upcast import called_in_float64, upcast
+from meshwise.job.job import Job
+from meshwise.job.run import Data, open_data, read_parts
 from meshwise.machine.memory import free_bytes
 from meshwise.parallel.precision import cast_batch, computing, store_parameters
 from meshwise.parallel.step_hooks import needs_closure
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text
-from meshwise.training.engine import Part
-from meshwise.training.job import Job
-from meshwise.training.keyed import Rows
-from meshwise.training.loop import Data, open_data, read_parts
-from meshwise.training.order import BatchSlice
-from meshwise.training.weighing import as_weight, split_weight
 
 STATE = 2  # tensors of a parameter's size that an optimizer keeps; Adam's
 Means = dict[str, tuple[Tensor, Tensor]]
@@ -112,7 +112,7 @@ def _train(run: _Reference, test: Data | None) -> None:
     _evaluate(run, test)
 
 
-def _closure(run: _Reference, batches: list[Part], step: StepTrace) -> float:
+def _closure(run: _Reference, batches: list[Microbatch], step: StepTrace) -> float:
     """What an optimizer's step asks for, once or several times: the loss, with its clipped gradients in `.grad`."""
     run.model.zero_grad()
     run.tracer.forget_gradients()
@@ -129,7 +129,7 @@ def _all_rows(part: BatchSlice) -> Rows:
     return Rows(0, part.samples, part.samples, part.samples)
 
 
-def _batches(run: _Reference, data: Data, slices: list[BatchSlice], epoch: int) -> list[Part]:
+def _batches(run: _Reference, data: Data, slices: list[BatchSlice], epoch: int) -> list[Microbatch]:
     return [(cast_batch(batch, run.spec.dtypes), part) for batch, part in read_parts(data, slices, epoch, run.device)]
 
 
@@ -139,7 +139,7 @@ def _weighed(result: Any, part: BatchSlice, where: str, summed: int | None) -> t
     return mean, as_weight(part.samples if weight is None else weight, mean), weight is not None
 
 
-def _backward(run: _Reference, batches: list[Part], step: StepTrace) -> float:
+def _backward(run: _Reference, batches: list[Microbatch], step: StepTrace) -> float:
     """Leave in `.grad` the mean over all that the microbatches' weights count; gives that of the losses."""
     total = weights = torch.zeros((), dtype=torch.float64)
     step.loss_has_weight = False

@@ -16,24 +16,25 @@ import numpy as np
 import torch
 
 from meshwise.compat.perturbed import perturbed
+from meshwise.data.order import epoch_slices, sequential_slices
+from meshwise.engine.engine import Engine
 from meshwise.equivalence.across_ranks import slices_of_ranks
 from meshwise.equivalence.engine_watcher import EngineWatcher
 from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds
 from meshwise.equivalence.trace import Batches, CheckSpec, Draws, test_samples
 from meshwise.equivalence.upcast import called_in_float64, upcast
-from meshwise.parallel.split.rules import said
+from meshwise.guards.registry import attach
+from meshwise.job.evaluate import evaluate
+from meshwise.job.job import Job
+from meshwise.job.run import Data, begun, make_engine, open_data, read_parts
+from meshwise.job.step import train_step
+from meshwise.process.session import default_engine
 from meshwise.races.watch import find_races
 from meshwise.recovery.state import RunState, pack, unpack
-from meshwise.training.engine import Engine
-from meshwise.training.evaluate import evaluate
-from meshwise.training.guards import attach
-from meshwise.training.job import Job
-from meshwise.training.job_step import train_step
-from meshwise.training.loop import Data, begun, make_engine, open_data, read_parts
-from meshwise.training.order import epoch_slices, sequential_slices
-from meshwise.training.session import default_engine
-from meshwise.transfer.collectives import broadcast_object, everyone, gather_objects, get_rank, world_size
+from meshwise.splits.rules import said
+from meshwise.transfer.collectives import broadcast_object, gather_objects
+from meshwise.transfer.groups import everyone, get_rank, world_size
 from meshwise.workers.join import join
 
 RESUMED = 2  # times: the state that a resumed run saves may lack something

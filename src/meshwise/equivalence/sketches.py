@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.compat.complex_numbers import as_real
-from meshwise.training.keyed import keyed_normal
+from meshwise.data.keyed import keyed_normal
 
 DIRECTIONS = 8
 LONGEST = 4096  # values that are projected together; a longer row has a sketch for each such piece

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from meshwise.data.keyed import Draw
+from meshwise.data.order import BatchSlice, epoch_order
 from meshwise.equivalence.pairs import Pairs
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan, at_precision
-from meshwise.training.keyed import Draw
-from meshwise.training.order import BatchSlice, epoch_order
 
 Named = dict[str, Tensor]
 Divergence = dict[tuple[str, str], float]

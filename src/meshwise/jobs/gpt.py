@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from meshwise.job.job import Job
 from meshwise.jobs.text import IGNORED, START, Documents, make_documents, read_files
 from meshwise.spec.errors import UsageError, nearest
-from meshwise.training.job import Job
 
 BYTES = START + 1  # every byte, and the token before a document
 

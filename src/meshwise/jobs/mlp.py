@@ -2,7 +2,7 @@
 
 The tutorial trains on pure noise, where there is nothing to learn. Here each class has a centre, and a sample is its
 centre plus noise: a sample alone says little in any one of its 1000 features, and much in all of them together.
-Tested with the other built-in jobs in tests/jobs/test_registry.py and tests/training/test_equal_losses.py.
+Tested with the other built-in jobs in tests/jobs/test_registry.py and tests/job/test_equal_losses.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import nn, optim
 
+from meshwise.job.job import Job
 from meshwise.jobs.mnist import Batch, accuracy, cross_entropy
-from meshwise.training.job import Job
 
 FEATURES, CLASSES = 1000, 10
 TRAIN_SAMPLES, TEST_SAMPLES = 10_000, 2_000

@@ -10,9 +10,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
+from meshwise.job.job import Job
 from meshwise.jobs.idx import Images, count_classes, read_images
 from meshwise.spec.errors import DataError
-from meshwise.training.job import Job
 
 MNIST = Path(__file__).parent / "data" / "mnist"
 SIDE = 28  # pixels

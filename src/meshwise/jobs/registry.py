@@ -11,13 +11,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from meshwise.job.job import Job
 from meshwise.jobs.gpt import gpt
 from meshwise.jobs.mlp import mlp
 from meshwise.jobs.mnist import mnist_cnn, mnist_mlp
 from meshwise.spec.arguments import read_arguments
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
 from meshwise.spec.words import error_text
-from meshwise.training.job import Job
 from meshwise.workers.failure import user_traceback
 
 BUILT_IN: dict[str, Callable[..., Job]] = {"gpt": gpt, "mlp": mlp, "mnist-cnn": mnist_cnn, "mnist-mlp": mnist_mlp}

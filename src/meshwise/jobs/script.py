@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwise import parallel, training
+from meshwise import parallel, process
+from meshwise.job.job import Job
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import name_line
-from meshwise.training.job import Job
 
 VERBS = {"meshwise.api.run", "meshwise.api.check"}
 """What else may have trained a job of the script: imported when it is first used."""
@@ -35,7 +35,7 @@ def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
 def refuse_untrained_job(script: Path, variables: Mapping[str, Any]) -> None:
     """Raises UsageError when a script has defined a Job, or a function that makes one, and has trained nothing."""
     jobs = [name for name, value in variables.items() if isinstance(value, Job) or _makes_job(value)]
-    if jobs and not (VERBS & sys.modules.keys() or training.session.has_begun()):
+    if jobs and not (VERBS & sys.modules.keys() or process.session.has_begun()):
         raise UsageError(
             f"{script.name} defines the job '{jobs[0]}' and trains nothing. Use {script.name}:{jobs[0]} to train it."
         )

@@ -61,7 +61,7 @@ class PartLink:
 
 
 @dataclass(frozen=True, eq=False)  # one of each: the same by identity, so that it can be a key
-class Part:
+class CatalogPart:
     """A device that can be bought. memory in bytes, memory_bandwidth in bytes/s, peak in dense FLOP/s by dtype.
     multiprocessors: SMs or compute units, over which the tiles of a matmul are spread.
 
@@ -105,17 +105,17 @@ class Reached:
     origin: str
 
 
-def parts() -> tuple[Part, ...]:
+def parts() -> tuple[CatalogPart, ...]:
     """All known parts, in the order of the catalog."""
     return tuple(_parts().values())
 
 
-def part(name: str) -> Part | None:
+def part(name: str) -> CatalogPart | None:
     """The part of exactly this name, as the catalog writes it; None for any other."""
     return _parts().get(name)
 
 
-def part_of_driver_name(name: str, memory: int | None = None) -> Part | None:
+def part_of_driver_name(name: str, memory: int | None = None) -> CatalogPart | None:
     """The part that a driver's name means, such as `NVIDIA H100 80GB HBM3`; None where it is not known for sure.
 
     memory: bytes that the driver reports. A device with clearly less than the part has is a slice of it (MIG), or
@@ -130,7 +130,7 @@ def part_of_driver_name(name: str, memory: int | None = None) -> Part | None:
 
 
 @cache
-def field_origins(part: Part) -> Mapping[str, str]:
+def field_origins(part: CatalogPart) -> Mapping[str, str]:
     """Origins of a device of this part by field; by dtype (`peak.fp32`) only where one differs from the first."""
     found: dict[str, str] = {}
     for figure, origin in part.origins.items():
@@ -140,7 +140,7 @@ def field_origins(part: Part) -> Mapping[str, str]:
     return found
 
 
-def nominal(part: Part) -> dict[str, Any]:
+def nominal(part: CatalogPart) -> dict[str, Any]:
     """The fields of a `Device` that say what the part has."""
     return {"part": part.name, **{name: getattr(part, name) for name in FIGURES}, "origins": field_origins(part)}
 
@@ -173,7 +173,7 @@ def reached(kind: str, generation: int | None, path: str) -> tuple[float, str] |
     return best.shares[path], origin
 
 
-def achievable(device_part: Part, dtype: str) -> tuple[float, str] | None:
+def achievable(device_part: CatalogPart, dtype: str) -> tuple[float, str] | None:
     """The share of the peak that a matmul of this dtype reached, and where that is from.
 
     Of this part, else by the same dtype on the nearest generation of the vendor, else by another dtype of this part;
@@ -224,11 +224,11 @@ def _reached_of(kind: str, source: str, part: str, generation: int | None = None
 
 
 @cache
-def _parts() -> Mapping[str, Part]:
+def _parts() -> Mapping[str, CatalogPart]:
     return {name: _part(name, entry) for name, entry in _text()["part"].items()}
 
 
-def _part(name: str, entry: Mapping[str, Any]) -> Part:
+def _part(name: str, entry: Mapping[str, Any]) -> CatalogPart:
     where = f"catalog.toml, {name}"
     figures = [
         key for key in ("memory", "memory_bandwidth", "multiprocessors", "link", "bridge", "host") if key in entry
@@ -237,7 +237,7 @@ def _part(name: str, entry: Mapping[str, Any]) -> Part:
     if "peer" in entry:
         figures.append("peer")
     origins = {figure: _origin(entry, figure) for figure in figures}
-    return Part(
+    return CatalogPart(
         name,
         entry.get("family", name),
         entry["architecture"],

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwise.machine.catalog import Part, PartLink, achievable, nominal_rate, part, reached
+from meshwise.machine.catalog import CatalogPart, PartLink, achievable, nominal_rate, part, reached
 from meshwise.spec.bandwidth import FACTORS
 from meshwise.spec.machine import DEVICE, HOST, NODE, Collective, Device, Link, Machine, link_between
 from meshwise.spec.units import bandwidth_text, flops_text, percent_text
@@ -167,7 +167,7 @@ def expected_matmul(device: Device, dtype: str) -> Expected:
     return _of_nominal(peak, found, origin)
 
 
-def part_at(machine: Machine, end: str) -> Part | None:
+def part_at(machine: Machine, end: str) -> CatalogPart | None:
     """The known part at one end of a link; for any device, the part that all devices are of."""
     names = {device.part for device in machine.devices if end in (device.name, DEVICE)}
     return part(names.pop()) if len(names) == 1 else None

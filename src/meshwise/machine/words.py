@@ -12,7 +12,7 @@ import math
 import re
 from dataclasses import replace
 
-from meshwise.machine.catalog import NOT_CONFIRMED, Part, PartLink, networks, nominal, parts
+from meshwise.machine.catalog import NOT_CONFIRMED, CatalogPart, PartLink, networks, nominal, parts
 from meshwise.spec.devices import DEVICE_KINDS
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.machine import DEVICE, HOST, MOST_DEVICES, NODE, Device, Host, Link, Machine
@@ -58,12 +58,12 @@ def machine_from_words(words: str) -> Machine:
     return Machine(text, devices, tuple(links), (Host(),) * hosts, warnings=tuple(warnings))
 
 
-def device_of(part: Part, index: int, host: int = 0) -> Device:
+def device_of(part: CatalogPart, index: int, host: int = 0) -> Device:
     """Device `index` of a host, with the nominal figures of its part."""
     return Device(f"{part.kind}:{index}", host=host, **nominal(part))
 
 
-def class_links(device_parts: list[Part], several_on_a_host: bool) -> tuple[Link, ...]:
+def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tuple[Link, ...]:
     """Links for any device of a machine whose devices are all of one part; none where parts differ."""
     if len({part.name for part in device_parts}) != 1:
         return ()
@@ -71,13 +71,13 @@ def class_links(device_parts: list[Part], several_on_a_host: bool) -> tuple[Link
     return (*_host_links(part), *(_device_links(part) if several_on_a_host else ()))
 
 
-def _slowest_link(device_parts: list[Part], apart: bool, warnings: list[str]) -> list[Part]:
+def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[str]) -> list[CatalogPart]:
     """The parts; of different ones that whose link is the slowest. apart: a host has devices of one part; else they
     reach each other through the host."""
     if len({part.name for part in device_parts}) == 1:
         return device_parts
 
-    def rate(part: Part) -> float:
+    def rate(part: CatalogPart) -> float:
         link = (apart and part.link) or part.host_link
         return link.pair if link else math.inf
 
@@ -86,7 +86,7 @@ def _slowest_link(device_parts: list[Part], apart: bool, warnings: list[str]) ->
     return [slowest if apart else replace(slowest, link=None, peer=False)]
 
 
-def _group(words: str, text: str) -> tuple[int, int, Part, list[str]]:
+def _group(words: str, text: str) -> tuple[int, int, CatalogPart, list[str]]:
     """Hosts, devices of each, their part, and warnings."""
     found = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", text, re.IGNORECASE)
     if found is None:
@@ -106,7 +106,7 @@ def _count(words: str, digits: str) -> int:
 # ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
-def _named(words: str, name: str) -> tuple[Part, list[str]]:
+def _named(words: str, name: str) -> tuple[CatalogPart, list[str]]:
     """The part that a name means, the catalog's first where several do; what was assumed, and what its note says."""
     plain = _plain(name)
     exact = [part for part in parts() if plain in map(_plain, (part.name, *part.aliases))]
@@ -137,7 +137,7 @@ def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _means(plain: str, part: Part) -> bool:
+def _means(plain: str, part: CatalogPart) -> bool:
     """Whether a plain name means this part: its family with some of its form and its memory."""
     family = _plain(part.family)
     if not plain.startswith(family) or part.memory is None:
@@ -163,14 +163,14 @@ def _near(plain: str) -> str:
 # ---- Links -----------------------------------------------------------------------------------------------------------
 
 
-def _host_links(part: Part) -> tuple[Link, ...]:
+def _host_links(part: CatalogPart) -> tuple[Link, ...]:
     link = part.host_link
     if link is None:
         return ()
     return tuple(Link(*ends, link.kind, **link.full) for ends in ((HOST, DEVICE), (DEVICE, HOST)))
 
 
-def _device_links(part: Part) -> tuple[Link, ...]:
+def _device_links(part: CatalogPart) -> tuple[Link, ...]:
     """One link for any pair of devices of a host: the part's own, else its host link, through the host."""
     if part.kind == "cpu":
         return (Link(DEVICE, DEVICE, "process"),)

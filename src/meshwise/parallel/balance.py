@@ -23,9 +23,9 @@ from torch.autograd.function import Function, FunctionCtx
 from torch.nn import functional
 
 from meshwise.compat.modules import put_forward
-from meshwise.parallel.split.crossing import gather, through
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.words import some
+from meshwise.splits.crossing import gather, through
 from meshwise.transfer import collectives
 
 NAME = "load_balancing_loss_func"

@@ -1,12 +1,12 @@
 """Context parallel: each rank of the axis holds a part of the positions of every sample, through the whole model.
 
-What the model's forward is given is split along its positions (dim 1) as it enters: split tensors (split/tensor.py), of
-which plain code sees the whole shape. Each position goes its way through embeddings, layers, norms and the loss on the
-rank that has it; attention sends keys and values round (split/attention.py); what else mixes positions is gathered, and
-said. So no line of the model changes, and any model is right.
+What the model's forward is given is split along its positions (dim 1) as it enters: split tensors
+(splits/tensor.py), of which plain code sees the whole shape. Each position goes its way through embeddings, layers,
+norms and the loss on the rank that has it; attention sends keys and values round (splits/attention.py); what else
+mixes positions is gathered, and said. So no line of the model changes, and any model is right.
 
 Parameters are whole on every rank. Each rank's gradients are of its positions: they are added up over the axis as they
-arise (split/crossing.py), so that whatever comes after finds the same ones on all ranks. With `tensor`, weights are
+arise (splits/crossing.py), so that whatever comes after finds the same ones on all ranks. With `tensor`, weights are
 this rank's parts, and what is split along positions is split along its heads or features within.
 
 Tested in tests/parallel/test_split_context.py and test_split_levels.py.
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from meshwise.compat.modules import put_forward
 from meshwise.parallel.blocks import called_in
 from meshwise.parallel.mesh import make_mesh
-from meshwise.parallel.split import rules
-from meshwise.parallel.split.axis import Axis, MeshAxis, Part
-from meshwise.parallel.split.crossing import scatter
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
+from meshwise.splits import rules
+from meshwise.splits.axis import Axis, MeshAxis, SplitPart
+from meshwise.splits.crossing import scatter
 
 AXIS = "context"
 
@@ -75,7 +75,7 @@ def _has_positions(name: str, value: Any) -> bool:
 
 
 def _divided(value: Tensor, axis: Axis) -> Tensor:
-    return scatter(value, Part(axis, 1, value.shape[1]).folded())
+    return scatter(value, SplitPart(axis, 1, value.shape[1]).folded())
 
 
 CONTEXT = Technique(apply=_apply)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshwise.compat.modules import parameters_in, put_forward
 from meshwise.compat.several_meshes import take_several_meshes
-from meshwise.parallel.expert_axis import Axis, MeshAxis, exchanged
+from meshwise.parallel.expert_axis import ExpertAxis, ExpertMeshAxis, exchanged
 from meshwise.parallel.expert_list import ExpertList, check_list, lists_of
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.technique import Setup, Technique
@@ -98,7 +98,7 @@ def _apply(setup: Setup) -> None:
     columns = [range(first, setup.world.size, along.size()) for first in range(along.size())] if lists else []
     replicas = [collectives.group_of(ranks) for ranks in columns]
     rank = along.get_local_rank()
-    axis = MeshAxis(setup.world.kind, along.size(), rank, along.get_group(), replicas[rank] if lists else None)
+    axis = ExpertMeshAxis(setup.world.kind, along.size(), rank, along.get_group(), replicas[rank] if lists else None)
     divided, names = 0, []
     for name, module, count in list(_experts(setup.model)):
         for own, p in list(parameters_in(module).items()):
@@ -146,7 +146,7 @@ class Experts:
     name: str
     module: nn.Module
     count: int
-    axis: Axis
+    axis: ExpertAxis
 
     @property
     def own(self) -> int:

@@ -15,7 +15,7 @@ from torch.autograd.function import Function
 from meshwise.transfer import collectives
 
 
-class Axis(Protocol):
+class ExpertAxis(Protocol):
     """The ranks over which experts are divided, and how they exchange rows. device: their kind."""
 
     @property
@@ -41,7 +41,7 @@ class Axis(Protocol):
 
 
 @dataclass(frozen=True)
-class MeshAxis:
+class ExpertMeshAxis:
     """The axis of the device mesh. group: its ranks with this one among them. replicas: the ranks at this one's place
     in all such groups."""
 
@@ -71,7 +71,9 @@ class MeshAxis:
             collectives.all_reduce(gradient, group=self.replicas, of="gradients of experts").div_(replicas)
 
 
-def exchanged(axis: Axis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
+def exchanged(
+    axis: ExpertAxis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor
+) -> tuple[Tensor, ...]:
     """`tensors` with the rows that this rank takes. See `_Exchange`."""
     function: Any = _Exchange
     found: tuple[Tensor, ...] = function.apply(axis, sent, taken, scale, *tensors)
@@ -84,7 +86,7 @@ class _Exchange(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, axis: Axis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor
+        ctx: Any, axis: ExpertAxis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.facts = axis, sent, taken, scale
         found = []

@@ -33,7 +33,7 @@ from torch.func import functional_call
 from meshwise.compat.modules import buffers_in, put_forward
 from meshwise.compat.reducer import version
 from meshwise.compat.tree import map_tensors, tensors_in
-from meshwise.parallel.expert_axis import Axis, exchanged
+from meshwise.parallel.expert_axis import ExpertAxis, exchanged
 from meshwise.spec.errors import PlanError
 from meshwise.transfer import stages
 
@@ -96,7 +96,7 @@ class ExpertList:
     """A list of experts of which each rank of the axis runs some; the rows of every rank go to them."""
 
     found: Found
-    axis: Axis
+    axis: ExpertAxis
     _mode: str = ""
     _calls: list[tuple[int, Given]] = field(default_factory=list)
     _answers: deque[tuple[int, Given, Tensor]] = field(default_factory=deque)
@@ -245,13 +245,13 @@ class _Fact:
     shape: torch.Size
     trained: bool
 
-    def bounds(self, axis: Axis) -> list[tuple[int, int]]:
+    def bounds(self, axis: ExpertAxis) -> list[tuple[int, int]]:
         """The rows that each rank holds, from and to, as torch.chunk divides."""
         step = -(-self.shape[0] // axis.size)
         ends = [min(self.shape[0], rank * step) for rank in range(axis.size + 1)]
         return list(itertools.pairwise(ends))
 
-    def sizes(self, axis: Axis) -> list[int]:
+    def sizes(self, axis: ExpertAxis) -> list[int]:
         """How many elements each rank holds."""
         return [(end - begin) * math.prod(self.shape[1:]) for begin, end in self.bounds(axis)]
 
@@ -260,7 +260,7 @@ class _Whole(Function):
     """Parts of parameters to the ranks that run the experts; their gradients back, as the mean over the replicas."""
 
     @staticmethod
-    def forward(ctx: Any, axis: Axis, facts: list[_Fact], *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, axis: ExpertAxis, facts: list[_Fact], *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.axis, ctx.facts = axis, facts
         like, own = parts[0].new_empty(0), [fact for fact in facts if fact.owner == axis.rank]
         sent = [

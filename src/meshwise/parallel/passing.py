@@ -21,9 +21,9 @@ from meshwise.compat.fake import rehearsing
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import map_kind, map_tensors, tensors_in
 from meshwise.parallel.schedule import Action
-from meshwise.parallel.split.axis import Part
-from meshwise.parallel.split.tensor import parts_of, split_again
 from meshwise.spec.errors import PlanError
+from meshwise.splits.axis import SplitPart
+from meshwise.splits.tensor import parts_of, split_again
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.stages import Pipe
 
@@ -35,7 +35,7 @@ class _Form:
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
-    parts: tuple[Part, ...]
+    parts: tuple[SplitPart, ...]
 
 
 @dataclass(frozen=True)

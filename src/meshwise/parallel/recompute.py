@@ -26,10 +26,10 @@ from meshwise.compat.modules import buffers_in, put_forward
 from meshwise.compat.reducer import version
 from meshwise.compat.torch_function import determinism_of_parts
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
-from meshwise.parallel.split.tensor import parts_of, split_again
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError, nearest
 from meshwise.spec.words import some
+from meshwise.splits.tensor import parts_of, split_again
 
 COMPUTE_INTENSIVE_OPS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "scaled_dot_product")
 """Operators whose results `selective` keeps: matrix products, convolutions, and attention of any kind."""

@@ -1,6 +1,6 @@
 """What a program cannot do with the parts of parameters: said in words, and refused where it would go wrong.
 
-Tested in tests/parallel/test_trial.py and tests/training/test_plans_in_a_loop.py.
+Tested in tests/parallel/test_trial.py and tests/job/test_plans_in_a_loop.py.
 """
 
 from __future__ import annotations

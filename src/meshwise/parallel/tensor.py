@@ -1,14 +1,14 @@
 """Tensor parallel: each rank of the axis holds a part of the weights of layers, and works on the same samples.
 
-Parameters become DTensors on the mesh axis `tensor`: split along a dim (split/layout.py), or replicated. While a module
-runs, its parameters are this rank's parts: split tensors (split/tensor.py), of which plain code sees the whole,
+Parameters become DTensors on the mesh axis `tensor`: split along a dim (parallel/layout.py), or replicated. While a
+module runs, its parameters are this rank's parts: split tensors (splits/tensor.py), of which plain code sees the whole,
 and whose operators run on parts where that is exact. So no line of the model changes, and any model is right; what has
 no rule is gathered, and said.
 
 Replicated parameters and whole activations are the same on all ranks of the axis, and so are their gradients: what goes
-from whole to split adds the gradients of all ranks up (split/crossing.py).
+from whole to split adds the gradients of all ranks up (splits/crossing.py).
 
-Tested in tests/parallel/test_split_rules.py and tests/equivalence/test_models.py.
+Tested in tests/splits/test_split_rules.py and tests/equivalence/test_models.py.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from meshwise.compat.modules import around_pre_hooks, has_pre_hooks, parameters_
 from meshwise.compat.sharding import division, packed
 from meshwise.compat.whole_values import plain_loss, read_whole
 from meshwise.parallel.blocks import blocks_of, called_in, repeated_blocks
+from meshwise.parallel.layout import cuts_of
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
-from meshwise.parallel.split import rules
-from meshwise.parallel.split.axis import Axis, MeshAxis, Part
-from meshwise.parallel.split.crossing import entering_once, gather_over
-from meshwise.parallel.split.layout import cuts_of
-from meshwise.parallel.split.tensor import split
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.splits import rules
+from meshwise.splits.axis import Axis, MeshAxis, SplitPart
+from meshwise.splits.crossing import entering_once, gather_over
+from meshwise.splits.tensor import split
 from meshwise.transfer import stages
 from meshwise.transfer.reading import look_out, meet, together
 
@@ -155,7 +155,7 @@ def _part_of(p: DTensor, axis: Axis) -> Tensor:
     if divided is None:
         return local
     dim, sections = divided
-    found = split(local, Part(axis, dim, p.shape[dim], sections))
+    found = split(local, SplitPart(axis, dim, p.shape[dim], sections))
     found.of_parameter = True  # type: ignore[attr-defined]
     return found
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from meshwise.races.memory import Access, Memory, Region
+from meshwise.races.memory import Access, Region, ShadowMemory
 from meshwise.races.order import HOST, Lane, Order, Recorded
 
 ALL = 1 << 64
@@ -62,7 +62,7 @@ class Checker:
     def __init__(self, found: Callable[[Race], None], forgive: bool = True) -> None:
         self.order = Order()
         self._found, self._forgive = found, forgive
-        self._memory = Memory()
+        self._memory = ShadowMemory()
         self._blocks: dict[int, Block] = {}
 
     def allocate(self, block: int, lane: Lane | None) -> None:

@@ -88,7 +88,7 @@ class _Cell:
 IsBefore = Callable[[Access], bool]
 
 
-class Memory:
+class ShadowMemory:
     """The accesses of one memory, by address."""
 
     def __init__(self) -> None:

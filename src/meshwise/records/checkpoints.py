@@ -54,7 +54,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A piece of a tensor: its place in the whole, a (begin, end) for each dim, and where it lies: from byte `at`."""
 
     file: str
@@ -68,7 +68,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def read_manifest(saved: Checkpoint) -> Manifest:
 
 def _manifest(facts: dict[str, Any]) -> Manifest:
     def tensor(each: dict[str, Any]) -> StoredTensor:
-        pieces = (Piece(p["file"], p["at"], tuple((b, e) for b, e in p["box"])) for p in each["pieces"])
+        pieces = (StoredPiece(p["file"], p["at"], tuple((b, e) for b, e in p["box"])) for p in each["pieces"])
         return StoredTensor(each["dtype"], tuple(each["shape"]), tuple(pieces))
 
     return Manifest(

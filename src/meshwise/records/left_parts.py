@@ -24,7 +24,7 @@ from typing import Any
 
 from meshwise.records import checkpoints as files
 from meshwise.records.boxes import cover, disjoint
-from meshwise.records.checkpoints import Checkpoint, Manifest, Piece, StoredFile, StoredTensor
+from meshwise.records.checkpoints import Checkpoint, Manifest, StoredFile, StoredPiece, StoredTensor
 from meshwise.records.merging import merged
 
 HEAD, PLACES = 4096, 2
@@ -100,7 +100,7 @@ def _pieces(parts: Sequence[LeftPart]) -> dict[str, StoredTensor] | None:
         boxes = disjoint(places.get(name, {}))
         if not cover(boxes, shape):
             return None
-        found[name] = StoredTensor(dtype, shape, tuple(Piece(*places[name][box], box) for box in boxes))
+        found[name] = StoredTensor(dtype, shape, tuple(StoredPiece(*places[name][box], box) for box in boxes))
     return found
 
 

@@ -27,7 +27,7 @@ from meshwise.compat.reducer import versions
 from meshwise.compat.sharding import division, local_of, locals_of
 from meshwise.compat.tree import tensors_in
 from meshwise.records.boxes import Box, volume
-from meshwise.recovery.layout import Held, Part, held, itemsize, view_of
+from meshwise.recovery.layout import Held, WriteItem, held, itemsize, view_of
 from meshwise.recovery.left_memory import LeftMemory
 from meshwise.recovery.side_copies import SideCopies
 from meshwise.recovery.state import RunState, tree_of
@@ -191,18 +191,18 @@ class LastState:
             [(numbers[part.name][0], part.box if numbers[part.name][1] else None) for part in order],
         )
 
-    def _dealt(self, shapes: Mapping[str, Held]) -> list[Part]:
+    def _dealt(self, shapes: Mapping[str, Held]) -> list[WriteItem]:
         """What this rank writes: of what several hold each its share, the largest first to the one that has least."""
-        same, loads, mine = self._among.same, [0] * self._among.same, list[Part]()
+        same, loads, mine = self._among.same, [0] * self._among.same, list[WriteItem]()
         every = [(name, box) for name, each in shapes.items() for box in each.boxes if volume(box)]
         for name, box in sorted(every, key=lambda each: -volume(each[1]) * itemsize(shapes[each[0]].dtype)):
             if same == 1 or (self._among.divided and name.startswith("optimizer/")):
-                mine.append(Part(name, box, box))
+                mine.append(WriteItem(name, box, box))
                 continue  # of others unknown: what is shared is dealt alike on all
             least = loads.index(min(loads))
             loads[least] += volume(box) * itemsize(shapes[name].dtype)
             if least == self._among.own:
-                mine.append(Part(name, box, box))
+                mine.append(WriteItem(name, box, box))
         return mine
 
     def _find(self, values: Any, objects: Sequence[Tensor]) -> list[tuple[dict[Any, Any], Any]]:

@@ -39,7 +39,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Part:
+class WriteItem:
     """What a rank writes: `box` of a tensor, which lies within `held`, one of the boxes that it holds."""
 
     name: str
@@ -88,7 +88,7 @@ def view_of(tensor: Tensor, box: Box) -> Tensor:
     return views(tensor)[box] if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[Part]]:
+def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
     """What each rank writes, of what each holds. Raises CheckpointError where no rank holds some element."""
     shapes: dict[str, Held] = {}
     holders: dict[str, dict[Box, list[int]]] = {}
@@ -104,9 +104,9 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[Part]]:
                 if volume(box):
                     holders.setdefault(name, {}).setdefault(box, []).append(rank)
     chosen = {name: _disjoint(name, each.shape, holders.get(name, {})) for name, each in shapes.items()}
-    loads, parts = [0] * len(ranks), list[list[Part]]([] for _ in ranks)
+    loads, parts = [0] * len(ranks), list[list[WriteItem]]([] for _ in ranks)
 
-    def give(rank: int, part: Part) -> None:
+    def give(rank: int, part: WriteItem) -> None:
         parts[rank].append(part)
         loads[rank] += volume(part.box) * itemsize(shapes[part.name].dtype)
 
@@ -115,13 +115,13 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[Part]]:
         for box in boxes:
             size, able = volume(box) * itemsize(shapes[name].dtype), holders[name][box]
             if len(able) == 1 or size < SMALL:
-                give(able[0], Part(name, box, box))
+                give(able[0], WriteItem(name, box, box))
             else:
                 shared.append((size, name, box))
     for size, name, box in sorted(shared, key=lambda each: -each[0]):
         able = holders[name][box]
         for piece in _divided(box, len(able)) if size >= LARGE else [box]:
-            give(min(able, key=lambda rank: loads[rank]), Part(name, box, piece))
+            give(min(able, key=lambda rank: loads[rank]), WriteItem(name, box, piece))
     return parts
 
 
@@ -165,13 +165,13 @@ def rows(box: Box, outer: Box) -> tuple[int, int]:
     return first, last - first + 1
 
 
-def described(parts: Iterable[Part], shapes: Mapping[str, Held]) -> list[tuple[Part, int]]:
+def described(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> list[tuple[WriteItem, int]]:
     """Parts in the order in which a file holds them, with their bytes: wide elements first, so that all are aligned."""
     order = sorted(parts, key=lambda part: -itemsize(shapes[part.name].dtype))
     return [(part, volume(part.box) * itemsize(shapes[part.name].dtype)) for part in order]
 
 
-def key_of(part: Part, shape: Sequence[int]) -> str:
+def key_of(part: WriteItem, shape: Sequence[int]) -> str:
     """The name of a part in its file: the tensor's, with the place where it is a piece of it."""
     whole = all(bounds == (0, length) for bounds, length in zip(part.box, shape, strict=True))
     place: Any = [f"{begin}:{end}" for begin, end in part.box]

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwise.compat.copying import copy_all
 from meshwise.records.boxes import volume
 from meshwise.records.left_parts import HEAD, PLACE, PLACES
-from meshwise.recovery.layout import Held, Part
+from meshwise.recovery.layout import Held, WriteItem
 from meshwise.recovery.side_copies import SideCopies
 from meshwise.recovery.tensor_files import laid_out
 
@@ -32,7 +32,7 @@ class LeftMemory:
         self._path, self._attempt, self._side = path, attempt, side
         self._memory: mmap.mmap | None = None
         self._text = self._beginning = b""
-        self._parts: list[tuple[Part, int, torch.dtype]] = []
+        self._parts: list[tuple[WriteItem, int, torch.dtype]] = []
         self._starts: list[int] = []
         self._into: list[list[Tensor]] = []
         self._place = 0
@@ -41,7 +41,9 @@ class LeftMemory:
         self.step = -1
         """The newest that was written."""
 
-    def lay_out(self, parts: Sequence[Part], shapes: Mapping[str, Held], facts: Mapping[str, Any]) -> list[Part]:
+    def lay_out(
+        self, parts: Sequence[WriteItem], shapes: Mapping[str, Held], facts: Mapping[str, Any]
+    ) -> list[WriteItem]:
         """Forget what is there, and hold these parts from now on. Returns the order in which `write` takes them."""
         if self._side is not None:
             self._side.finish()
@@ -105,7 +107,7 @@ class LeftMemory:
             self._memory[place * PLACE.size : place * PLACE.size + 8] = number.to_bytes(8, "little")
 
 
-def _view(buffer: Tensor, part: Part, at: int, dtype: torch.dtype) -> Tensor:
+def _view(buffer: Tensor, part: WriteItem, at: int, dtype: torch.dtype) -> Tensor:
     """The memory of a part, as a tensor of its form."""
     shape = [end - begin for begin, end in part.box]
     return buffer[at : at + volume(part.box) * dtype.itemsize].view(dtype).view(shape)

@@ -24,7 +24,7 @@ from meshwise.records.claims import newest, room_of
 from meshwise.records.files import make_folder
 from meshwise.records.merging import merged
 from meshwise.recovery.collect import collected
-from meshwise.recovery.layout import Held, Part, deal, held, plainly_held, view_of, within
+from meshwise.recovery.layout import Held, WriteItem, deal, held, plainly_held, view_of, within
 from meshwise.recovery.tensor_files import as_bytes, laid_out
 from meshwise.recovery.values import encoded
 from meshwise.recovery.writing import LAST, Board, Deal, OwnBoard, StoreBoard, Writing
@@ -107,7 +107,7 @@ class Saver:
             else:
                 values, tensors = encoded(collected(make(True)) or {})
                 shapes = {name: held(tensor) for name, tensor in tensors.items()}
-                empty: list[list[Part]] = [[] for _ in range(self._world.size - 1)]
+                empty: list[list[WriteItem]] = [[] for _ in range(self._world.size - 1)]
                 self._deal = Deal((), shapes, [*deal([shapes]), *empty])
             self._start(
                 key, {"attempt": number, "world": self._world.size, "time": time.time(), **facts}, values, tensors

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwise.records.boxes import volume
 from meshwise.records.checkpoints import CHUNK, StoredTensor
-from meshwise.recovery.layout import Held, Part, described, intersection, key_of, rows, within
+from meshwise.recovery.layout import Held, WriteItem, described, intersection, key_of, rows, within
 from meshwise.spec.errors import CheckpointError
 from meshwise.transfer.sharded import Box
 
@@ -37,7 +37,7 @@ NAMES = {
 ALIGNED = 64  # bytes to a multiple of which the header is filled up
 
 
-def laid_out(parts: Iterable[Part], shapes: Mapping[str, Held]) -> tuple[bytes, dict[Part, int], int]:
+def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[bytes, dict[WriteItem, int], int]:
     """The beginning of a file with these parts, where the bytes of each begin in the file, and the file's size."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, places = 0, {}

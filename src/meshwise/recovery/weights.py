@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwise.records.claims import write_of
 from meshwise.records.files import write_text, write_with
 from meshwise.recovery.collect import collected, state_of
-from meshwise.recovery.layout import Held, Part, held
+from meshwise.recovery.layout import Held, WriteItem, held
 from meshwise.recovery.loading import Stored
 from meshwise.recovery.tensor_files import NAMES, as_bytes, laid_out
 from meshwise.spec.errors import UsageError
@@ -86,7 +86,7 @@ def export_weights(
 
 
 def _write_tensors(tensors: Mapping[str, Stored | Tensor], shapes: Mapping[str, Held], file: BinaryIO) -> None:
-    beginning, places, _ = laid_out((Part(name, *shapes[name].boxes * 2) for name in tensors), shapes)
+    beginning, places, _ = laid_out((WriteItem(name, *shapes[name].boxes * 2) for name in tensors), shapes)
     file.write(beginning)
     for part in places:
         value = tensors[part.name]

@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 from meshwise.compat.reducer import default_store
 from meshwise.records import checkpoints as files
-from meshwise.records.checkpoints import Manifest, Piece, StoredFile, StoredTensor, write_file
+from meshwise.records.checkpoints import Manifest, StoredFile, StoredPiece, StoredTensor, write_file
 from meshwise.records.files import make_folder
-from meshwise.recovery.layout import Held, Part
+from meshwise.recovery.layout import Held, WriteItem
 from meshwise.recovery.tensor_files import laid_out
 from meshwise.spec.units import bytes_text
 
@@ -75,7 +75,7 @@ class Deal:
 
     digests: tuple[int, ...]
     shapes: Mapping[str, Held]
-    parts: Sequence[Sequence[Part]]
+    parts: Sequence[Sequence[WriteItem]]
 
 
 @dataclass
@@ -140,10 +140,10 @@ class Writing:
         return wrong
 
     def _manifest(self, written: Sequence[StoredFile]) -> Manifest:
-        pieces: dict[str, list[Piece]] = {name: [] for name in self.deal.shapes}
+        pieces: dict[str, list[StoredPiece]] = {name: [] for name in self.deal.shapes}
         for rank, parts in enumerate(self.deal.parts):
             for part, at in laid_out(parts, self.deal.shapes)[1].items():
-                pieces[part.name].append(Piece(f"rank{rank}.safetensors", at, part.box))
+                pieces[part.name].append(StoredPiece(f"rank{rank}.safetensors", at, part.box))
         tensors = {n: StoredTensor(h.dtype, h.shape, tuple(pieces[n])) for n, h in self.deal.shapes.items()}
         return Manifest(self.facts, self.values, tensors, tuple(written))
 

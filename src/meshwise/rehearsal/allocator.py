@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from meshwise.machine.catalog import part
 from meshwise.rehearsal.constants import FIGURES
-from meshwise.rehearsal.work import Allocate, Collective, Free, Work
+from meshwise.rehearsal.work import Allocate, CollectiveOperation, Free, Work
 
 BLOCK = 512
 """Sizes are rounded up to it (kMinBlockSize)."""
@@ -245,7 +245,7 @@ def device_total(reserved: int, work: Work) -> Total:
     peers: set[int] = set()
     for launch in work.launches:
         what = launch.what
-        if isinstance(what, Collective) and len(what.ranks) > 1:
+        if isinstance(what, CollectiveOperation) and len(what.ranks) > 1:
             if what.kind in ("send", "receive", "all-to-all"):
                 peers |= set(what.ranks) - {work.rank}
             else:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from meshwise.rehearsal.work import Collective
+from meshwise.rehearsal.work import CollectiveOperation
 
 
 class Beside:
@@ -24,7 +24,7 @@ class Beside:
         self._pending: dict[str, set[int]] = defaultdict(set)
         self._groups: dict[tuple[int, ...], int] = {}
 
-    def stream_of(self, what: Collective) -> str:
+    def stream_of(self, what: CollectiveOperation) -> str:
         """The name of the stream that it runs in."""
         if what.kind in ("send", "receive"):
             return f"{what.kind}s"

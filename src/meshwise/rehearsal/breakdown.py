@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from meshwise.rehearsal.play import Done
 from meshwise.rehearsal.simulate import Step
-from meshwise.rehearsal.work import Collective, Copy, Operation
+from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation
 
 KINDS = ("computing", "communication", "copies", "waiting", "launches", "idle")
 """Of a moment: an operator runs; communication is exposed; a copy; other ranks are late (a pipeline's bubble too); the
@@ -76,7 +76,7 @@ def _edges(done: tuple[Done, ...]) -> list[tuple[float, bool, int, str]]:
     edges: list[tuple[float, bool, int, str]] = []
     for one in done:
         what = one.launch.what
-        kind = 1 if isinstance(what, Collective) else 2 if isinstance(what, Copy) else 0
+        kind = 1 if isinstance(what, CollectiveOperation) else 2 if isinstance(what, Copy) else 0
         for begin, end, which in ((one.start, one.end, kind), (one.ready, one.start, 3)):
             if end > begin:
                 edges.append((begin, True, which, one.launch.phase))

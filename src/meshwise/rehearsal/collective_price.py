@@ -19,7 +19,7 @@ from meshwise.machine.catalog import part, reached
 from meshwise.machine.expected import device_nominal, expected_collective
 from meshwise.rehearsal.constants import BASE, FIGURES, HOP, IN_NETWORK, LL, LL128, NEVER, PROTOCOL, SIMPLE
 from meshwise.rehearsal.price import CATALOG, COMMUNICATION, MEASURED, MODEL, Priced, priced
-from meshwise.rehearsal.work import Collective
+from meshwise.rehearsal.work import CollectiveOperation
 from meshwise.spec.bandwidth import bus_factor
 from meshwise.spec.machine import NODE, Link, Machine, link_between
 from meshwise.spec.machine import Collective as MeasuredCollective
@@ -41,7 +41,7 @@ class Group:
     share: float
 
 
-def collective_seconds(collective: Collective, machine: Machine) -> Priced | None:
+def collective_seconds(collective: CollectiveOperation, machine: Machine) -> Priced | None:
     """Seconds from when all ranks of the group have come until it has ended; None: a figure is not known.
 
     Ranks are places in `machine.devices`. Raises ValueError for a rank that the machine does not have.
@@ -80,7 +80,7 @@ def _devices_of_hosts(machine: Machine) -> Counter[int]:
 # ---- Measured --------------------------------------------------------------------------------------------------------
 
 
-def _measured(collective: Collective, machine: Machine, group: Group, backend: str) -> Priced | None:
+def _measured(collective: CollectiveOperation, machine: Machine, group: Group, backend: str) -> Priced | None:
     """From the machine's tables: of this very number of ranks, else scaled from another inside one host."""
     tables = [c for c in machine.collectives if c.kind == collective.kind and c.backend == backend]
     if not tables:
@@ -111,7 +111,7 @@ def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
     return latency * steps + (whole - latency) * bus_factor(table.kind, ranks) / bus_factor(table.kind, table.ranks)
 
 
-def _send(collective: Collective, machine: Machine, backend: str) -> Priced | None:
+def _send(collective: CollectiveOperation, machine: Machine, backend: str) -> Priced | None:
     """One message from the first rank to the second."""
     source, target = (machine.devices[rank] for rank in collective.ranks[:2])
     if source.host == target.host:
@@ -127,7 +127,9 @@ def _send(collective: Collective, machine: Machine, backend: str) -> Priced | No
     return _modelled_send(collective, machine, link, share, backend)
 
 
-def _modelled_send(collective: Collective, machine: Machine, link: Link, share: float, backend: str) -> Priced | None:
+def _modelled_send(
+    collective: CollectiveOperation, machine: Machine, link: Link, share: float, backend: str
+) -> Priced | None:
     nominal = link.bandwidth if link.kind == "network" else device_nominal(machine, link)[0]
     if nominal is None:
         return None
@@ -148,7 +150,7 @@ def _modelled_send(collective: Collective, machine: Machine, link: Link, share: 
 # ---- NCCL ------------------------------------------------------------------------------------------------------------
 
 
-def _nccl(collective: Collective, machine: Machine, group: Group) -> Priced | None:
+def _nccl(collective: CollectiveOperation, machine: Machine, group: Group) -> Priced | None:
     """The least time over NCCL's algorithms and protocols."""
     inside = _inside(collective.kind, machine, group)
     across = _across(machine, group)
@@ -253,7 +255,7 @@ def _latency(kind: str, group: Group, hardware: str, algorithm: str, protocol: i
     return (BASE[algorithm][protocol] + hops) * 1e-6
 
 
-def _all_to_all(collective: Collective, group: Group, inside: Rate | None, across: Rate | None) -> Priced:
+def _all_to_all(collective: CollectiveOperation, group: Group, inside: Rate | None, across: Rate | None) -> Priced:
     """Each rank sends an equal part to each other one: those of its host and those of others at the same time."""
     part_of_rank = collective.size / group.ranks
     legs: list[tuple[float, float, str]] = []
@@ -286,7 +288,7 @@ _STEPS: dict[str, Callable[[int], tuple[float, float]]] = {
 """Messages one after the other, and how much of the tensor they carry together."""
 
 
-def _gloo(collective: Collective, machine: Machine, group: Group) -> Priced | None:
+def _gloo(collective: CollectiveOperation, machine: Machine, group: Group) -> Priced | None:
     """Rings of messages: inside a host as measured between two processes, between hosts at the network's rate."""
     if collective.kind not in _STEPS:
         return None

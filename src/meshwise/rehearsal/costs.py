@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from meshwise.rehearsal.play import ACROSS, COMPUTING, INSIDE, TO_DEVICE, TO_HOST, Item
 from meshwise.rehearsal.price import Priced
 from meshwise.rehearsal.prices import Prices
-from meshwise.rehearsal.work import MAIN, Collective, Copy, Launch, Operation, Work
+from meshwise.rehearsal.work import MAIN, CollectiveOperation, Copy, Launch, Operation, Work
 from meshwise.spec.machine import Machine
 
 
@@ -48,7 +48,7 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
         price = prices.of(what, rank)
         if price is None:
             return None
-        if isinstance(what, Collective):
+        if isinstance(what, CollectiveOperation):
             number = numbers[what.kind, what.ranks]
             numbers[what.kind, what.ranks] = number + 1
             if what.ranks not in shares:

@@ -24,7 +24,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of the rank that needs most. total: of the device, with what lies outside of the allocator. allocated: the
     peak of tensors, by category what there is of each at that moment. reserved: what the allocator holds for them.
     host: the peak in the host's memory. capacity: of the device; None where it is not known. kept: of a job, what
@@ -62,7 +62,7 @@ class Estimate:
     empty where all are alike."""
 
     plan: Plan
-    memory: Memory
+    memory: MemoryEstimate
     seconds: Range | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     unknown: str = ""

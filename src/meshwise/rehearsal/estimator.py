@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from meshwise.job.job import Job
 from meshwise.records.left_parts import PLACES
 from meshwise.rehearsal.allocator import device_total, reserved_on
 from meshwise.rehearsal.breakdown import breakdown, slowest_rank
 from meshwise.rehearsal.constants import FIGURES
-from meshwise.rehearsal.estimate import Estimate, Memory, Range
+from meshwise.rehearsal.estimate import Estimate, MemoryEstimate, Range
 from meshwise.rehearsal.from_few import Tracer
 from meshwise.rehearsal.measured import prices_here
 from meshwise.rehearsal.memory import memory_curve, with_inside
@@ -24,7 +25,6 @@ from meshwise.rehearsal.work import Allocate, Operation, Work
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import plural
-from meshwise.training.job import Job
 
 MEASURE = 5.0
 """Seconds for which a CPU's operators are measured for each plan; what was measured is remembered."""
@@ -126,7 +126,7 @@ def works_of(traced: Trace, prices: Prices) -> list[Work]:
     return [with_inside(work, prices.inside) for work in (traced.first, traced.step)]
 
 
-def memory_of(traced: Trace, prices: Prices, cap: int | None) -> Memory:
+def memory_of(traced: Trace, prices: Prices, cap: int | None) -> MemoryEstimate:
     """The memory of a rank: of the larger of its first step and a later one, after one another."""
     device = prices.machine.devices[traced.step.rank]
     works = works_of(traced, prices)
@@ -140,4 +140,4 @@ def memory_of(traced: Trace, prices: Prices, cap: int | None) -> Memory:
         reserved = reserved_on(works, device.part)
         taken = device_total(reserved, traced.step)
         total = Range(taken.bytes, taken.low, taken.high)
-    return Memory(traced.step.rank, total, peak.bytes, peak.split, reserved, host, capacity)
+    return MemoryEstimate(traced.step.rank, total, peak.bytes, peak.split, reserved, host, capacity)

@@ -16,7 +16,7 @@ from meshwise.rehearsal.play import Done
 from meshwise.rehearsal.price import COMPUTE, MEASURED, MEMORY
 from meshwise.rehearsal.prices import Prices
 from meshwise.rehearsal.simulate import Step
-from meshwise.rehearsal.work import Collective, Copy, Operation
+from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation
 from meshwise.spec.bandwidth import bus_bandwidth
 from meshwise.spec.machine import DEVICE, NODE, Machine, link_between
 
@@ -64,7 +64,7 @@ def explain(estimate: Estimate, step: Step, prices: Prices, runner_up: Estimate 
     time = slowest_rank(step)
     done = step.done[time.rank]
     operators = _costly([one for one in done if isinstance(one.launch.what, Operation)], time.rank, prices)
-    collectives = _costly([one for one in done if isinstance(one.launch.what, Collective)], time.rank, prices)
+    collectives = _costly([one for one in done if isinstance(one.launch.what, CollectiveOperation)], time.rank, prices)
     limits = _limits(done, time, prices)
     return Explanation(estimate, time, limits, operators[:MOST], collectives[:MOST], step.factors, runner_up)
 
@@ -93,7 +93,7 @@ def _limits(done: Sequence[Done], time: RankStep, prices: Prices) -> dict[str, f
         what, seconds = one.launch.what, one.end - one.start
         if isinstance(what, Operation):
             computing[_limit(what, time.rank, prices)] += seconds
-        elif isinstance(what, Collective) and what.kind != "receive":
+        elif isinstance(what, CollectiveOperation) and what.kind != "receive":
             links[_limit(what, time.rank, prices)] += seconds
     kinds = time.kinds
     found = _divided(kinds["computing"], computing, COMPUTE) | _divided(kinds["communication"], links, "links")
@@ -106,8 +106,8 @@ def _divided(seconds: float, over: Mapping[str, float], otherwise: str) -> dict[
     return {name: seconds * part / whole for name, part in over.items()} if whole else {otherwise: seconds}
 
 
-def _limit(what: Operation | Collective | Copy, rank: int, prices: Prices) -> str:
-    if isinstance(what, Collective):
+def _limit(what: Operation | CollectiveOperation | Copy, rank: int, prices: Prices) -> str:
+    if isinstance(what, CollectiveOperation):
         return link_words(prices.machine, what.ranks)
     price = prices.of(what, rank)
     return MEMORY if price is None else price.factor
@@ -115,7 +115,7 @@ def _limit(what: Operation | Collective | Copy, rank: int, prices: Prices) -> st
 
 def _costly(done: Sequence[Done], rank: int, prices: Prices) -> tuple[Costly, ...]:
     """Launches that are alike as one, the dearest first."""
-    seconds: dict[Operation | Collective | Copy, float] = defaultdict(float)
+    seconds: dict[Operation | CollectiveOperation | Copy, float] = defaultdict(float)
     times = Counter(one.launch.what for one in done)
     for one in done:
         seconds[one.launch.what] += one.end - one.start
@@ -124,7 +124,9 @@ def _costly(done: Sequence[Done], rank: int, prices: Prices) -> tuple[Costly, ..
     )
 
 
-def _told(what: Operation | Collective | Copy, times: int, seconds: float, rank: int, prices: Prices) -> Costly:
+def _told(
+    what: Operation | CollectiveOperation | Copy, times: int, seconds: float, rank: int, prices: Prices
+) -> Costly:
     price, each = prices.of(what, rank), seconds / times
     limit = _limit(what, rank, prices)
     origin = "" if price is None else price.origin
@@ -134,7 +136,7 @@ def _told(what: Operation | Collective | Copy, times: int, seconds: float, rank:
         size = what.read + what.written
         rate = (what.flops if limit == COMPUTE else size) / each if each else 0.0
         return Costly(operation_words(what), times, seconds, size, rate, limit, origin)
-    assert isinstance(what, Collective)
+    assert isinstance(what, CollectiveOperation)
     rate = bus_bandwidth(what.kind, len(what.ranks), what.size, each) if each else 0.0
     words = f"{what.kind} {what.dtype} of {len(what.ranks)} ranks".replace("  ", " ")
     if what.kind in ("send", "receive"):

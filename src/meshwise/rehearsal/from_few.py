@@ -18,20 +18,20 @@ from typing import Any
 from meshwise.compat.fake import FakeTensors, real_values
 from meshwise.compat.fake_values import fake_batch, fake_without_values
 from meshwise.compat.tree import tensors_in
+from meshwise.data.order import epoch_order, epoch_slices
+from meshwise.data.source import read_slices
+from meshwise.job.job import Job
+from meshwise.job.run import open_data
 from meshwise.parallel.batch_norm import normalises
 from meshwise.parallel.schedule import CHUNKS
 from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.replay import MICROBATCHES, Axis, lengthened
+from meshwise.rehearsal.replay import MICROBATCHES, GrowthAxis, lengthened
 from meshwise.rehearsal.shorter import Heard, Stretch, shortened, stretch_of
 from meshwise.rehearsal.trace import STEPS, Trace, trace
 from meshwise.rehearsal.work import Launch
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.job import Job
-from meshwise.training.loop import open_data
-from meshwise.training.order import epoch_order, epoch_slices
-from meshwise.training.source import read_slices
 
 FEW = 3
 """Groups of blocks of the shorter one, on each stage: the first and the last differ from those between. Where blocks
@@ -166,7 +166,7 @@ def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
     return Depth(own, few, stages) if own > 2 * few + 1 else None
 
 
-def blocks_axis(stretch: Stretch, depth: Depth) -> Axis:
+def blocks_axis(stretch: Stretch, depth: Depth) -> GrowthAxis:
     """Blocks of the stretch have numbers, from the first of their stage on; the places in their group are alike."""
     places = {name: place - stretch.start for place, name in enumerate(stretch.names)}
 
@@ -192,4 +192,4 @@ def blocks_axis(stretch: Stretch, depth: Depth) -> Axis:
         whole = (stage * depth.own + number) * stretch.group + place % stretch.group
         return stretch.names[stretch.start + whole] + rest, launch.microbatch
 
-    return Axis(functools.partial(read, depth.few), functools.partial(read, depth.few + 1), write)
+    return GrowthAxis(functools.partial(read, depth.few), functools.partial(read, depth.few + 1), write)

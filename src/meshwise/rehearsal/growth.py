@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwise.rehearsal.work import Collective, Operation
+from meshwise.rehearsal.work import CollectiveOperation, Operation
 
 ENOUGH = 64
 """Entries that tell how two sequences go on."""
@@ -26,7 +26,7 @@ class Unlike(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Insertion:
     """A piece of the longer sequence that the shorter one has not: `length` entries from `at` on. first, end: the
     stretch in which every entry equals the one `length` before it. shift: length of all pieces before."""
 
@@ -37,7 +37,7 @@ class Piece:
     shift: int
 
 
-class Pieces:
+class Insertions:
     """All pieces, in their order."""
 
     def __init__(self, short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]) -> None:
@@ -46,12 +46,12 @@ class Pieces:
         self._firsts = [piece.first for piece in self.all]
         self._ats = [piece.at for piece in self.all]
 
-    def around(self, place: int) -> Piece | None:
+    def around(self, place: int) -> Insertion | None:
         """The piece in whose stretch a place of the longer sequence lies."""
         number = bisect_right(self._firsts, place) - 1
         return self.all[number] if number >= 0 and place < self.all[number].end else None
 
-    def of(self, place: int) -> Piece | None:
+    def of(self, place: int) -> Insertion | None:
         """The piece that a place of the longer sequence belongs to."""
         number = bisect_right(self._ats, place) - 1
         piece = self.all[number] if number >= 0 else None
@@ -122,7 +122,7 @@ def _repeats(long: Sequence[int], place: int, length: int) -> bool:
     return long[place - length] == long[place] and long[place - length : place] == long[place : place + length]
 
 
-def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Piece]:
+def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Insertion]:
     """In the middle of the stretches in which they repeat."""
     stretches = []
     for place, length in found:
@@ -139,7 +139,7 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Piec
     for place, length, first, end in stretches:
         if end < place + length:  # the next one begins in the midst of it
             raise Unlike(f"two pieces at {place}")
-        pieces.append(Piece(first + (end - length - first) // 2, length, first, end, shift))
+        pieces.append(Insertion(first + (end - length - first) // 2, length, first, end, shift))
         shift += length
     return pieces
 
@@ -151,7 +151,7 @@ def grown(short: Any, long: Any, times: int) -> Any:
         return long
     if type(short) is type(long) is int:
         return short + times * (long - short)
-    if isinstance(short, Collective) and isinstance(long, Collective):
+    if isinstance(short, CollectiveOperation) and isinstance(long, CollectiveOperation):
         return replace(long, size=grown(short.size, long.size, times))
     if isinstance(short, Operation) and isinstance(long, Operation) and short.name == long.name:
         names = ("shapes", "dtypes", "flops", "read", "written")
@@ -173,7 +173,7 @@ def _longer(short: Sequence[Any], long: Sequence[Any], times: int) -> list[Any]:
     numbers: dict[Hashable, int] = {}
     one, other = ([numbers.setdefault(json.dumps(each), len(numbers)) for each in given] for given in (short, long))
     found, done = [], 0
-    for piece in Pieces(one, other, (one, other)).all:
+    for piece in Insertions(one, other, (one, other)).all:
         found += [*long[done : piece.at], *(list(long[piece.at : piece.at + piece.length]) * times)]
         done = piece.at + piece.length
     return [*found, *long[done:]]

@@ -29,13 +29,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwise.compat.allocated import allocations_of
-from meshwise.compat.fake_world import fake_world
 from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.discovery.host_facts import host_facts
 from meshwise.machine.measure.compute import memory_rate
 from meshwise.machine.memory import free_bytes
 from meshwise.records.files import write_text
 from meshwise.rehearsal.calls import bytes_of, made
+from meshwise.rehearsal.fakes.world import fake_world
 from meshwise.rehearsal.prices import Prices
 from meshwise.rehearsal.work import Operation, Work
 from meshwise.spec.machine import Machine

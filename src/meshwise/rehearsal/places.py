@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwise.compat.loss_graph import next_node, node_under_way
+from meshwise.autograd.loss_graph import next_node, node_under_way
 from meshwise.parallel.blocks import blocks_of
 from meshwise.timeline.recorder import Mark, Recorder
 from meshwise.timeline.spans import stage_and_microbatch

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwise.rehearsal.prices import Overlap
-from meshwise.rehearsal.work import Collective, Copy, Launch, Operation
+from meshwise.rehearsal.work import CollectiveOperation, Copy, Launch, Operation
 
 COMPUTING, INSIDE, ACROSS, TO_HOST, TO_DEVICE = range(5)
 """What shares what: the device, the links inside a host, those between hosts, and each way to the host."""
@@ -148,7 +148,7 @@ class _Play:
     def begin(self, member: _Member, seconds: float, now: float) -> None:
         item = member[1]
         what = item.launch.what
-        if not isinstance(what, Collective):
+        if not isinstance(what, CollectiveOperation):
             self.start([member], now, seconds)
             return
         key = (what.kind, what.ranks, item.number)
@@ -186,7 +186,7 @@ class _Play:
             self.changed.add(rank)
             self.ended(rank, item, Done(rank, item.place, item.launch, ready, task.start, now, by_host))
             what = item.launch.what
-            if isinstance(what, Collective) and what.kind == "send":
+            if isinstance(what, CollectiveOperation) and what.kind == "send":
                 self.deliver((what.ranks, item.number), now)
 
     def deliver(self, message: tuple[tuple[int, ...], int], now: float) -> None:
@@ -266,7 +266,7 @@ def _stuck(rank: int, of: _Rank) -> str:
     return f"rank {rank} in {name_of(waiting.launch.what)} (event {waiting.place})"
 
 
-def name_of(what: Operation | Collective | Copy) -> str:
+def name_of(what: Operation | CollectiveOperation | Copy) -> str:
     """`aten.mm`, `all-reduce of 8 ranks`, `copy to host`."""
     if isinstance(what, Operation):
         return what.name

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwise.rehearsal.play import Done
 from meshwise.rehearsal.simulate import Step
-from meshwise.rehearsal.work import MAIN, Collective, Copy
+from meshwise.rehearsal.work import MAIN, CollectiveOperation, Copy
 from meshwise.spec.machine import Machine
 from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, SPAN, collective_name, stage_name
 from meshwise.timeline.timeline import Rank, RunSession, Timeline
@@ -51,7 +51,7 @@ def predicted_timeline(
 def _rows(step: Step, rank: int, stage: int | None, collectives: dict[Any, int]) -> Iterator[Row]:
     """collectives: the number that each has on every rank, which grows."""
     done = step.done[rank]
-    main = [one for one in done if one.launch.stream == MAIN and not isinstance(one.launch.what, Collective)]
+    main = [one for one in done if one.launch.stream == MAIN and not isinstance(one.launch.what, CollectiveOperation)]
     yield from _phases(rank, main, stage)
     yield from _blocks(rank, main)
     counts: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -59,14 +59,14 @@ def _rows(step: Step, rank: int, stage: int | None, collectives: dict[Any, int])
         what = one.launch.what
         if isinstance(what, Copy):
             yield _row(rank, "transfer", "host", "", one, what.size, NO_COLLECTIVE)
-        elif isinstance(what, Collective):
+        elif isinstance(what, CollectiveOperation):
             own = what.kind, what.ranks
             counts[own] = counts.get(own, 0) + 1
             number = collectives.setdefault((*own, counts[own]), len(collectives))
             yield _communication(rank, one, what, number, main)
 
 
-def _communication(rank: int, one: Done, what: Collective, number: int, main: Sequence[Done]) -> Row:
+def _communication(rank: int, one: Done, what: CollectiveOperation, number: int, main: Sequence[Done]) -> Row:
     """A receive lies in the main lane while its stage waits in it; what overlaps with computing lies beside."""
     if what.kind in ("send", "receive"):
         name = collective_name(what.kind, "gradients" if one.launch.phase == "backward" else "activations")

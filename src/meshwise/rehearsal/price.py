@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from meshwise.machine.catalog import Part, achievable, part, reached
+from meshwise.machine.catalog import CatalogPart, achievable, part, reached
 from meshwise.machine.expected import host_nominal
 from meshwise.rehearsal.constants import FIGURES, TILES
 from meshwise.rehearsal.operators import Product, product_of, sort_of
@@ -169,7 +169,7 @@ def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
     return priced(flops / (rate * share * filled), _joint(spread, best_spread), origin, COMPUTE)
 
 
-def _best_rate(device: Device, dtype: str, known: Part | None) -> tuple[float, float, str] | None:
+def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[float, float, str] | None:
     """(FLOP/s of a large matmul, spread, origin) from the peak; None where the peak of the dtype is not known."""
     peak = device.peak.get(dtype)
     if peak is None:
@@ -194,7 +194,7 @@ def _transposing(operation: Operation, device: Device) -> float:
     return 2 * (operation.read + operation.written) / (rate * FIGURES["memory.transpose"].value)
 
 
-def _attention(operation: Operation, device: Device, dtype: str, known: Part | None) -> Priced | None:
+def _attention(operation: Operation, device: Device, dtype: str, known: CatalogPart | None) -> Priced | None:
     """Attention in one kernel, whose share of the peak is not a matmul's. FLOPs are those done: half where causal."""
     peak = device.peak.get(dtype)
     if peak is None:

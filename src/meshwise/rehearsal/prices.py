@@ -23,7 +23,7 @@ from meshwise.rehearsal.price import (
     priced,
     times,
 )
-from meshwise.rehearsal.work import Collective, Copy, Operation, Work
+from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation, Work
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Device, Machine
 from meshwise.spec.units import plural
@@ -73,13 +73,13 @@ class Prices:
         self._program, self._dtensor = program, dtensor or 0.0
         self._known = known or {}
         self._operations: dict[tuple[int, Operation], Priced | None] = {}
-        self._others: dict[tuple[int, Collective | Copy], Priced | None] = {}
-        self._objects: dict[tuple[int, int], tuple[Operation | Collective | Copy, Priced | None]] = {}
+        self._others: dict[tuple[int, CollectiveOperation | Copy], Priced | None] = {}
+        self._objects: dict[tuple[int, int], tuple[Operation | CollectiveOperation | Copy, Priced | None]] = {}
         self._hosts: dict[tuple[int, type, str, bool], Priced] = {}
         alike: dict[str, int] = {}
         self._alike = [alike.setdefault(speed_of(device), len(alike)) for device in machine.devices]
 
-    def of(self, what: Operation | Collective | Copy, rank: int) -> Priced | None:
+    def of(self, what: Operation | CollectiveOperation | Copy, rank: int) -> Priced | None:
         """Seconds on the stream of this rank; None where a figure is not known."""
         key = self._alike[rank], id(what)  # the same object again: what is alike is one object in a trace
         found = self._objects.get(key)
@@ -87,7 +87,7 @@ class Prices:
             found = self._objects[key] = what, self._ask(what, rank)
         return found[1]
 
-    def _ask(self, what: Operation | Collective | Copy, rank: int) -> Priced | None:
+    def _ask(self, what: Operation | CollectiveOperation | Copy, rank: int) -> Priced | None:
         device = self.machine.devices[rank]
         if isinstance(what, Operation):
             alike = self._alike[rank], what
@@ -104,7 +104,7 @@ class Prices:
         return self._others[other]
 
     def host(
-        self, what: Operation | Collective | Copy, rank: int, phase: str = "other", dtensors: bool = False
+        self, what: Operation | CollectiveOperation | Copy, rank: int, phase: str = "other", dtensors: bool = False
     ) -> Priced:
         """Seconds of the host of this rank to launch it, in this phase. dtensors: as in `Work`."""
         key = self._alike[rank], type(what), phase, dtensors
@@ -112,9 +112,9 @@ class Prices:
             self._hosts[key] = self._host(what, self.machine.devices[rank], phase, dtensors)
         return self._hosts[key]
 
-    def _host(self, what: Operation | Collective | Copy, device: Device, phase: str, dtensors: bool) -> Priced:
+    def _host(self, what: Operation | CollectiveOperation | Copy, device: Device, phase: str, dtensors: bool) -> Priced:
         if device.kind != "cpu":
-            if isinstance(what, Collective):
+            if isinstance(what, CollectiveOperation):
                 figure = FIGURES["launch.collective"]
                 return priced(figure.value, figure.spread, MODEL, LAUNCH)
         elif self._program is not None and isinstance(what, Operation):
@@ -140,7 +140,7 @@ def missing(works: Sequence[Work], prices: Prices) -> tuple[str, ...]:
     return tuple(f"{what}: no figure is known ({plural(count, 'time')})" for what, count in unknown.most_common())
 
 
-def _named(what: Operation | Collective | Copy, device: Device) -> str:
+def _named(what: Operation | CollectiveOperation | Copy, device: Device) -> str:
     if isinstance(what, Operation):
         dtype = what.dtypes[0] if what.dtypes else "no dtype"
         return f"{what.name} in {dtype} on {device.part}"

@@ -27,7 +27,7 @@ from meshwise.rehearsal.beside import Beside
 from meshwise.rehearsal.calls import call_of
 from meshwise.rehearsal.operators import MATMULS
 from meshwise.rehearsal.places import Places
-from meshwise.rehearsal.work import MAIN, PHASES, Allocate, Collective, Copy, Event, Free, Launch, Operation
+from meshwise.rehearsal.work import MAIN, PHASES, Allocate, CollectiveOperation, Copy, Event, Free, Launch, Operation
 
 DTYPES = {
     torch.float32: "fp32",
@@ -165,7 +165,7 @@ class Record:
         found = (self._numbers.get(tensor.untyped_storage()) for tensor in tensors_in(values))
         return [number for number in found if number is not None]
 
-    def _launch(self, what: Operation | Collective | Copy, stream: str, storages: Iterable[int]) -> int:
+    def _launch(self, what: Operation | CollectiveOperation | Copy, stream: str, storages: Iterable[int]) -> int:
         """Its place. storages: of what it reads and writes."""
         place = len(self.events)
         after = self.beside.after(stream, storages) | set(fake_device.launched(stream, place))
@@ -175,7 +175,7 @@ class Record:
 
     # Memory.
 
-    def _buffers(self, what: Collective, moved: Moved) -> None:
+    def _buffers(self, what: CollectiveOperation, moved: Moved) -> None:
         """The full tensor of a collective is a buffer, where it is not what is computed with."""
         if what.kind in ("all-gather", "reduce-scatter", "all-reduce"):
             self.tell((t for t in moved.tensors if t.dim() == 1 and t.numel() > 1), "communication")
@@ -241,14 +241,16 @@ class Record:
             yield event if category is None else replace(event, category=category)
 
 
-def _collective(moved: Moved) -> Collective | None:
+def _collective(moved: Moved) -> CollectiveOperation | None:
     if not moved.tensors:
         return None
     ranks = tuple(dist.get_process_group_ranks(moved.group))
     if moved.peer is not None:
         ends = dist.get_rank(), ranks[moved.peer]
         ranks = ends if moved.kind == "send" else ends[::-1]
-    return Collective(moved.kind, sum(tensor.nbytes for tensor in moved.tensors), ranks, _word(moved.tensors[0]))
+    return CollectiveOperation(
+        moved.kind, sum(tensor.nbytes for tensor in moved.tensors), ranks, _word(moved.tensors[0])
+    )
 
 
 def _tells_values(func: Any, args: tuple[Any, ...]) -> bool:

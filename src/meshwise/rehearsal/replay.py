@@ -15,9 +15,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from meshwise.rehearsal.growth import Piece, Pieces, Unlike, grown
+from meshwise.rehearsal.growth import Insertion, Insertions, Unlike, grown
 from meshwise.rehearsal.trace import Trace
-from meshwise.rehearsal.work import Allocate, Collective, Event, Free, Launch, Operation
+from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Free, Launch, Operation
 
 _COUNT = re.compile(r"(?<= )\d+(?= )")
 Read = Callable[[Launch], tuple[Hashable, int | None]]
@@ -29,7 +29,7 @@ at some depth."""
 
 
 @dataclass(frozen=True)
-class Axis:
+class GrowthAxis:
     """What there is more of. short, long: how to read the two. write: the module and the microbatch of a launch that is
     alike, at another number."""
 
@@ -42,10 +42,10 @@ def _by_microbatch(launch: Launch) -> tuple[Hashable, int | None]:
     return launch.module, launch.microbatch if launch.microbatch >= 0 else None
 
 
-MICROBATCHES = Axis(_by_microbatch, _by_microbatch, lambda launch, number: (launch.module, number))
+MICROBATCHES = GrowthAxis(_by_microbatch, _by_microbatch, lambda launch, number: (launch.module, number))
 
 
-def lengthened(short: Trace, long: Trace, times: int, axis: Axis, buckets: bool = False) -> Trace:
+def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets: bool = False) -> Trace:
     """The trace that is `times` steps longer than `short`, of which `long` is one. Raises Unlike where it is not known.
 
     Storages have other numbers than a trace of the whole would give them. buckets: the optimizer takes parameters by
@@ -86,7 +86,7 @@ class _Row:
                     stream = streams.setdefault(event.stream, len(streams))
                     common = "launch", stream, event.phase, place, event.blocks
                     loose: Hashable = what.name if isinstance(what, Operation) else self._what(what)
-                    if isinstance(what, Collective) and event.phase == "optimizer" and what.size <= NUMBERS:
+                    if isinstance(what, CollectiveOperation) and event.phase == "optimizer" and what.size <= NUMBERS:
                         loose = what.kind, what.ranks, what.dtype
                     key = *common, self._what(what), len(event.after)
                     self._add(event, key, (*common, loose), number, tuple(start + place for place in event.after))
@@ -127,9 +127,9 @@ class _Moved(NamedTuple):
 class _Longer:
     """The longer row, entry by entry."""
 
-    def __init__(self, short: _Row, long: _Row, times: int, axis: Axis, buckets: bool) -> None:
+    def __init__(self, short: _Row, long: _Row, times: int, axis: GrowthAxis, buckets: bool) -> None:
         self.short, self.long, self.times, self.axis, self.buckets = short, long, times, axis, buckets
-        self.pieces = Pieces(short.keys, long.keys, (short.loose, long.loose))
+        self.pieces = Insertions(short.keys, long.keys, (short.loose, long.loose))
         self.keys: list[int] = []
         self.storages: list[int] = []
         self.alive: set[int] = set()
@@ -204,7 +204,7 @@ class _Longer:
             raise Unlike("what an entry refers to moves in another way")
         return old + self.times * moved
 
-    def _copies(self, piece: Piece) -> Iterator[Event | None]:
+    def _copies(self, piece: Insertion) -> Iterator[Event | None]:
         places = range(piece.at, piece.at + piece.length)
         ways = [(place, self.long.events[place], *self._ways(piece, place)) for place in places]
         for copy in range(self.times):
@@ -214,7 +214,7 @@ class _Longer:
                 at = None if number is None else number.start + copy * number.slope
                 yield self._put(place, event, own, at, outer)
 
-    def _ways(self, piece: Piece, place: int) -> tuple[list[_Moved], _Moved | None]:
+    def _ways(self, piece: Insertion, place: int) -> tuple[list[_Moved], _Moved | None]:
         """Of an entry of a piece: how what it refers to goes on from copy to copy, and its block or microbatch."""
         if self.long.events[place] is None:
             raise Unlike("a section is no piece")
@@ -289,7 +289,7 @@ class _Longer:
 def _grown(short: Event | None, long: Event, times: int) -> Event:
     if isinstance(short, Launch) and isinstance(long, Launch):
         what = grown(short.what, long.what, times)
-        if isinstance(what, Collective) and what.size > NUMBERS:
+        if isinstance(what, CollectiveOperation) and what.size > NUMBERS:
             raise Unlike("a collective grows")
         return replace(long, what=what)
     if isinstance(short, Allocate) and isinstance(long, Allocate):

@@ -31,11 +31,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from meshwise.compat.fake import real_values
-from meshwise.compat.fake_cuda import cuda_by_name, torch_as_it_was
 from meshwise.compat.fake_values import fake_without_values, guessing
 from meshwise.compat.program_calls import around_batches
 from meshwise.compat.sharding import local_of
+from meshwise.engine.engine import Engine
+from meshwise.engine.events import When
 from meshwise.parallel.batch_norm import normalises
+from meshwise.process.plan_choice import check_for_scripts
+from meshwise.process.session import apart
+from meshwise.rehearsal.fakes.cuda import cuda_by_name, torch_as_it_was
 from meshwise.rehearsal.places import Places
 from meshwise.rehearsal.record import Record
 from meshwise.rehearsal.trace import STEPS, Trace, kinds_of_ranks, rehearsal, state_of, why_not
@@ -46,11 +50,7 @@ from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.user_code import is_users, name_line, user_place
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import Mark, make_current
-from meshwise.training.engine import Engine
-from meshwise.training.events import When
-from meshwise.training.plan_choice import check_for_scripts
-from meshwise.training.session import apart
-from meshwise.training.tracking import nowhere
+from meshwise.tracking.tracking import nowhere
 from meshwise.workers.environment import BLOCKS, DEVICE_KIND, EXACT_RANDOM, LOG, PLAN_FILE, RUN_FOLDER
 from meshwise.workers.fork_server import ForkServer
 from meshwise.workers.gate import StepGate

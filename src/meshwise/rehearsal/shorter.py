@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from meshwise.compat.fake import calls_so_far
 from meshwise.compat.tree import tensors_in
+from meshwise.job.job import Job
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
-from meshwise.training.job import Job
 
 LONGEST_GROUP = 6
 _OWN_NUMBER = re.compile(r"idx|index|number|layer_id")

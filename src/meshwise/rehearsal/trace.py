@@ -22,14 +22,22 @@ from torch.optim import Optimizer
 
 from meshwise.compat import fake, fake_device
 from meshwise.compat.fake import NEEDS_VALUES, FakeTensors
-from meshwise.compat.fake_cuda import by_its_name
 from meshwise.compat.fake_values import fake_batch, fake_without_values
-from meshwise.compat.fake_world import fake_world, resizing, start_values_unread
 from meshwise.compat.loss_scale import always_steps
 from meshwise.compat.moved import waiting
 from meshwise.compat.sharding import local_of
 from meshwise.compat.tree import tensors_in
+from meshwise.data.order import epoch_order, epoch_slices
+from meshwise.data.source import read_slices
+from meshwise.engine.engine import Engine, Microbatch
+from meshwise.engine.events import When
+from meshwise.guards.registry import attach
+from meshwise.job.job import Job
+from meshwise.job.run import begun, open_data
+from meshwise.job.step import train_step
 from meshwise.parallel.mesh import divide_work, forget_meshes
+from meshwise.rehearsal.fakes.cuda import by_its_name
+from meshwise.rehearsal.fakes.world import fake_world, resizing, start_values_unread
 from meshwise.rehearsal.record import Record
 from meshwise.rehearsal.work import MAIN, Work
 from meshwise.spec.errors import MeshwiseError, UsageError
@@ -37,14 +45,6 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.user_code import name_line
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import make_current
-from meshwise.training.engine import Engine, Part
-from meshwise.training.events import When
-from meshwise.training.guards import attach
-from meshwise.training.job import Job
-from meshwise.training.job_step import train_step
-from meshwise.training.loop import begun, open_data
-from meshwise.training.order import epoch_order, epoch_slices
-from meshwise.training.source import read_slices
 from meshwise.transfer import stages
 from meshwise.workers.gate import StepGate
 
@@ -147,7 +147,7 @@ def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[t
         yield record, mode
 
 
-def _batches(job: Job, plan: Plan, world: World) -> list[list[Part]]:
+def _batches(job: Job, plan: Plan, world: World) -> list[list[Microbatch]]:
     """The microbatches of the first steps, with their real tensors."""
     data = open_data(job, job.data(), "training set")
     order = epoch_order(job.seed, 0, data.samples)
@@ -168,7 +168,7 @@ class _Steps:
 
 
 def _steps(
-    job: Job, plan: Plan, engine: Engine, record: Record, batches: Sequence[list[Part]]
+    job: Job, plan: Plan, engine: Engine, record: Record, batches: Sequence[list[Microbatch]]
 ) -> Iterator[tuple[Any, Any]]:
     state = begun(job, plan, engine)
     record.tell(map(local_of, (*state.model.parameters(), *state.model.buffers())), "parameters")
@@ -177,7 +177,7 @@ def _steps(
     record.cut()
     numbers: dict[int, int] = {}
     record.places.follow(state.model, lambda: numbers.get(id(engine.part), -1))
-    parts: list[Part] = []
+    parts: list[Microbatch] = []
     ahead: Any = None  # on a GPU the next microbatch is copied while this one is used
     for number, given in enumerate(batches):
         held, _ = record.cut()  # with the batch of the step before, which goes when this one is read

@@ -36,7 +36,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class CollectiveOperation:
     """One collective, send or receive. kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `broadcast`,
     `send`, `receive`. size: bytes of the full tensor, as nccl-tests count them. ranks: of the group, as the whole run
     counts them; of a send (from, to), of a receive (from, to)."""
@@ -63,7 +63,7 @@ class Launch:
     goes on only when it has ended. module: the block of the model; microbatch: counted from 0, -1 outside of one.
     """
 
-    what: Operation | Collective | Copy
+    what: Operation | CollectiveOperation | Copy
     stream: str = MAIN
     phase: str = "other"
     module: str = ""

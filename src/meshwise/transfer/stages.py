@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwise.compat.collectives import Group
 from meshwise.transfer import collectives
-from meshwise.transfer.collectives import Group
 
 
 @dataclass(frozen=True)

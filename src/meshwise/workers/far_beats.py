@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from meshwise.workers.heartbeat import Beat, Collective
+from meshwise.workers.heartbeat import Beat, CollectiveCall
 from meshwise.workers.nodes import Nodes
 
 EVERY = 1.0  # seconds between two words on the ranks of a machine
@@ -89,7 +89,7 @@ def _read(told: Mapping[str, Any], since: float) -> Far:
         return Far()
     values, now = dict(told), time.perf_counter_ns() - round(since * 1e9)
     silence, stopped = values.pop("silence") + since, values.pop("stopped")
-    recent = [Collective(**{**one, "at": now - one["at"]}) for one in values.pop("recent")]
+    recent = [CollectiveCall(**{**one, "at": now - one["at"]}) for one in values.pop("recent")]
     wait = values.pop("waits_in")
-    waits_in = None if wait is None else Collective(**{**wait, "at": now - wait["at"]})
+    waits_in = None if wait is None else CollectiveCall(**{**wait, "at": now - wait["at"]})
     return Far(Beat(**values, recent=recent, waits_in=waits_in), silence, stopped)

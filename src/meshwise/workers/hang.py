@@ -21,7 +21,7 @@ from pathlib import Path
 
 from meshwise.spec.words import ranks_text
 from meshwise.workers.far_beats import Far
-from meshwise.workers.heartbeat import PEERS, Beat, Collective, beat_path, read_beat, read_beats, stack_path
+from meshwise.workers.heartbeat import PEERS, Beat, CollectiveCall, beat_path, read_beat, read_beats, stack_path
 from meshwise.workers.stuck import STATES, Standing, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between two looks
@@ -56,8 +56,8 @@ class Stall:
     """
 
     ranks: Sequence[int]
-    waiting: Mapping[int, Collective]
-    collective: Collective | None = None
+    waiting: Mapping[int, CollectiveCall]
+    collective: CollectiveCall | None = None
     crossed: bool = False
     inside: bool = False
 
@@ -121,7 +121,7 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
     return Stall(sorted(set(silent) - waiting.keys()), waiting) if ours and everyone else None
 
 
-def _message_lost(waiting: Mapping[int, Collective], late: Mapping[int, set[int]]) -> list[int]:
+def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[int]]) -> list[int]:
     """Of ranks that all wait, one for a message and the one at its other end, which waits for a message too or for all:
     in a loop of ours, where what is received was sent. Empty for none."""
     for rank, wait in waiting.items():
@@ -131,14 +131,14 @@ def _message_lost(waiting: Mapping[int, Collective], late: Mapping[int, set[int]
     return []
 
 
-def _wait(beat: Beat, *, all_silent: bool) -> Collective | None:
+def _wait(beat: Beat, *, all_silent: bool) -> CollectiveCall | None:
     """What a silent rank waits in; on an accelerator, where nobody goes on, what it came to last."""
     if beat.waits_in is None and beat.overlaps and all_silent:
         return max(beat.recent, key=lambda c: c.at, default=None)
     return beat.waits_in
 
 
-def _late(beats: Mapping[int, Beat], wait: Collective) -> set[int]:
+def _late(beats: Mapping[int, Beat], wait: CollectiveCall) -> set[int]:
     """The ranks of its group that have not come to a collective."""
     members = _members(wait) & beats.keys()
     if _is_message(wait):
@@ -146,12 +146,12 @@ def _late(beats: Mapping[int, Beat], wait: Collective) -> set[int]:
     return {rank for rank in members if beats[rank].begun.get(wait.group, 0) < wait.number}
 
 
-def _is_message(collective: Collective) -> bool:
+def _is_message(collective: CollectiveCall) -> bool:
     """Whether it is a send or a receive, whose group are the ranks at its other end."""
     return collective.group.endswith(f"/{PEERS}")
 
 
-def _members(collective: Collective) -> set[int]:
+def _members(collective: CollectiveCall) -> set[int]:
     """The ranks of its group."""
     return {int(rank) for rank in collective.group.partition("/")[0].split(",") if rank.isdigit()}
 
@@ -292,7 +292,7 @@ def _of_child(child: Standing | None) -> str:
     return "" if child is None else f" (its loader worker, process {child.pid}, {child.told()})"
 
 
-def _named(collective: Collective) -> str:
+def _named(collective: CollectiveCall) -> str:
     if _is_message(collective):
         return collective.name
     return f"{collective.name} (collective {collective.number})"

@@ -39,7 +39,7 @@ SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveCall:
     """One that a rank has come to: the number-th of its group. at: `time.perf_counter_ns` of this machine then."""
 
     name: str
@@ -64,8 +64,8 @@ class Beat:
     overlaps: bool = False
     steps: Sequence[float] = ()
     begun: dict[str, int] = field(default_factory=dict)
-    waits_in: Collective | None = None
-    recent: Sequence[Collective] = ()
+    waits_in: CollectiveCall | None = None
+    recent: Sequence[CollectiveCall] = ()
 
 
 def beat_path(folder: Path, rank: int) -> Path:
@@ -100,7 +100,7 @@ def read_beat(path: Path) -> Beat:
     groups = [words[at : at + 3] for at in range(GROUPS, RECENT, 3) if words[at]]
     over = {names[name]: ended for name, _, ended in groups}
     rows = [words[at : at + 4] for at in range(RECENT, WORDS, 4) if words[at]]
-    recent = [Collective(names[name], names[group], number, at) for name, group, number, at in rows]
+    recent = [CollectiveCall(names[name], names[group], number, at) for name, group, number, at in rows]
     return Beat(
         words[BEATS],
         words[STEP],

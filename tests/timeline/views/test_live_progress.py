@@ -13,10 +13,19 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from meshwise.timeline.views.live_progress import LiveView, Progress, live_area, memory_lines, progress_line, sparkline
+from meshwise.timeline.views.live_progress import (
+    LiveView,
+    TrainingProgress,
+    live_area,
+    memory_lines,
+    progress_line,
+    sparkline,
+)
 
 GIB = 2**30
-FIRST = Progress("mnist-mlp", 1, 5, 100, 938, 0.23451, 12300.4, 84.0, (GIB // 2, None), ("rank 0 cpu", "rank 1 cpu"))
+FIRST = TrainingProgress(
+    "mnist-mlp", 1, 5, 100, 938, 0.23451, 12300.4, 84.0, (GIB // 2, None), ("rank 0 cpu", "rank 1 cpu")
+)
 
 
 class Lost(io.StringIO):

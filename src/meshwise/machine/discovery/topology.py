@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwise.machine.catalog import Part, PartLink, nominal_rate
+from meshwise.machine.catalog import CatalogPart, PartLink, nominal_rate
 from meshwise.machine.discovery.found import Accelerator, Between
 from meshwise.spec.machine import HOST, Link
 
@@ -22,7 +22,7 @@ class Named:
 
     name: str
     device: Accelerator
-    part: Part | None
+    part: CatalogPart | None
 
 
 def host_links(found: Sequence[Named], far: Callable[[Accelerator], bool]) -> list[Link]:
@@ -120,7 +120,7 @@ def _common(links: Sequence[PartLink | None], kind: str) -> PartLink | None:
     return min(known, key=lambda link: link.pair) if len(known) == len(links) else None
 
 
-def _should_have_nvlink(parts: Mapping[str, Part | None], link: Link) -> bool:
+def _should_have_nvlink(parts: Mapping[str, CatalogPart | None], link: Link) -> bool:
     links = [part.link for end in (link.source, link.target) if (part := parts[end]) is not None]
     return len(links) == 2 and all(own is not None and own.kind == "nvlink" and not own.mesh for own in links)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshwise.machine.catalog import Part, part, parts
+from meshwise.machine.catalog import CatalogPart, part, parts
 from meshwise.machine.file.fields import MANY, TEXT, Table, list_of, read_table
 from meshwise.machine.file.tables import COLLECTIVE, DEVICE, FIGURES, FILE, HOST, LINK
 from meshwise.machine.words import class_links, device_of
@@ -118,7 +118,7 @@ def _devices(tables: Sequence[Table], own_parts: Mapping[str, Table], where: str
         _no_more(len(found) + count * hosts, "devices", place)
         device = _device(values, own_parts, place)
         if not device.name:
-            kind = (part(device.part) or Part).kind
+            kind = (part(device.part) or CatalogPart).kind
             device = replace(device, name=f"{kind}:{next_index.get((device.host, kind), 0)}")
         alike = _counted(device, values, count, place)
         for host in range(device.host, device.host + hosts):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwise.compat.collectives import Group
 from meshwise.transfer import collectives
-from meshwise.transfer.collectives import Group
 from meshwise.transfer.pattern import fill, fill_terms, first_difference, first_wrong_sum
 
 _ACK = 8  # bytes of the answer to a copy

@@ -12,7 +12,7 @@ from itertools import combinations, permutations
 
 import torch
 
-from meshwise.compat.collectives import backend_of
+from meshwise.compat.collectives import Group, backend_of
 from meshwise.machine.measure import cases
 from meshwise.machine.measure.alone import device_names
 from meshwise.machine.measure.cases import Maker, Member
@@ -21,7 +21,8 @@ from meshwise.machine.measure.result import PathResult
 from meshwise.machine.measure.together import RanksSpec, measure_path
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import UsageError, nearest
-from meshwise.transfer.collectives import Group, broadcast_object, gather_objects, get_rank, group_of, world_size
+from meshwise.transfer.collectives import broadcast_object, gather_objects
+from meshwise.transfer.groups import get_rank, group_of, world_size
 from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 

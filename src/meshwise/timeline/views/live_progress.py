@@ -32,7 +32,7 @@ MEMORY_LINES = 6  # more devices than fit in these are summed up in one line
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Where the training stands. `epoch` and `step` (of the epoch) count from 1; `memory` is bytes a rank; None is
     unknown. steps: None for a stream of unknown length."""
 
@@ -48,7 +48,7 @@ class Progress:
     devices: tuple[str, ...]
 
 
-def progress_line(p: Progress) -> str:
+def progress_line(p: TrainingProgress) -> str:
     """`epoch 1/5  step 100/938  loss 0.2345  12,300 samples/s`, less what is unknown."""
     parts = [f"epoch {p.epoch:>{len(str(p.epochs))}}/{p.epochs}", _step_text(p)]
     if p.loss is not None:
@@ -87,7 +87,7 @@ class LiveView:
         self._console = console
         self.draws = console.is_terminal and console.is_interactive and not console.is_dumb_terminal
         self._lock = threading.Lock()  # one writer at a time: rich moves the cursor relative to what it drew last
-        self._newest: Progress | None = None
+        self._newest: TrainingProgress | None = None
         self._losses: deque[float] = deque(maxlen=SPARKLINE_LOSSES)
         self._live: Live | None = None
         self._over = threading.Event()
@@ -107,7 +107,7 @@ class LiveView:
         if error is not None and drawn and self._newest is not None:
             self.print(progress_line(self._newest))  # the area is gone: print how far the run came
 
-    def update(self, p: Progress) -> None:
+    def update(self, p: TrainingProgress) -> None:
         """The run has come as far as `p`. On a terminal this only stores it; elsewhere it prints a line."""
         if self._thread is None:
             self.print(progress_line(p))
@@ -139,7 +139,7 @@ class LiveView:
                 self._live = None
 
     def _refresh(self) -> None:
-        shown: Progress | None = None
+        shown: TrainingProgress | None = None
         while not self._over.wait(REFRESH_SECONDS):
             newest = self._newest
             if newest is None or newest is shown:
@@ -158,7 +158,7 @@ def _open_live(console: Console) -> Live:
     return live
 
 
-def live_area(p: Progress, losses: Sequence[float], console: Console) -> RenderableType:
+def live_area(p: TrainingProgress, losses: Sequence[float], console: Console) -> RenderableType:
     """The drawing of a run that stands at `p`; `losses` are the recent ones, oldest first."""
     part = p.step / p.steps if p.steps else None
     whole = (p.epoch - 1 + (part or 0.0)) / p.epochs if p.epochs else 0.0
@@ -196,7 +196,7 @@ def _in_columns(names: Sequence[str], values: Sequence[str], width: int) -> list
     return [(" " * len(label) if at else label) + line.plain for at, line in enumerate(lines)]
 
 
-def _facts(p: Progress, losses: Sequence[float], width: int) -> Text:
+def _facts(p: TrainingProgress, losses: Sequence[float], width: int) -> Text:
     loss = "not yet known" if p.loss is None else loss_text(p.loss)
     rest = "" if p.samples_per_second is None else f"   {rate_text(p.samples_per_second)} samples/s"
     rest += "" if p.seconds_left is None else f"   {whole_seconds_text(p.seconds_left)} left"
@@ -207,7 +207,7 @@ def _facts(p: Progress, losses: Sequence[float], width: int) -> Text:
     return facts.append(rest)
 
 
-def _step_text(p: Progress) -> str:
+def _step_text(p: TrainingProgress) -> str:
     return f"step {p.step}" if p.steps is None else f"step {p.step:>{len(str(p.steps))}}/{p.steps}"
 
 

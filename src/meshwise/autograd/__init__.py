@@ -1,0 +1,1 @@
+"""What the autograd graph of a loss tells of it."""

@@ -1,0 +1,160 @@
+"""Whether a loss couples the samples of a batch, as a dice over the batch or similarities of its samples do.
+
+A mean or a sum of what each sample has of its own has no second derivative by two samples. It is taken between the loss
+and the nearest tensors below with a row for each sample that a product with a parameter, or a function of somebody's
+own, has given. The hardest samples are known by their sort: which those are has no derivative.
+
+Tested in tests/guards/test_coupled_losses.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+
+from meshwise.autograd.loss_graph import KNOWN, LEAF, PRODUCTS, signed
+
+MOST_NODES, MOST_ELEMENTS = 5_000, 2**24
+FAR = 1e-5  # of the second derivatives by two samples, relative to those by one
+VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0", "PermuteBackward0", "TBackward0",
+         "ToCopyBackward0", "SqueezeBackward1", "UnsqueezeBackward0")  # fmt: skip
+WITH_PARAMETERS = (*PRODUCTS, "BmmBackward0", "BaddbmmBackward0", "NativeLayerNormBackward0",
+                   "NativeGroupNormBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0")  # fmt: skip
+CHOICES = {"TopkBackward0", "SortBackward0", "KthvalueBackward0", "MaxBackward0", "MinBackward0", "MedianBackward1",
+           "AmaxBackward0", "AminBackward0", "MaxBackward1", "MinBackward1", "MedianBackward0"}  # fmt: skip
+"""What chooses by size: along a dimension, the last three and `amax` without one of everything."""
+SEPARATE = {*KNOWN, "AddBackward0", "SubBackward0", "NegBackward0", "MeanBackward0", "SumBackward0",
+            "LogSoftmaxBackward0", *VIEWS}  # fmt: skip
+"""Losses of these alone couple nothing, but for a softmax over samples."""
+
+
+def couples_samples(loss: Tensor, samples: int) -> bool | None:
+    """Whether the loss of these `samples` is no mean or sum of what each has of its own; None where it is not known.
+
+    Runs the backward of the loss function twice, without its model. Draws nothing and leaves no gradient.
+    """
+    if samples < 2 or not loss.requires_grad or loss.grad_fn is None or loss.numel() != 1:
+        return None
+    found = _between(loss.grad_fn, samples)
+    if found is None:
+        return None
+    kinds, rows, chosen = found
+    if chosen:
+        return True
+    if kinds <= SEPARATE:
+        return False
+    if not rows or sum(map(_elements, rows)) > MOST_ELEMENTS or _has_hooked():
+        return None
+    try:
+        return _are_coupled(loss, rows)
+    except RuntimeError:  # of what has no second derivative, or takes too much memory
+        return None
+
+
+def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], bool] | None:
+    """The kinds of the nodes above the rows, the rows, and whether samples are chosen; None of what is too large."""
+    open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
+    kinds: set[str] = set()
+    while open_nodes:
+        node, number = open_nodes.pop()
+        kind = node.name()
+        if kind == LEAF:
+            continue
+        output, shape = _is_output(node), _shape(node, number)
+        if output and shape and shape[0] == samples:
+            rows.append((node, number))
+            continue
+        if output and kind not in VIEWS:  # rows of something else, such as tokens
+            continue
+        if _chooses_samples(node, kind, samples) or _compares(node, kind, samples):
+            return kinds, rows, True
+        over_samples = kind == "LogSoftmaxBackward0" and signed(node._saved_dim) % len(shape) == 0
+        kinds.add("a softmax over samples" if over_samples else kind)
+        new = [edge for edge in node.next_functions if edge[0] is not None and edge not in seen]
+        seen.update(new)
+        open_nodes += new
+        if len(seen) > MOST_NODES:
+            return None
+    return kinds, rows, False
+
+
+def _shape(node: Any, number: int = 0) -> tuple[int, ...]:
+    return tuple(node._input_metadata[number].shape)
+
+
+def _elements(edge: tuple[Any, int]) -> int:
+    return math.prod(_shape(*edge))
+
+
+def _is_output(node: Any) -> bool:
+    """Whether it gives, but for its shape and a bias, what a parameter was multiplied with."""
+    while True:
+        kind, below = node.name(), [following for following, _ in node.next_functions if following is not None]
+        if kind == "AddBackward0" and len(below) == 2 and any(map(_is_parameter, below)):
+            node = below[0] if _is_parameter(below[1]) else below[1]
+        elif kind in VIEWS and below:
+            node = below[0]
+        else:
+            break
+    if isinstance(node, BackwardCFunction) or "Convolution" in kind or "Rnn" in kind or kind == "EmbeddingBackward0":
+        return True
+    return kind in WITH_PARAMETERS and any(map(_is_parameter, below))
+
+
+def _is_parameter(node: Any) -> bool:
+    while node.name() in VIEWS and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    return bool(node.name() == LEAF)
+
+
+def _chooses_samples(node: Any, kind: str, samples: int) -> bool:
+    """Whether it takes the largest or the smallest of numbers of several samples."""
+    below = node.next_functions[0][0] if kind in CHOICES else None
+    if below is None:
+        return False
+    shape, dim = _shape(below, node.next_functions[0][1]), getattr(node, "_saved_dim", ())
+    dims = [signed(number) % len(shape) for number in (dim if isinstance(dim, tuple) else (dim,))] if shape else [-1]
+    return (not dims or 0 in dims) and shape[0] % samples == 0
+
+
+def _compares(node: Any, kind: str, samples: int) -> bool:
+    """Whether it gives the distances of samples to each other."""
+    computed = [following for following, _ in node.next_functions if following is not None]
+    if "CdistBackward" not in kind or any(map(_is_parameter, computed)):
+        return False
+    return all(size % samples == 0 for size in _shape(node)[-2:])
+
+
+def _has_hooked() -> bool:
+    """Whether the program looks at gradients of tensors that are no parameters: it would see ours."""
+    return any(
+        issubclass(type(thing), Tensor) and not thing.is_leaf and (thing.retains_grad or bool(thing._backward_hooks))
+        for thing in gc.get_objects()
+    )
+
+
+def _are_coupled(loss: Tensor, rows: list[tuple[Any, int]]) -> bool:
+    """Whether changes of every second sample change the gradient of the others."""
+    edges = [GradientEdge(node, number) for node, number in rows]
+    first = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
+    used = [(edge, got) for edge, got in zip(edges, first, strict=True) if got is not None and got.requires_grad]
+    if not used:
+        return False
+    changed = sum((got[::2] * _uneven(got[::2])).sum() for _, got in used)
+    second = torch.autograd.grad(changed, [edge for edge, _ in used], retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
+    of_own, of_others = ([got[begin::2].abs().max().double() for got in second if got is not None] for begin in (0, 1))
+    if not of_own:
+        return False
+    own, others = (float(torch.stack(sizes).max()) for sizes in (of_own, of_others))
+    return math.isfinite(own) and math.isfinite(others) and others > FAR * own
+
+
+def _uneven(like: Tensor) -> Tensor:
+    """Numbers between 1 and 2 that no symmetry of a loss adds up to nothing; no random draw."""
+    return 1 + (torch.arange(like.numel(), device=like.device) * 0.618034 % 1).to(like.dtype).view_as(like)

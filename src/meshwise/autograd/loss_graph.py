@@ -1,0 +1,247 @@
+"""What the graph of a loss tells of it: whether it is a sum over samples, and whether it has a penalty.
+
+Nodes keep what they were made with as `_saved_…`, which is not public. Read in torch 2.13:
+`tools/autograd/derivatives.yaml`.
+
+Tested in tests/engine/test_sum_losses.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NONE, MEAN, SUM = 0, 1, 2  # aten/src/ATen/core/Reduction.h
+KNOWN = {
+    "NllLossBackward0": "cross entropy",
+    "NllLoss2DBackward0": "cross entropy",
+    "MseLossBackward0": "mean squared error",
+    "SmoothL1LossBackward0": "smooth L1",
+    "HuberLossBackward0": "Huber loss",
+    "BinaryCrossEntropyBackward0": "binary cross entropy",
+    "BinaryCrossEntropyWithLogitsBackward0": "binary cross entropy",
+}
+"""Losses whose node keeps its reduction."""
+
+SUMS = ("AddBackward0", "SubBackward0")
+FACTORS = ("MulBackward0", "DivBackward0")
+OF_ONE = {"AbsBackward0", "PowBackward0", "SqrtBackward0", "SumBackward0", "MeanBackward0", "NormBackward0",
+          "LinalgVectorNormBackward0", "CatBackward0", "StackBackward0", "ViewBackward0", "TBackward0"}  # fmt: skip
+"""What penalties are made of, beside sums and factors."""
+OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumBackward1", "ToCopyBackward0",
+           "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
+           "IndexBackward0", "GatherBackward0", *SUMS}  # fmt: skip
+"""What a hand-written loss is made of, element by element: with no factor, which may be one over a count."""
+OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0",
+           "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
+"""What gives a row for each sample; so do products with a parameter."""
+PRODUCTS = ("AddmmBackward0", "MmBackward0", "MvBackward0")
+ROW_OF = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "ConvolutionBackward0": "_saved_input",
+          "EmbeddingBackward0": "_saved_indices"}  # fmt: skip
+"""Products of parameters, and where they keep the data."""
+JOINED = ("StackBackward0", "CatBackward0")
+LEAF = "torch::autograd::AccumulateGrad"
+
+
+def summed_loss(loss: Tensor, weighed: bool = False) -> str:
+    """What `loss` is a sum over samples of, without a division behind it; empty where the graph does not tell.
+
+    weighed: rows may have been multiplied by other numbers, such as rewards: whether they hold a division is not known.
+    Values of factors are read: on an accelerator that waits. Terms that are added are looked at one by one: one that is
+    a sum makes the whole depend on the number of samples.
+    """
+    for node, following in _walk(loss.grad_fn):
+        kind, below = node.name(), _below(node)
+        if kind in KNOWN and getattr(node, "_saved_reduction", None) == SUM:
+            if not all(_is_of_leaves(each, 0) for each in below):
+                return f"{KNOWN[kind]}, reduction='sum'"
+        elif kind in (*SUMS, "NegBackward0"):
+            following += below
+        elif kind in ("SumBackward0", "SumBackward1") and (what := _of_each(below[0], weighed)) and _reads_data(node):
+            return f"{what} of each sample, then .sum()"
+    return ""
+
+
+def adds_rows(loss: Tensor, samples: int) -> bool:
+    """Whether `loss` adds up, in Python, as many terms as there are `samples`, each of one row, and divides nothing by
+    their number."""
+    terms = list[Any]()
+    for node, following in _walk(loss.grad_fn):
+        kind, below = node.name(), _below(node)
+        joined = kind == "SumBackward0" and below and below[0].name() in JOINED
+        if kind in (*SUMS, "NegBackward0", *JOINED) or joined:
+            following += below
+        elif kind in FACTORS or len(terms) == samples:
+            return False
+        else:
+            terms.append(node)
+    return len(terms) == samples > 1 and all(map(_is_of_one_row, terms))
+
+
+def _is_of_one_row(term: Any) -> bool:
+    """Whether whatever products of a parameter and data are below have a single row of data."""
+    rows = set()
+    for node, following in _walk(term):
+        saved, followers = ROW_OF.get(node.name(), ""), [each for each, _ in node.next_functions]
+        if saved and (node.name() == "EmbeddingBackward0" or None in followers):
+            rows.add(len(getattr(node, saved)))
+        following += _below(node)
+    return rows == {1}
+
+
+def mean_term(loss: Tensor) -> str:
+    """What one of the added terms of `loss` is a mean over samples of; empty where the graph does not tell."""
+    for node, following in _walk(loss.grad_fn):
+        kind = node.name()
+        if kind in KNOWN and getattr(node, "_saved_reduction", None) == MEAN and _reads_data(node):
+            return KNOWN[kind]
+        if kind == "MeanBackward0" and _reads_data(node):
+            return ".mean()"
+        if kind in SUMS or kind in FACTORS:
+            following += _below(node)
+    return ""
+
+
+def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
+    """Each node once, from `node` downwards, with those that follow: a loop adds to them what it wants to see."""
+    open_nodes, seen = deque([node]), {None}
+    while open_nodes:
+        node = open_nodes.popleft()
+        if node not in seen:
+            seen.add(node)
+            yield node, open_nodes
+
+
+def _below(node: Any) -> list[Any]:
+    return [each for each, _ in node.next_functions if each is not None]
+
+
+def _of_each(elements: Any, weighed: bool) -> str:
+    """What these elements are of the rows that a model gives; empty where anything else may have been done to them."""
+    what = "a loss"
+    for node, following in _walk(elements):
+        kind, below = node.name(), _below(node)
+        if kind in KNOWN and getattr(node, "_saved_reduction", None) in (NONE, SUM):
+            what = KNOWN[kind]
+        elif kind in OF_EACH or _is_of_each(node, kind, weighed):
+            following += below
+        elif kind not in OF_ROWS and not (kind in PRODUCTS and any(map(_is_parameter, below))):
+            return ""
+    return what
+
+
+def _is_of_each(node: Any, kind: str, weighed: bool) -> bool:
+    """Whether what it computes stays with its sample, and divides nothing by a count."""
+    if kind == "LogsumexpBackward0":
+        return 0 not in node._saved_dim and node._saved_self.dim() > 1
+    return kind == "MulBackward0" and _divides_not(node, weighed)
+
+
+def _divides_not(product: Any, weighed: bool) -> bool:
+    """Whether a factor is constant and no division by a count: whole numbers, such as a mask; with `weighed` others,
+    unless they are all the same or add up to one."""
+    (left, _), (right, _) = product.next_functions
+    factor = product._saved_self if left is None else product._saved_other if right is None else None
+    if factor is None or factor.is_complex():
+        return False
+    whole = bool((factor == factor.round()).all()) if factor.is_floating_point() else True
+    if whole or not weighed or factor.numel() == 1:
+        return whole
+    return bool(factor.min() != factor.max()) and abs(float(factor.abs().sum()) - 1) > 0.01
+
+
+def _is_parameter(node: Any) -> bool:
+    return bool((_below(node)[0] if node.name() == "TBackward0" else node).name() == LEAF)
+
+
+def _reads_data(term: Any) -> bool:
+    """Whether something below is a product of a parameter and a tensor that needs no gradient, or an embedding."""
+    for node, following in _walk(term):
+        kind, followers = node.name(), [each for each, _ in node.next_functions]
+        factors = (
+            followers[-2:] if kind in PRODUCTS else followers[:1] if "Convolution" in kind or "Rnn" in kind else []
+        )
+        if None in factors or kind == "EmbeddingBackward0":
+            return True
+        following += _below(node)
+    return False
+
+
+def uneven_mean(loss: Tensor, samples: int) -> str:
+    """The weight that a mean in `loss` is over, as code; empty where it is over equally many items of each of the
+    `samples` samples, or the graph does not tell. Reads a value: on an accelerator it waits."""
+    for node, following in _walk(loss.grad_fn):
+        kind = node.name()
+        if kind.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == MEAN:
+            weights, ignored = node._saved_weight, node._saved_ignore_index
+            if weights is not None and weights.min() != weights.max():
+                return "class_weights[y].sum()"
+            counted = float(node._saved_total_weight)
+            if weights is None and counted % max(samples, 1) and node._saved_target.numel() >= samples:  # of all rows
+                return f"(y != {signed(ignored)}).sum()"
+        if kind == "DivBackward0" and _is_divided_sum(node, samples):
+            return "…"
+        if kind in SUMS or kind in FACTORS or kind == "MulBackward1":
+            following += _below(node)
+    return ""
+
+
+def signed(number: int) -> int:
+    """A number of a node, which keeps it without its sign."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _is_divided_sum(node: Any, samples: int) -> bool:
+    """Whether a sum is divided by a number of items that is no multiple of the samples."""
+    above, below = (each for each, _ in node.next_functions)
+    number = node._saved_other
+    if above is None or above.name() != "SumBackward0" or below is not None or number is None or number.numel() != 1:
+        return False
+    return float(number) > 1 and float(number) % max(samples, 1) != 0
+
+
+def has_penalty(loss: Tensor, ranks: int) -> bool:
+    """Whether one of the added terms of `loss` is of parameters alone, as an L2 penalty is, and not divided by `ranks`.
+
+    Only what is known to be one is taken for one.
+    """
+    for node, following in _walk(loss.grad_fn):
+        if _is_of_leaves(node, ranks):
+            return True
+        if node.name() in SUMS:
+            following += _below(node)
+    return False
+
+
+def _is_of_leaves(term: Any, ranks: int) -> bool:
+    """Whether it is made of leaves and plain numbers by operators of penalties, and nothing is divided by `ranks`."""
+    leaves = 0
+    for node, following in _walk(term):
+        kind, followers = node.name(), [each for each, _ in node.next_functions]
+        leaves += kind == LEAF
+        if kind in FACTORS and None in followers:
+            number = node._saved_other if followers[1] is None else node._saved_self
+            if number is None or number.numel() != 1 or (kind == "DivBackward0" and number == ranks):
+                return False
+        elif kind in SUMS and None in followers:
+            if len(node._input_metadata[0].shape):  # what is added is no number
+                return False
+        elif kind not in OF_ONE and kind not in FACTORS and kind not in SUMS and kind != LEAF:
+            return False
+        following += _below(node)
+    return leaves > 0
+
+
+def next_node() -> int:
+    """The number of the node that autograd makes next: a thread counts its nodes."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def node_under_way() -> int | None:
+    """The number of the node whose backward runs now; None outside of a backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())

@@ -1,0 +1,319 @@
+"""Keyed draws: a random draw inside a model is a function of (seed, step, microbatch, call, global element index).
+
+One device draws a dropout mask for the whole microbatch; under a plan each rank takes its rows of that same mask. It
+works on operators, wherever they are written: `nn.Dropout`, attention, LSTMs.
+
+    which call it is    by a number drawn from torch's generator, which starts alike on every rank; recomputation puts
+                        that generator back, so that a repeated call gets the same mask
+    which rows          a check knows the shape that one device drew for that call: the dim that differs is the batch; a
+                        run takes the first dim, or the second, that has as many rows as the rank has samples
+
+Operators that `DRAWS` does not have (randperm, gamma) draw from torch's generator, keyed too: the same on every rank,
+which is what one device draws where the shape is the same. Where it is not, that is reported, as are draws on DTensors
+and from a generator of the program's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from meshwise.compat.dispatch import intercept_operators, named_arguments, operator_name, without_interception
+from meshwise.compat.tree import tensors_in
+from meshwise.data.order import BatchSlice
+from meshwise.transfer import stages
+from meshwise.transfer.splitmix import GOLDEN, mixed, mixed_bits, shifted, signed
+
+Uniform = Callable[[Sequence[int], torch.device], Tensor]
+"""Numbers in [0, 1), float64, of a shape on a device."""
+Arguments = dict[str, Any]
+"""Of an operator, by name."""
+Draws = Callable[[Uniform, Arguments], Any]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One random draw inside a model: the operator, and the shape that it filled."""
+
+    operator: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A rank's rows of a microbatch: `count` from `first` on, of `total` over all ranks; padding has samples 0."""
+
+    first: int
+    count: int
+    total: int
+    samples: int
+
+
+GENERATOR = " from a generator of the program's own"
+DrawLayout = Callable[[int, str, tuple[int, ...]], tuple[tuple[int, ...], int | None] | None]
+"""(call, operator, shape) -> the shape of the draw on one device, and the dim of it of which this rank has a part, None
+where it has all. None: not known, and the rank draws on its own."""
+
+
+class KeyedDraws:
+    """The random draws of one microbatch, of which this rank has `rows`.
+
+    attention_as_operators: attention runs as operators, whose draws can be keyed; those of its kernels cannot.
+    """
+
+    def __init__(
+        self,
+        key: tuple[int, int, int],
+        rows: Rows,
+        layout: DrawLayout,
+        *,
+        attention_as_operators: bool = False,
+    ) -> None:
+        self._key, self._rows, self._layout = key, rows, layout
+        self._attention_as_operators = attention_as_operators
+        self._calls: dict[int, int] = {}
+        self.log: list[Draw] = []
+        self.unkeyed: set[str] = set()
+        """Operators that could not be keyed, so that ranks draw on their own."""
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """The forward of this microbatch: torch's generator starts at its key."""
+        torch.manual_seed(mixed(*self._key))
+        with stages.carried(lambda: len(self._calls), self._go_on), self.backward():
+            yield
+
+    def _go_on(self, calls: int) -> None:
+        """Go on after so many calls, which earlier stages of a pipeline have made."""
+        with without_interception():
+            while len(self._calls) < calls:
+                if self._next_call() == len(self.log):
+                    self.log.append(Draw("", ()))
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Its backward, which may recompute parts of the forward."""
+        attention = sdpa_kernel(SDPBackend.MATH) if self._attention_as_operators else contextlib.nullcontext()
+        with attention, intercept_operators(self._handle):
+            yield
+
+    def _handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = operator_name(func)
+        draw = DRAWS.get(name)
+        if torch.Tag.nondeterministic_seeded not in func.tags and draw is None:
+            return func(*args, **kwargs)
+        own = kwargs.get("generator") is not None
+        if own or any(isinstance(a, DTensor) for a in args):
+            self.unkeyed.add(name + own * GENERATOR)
+            return func(*args, **kwargs)
+        if name.startswith("_scaled_dot_product"):  # taken apart in float64, into operators of DRAWS
+            return func(*args, **kwargs)
+        call = self._next_call()
+        if draw is None:
+            return self._from_generator(func, args, kwargs, call)
+        given = named_arguments(func, args, kwargs)
+        return draw(lambda shape, device: self._uniform(name, tuple(shape), device, call), given)
+
+    def _next_call(self) -> int:
+        drawn = int(torch.randint(2**62, ()))
+        return self._calls.setdefault(drawn, len(self._calls))
+
+    def _from_generator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> Any:
+        state = torch.get_rng_state()
+        torch.manual_seed(mixed(*self._key, call))
+        result = func(*args, **kwargs)
+        torch.set_rng_state(state)
+        shape = tuple(next(tensors_in(result)).shape)
+        found = self._placed(operator_name(func), shape, call)
+        if found is not None and found[0] != shape:
+            self.unkeyed.add(f"{operator_name(func)} of shape {shape}")
+        return result
+
+    def _placed(self, name: str, shape: tuple[int, ...], call: int) -> tuple[tuple[int, ...], int | None] | None:
+        """Where this rank's part of the draw lies (see `DrawLayout`)."""
+        if call == len(self.log):
+            self.log.append(Draw(name, shape))
+        found = self._layout(call, name, shape)
+        if found is None:
+            self.unkeyed.add(f"{name} of shape {shape}")
+        return found
+
+    def _uniform(self, name: str, shape: tuple[int, ...], device: torch.device, call: int) -> Tensor:
+        whole, dim = self._placed(name, shape, call) or (shape, None)
+        values = keyed_uniform(mixed(*self._key, call), whole, device)
+        if dim is None:
+            return values
+        size, rows = shape[dim], self._rows
+        first = min(rows.first * size // rows.count, whole[dim] - size)  # a padding sample lies behind the last row
+        return values.narrow(dim, first, size)
+
+
+class ExactDraws:
+    """The random draws of a run, a microbatch at a time: every rank draws its rows of what one device would draw."""
+
+    def __init__(self) -> None:
+        self.unkeyed: set[str] = set()
+
+    def of_microbatch(self, key: tuple[int, int, int], part: BatchSlice) -> KeyedDraws:
+        """The draws of this rank's `part` of a microbatch; key: seed, step, and its number in the step."""
+        rows = Rows(part.first, len(part.indices), part.micro, part.samples)
+        draws = KeyedDraws(key, rows, by_rows(rows), attention_as_operators=True)
+        draws.unkeyed = self.unkeyed
+        return draws
+
+    def note(self) -> str:
+        """What they could not be exact in; empty where they were."""
+        names = ", ".join(sorted(self.unkeyed))
+        return names and f"--exact-random: {names} cannot be keyed, so each rank draws on its own there."
+
+
+def on_one_device(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], None]:
+    """A `DrawLayout`: this rank has all rows."""
+    return shape, None
+
+
+def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
+    """A `DrawLayout` that knows what one device drew."""
+
+    def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
+        if call >= len(reference) or reference[call].operator != operator:
+            return None
+        whole = reference[call].shape
+        if whole == shape:
+            return whole, None
+        other = [d for d in range(len(shape)) if len(whole) == len(shape) and whole[d] != shape[d]]
+        if len(other) == 1 and whole[other[0]] * rows.count == shape[other[0]] * rows.total:
+            return whole, other[0]
+        return None
+
+    return layout
+
+
+def by_rows(rows: Rows) -> DrawLayout:
+    """A `DrawLayout` that takes the batch for the first of two dims that has the rank's rows, else for a first that is
+    some times them (heads or positions beside the samples). A rank that has all rows draws as one device does."""
+
+    def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
+        dims = [d for d in range(min(2, len(shape))) if shape[d] == rows.count]
+        dims += [0] if shape and shape[0] % rows.count == 0 else []
+        if not dims:
+            return (shape, None) if math.prod(shape) == 1 else None  # one number is for all samples
+        whole = list(shape)
+        whole[dims[0]] = shape[dims[0]] // rows.count * rows.total
+        return tuple(whole), dims[0]
+
+    return layout
+
+
+def keyed_uniform(key: int, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Uniform numbers in [0, 1), float64: element i is a function of (key, i) alone.
+
+    The finaliser of SplitMix64, twice, and the upper 53 bits.
+    """
+    bits = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64, device=device) * signed(GOLDEN)
+    bits = mixed_bits(mixed_bits(bits + signed(key * 2**31)))
+    values: Tensor = shifted(bits, 11).to(torch.float64).mul(2.0**-53)
+    return values.view(tuple(shape))
+
+
+def keyed_normal(key: int, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Normal numbers, float64: element i is a function of (key, i) alone."""
+    return _normal(keyed_uniform(key, shape, device))
+
+
+def _bernoulli(uniform: Uniform, given: Arguments) -> Any:
+    tensor: Tensor = given["self"]
+    return (uniform(tensor.shape, tensor.device) < given.get("p", tensor)).to(tensor.dtype)
+
+
+def _native_dropout(uniform: Uniform, given: Arguments) -> tuple[Tensor, Tensor]:
+    tensor, chance = given["input"], given["p"]
+    if given["train"] is False:
+        return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
+    mask = uniform(tensor.shape, tensor.device) >= chance
+    return tensor * mask * (0.0 if chance == 1 else 1 / (1 - chance)), mask
+
+
+def _multinomial(uniform: Uniform, given: Arguments) -> Tensor:
+    chances, count = given["self"].double(), given["num_samples"]
+    if given["replacement"]:
+        below = chances.cumsum(-1)
+        u = uniform((*chances.shape[:-1], count), chances.device) * below[..., -1:]
+        return torch.searchsorted(below, u, right=True).clamp(max=chances.shape[-1] - 1)
+    waits = -torch.log1p(-uniform(chances.shape, chances.device))  # the first of exponential clocks
+    picked: Tensor = (chances / waits.clamp(min=2.0**-54)).topk(count).indices
+    return picked
+
+
+def _random_normal(uniform: Uniform, given: Arguments) -> Tensor:
+    """torch.normal of numbers and a size, or of tensors."""
+    mean, std = given["mean"], given["std"]
+    if "size" in given:
+        like = torch.empty(given["size"], dtype=given["dtype"], device=given["device"])
+    else:
+        like = torch.as_tensor(mean) + torch.as_tensor(std)
+    drawn: Tensor = mean + std * _normal(uniform(like.shape, like.device))
+    return drawn.to(like.dtype)
+
+
+def _whole_numbers(uniform: Tensor, given: Arguments) -> Tensor:
+    """From `low` to below `high`; of `random_` the bounds have other names, and defaults."""
+    low: Any = given.get("low", given.get("from", 0))
+    high: Any = given["high"] if "high" in given else given.get("to")
+    whole: Tensor = low + (uniform * ((2**24 if high is None else high) - low)).floor()
+    return whole
+
+
+def _normal(uniform: Tensor) -> Tensor:
+    normal: Tensor = torch.special.ndtri(uniform.clamp(2.0**-54, 1 - 2.0**-53))
+    return normal
+
+
+def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
+    """An operator that fills its tensor with what `turn` makes of uniform numbers."""
+
+    def draw(uniform: Uniform, given: Arguments) -> Any:
+        tensor = given["self"]
+        return tensor.copy_(turn(uniform(tensor.shape, tensor.device), given))
+
+    return draw
+
+
+def _new(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
+    """An operator that makes a tensor: of a size, or like another."""
+
+    def draw(uniform: Uniform, given: Arguments) -> Tensor:
+        like: Tensor = given["self"] if "self" in given else torch.empty(0, device="cpu")
+        values = turn(uniform(given.get("size", like.shape), torch.device(given["device"] or like.device)), given)
+        dtype = given["dtype"] or like.dtype
+        return values.to(dtype if isinstance(dtype, torch.dtype) else torch.int64)  # the default of randint is a number
+
+    return draw
+
+
+DRAWS: dict[str, Draws] = {
+    "bernoulli_": _in_place(lambda u, given: u < given["p"]),
+    "bernoulli": _bernoulli,
+    "native_dropout": _native_dropout,
+    "uniform_": _in_place(lambda u, given: given["from"] + (given["to"] - given["from"]) * u),
+    "normal_": _in_place(lambda u, given: given["mean"] + given["std"] * _normal(u)),
+    "exponential_": _in_place(lambda u, given: -torch.log1p(-u) / given["lambd"]),
+    "random_": _in_place(_whole_numbers),
+    "rand": _new(lambda u, given: u),
+    "randn": _new(lambda u, given: _normal(u)),
+    "rand_like": _new(lambda u, given: u),
+    "randn_like": _new(lambda u, given: _normal(u)),
+    "randint": _new(_whole_numbers),
+    "randint_like": _new(_whole_numbers),
+    "normal": _random_normal,
+    "multinomial": _multinomial,
+}
+"""Operators that draw, by name, and how they draw by key."""

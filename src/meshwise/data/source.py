@@ -1,0 +1,210 @@
+"""Read batches from a data set: tensors in memory are sliced by batch, anything else goes through torch's DataLoader.
+
+Random draws inside a data set (augmentation) are keyed by (seed, epoch, sample index): a sample looks the same
+whichever rank and whichever worker process reads it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, tee
+from operator import attrgetter
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+from meshwise.data.order import BatchSlice
+from meshwise.spec.errors import DataError
+
+Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
+"""`read(index batches, epoch)` gives the batches."""
+
+_INDICES = attrgetter("indices")
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """What a user's DataLoader would be told. `extra` holds its other keyword arguments.
+
+    several: whether several ranks may read a batch, each its rows.
+    """
+
+    collate: Callable[[list[Any]], Any] | None = None
+    workers: int = 0
+    seed: int = 0
+    extra: Mapping[str, Any] | None = None
+    several: bool = False
+
+
+def count_samples(data: Any, what: str) -> int:
+    """How many samples `data` has. Raises DataError when it has none or cannot say."""
+    if isinstance(data, (tuple, dict)):
+        tensors = list(data.values()) if isinstance(data, dict) else list(data)
+        strange = [type(t).__name__ for t in tensors if not isinstance(t, Tensor) or t.dim() == 0]
+        if strange or not tensors:
+            raise DataError(
+                f"{what}: a {type(data).__name__} of {strange[0] if strange else 'nothing'} gives no samples. "
+                "Give tensors with a sample a row, for instance torch.as_tensor(array), or a map-style dataset."
+            )
+        lengths = {len(tensor) for tensor in tensors}
+        if len(lengths) != 1:
+            raise DataError(
+                f"{what}: its tensors have different lengths ({sorted(lengths)}). Give equally many samples in each."
+            )
+        count = lengths.pop()
+    elif hasattr(data, "__len__"):
+        count = len(data)
+    else:
+        raise DataError(f"{what}: {type(data).__name__} has no length. Give a map-style dataset or a tuple of tensors.")
+    if count == 0:
+        raise DataError(f"{what}: the data set is empty. Give at least one sample.")
+    return count
+
+
+def reader(data: Any, settings: LoaderSettings) -> Reader:
+    """How batches of `data` are read."""
+    read_batch = _batch_reader(data, settings)
+    if read_batch is None:
+        return _loader_reader(data, settings)
+    return lambda batches, epoch: map(read_batch, batches)
+
+
+def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Iterator[tuple[Any, BatchSlice]]:
+    """The batch of each slice, with it. Slices are made as batches are read: an epoch has many. No batch is held."""
+    slices, ahead = tee(slices)
+    batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))  # workers start with the first
+    return zip(batches, slices, strict=False)
+
+
+def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:
+    """A function from indices to a batch, where the data set is in memory as tensors."""
+    if _gives_batches(data):
+        return data.batch  # type: ignore[no-any-return]
+    ready_made = getattr(type(data), "__getitem__", None)  # a subclass may do more to its samples
+    if ready_made is Subset.__getitem__ and settings.collate is None:
+        inner = _batch_reader(data.dataset, settings)
+        positions = torch.as_tensor(data.indices)
+        return None if inner is None else lambda indices: inner(positions[indices])
+    if ready_made is TensorDataset.__getitem__ and settings.collate is None:
+        return lambda indices: [rows_at(tensor, indices) for tensor in data.tensors]
+    if isinstance(data, tuple) and all(isinstance(t, Tensor) for t in data):
+        return lambda indices: tuple(rows_at(tensor, indices) for tensor in data)
+    if isinstance(data, dict) and all(isinstance(t, Tensor) for t in data.values()):
+        return lambda indices: {name: rows_at(tensor, indices) for name, tensor in data.items()}
+    return None
+
+
+def rows_at(tensor: Tensor, indices: Tensor) -> Tensor:
+    """`tensor[indices]`, but for its time: each row is copied as a whole."""
+    plain = type(tensor) is Tensor and tensor.device == indices.device and tensor.layout == torch.strided
+    return tensor.index_select(0, indices) if plain and tensor.dim() > 1 else tensor[indices]
+
+
+def _gives_batches(data: Any) -> bool:
+    """Whether `data` has our `batch(indices)`; the `batch` of Hugging Face's datasets is something else."""
+    method = getattr(data, "batch", None)
+    return callable(method) and "indices" in inspect.signature(method).parameters
+
+
+class KeyedDataset(Dataset[Any]):
+    """A data set asked by (epoch, index), whose random draws depend on the key alone.
+
+    One with `__getitems__` may give ready batches for its indices, as torch's DataLoader lets it.
+    """
+
+    def __init__(self, data: Any, seed: int, several: bool = False) -> None:
+        self.data, self.seed, self.several = data, seed, several
+        self._batched = getattr(data, "__getitems__", None)
+        self._alone = self._batched is not None and not _gives_samples(type(data))
+        self._ready: bool | None = None if self._batched else False
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        with seeded_by(self.seed, *key):
+            return self._batched([key[1]])[0] if self._alone and self._batched else self.data[key[1]]
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
+        if self._ready is not False:
+            with seeded_by(self.seed, *keys[0]) as draws:
+                got = self._batched([index for _, index in keys])  # type: ignore[misc]
+                drawn = self.several and draws.has_drawn()
+            self._ready = not (isinstance(got, list) and len(got) == len(keys))
+            if self._ready:
+                if drawn:
+                    raise DataError(
+                        f"{type(self.data).__name__}.__getitems__ gives a ready batch and draws random numbers for it, "
+                        "which would be others on another number of devices. Draw them in the training loop, or give "
+                        "single samples in __getitem__, whose draws meshwise keys by (seed, epoch, index)."
+                    )
+                return got
+        return [self[key] for key in keys]
+
+
+def _gives_samples(kind: type) -> bool:
+    return getattr(kind, "__getitem__", None) not in (None, Dataset.__getitem__)
+
+
+class seeded_by:
+    """Draws of torch, numpy and Python inside the with-body depend on the key alone; those outside go on as before."""
+
+    def __init__(self, *key: int) -> None:
+        self._key = key
+
+    def __enter__(self) -> seeded_by:
+        self._states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+        self._seed = seed = int(numpy.random.SeedSequence(self._key).generate_state(1)[0])
+        torch.default_generator.manual_seed(seed)
+        numpy.random.seed(seed)
+        random.seed(seed)
+        return self
+
+    def has_drawn(self) -> bool:
+        """Whether anything was drawn since the body began."""
+        unused, fresh = torch.Generator().manual_seed(self._seed), numpy.random.RandomState(self._seed)
+        return (
+            not torch.equal(torch.get_rng_state(), unused.get_state())
+            or tuple(numpy.random.get_state())[2] != tuple(fresh.get_state())[2]
+            or random.getstate() != random.Random(self._seed).getstate()
+        )
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_rng_state(self._states[0])
+        numpy.random.set_state(self._states[1])
+        random.setstate(self._states[2])
+
+
+class _KeyBatches:
+    """The batch sampler of a DataLoader that lives longer than an epoch."""
+
+    def __init__(self) -> None:
+        self.batches: Iterable[Tensor] = ()
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for indices in self.batches:
+            yield [(self.epoch, index) for index in indices.tolist()]
+
+
+def _loader_reader(data: Any, settings: LoaderSettings) -> Reader:
+    keys = _KeyBatches()
+    extra = dict(settings.extra or {})
+    if settings.workers > 0:
+        extra = {"persistent_workers": True} | extra  # started as torch starts them: forked on Linux
+    loader: DataLoader[Any] = DataLoader(
+        KeyedDataset(data, settings.seed, settings.several),
+        batch_sampler=keys,
+        collate_fn=settings.collate,
+        num_workers=settings.workers,
+        **extra,
+    )
+
+    def read(batches: Iterable[Tensor], epoch: int) -> Iterator[Any]:
+        keys.batches, keys.epoch = batches, epoch
+        yield from loader
+
+    return read

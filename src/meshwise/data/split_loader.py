@@ -1,0 +1,328 @@
+"""A user's DataLoader, made to give each rank its share of every batch, in an order that does not depend on the ranks.
+
+shuffle or sequential sampler    the order that torch's own sampler draws, without its list of Python numbers
+any other sampler                run whole on every rank, from the generators of rank 0; each batch is sliced
+batch_size=None                  every rank reads the ready batches, and keeps its rows of each
+iterable data set                `whole`: every rank reads the whole stream and keeps its share of each batch
+                                 `per-rank`: the data set splits itself; ranks that run out take part with padding
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from meshwise.compat.tree import all_leaves, map_kind
+from meshwise.data.generators import GLOBAL, TORCH, Draws, Handle, handles_of
+from meshwise.data.order import BatchSlice, batch_slice, batch_slices, epoch_order, world_part
+from meshwise.data.source import LoaderSettings, count_samples, read_slices, reader, seeded_by
+from meshwise.spec.errors import DataError, UsageError
+from meshwise.spec.world import World
+from meshwise.transfer import collectives
+
+Pairs = Iterator[tuple[Any, BatchSlice]]
+Order = Callable[[Draws | None, int], Tensor]
+"""(draws, epoch) -> the samples of an epoch in their order."""
+STREAMS = ("whole", "per-rank")
+OTHER_ITEMS = (
+    "Samples would be lost. A data set that splits itself by its rank is distributed with "
+    "mw.distribute(…, streams='per-rank'); what another draws must be seeded alike on every rank."
+)
+_ARRAYS = (Tensor, numpy.ndarray)
+_KEPT = ("pin_memory", "timeout")
+_OF_WORKERS = ("worker_init_fn", "prefetch_factor", "persistent_workers", "multiprocessing_context")
+
+
+@dataclass(frozen=True)
+class LoaderSpec:
+    """What a distributed loader needs of the user's.
+
+    pairs: `pairs(draws, epoch, begin, most)` reads an epoch from sample `begin` on; with `most`, one batch of at most
+        so many samples (a stream's batches stay whole). Of streams of each rank's own every batch counts as whole.
+        draws: how its order is drawn; None: keyed by (seed, epoch), as in the states that earlier versions saved.
+    drawn: what an order is drawn from; nothing where it is known.
+    own: whether each rank draws on its own.
+    draws_base_seed: whether reading draws what the seeds of worker processes are made from.
+    """
+
+    length: int | None
+    batch_size: int
+    pairs: Callable[..., Pairs]
+    drawn: tuple[Handle, ...] = ()
+    own: bool = False
+    draws_base_seed: bool = False
+    note: str = ""
+
+
+def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str) -> LoaderSpec:
+    """How the batches of a user's loader are shared out. Raises UsageError for a loader that cannot be."""
+    if streams not in STREAMS:
+        raise UsageError(f"streams={streams!r}: write 'whole' or 'per-rank'.")
+    if loader.batch_sampler is None:
+        if streams == "whole":
+            return _ready(loader, world)
+        raise UsageError("streams='per-rank' needs a loader with a batch_size; this one has batch_size=None.")
+    if isinstance(loader.dataset, IterableDataset):
+        return _stream(loader, world, streams)
+    count_samples(_rows(loader.dataset), "the data set of a loader")
+    sampler = loader.sampler
+    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        return _foreign(loader, seed, world)
+    samples = len(loader.dataset)  # type: ignore[arg-type]
+    if isinstance(sampler, DistributedSampler):
+        order = _keyed(sampler.seed, samples) if sampler.shuffle else _front_to_back(samples)
+        note = "DistributedSampler is replaced: meshwise shares out the batches itself"
+        return replace(_ordered(loader, sampler.seed, world, order), note=note)
+    if type(sampler) is SequentialSampler:
+        return _ordered(loader, seed, world, _front_to_back(samples))
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:
+        order, again = _shuffled(sampler.generator, seed, samples), sampler.generator is not None
+        shuffled = _ordered(loader, seed, world, order, drawn_again=again)
+        return replace(shuffled, drawn=(TORCH, *handles_of(loader, sampler)))
+    return _foreign(loader, seed, world)
+
+
+def _rows(data: Any) -> Any:
+    """A tuple or dict holds samples where a user's loader reads it; a job's holds tensors with a sample a row."""
+    return [data[index] for index in range(len(data))] if isinstance(data, (tuple, dict)) else data
+
+
+def _settings(loader: DataLoader[Any], seed: int, world: World) -> LoaderSettings:
+    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    return LoaderSettings(collate, loader.num_workers, seed, _kept(loader), several=world.size > 1)
+
+
+def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The user's other settings; most are those of worker processes."""
+    names = (*_KEPT, *_OF_WORKERS) if loader.num_workers else _KEPT
+    return {name: getattr(loader, name) for name in names}
+
+
+def _front_to_back(samples: int) -> Order:
+    return lambda draws, epoch: torch.arange(samples)
+
+
+def _keyed(seed: int, samples: int) -> Order:
+    return lambda draws, epoch: epoch_order(seed, epoch, samples)
+
+
+def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Order:
+    """What torch's RandomSampler draws (torch/utils/data/sampler.py), as a tensor."""
+
+    def permutation() -> Tensor:
+        own = generator or torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        return torch.randperm(samples, generator=own)
+
+    return lambda draws, epoch: epoch_order(seed, epoch, samples) if draws is None else draws.begin(permutation)
+
+
+def _ordered(
+    loader: DataLoader[Any], seed: int, world: World, order_of: Order, *, drawn_again: bool = False
+) -> LoaderSpec:
+    """A data set of known size in an order that is one tensor. drawn_again: torch's sampler draws another when it has
+    come to its end, and takes nothing of it, which moves a generator of its own."""
+    samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
+    whole = samples - samples % size if loader.drop_last else samples
+    read = reader(_rows(loader.dataset), _settings(loader, seed, world))
+
+    def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
+        order = order_of(draws, epoch)[:whole]
+        order = order if most is None else order[: begin + min(most, size)]
+        shares = batch_slices(order, size, world, begin)
+        if drawn_again and draws is not None:
+            shares = _then(shares, partial(order_of, replace(draws, begin=draws.go_on), epoch))
+        return read_slices(read, shares, epoch)
+
+    return LoaderSpec(-(-whole // size), size, pairs)
+
+
+def _foreign(loader: DataLoader[Any], seed: int, world: World) -> LoaderSpec:
+    """The user's own sampler, run whole on every rank."""
+    read = reader(_rows(loader.dataset), _settings(loader, seed, world))
+    batch_sampler: Iterable[list[int]] = loader.batch_sampler  # type: ignore[assignment]
+
+    def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
+        left = _sampled(batch_sampler, draws, begin) if draws else _keyed_batches(batch_sampler, seed, epoch, begin)
+        left = left if most is None else (batch[:most] for batch in islice(left, 1))
+        indices = (torch.as_tensor(batch, dtype=torch.int64) for batch in left)
+        return read_slices(read, (batch_slice(batch, 0, len(batch), len(batch), world) for batch in indices), epoch)
+
+    length = len(batch_sampler) if isinstance(batch_sampler, Sized) else None
+    drawn = (*GLOBAL, *handles_of(loader, loader.sampler, loader.batch_sampler))
+    return LoaderSpec(length, loader.batch_size or 1, pairs, drawn)
+
+
+def _sampled(batches: Iterable[Any], draws: Draws, begin: int) -> Iterator[list[Any]]:
+    iterator = draws.begin(lambda: _behind(begin, map(list, batches)))
+    return iter(lambda: draws.go_on(lambda: next(iterator, None)), None)
+
+
+def _keyed_batches(batches: Iterable[Any], seed: int, epoch: int, begin: int) -> Iterator[list[Any]]:
+    with seeded_by(seed, epoch):
+        return _behind(begin, iter([list(batch) for batch in batches]))
+
+
+def _behind(begin: int, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+    """The batches that do not end before sample `begin`; no more are read than that."""
+    end = 0
+    while end < begin and (batch := next(batches, None)) is not None:
+        end += len(batch)
+        if end > begin:
+            return chain([batch], batches)
+    return batches
+
+
+def _then(shares: Iterator[BatchSlice], end: Callable[[], object]) -> Iterator[BatchSlice]:
+    yield from shares
+    end()
+
+
+def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
+    """An iterable data set: its items one by one, grouped, shared out and collated here."""
+    size, collate = loader.batch_size or 1, loader.collate_fn
+    items: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=loader.num_workers,
+        generator=loader.generator,
+        **_kept(loader),
+    )
+    own = _whole_share if streams == "whole" else _own_share
+
+    def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
+        whole, go_on = streams == "whole", draws.go_on if draws else _call
+        compared = whole and world.size > 1
+        first, end = (0, size) if whole else world_part(0, size, world)
+        behind = begin if whole else begin // size * (end - first)
+        stream, last = (draws.begin if draws else _call)(lambda: _skipped(iter(items), behind))
+        while True:
+            got = go_on(lambda: list(islice(stream, end - first)))
+            counts = _compared(len(got), _checksum(got) if compared else 0)
+            chosen, share = own(got, last, counts, world)
+            if share.total == 0 or (loader.drop_last and share.total < size):
+                return
+            last = chosen[-1]
+            yield collate(chosen), share
+
+    drawn = (*GLOBAL, *handles_of(loader))
+    return LoaderSpec(None, size, pairs, drawn, own=streams != "whole", draws_base_seed=True)
+
+
+def _skipped(items: Iterator[Any], count: int) -> tuple[Iterator[Any], Any]:
+    """What comes behind so many items, and the last of them."""
+    skipped = deque(islice(items, count), maxlen=1)
+    return items, skipped[0] if skipped else None
+
+
+def _ready(loader: DataLoader[Any], world: World) -> LoaderSpec:
+    """A loader whose data set gives ready batches."""
+
+    def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
+        go_on = draws.go_on if draws else _call
+        batches = (draws.begin if draws else _call)(lambda: _rows_behind(begin, iter(loader)))
+        while True:
+            batch = go_on(lambda: next(batches, None))
+            rows = 0 if batch is None else _rows_of(batch)
+            if world.size > 1 and len(set(counts := _compared(rows, _checksum(batch)))) != 1:
+                raise DataError(f"the ranks read batches of {', '.join(map(str, counts))} rows. {OTHER_ITEMS}")
+            if batch is None:
+                return
+            share = batch_slice(torch.arange(rows), 0, rows, rows, world)
+            yield _cut(batch, int(share.indices[0]), len(share.indices)), share
+
+    drawn = (*GLOBAL, *handles_of(loader, loader.sampler))
+    return LoaderSpec(len(loader) if isinstance(loader.dataset, Sized) else None, 1, pairs, drawn, draws_base_seed=True)
+
+
+def _rows_behind(begin: int, batches: Iterator[Any]) -> Iterator[Any]:
+    while begin > 0 and (batch := next(batches, None)) is not None:
+        begin -= _rows_of(batch)
+    return batches
+
+
+def _rows_of(batch: Any) -> int:
+    leaves = [leaf for leaf in all_leaves(batch) if leaf is not None]
+    rows = {len(leaf) if isinstance(leaf, _ARRAYS) and leaf.ndim else type(leaf).__name__ for leaf in leaves}
+    if len(rows) == 1 and isinstance(count := next(iter(rows)), int) and count > 0:
+        return count
+    raise UsageError(
+        "a loader with batch_size=None gives ready batches, which are split by rows; this one holds "
+        f"{', '.join(f'{row} rows' if isinstance(row, int) else f'a {row}' for row in sorted(rows, key=str))}. Give "
+        "tensors or arrays with equally many rows, or give single samples and a batch_size."
+    )
+
+
+def _cut(batch: Any, first: int, count: int) -> Any:
+    return map_kind(_ARRAYS, lambda array: array[first : first + count], batch)
+
+
+def _compared(count: int, checksum: int) -> list[int]:
+    """How many items each rank has read. Raises DataError where they are as many, but others. Collective."""
+    counts, sums = collectives.all_gather(torch.tensor([count, checksum])).T.tolist()
+    if len(set(sums)) != 1 and len(set(counts)) == 1:
+        raise DataError(
+            f"the ranks read different items from a stream, of which each would keep its share. {OTHER_ITEMS}"
+        )
+    return counts  # type: ignore[no-any-return]
+
+
+def _checksum(items: Any) -> int:
+    """Of what is cheap to read: up to 64 numbers of each tensor, and plain values."""
+    told = []
+    for leaf in all_leaves(items):
+        if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":
+            told.append(leaf.reshape(-1)[:: leaf.size // 64 + 1].tolist())
+        elif isinstance(leaf, Tensor) and not leaf.is_complex():
+            told.append(leaf.detach().reshape(-1)[:: leaf.numel() // 64 + 1].tolist())
+        elif isinstance(leaf, bool | int | float | str | bytes):
+            told.append(leaf)
+    return zlib.crc32(repr(told).encode())
+
+
+def _whole_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], BatchSlice]:
+    if len(set(counts)) != 1:
+        raise DataError(
+            "the ranks read streams of different lengths "
+            f"(last batch: {', '.join(f'rank {r}: {n}' for r, n in enumerate(counts))}). "
+            "A data set that splits itself is distributed with mw.distribute(…, streams='per-rank')."
+        )
+    share = batch_slice(torch.arange(max(len(got), 1)), 0, len(got), len(got), world)
+    return [got[i] for i in share.indices.tolist()] if got else [], share
+
+
+def _own_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], BatchSlice]:
+    total = sum(counts)
+    if got or total == 0:
+        return got, BatchSlice(torch.arange(len(got)), len(got), total)
+    if last is None:
+        raise DataError(
+            f"rank {world.rank}'s stream gave no sample at all. Give every rank at least one, or use streams='whole'."
+        )
+    return [last], BatchSlice(torch.zeros(1, dtype=torch.int64), 0, total)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()

@@ -1,0 +1,74 @@
+"""A loader of the program's own around a DataLoader, such as timm's PrefetchLoader: what it gives, and of which batch.
+
+It may read ahead, so the batch that it gives is not the one that it read last. It gives one for each that it reads, in
+their order: that is how its batches get their shares.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from meshwise.data.order import BatchSlice
+from meshwise.spec.errors import UsageError
+
+
+class _Loader(Protocol):
+    def begin_loop(self) -> Iterator[Any]: ...
+
+
+class Wrapper:
+    """Passes what is read from the loader inside through the one around it."""
+
+    def __init__(self, name: str, begin: Callable[[], Iterator[Any]]) -> None:
+        """name: of the outer loader's class. begin: its own `__iter__`."""
+        self._name, self._begin = name, begin
+        self._fed: Iterator[Any] | None = None
+
+    def take(self) -> Iterator[Any] | None:
+        """What the outer loader reads where it begins to loop over the inner one; None where somebody else does."""
+        fed, self._fed = self._fed, None
+        return fed
+
+    def pairs(self, inner: Iterator[tuple[Any, BatchSlice]]) -> Iterator[tuple[Any, BatchSlice]]:
+        """The outer loader's batches, each with its share. Raises UsageError where it gives more or fewer than it
+        reads."""
+        read: deque[BatchSlice] = deque()
+
+        def feed() -> Iterator[Any]:
+            for batch, part in inner:
+                read.append(part)
+                yield batch
+
+        self._fed = feed()
+        for batch in self._begin():
+            if not read:
+                raise self._other_batches()
+            yield batch, read.popleft()
+        if read:
+            raise self._other_batches()
+
+    def _other_batches(self) -> UsageError:
+        return UsageError(
+            f"mw.distribute: {self._name} gives more or fewer batches than it reads from its DataLoader, so it is not "
+            "known which samples are in one. Give mw.distribute the DataLoader, and join or drop batches in the loop."
+        )
+
+
+def loader_inside(thing: Any) -> str | None:
+    """The attribute of an iterable that is its one DataLoader."""
+    held = [name for name, value in getattr(thing, "__dict__", {}).items() if isinstance(value, DataLoader)]
+    return held[0] if len(held) == 1 and hasattr(type(thing), "__iter__") else None
+
+
+def read_through(outer: Any, name: str, inner: _Loader) -> Wrapper:
+    """Let `outer` read `inner`, in place: its class becomes a subclass that bears its name."""
+    kind = type(outer)
+    setattr(outer, name, inner)
+    wrapper = Wrapper(kind.__name__, lambda: kind.__iter__(outer))
+    members = {"__iter__": lambda self: inner.begin_loop(), "__module__": kind.__module__, "__doc__": kind.__doc__}
+    outer.__class__ = type(kind.__name__, (kind,), members)
+    return wrapper

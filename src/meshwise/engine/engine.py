@@ -1,0 +1,165 @@
+"""The engine: a plan applied to a program's models, and everything that a training loop needs of it.
+
+A script's loop and a job are the same engine's; `mw.distribute` uses the default one (see session.py), a job makes its
+own. They differ in how they enter it:
+
+    steps.backward(engine, loss)         a script, which ran the forward itself
+    microbatches.compute(engine, loss)   a job: forward and backward of all microbatches of a step, so that a schedule
+                                         may order them, a rehearsal run them on fake tensors and a recovery run them
+                                         again
+
+What a step needs is called here; what looks on listens (events.py), and leaves when it has seen enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwise.compat.loss_scale import note_scaling
+from meshwise.data.generators import ProgramGenerator
+from meshwise.data.keyed import ExactDraws
+from meshwise.data.order import BatchSlice
+from meshwise.engine.carried import Carried
+from meshwise.engine.events import EVENTS, Events, When
+from meshwise.engine.given import Given
+from meshwise.engine.loops import Loops
+from meshwise.engine.model_stream import StepDraws
+from meshwise.engine.notices import Notices
+from meshwise.engine.phases import Phases
+from meshwise.engine.program import Program
+from meshwise.engine.watcher import Watcher
+from meshwise.injection import faults
+from meshwise.parallel.data import DROPOUT_NOTE
+from meshwise.parallel.holding import is_lacked
+from meshwise.parallel.precision import cast_batch, computing
+from meshwise.recording.recording import Recording
+from meshwise.spec.dtypes import Dtypes
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.workers.gate import StepGate
+
+Microbatch = tuple[Any, BatchSlice]
+"""A microbatch on this rank, and which slice of the global batch it is."""
+NOTHING = contextlib.nullcontext()
+
+
+class Engine:
+    """Trains a program's models under a plan. `close` it; models, optimizers and loaders are held weakly."""
+
+    carried: Carried
+    around: Callable[[Tensor | float | None], contextlib.AbstractContextManager[None]] | None = None
+    """Of what the program splits itself: around a backward, whose loss has this weight."""
+    recording: Recording | None = None
+    """Ends with the engine."""
+    watcher: Watcher | None = None
+    part: BatchSlice | None = None
+    """The microbatch that this rank works on."""
+    draw_key: tuple[int, int] | None = None
+    """What draws of this batch are keyed by; None before the first whose draws are keyed."""
+    reduce = True
+    has_applied = False
+    """Whether a plan was applied to some model."""
+    stopped = False
+    """Whether a loop over batches has ended because the run was asked to stop."""
+    narrow: Dtypes | None = None
+    """What is computed in, where that is not what tensors have."""
+    stored: Dtypes | None = None
+    """What batches are cast to, where that is not float32."""
+
+    def __init__(
+        self,
+        world: World,
+        gate: StepGate,
+        say: Callable[[str], None],
+        *,
+        draws: ExactDraws | None = None,
+        script: bool = False,
+    ) -> None:
+        """say: tells the user a line. draws: the exact random ones, where they are asked for. script: the loop is a
+        script's, known from its calls alone."""
+        self.world, self.gate, self.draws = world, gate, draws
+        self.notify = Notices(say, untrue=DROPOUT_NOTE if draws is not None else "")
+        # A function, not a method: a copy of a model copies what its batch norms hold.
+        self.program = Program(world, lambda: _samples(self.part), self.notify, piggyback_loss=script)
+        self.script, self.given = script, Given()
+        self.events, self.reads = Events(lambda: self.program.backwards), Loops(world)
+        self.phases, self.step_draws, self.ends = Phases(), StepDraws(world), ExitStack()
+        faults.hold(lambda: [p for p in self.program.named_parameters().values() if not is_lacked(p)])
+        hears = ("batch_asked", "batch_given", "loop_ends")  # a job has spans of its own for the other phases
+        if script:
+            note_scaling()
+        self.events.listen(self.phases, When.PHASE, only=EVENTS if script else hears)
+        self.ends.callback(self.program.close)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Let `watcher` watch from now on."""
+        self.watcher = watcher
+        self.carried.settings = tuple  # none: a check finds itself where ranks differ in them
+        self.events.listen(watcher, When.WATCH, only=("step_begins", "step_ends"))
+
+    def close(self) -> None:
+        """End: optimizers step as if there were no engine."""
+        self.given.close()
+        self.ends.close()
+        self.part, self.watcher = None, None
+        if self.recording is not None:
+            self.recording.close()
+
+    # Models and optimizers.
+
+    def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
+        """Apply `plan` to those models that are new, in place. Collective."""
+        self.program.add_models(models, plan)
+        self.has_applied = self.has_applied or bool(models)
+        dtypes = self.plan.dtypes
+        self.stored = dtypes if dtypes.stored != "fp32" else None
+        self.narrow = dtypes if dtypes.computed != dtypes.stored or dtypes.computed not in ("fp32", "fp64") else None
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Give an optimizer what the plan has made of its parameters."""
+        self.program.add_optimizer(optimizer)
+        self.phases.optimizers = True
+
+    @property
+    def notes(self) -> list[str]:
+        """What was said of the plan and the program, on every rank."""
+        return self.notify.all
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the models; that of one device as long as there are none."""
+        return self.program.plan or Plan()
+
+    # Batches.
+
+    @functools.cached_property
+    def generator(self) -> ProgramGenerator:
+        """torch's, as the program has it outside its loops."""
+        return ProgramGenerator()
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """A forward in the dtypes of the plan."""
+        return computing(self.world.device, self.narrow) if self.narrow else NOTHING
+
+    def cast(self, batch: Any) -> Any:
+        """A batch in the dtype that the plan stores."""
+        return cast_batch(batch, self.stored) if self.stored else batch
+
+    def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
+        """Around a backward, for who looks on."""
+        return self.watcher.backward(reduce) if self.watcher else NOTHING
+
+
+def _samples(part: BatchSlice | None) -> int | None:
+    return None if part is None or part.whole else part.samples
+
+
+IN_LOSS: list[Engine] = []
+"""Of the jobs whose loss is being computed, the innermost last."""

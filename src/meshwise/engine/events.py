@@ -1,0 +1,147 @@
+"""What happens in a training loop, and who hears it: a listener has a method for each event that it wants to hear.
+
+    batch_asked(loop)        the loop asks for its next batch, which may not come
+    batch_given(loop, batch) it has one: what its source gave
+    backward_begins(loss, part, weight, reduction, where)
+    backward_ends(mean, own) the global loss and this rank's own; None, None where the backward raised
+    step_begins(optimizer)   of the program
+    step_ends(optimizer)
+    loop_ends(loop)          it is over, or was left
+
+A listener returns nothing and steers nothing. Nobody pays for an event that nobody hears. What has seen enough leaves:
+its probation ends after so many backwards, which all ranks count alike, or in each loop after so many of its batches.
+
+Tested in tests/engine/test_events.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+EVENTS = (
+    "batch_asked",
+    "batch_given",
+    "backward_begins",
+    "backward_ends",
+    "step_begins",
+    "step_ends",
+    "loop_ends",
+)
+Hear = Callable[..., None]
+Kind = TypeVar("Kind")
+
+
+class When(enum.IntEnum):
+    """In this order listeners hear what begins, and in the reverse order what ends."""
+
+    GUARD = 1  # first: refuses a step before anybody has changed something for it
+    WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
+    DRAWS = 3  # what an optimizer draws is for parameters, not for a rank's samples
+    PHASE = 4  # what the others do belongs to the phase before
+
+
+@dataclass(eq=False)
+class Probation:
+    """How long a listener hears. backwards: so many from where it began, of all loops; batches: of each loop.
+
+    anew: called where it begins anew, with a program or with a loop at another place.
+    """
+
+    listener: object
+    when: When
+    only: tuple[str, ...]
+    backwards: float
+    batches: float
+    anew: Callable[[], None] | None
+    ends: float = math.inf  # the last backward that it hears
+
+
+class OfLoop(NamedTuple):
+    """Who hears the next batches of a loop. due: how many it has given when that is asked again."""
+
+    state: object
+    due: float
+    asked: tuple[Hear, ...]
+    given: tuple[Hear, ...]
+
+
+class Events:
+    """The listeners of an engine, as a tuple an event."""
+
+    backward_begins: tuple[Hear, ...] = ()
+    backward_ends: tuple[Hear, ...] = ()
+    step_begins: tuple[Hear, ...] = ()
+    step_ends: tuple[Hear, ...] = ()
+    loop_ends: tuple[Hear, ...] = ()
+    due: float = math.inf
+    """The backward after which some probation ends."""
+    state: object = None
+    """Another one whenever somebody has come or left."""
+
+    def __init__(self, backwards: Callable[[], int]) -> None:
+        """backwards: how many there were."""
+        self._all: list[Probation] = []
+        self._backwards = backwards
+
+    def listen(
+        self,
+        listener: object,
+        when: When = When.GUARD,
+        *,
+        only: tuple[str, ...] = EVENTS,
+        backwards: float = math.inf,
+        batches: float = math.inf,
+        anew: Callable[[], None] | None = None,
+    ) -> None:
+        """Let `listener` hear the events of `only` that it has methods for; see `Probation`."""
+        kept = tuple(name for name in only if hasattr(listener, name))
+        probation = Probation(listener, when, kept, backwards, batches, anew, self._backwards() + backwards)
+        self._all.append(probation)
+        self._all.sort(key=lambda each: each.when)
+        self.tell()
+
+    def leave(self, listener: object) -> None:
+        """It hears nothing more."""
+        self._all = [each for each in self._all if each.listener is not listener]
+        self.tell()
+
+    def find(self, kind: type[Kind]) -> Kind | None:
+        """The listener of this class."""
+        return next((each.listener for each in self._all if isinstance(each.listener, kind)), None)
+
+    def begins(self, listener: object = None) -> None:
+        """A program, or a loop at another place, begins: all probations begin anew; with a listener, its own alone."""
+        for each in self._all:
+            if listener is None or each.listener is listener:
+                each.ends = self._backwards() + each.backwards
+                if listener is None and each.anew is not None:
+                    each.anew()
+        self.tell()
+
+    def tell(self) -> None:
+        """Somebody has come or left: tell from now on those who hear, alone."""
+        now = self._hearing()
+        self.backward_begins, self.step_begins = _heard(now, "backward_begins"), _heard(now, "step_begins")
+        now.reverse()
+        self.backward_ends, self.step_ends = _heard(now, "backward_ends"), _heard(now, "step_ends")
+        self.loop_ends = _heard(now, "loop_ends")
+        self.due = min((each.ends for each in now), default=math.inf)
+        self.state = object()
+
+    def of_loop(self, given: int) -> OfLoop:
+        """Who hears a loop that has given so many batches."""
+        now = [each for each in self._hearing() if each.batches > given]
+        due = min((each.batches for each in now), default=math.inf)
+        return OfLoop(self.state, due, _heard(now, "batch_asked"), _heard(now, "batch_given"))
+
+    def _hearing(self) -> list[Probation]:
+        over = self._backwards()
+        return [each for each in self._all if each.ends > over]
+
+
+def _heard(listeners: list[Probation], event: str) -> tuple[Hear, ...]:
+    return tuple(getattr(each.listener, event) for each in listeners if event in each.only)

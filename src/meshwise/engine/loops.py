@@ -1,0 +1,144 @@
+"""What this rank has read in the loops of a script, for values that are joined over the ranks.
+
+Tested in tests/script/test_over_ranks.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwise.data.order import BatchSlice, divides_evenly
+from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import user_lines, user_place
+from meshwise.spec.world import World
+
+
+@dataclass(eq=False)
+class LoopRead:
+    """One loop over batches, and what this rank has read in it.
+
+    loader: the number of a script's. place: the user's line. step: the number of the step that a job's batch is for.
+    given: its batches so far. batch: the newest, until it ends. over: whether it came to its end, and was not left.
+    samples: how many of each batch; 0 where it had a padding sample alone. padded: whether a batch had fewer samples
+    than there are ranks. part: the batch that it is at.
+    """
+
+    loader: int = 0
+    place: str = ""
+    step: int | None = None
+    given: int = 0
+    over: bool = False
+    samples: array[int] = field(default_factory=lambda: array("q"))
+    padded: bool = False
+    part: BatchSlice | None = None
+    batch: Any = None
+    uneven: bool = False
+    """Whether this rank's share of a batch was another than of the one before it."""
+
+
+@dataclass(eq=False)
+class WholeRead:
+    """What every rank has read alone in a loop over a loader that is not distributed.
+
+    place: the user's line. total: of what it has read. compared: how often values of it were, over the ranks.
+    """
+
+    place: str
+    batches: int = 0
+    total: float = 0.0
+    compared: int = 0
+
+
+class Loops:
+    """The loops of a script that are open, one inside the other or side by side."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self.ranks = world, world.size
+        self._open: list[LoopRead] = []
+        self.round: list[LoopRead] = []
+        """Those that have given a batch since the last backward, each its newest."""
+        self._weighed = False  # that backward was weighed by the program, and of one of these
+        self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
+        self.ended: LoopRead | None = None
+        """The loop that has ended since the last batch was given, or the last backward: values are of it as a whole."""
+        self.by_place: dict[str, LoopRead] = {}
+        """The loops of the newest program that have ended, the last one at each of the user's lines."""
+        self.over: Counter[tuple[str, int]] = Counter()
+        """How often loops of the newest program were over, by the user's line."""
+        self._places = set[object]()
+        self.whole: WholeRead | None = None
+        """The loop that gave the newest batch, where its loader is not distributed."""
+
+    def is_elsewhere(self, loop: LoopRead) -> bool:
+        """Whether a loop begins that is called from other lines than those before, or is over another loader."""
+        loop.place, place = user_place(), (user_lines(), loop.loader)
+        new = place not in self._places
+        self._places.add(place)
+        return new
+
+    def begin(self, part: BatchSlice, read: LoopRead) -> None:
+        """A loop gives a batch."""
+        read.samples.append(part.samples)
+        read.padded |= part.total < self.ranks
+        before = read.part or part
+        read.uneven |= part.samples * before.total != before.samples * part.total
+        read.part = part
+        if read in self._open:
+            self._open.remove(read)
+        self._open.append(read)
+        self.round = [read] if self._weighed or read in self.round else [*self.round, read]
+        self._weighed = False
+        self.ended = self.whole = None
+
+    def split(self, part: BatchSlice) -> None:
+        """The program splits a batch itself."""
+        self._alone = None if self._open else part
+        self.ended = self.whole = None
+
+    def end(self, read: LoopRead) -> BatchSlice | None:
+        """A loop is over: gives the batch that the program was at around it."""
+        if read in self._open:
+            self._open.remove(read)
+        if read in self.round:
+            self.round.remove(read)
+        self.ended = self.by_place[read.place] = read
+        read.batch = None
+        return self._open[-1].part if self._open else self._alone
+
+    def check_one_share(self, verb: str, *, weighed: bool) -> None:
+        """Raises UsageError where a value may be of batches of several loaders, of which this rank has other shares.
+
+        weighed: the value does not need the shares, only which ranks have padding.
+        """
+        if len(self.round) < 2:
+            return
+        parts = [read.part for read in self.round if read.part is not None]
+        padded = {min(part.total, self.ranks) for part in parts}
+        shares = {None if divides_evenly(part.total, self._world) else part.total for part in parts}
+        own = {(part.samples * parts[0].total, parts[0].samples * part.total) for part in parts}
+        if len(padded) < 2 and (weighed or (len(shares) < 2 and all(a == b for a, b in own))):
+            return
+        sizes = " and ".join(str(part.total) for part in parts)
+        each = f"{verb} for each loader's {'loss' if verb == 'mw.backward' else 'value'} by itself"
+        how = " (inside mw.accumulate(), but for the last)" if verb == "mw.backward" else ""
+        raise UsageError(
+            f"{user_place()}: {verb}: {len(parts)} loaders have given batches of {sizes} samples, of which the ranks "
+            f"have different shares, so it is not known what this is a mean over. "
+            + (
+                f"Call {each}{how}, and say how many samples that is a mean over: weight=len(x). Or use batch sizes "
+                f"that {self.ranks} divides, with drop_last=True."
+                if len(padded) < 2
+                else f"Call {each}{how}, before the next loader gives its batch. Or use drop_last=True."
+            )
+        )
+
+    def backward(self, *, weighed: bool) -> None:
+        """The script trains on the batch that it is at: values that follow are of that. weighed: the script said of
+        how many items its loss is, so it may go on with the batch of another loader."""
+        self._weighed, self.whole = weighed and len(self.round) > 1, None
+        self.round = self.round if self._weighed else []
+        if self._open or self._alone is not None:
+            self.ended = None

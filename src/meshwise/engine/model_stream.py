@@ -1,0 +1,194 @@
+"""Two streams of random numbers: one of the program, alike on every rank, and one of its models.
+
+What a program draws outside its models' forward (which samples a batch has, noise, an action) is for all ranks
+together: they draw the same. What a model draws in its forward (dropout) is for the samples of this rank, who may be
+more or fewer than another's: it must not move the program's stream, and is keyed by (state of the program's stream,
+batches since it moved, rank). Rank 0 draws what one device draws. A loop over a distributed loader keys all draws of
+its body by itself (`seed_draws`), so that there is one stream in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import weakref
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from meshwise.data.generators import GLOBAL
+from meshwise.data.keyed import ExactDraws, KeyedDraws
+from meshwise.data.order import BatchSlice
+from meshwise.spec.devices import has_streams
+from meshwise.spec.world import World
+from meshwise.transfer import collectives
+from meshwise.transfer.splitmix import mixed
+
+
+def seed_alike(text: str) -> Callable[[], None]:
+    """Let a program that seeds nothing draw the same on every rank: Python and numpy begin anywhere by themselves. For
+    torch they do not. text: what all ranks of this run share, and no other run. Returns what takes that back, where
+    nothing was drawn or seeded since."""
+    before = random.getstate(), numpy.random.get_state(legacy=False)
+    seed = zlib.crc32(text.encode())
+    random.seed(seed)
+    numpy.random.seed(seed)
+    seeded = random.getstate(), repr(numpy.random.get_state(legacy=False))
+
+    def take_back() -> None:
+        if random.getstate() == seeded[0]:
+            random.setstate(before[0])
+        if repr(numpy.random.get_state(legacy=False)) == seeded[1]:
+            numpy.random.set_state(before[1])
+
+    return take_back
+
+
+def draw_alike() -> int:
+    """Let every rank draw what rank 0 draws from here on, with torch, numpy and Python; gives the seed of rank 0, below
+    2**31. Collective."""
+    mine = torch.initial_seed(), tuple(handle.state() for handle in GLOBAL)
+    seed, states = collectives.broadcast_object(mine)
+    if collectives.get_rank() != 0:
+        for handle, state in zip(GLOBAL, states, strict=True):
+            handle.set_state(state)
+    return int(seed) % 2**31
+
+
+def seed_draws(world: World, *key: int) -> None:
+    """Key this rank's random draws (dropout) by `key`, such as (seed, step), and its rank: a resumed run draws the
+    same, ranks draw apart. Rank 0 draws what one device draws."""
+    seed_generators(world.device, mixed(*key, world.rank))
+
+
+def seed_generators(device: str, seed: int) -> None:
+    """Seed torch's generator, and that of an accelerator."""
+    torch.default_generator.manual_seed(seed)
+    if has_streams(device):
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def _states(device: str) -> list[Tensor]:
+    """Of torch's generator, and of an accelerator's, which models draw from."""
+    return [torch.get_rng_state(), *([torch.get_device_module(device).get_rng_state()] if has_streams(device) else [])]
+
+
+def _set_states(device: str, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state)
+
+
+class StepDraws:
+    """What an optimizer draws in its step is for parameters: alike on every rank, where draws are keyed by rank."""
+
+    def __init__(self, world: World) -> None:
+        self._world = replace(world, rank=0)
+        self._last: tuple[int, int] | None = None
+        self._steps = 0  # of this batch
+        self._before: list[Tensor] = []
+
+    def begins(self, key: tuple[int, int] | None) -> None:
+        """A step begins. key: of the batch that is worked on; None before the first whose draws are keyed: the program
+        draws alike."""
+        if key is None:
+            return
+        self._last, self._steps = key, self._steps + 1 if key == self._last else 0
+        self._before = _states(self._world.device)
+        seed_draws(self._world, *key, 2**20 + self._steps)
+
+    def ends(self) -> None:
+        """It is over: draws go on as they were."""
+        if self._before:
+            _set_states(self._world.device, self._before)
+            self._before = []
+
+
+class ModelStream:
+    """What the program's models draw in their forward, from the first `mw.split` on.
+
+    draws: the exact random draws of the program, where they are asked for. paused: whether somebody else keys draws.
+    """
+
+    def __init__(self, world: World, draws: ExactDraws | None, paused: Callable[[], bool]) -> None:
+        self._world, self._exact, self._paused = world, draws, paused
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handles: list[Any] = []
+        self._depth, self._open = 0, ExitStack()
+        self._before: Tensor | None = None  # the program's state when the last batch began
+        self._batches = 0  # since that state
+        self._key = 0
+        self._states: list[Tensor] | None = None  # of this stream, between two forwards of a batch
+        self._draws: KeyedDraws | None = None
+        self._ran: KeyedDraws | None = None  # of the forward that ran last: a batch may be read before its backward
+
+    def begin(self, part: BatchSlice, models: Iterable[nn.Module]) -> int:
+        """A batch begins, with these models; gives the key of its draws, which is alike on every rank."""
+        for model in models:
+            if model not in self._known:
+                self._known.add(model)
+                self._handles.append(model.register_forward_pre_hook(_Hook(self._enter)))
+                self._handles.append(model.register_forward_hook(_Hook(self._leave), always_call=True))
+        state = torch.get_rng_state()
+        moved = self._before is None or not torch.equal(state, self._before)
+        self._before, self._batches = state, 0 if moved else self._batches + 1
+        key = (zlib.crc32(state.numpy().tobytes()), self._batches, 0)
+        apart = self._exact is None and not part.whole
+        self._key, self._states = mixed(*key[:2], self._world.rank if apart else 0), None
+        self._draws = None if self._exact is None or part.whole else self._exact.of_microbatch(key, part)
+        return mixed(*key)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around the backward of the forward that ran last, which may run parts of it again."""
+        return contextlib.nullcontext() if self._ran is None else self._ran.backward()
+
+    def close(self) -> None:
+        """Models draw from the program's stream again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth > 1 or self._paused():
+            return
+        device = self._world.device
+        self._open.callback(_set_states, device, _states(device))
+        if self._states is None:
+            seed_generators(device, self._key)
+        else:
+            _set_states(device, self._states)
+        self._open.callback(self._keep)
+        self._ran = self._draws
+        if self._draws is not None:
+            self._open.enter_context(self._draws.backward())
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._open.close()
+
+    def _keep(self) -> None:
+        self._states = _states(self._world.device)
+
+
+class _Hook:
+    """A hook of a model that stays with this process: copied with the model as it is, and pickled as nothing."""
+
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *_: object) -> None:
+        if self._call is not None:
+            self._call()
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()

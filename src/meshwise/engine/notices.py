@@ -1,0 +1,33 @@
+"""What was said of a plan and a program: each line once a program, on rank 0.
+
+Tested in tests/engine/test_step_mistakes.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshwise.transfer import collectives
+
+
+class Notices:
+    """Takes lines for the user. say: tells one. untrue: a line that is not so here."""
+
+    def __init__(self, say: Callable[[str], None], untrue: str = "") -> None:
+        self._say, self._untrue = say, untrue
+        self._said = set[str]()  # to the newest program of the process
+        self.all: list[str] = []
+        """On every rank."""
+
+    def __call__(self, text: str) -> None:
+        """A line for the user; an empty one says nothing."""
+        if not text or text in self._said or text == self._untrue:
+            return
+        self._said.add(text)
+        self.all += [text] if text not in self.all else []
+        if collectives.get_rank(collectives.everyone()) == 0:
+            self._say(text)
+
+    def program_begins(self) -> None:
+        """Another program begins in this process: it is told what the others were told."""
+        self._said.clear()

@@ -1,0 +1,153 @@
+"""The phases of a training loop, inferred from where it calls the engine.
+
+next batch asked for .. given      data
+batch given .. backward            forward (in a script: the user's own code up to the loss)
+backward                           backward
+optimizer.step                     optimizer
+batch given .. next batch asked    evaluate, when no backward came in between
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwise.compat.profiling import NVTX, is_profiled, open_range
+from meshwise.data.order import BatchSlice
+from meshwise.engine.loops import LoopRead
+from meshwise.timeline.recorder import Mark, current
+
+LOSS_EVERY = 0.2  # seconds: reading each loss would cost more than it tells
+
+
+class Phases:
+    """Where a training loop stands."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """That had ended when a batch was asked for last."""
+        self._recorder = current()
+        self._range: Any = None  # of a profiler that is attached
+        self._since: Mark | None = None  # when the phase began that is recorded at its end
+        self._trained = self._open = False  # a backward since the last batch was given, and since the last step's end
+        self._optimizer: Mark | None = None
+        self._stepped = False
+        self._before = "idle"  # the phase around a backward
+        self.optimizers = False
+        """Whether the program's optimizers are known; without any, each batch with a backward is a step."""
+        self._counted = 0.0
+        self.number = 0
+        """Of the step that the newest backward was in."""
+        self.look: Callable[[], None] = lambda: None
+        """Looks at losses that nobody has read yet, now and then."""
+
+    @property
+    def step(self) -> int:
+        """The step that is worked on; between loops, the last."""
+        return self.steps + (self._trained or self.step_done)
+
+    @property
+    def trained(self) -> bool:
+        """Whether there was a backward since the last batch was given."""
+        return self._trained
+
+    @property
+    def step_done(self) -> bool:
+        """Whether a step has ended that is not counted yet; that is done where any loader is asked for a batch."""
+        return self._open and (self._stepped or not self.optimizers)
+
+    @property
+    def done(self) -> int:
+        """The steps that have ended, whatever loaders were read in them."""
+        return self.steps + self.step_done
+
+    @property
+    def half(self) -> bool:
+        """Whether there was a backward whose step has not ended."""
+        return self._open and not self.step_done
+
+    def go_on(self, steps: int) -> None:
+        """So many steps were recorded before this loop."""
+        self.steps = steps
+
+    def batch_asked(self, loop: LoopRead | None) -> None:
+        """A loop asks for its next batch, which may not come; None: the program splits one itself."""
+        self._recorder = current()
+        if self._open and (self._stepped or not self.optimizers):
+            self.steps += 1
+            self._open = self._stepped = False
+        since = None if self._trained else self._since
+        self._trained = False
+        self._since = self._recorder.turn("data", "evaluate", since)
+        if NVTX or is_profiled():
+            self._range = open_range("data")
+
+    def batch_given(self, loop: LoopRead | None, batch: object) -> None:
+        """It has its batch."""
+        recorder, step = self._recorder, None if loop is None else loop.step
+        recorder.begin_step(self.steps + 1 if step is None else step)
+        since = recorder.turn("forward" if step is None else "idle", "data", self._since)
+        self._since = since if step is None else None
+        if self._range is not None:
+            self._close_range()
+
+    def loop_ends(self, loop: LoopRead) -> None:
+        """No batch is waited for any more. After an error the phase stays, to be named in the report."""
+        if current().phase == "data":
+            self._since = None
+            if sys.exc_info()[0] is None:
+                current().come_to("idle")
+        self._close_range()
+
+    def _close_range(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+
+    def backward_begins(self, loss: object, part: BatchSlice | None, *_: object) -> None:
+        """The loop is in `mw.backward`."""
+        if self._since is None:  # outside of loops
+            self._recorder = current()
+        recorder = self._recorder
+        if not self._trained and part is not None:
+            recorder.samples += part.total
+        self._stepped = self._stepped and self._open  # a step before the first backward prepares state
+        self._trained = self._open = True
+        self.number = self.steps + 1
+        self._before = recorder.phase
+        self._since = recorder.turn("backward", "forward", self._since)
+        if NVTX or is_profiled():
+            self._range = open_range("backward")
+
+    def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
+        """It is over. Note the global loss, now and then. After an error the phase stays, to be named in the report."""
+        if self._range is not None:
+            self._close_range()
+        assert self._since is not None
+        if mean is None:
+            self._recorder.ended("backward", self._since)
+            return
+        self._since = self._recorder.turn(self._before, "backward", self._since)
+        now = time.monotonic()
+        if now - self._counted > LOSS_EVERY:
+            self._counted = now
+            self._recorder.count("loss", mean.detach())
+            self.look()
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """One of the program's optimizers begins its step."""
+        if not self._trained:
+            self._recorder = current()
+        self._optimizer = self._recorder.turn("optimizer")
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """It has made its step."""
+        now = self._recorder.turn("idle", "optimizer", self._optimizer)
+        self._optimizer, self._stepped = None, True
+        if self._since is not None:
+            self._since = now

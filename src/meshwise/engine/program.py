@@ -1,0 +1,369 @@
+"""The models and optimizers that an engine trains, under one plan, held weakly: what the program lets go is gone.
+
+Parameters that are sharded are new objects. An optimizer that holds the old ones is re-bound when it is given to
+`mw.distribute`, whether with its model or later; one that is never given is refused at its step, since it would step
+without an error and change nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshwise.compat import gradient_reads
+from meshwise.compat.tree import map_tensors
+from meshwise.parallel.apply import apply, bind
+from meshwise.parallel.data import reduction_of
+from meshwise.parallel.deferred import materialise
+from meshwise.parallel.pipeline import Pipeline
+from meshwise.parallel.precision import compute_in
+from meshwise.parallel.rebind import rebind
+from meshwise.parallel.reduction import Reduction
+from meshwise.parallel.shard_refusals import check_steps_on_parts
+from meshwise.parallel.step_hooks import held_parameters
+from meshwise.parallel.trial import is_by_numbers
+from meshwise.recording.block_spans import record_blocks
+from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from meshwise.transfer import collectives
+from meshwise.workers.environment import BLOCKS
+
+NOT_OURS = (
+    "optimizer.step() found gradients that mw.backward did not make, so each rank has its own. "
+    "Write mw.backward(loss) instead of loss.backward()."
+)
+STEPPED_TWICE = (
+    "optimizer.step() was called twice after one mw.backward. Its gradients were used already, or come from "
+    "loss.backward() and are each rank's own. Call mw.backward(loss) before each step."
+)
+WHOLE_STATE = "zero1: an optimizer that was not given to mw.distribute keeps its whole state on every rank."
+
+
+@dataclass(frozen=True)
+class _Holds:
+    """How many parameters an optimizer holds, whether some are the program's, those of others, whether some are old;
+    and whether it has not stepped since that is so."""
+
+    count: int
+    ours: bool
+    foreign: tuple[Tensor, ...]
+    replaced: bool
+    new: bool = True
+
+
+class Program:
+    """What was given to `mw.distribute`, or made by a job."""
+
+    def __init__(
+        self, world: World, samples: Callable[[], int | None], notify: Callable[[str], None], *, piggyback_loss: bool
+    ) -> None:
+        """samples: how many this rank works on now (see `parallel.apply`). notify: a line for the user. piggyback_loss:
+        see `parallel.apply`."""
+        self.world, self._samples, self._notify, self._piggyback_loss = world, samples, notify, piggyback_loss
+        self.plan: Plan | None = None
+        self.reduction: Reduction | None = None
+        """Averages gradients over the ranks; None where there is nothing to do, or no model any more."""
+        self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; where nothing is reduced
+        self.joined_at: int | None = None
+        """The backwards that there were when the program has joined a term of its loss over the ranks."""
+        self.coupled_gradients = False
+        """Whether gradients of a rank depend on other ranks inside the backward (see `Setup`)."""
+        self.pipeline: Pipeline | None = None
+        """Runs the stages of this rank, where the plan has a pipeline."""
+        self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job`
+        self.backwards = self.began = 0
+        """Of the process; and those before the newest of its programs, whose optimizers are `_older`."""
+        self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._roots: dict[int, weakref.ref[nn.Module]] = {}
+        self._modules: dict[str, weakref.ref[nn.Module]] = {}
+        """Those with parameters of their own, by number of the model and name: a program may keep parts of a model."""
+        self._alive = 0
+        self._numbers = itertools.count()
+        self._given = set[weakref.ref[Optimizer]]()
+        self.optimizers: weakref.WeakKeyDictionary[Optimizer, _Holds | None] = weakref.WeakKeyDictionary()
+        """Those that were given or have stepped for the models, in this order: the same on every rank."""
+        self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: list[weakref.ref[Optimizer]] = []  # since the last backward
+        self.in_use: list[weakref.ref[Optimizer]] = []
+        """The optimizers that stepped between the last two backwards: others may be garbage on some ranks alone."""
+        self.may_draw = False
+        """Whether some optimizer may draw random numbers in its step: torch's own draw none."""
+        self._replaced = WeakIdKeyDictionary()  # parameters that the plan replaced: their names
+        self._holds: weakref.WeakKeyDictionary[Optimizer, _Holds] = weakref.WeakKeyDictionary()
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that are alive, in the order in which they were given."""
+        return list(self.numbered_models().values())
+
+    def numbered_models(self) -> dict[str, nn.Module]:
+        """`models`, each by its own number."""
+        return {str(number): model for number, ref in self._roots.items() if (model := ref()) is not None}
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of what is alive, each once."""
+        names: dict[nn.Parameter, str] = {}
+        for prefix, ref in self._modules.items():
+            for name, p in module.named_parameters(recurse=False) if (module := ref()) is not None else ():
+                names.setdefault(p, f"{prefix}.{name}")
+        return {name: p for p, name in names.items()}
+
+    @property
+    def device(self) -> str:
+        """Where the models lie."""
+        first = next(iter(self.named_parameters().values()), None)
+        return "cpu" if first is None else str(first.device)
+
+    def begins_with(self, models: Sequence[nn.Module]) -> bool:
+        """Whether another program begins with these models: they are new, and others have trained."""
+        new = any(all(model is not known for known in self.models) for model in models)
+        begins = new and self.backwards > self.began
+        if begins:
+            self.began, self._older = self.backwards, weakref.WeakSet(self.optimizers)
+        return begins
+
+    def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
+        """Apply the plan to those models that are new, in place. Collective."""
+        new = [model for model in models if not any(model is known for known in self.models)]
+        if not new:
+            return
+        for model in new:
+            if self.world.size > 1 and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+                raise UsageError(
+                    f"mw.distribute was given a {type(model).__name__}. Remove that wrapper: mw.distribute takes the "
+                    "model itself, and averages its gradients."
+                )
+        again = bool(self._roots)
+        for model in new:
+            self._register(model)
+        before, self.plan = self.named_parameters(), plan
+        if plan != Plan():
+            self._apply(new, plan, again)
+        for model in new:
+            if any(type(p) is not nn.Parameter for p in model.parameters()):  # maybe deferred still: on one device
+                materialise(model)
+        now = {id(p) for p in self.named_parameters().values()}
+        self._replaced.update({p: name for name, p in before.items() if id(p) not in now})
+        self._holds.clear()
+        for model in new:  # afterwards: what looks on must not keep the old parameters
+            if os.environ.get(BLOCKS, "0") not in ("", "0"):
+                record_blocks(model)
+        for optimizer in [each for ref in self._given if (each := ref()) is not None]:
+            self.add_optimizer(optimizer)
+
+    def forget_unused(self) -> None:
+        """Forget the models that the program has let go, and their plan if none is left. Collective if there were any.
+
+        What is garbage on one rank may wait to be collected on another, so all collect first; a model that some rank
+        has let go (a best model that rank 0 alone keeps) trains nowhere.
+        """
+        if not self._roots:
+            return
+        self.in_use = []
+        self._stepped.clear()
+        gc.collect()
+        mine = {name for name, ref in self._modules.items() if ref() is not None}
+        everywhere = set.intersection(*collectives.gather_objects(mine))
+        self._modules = {name: ref for name, ref in self._modules.items() if name in everywhere}
+        self._roots = {n: ref for n, ref in self._roots.items() if any(name.startswith(f"{n}.") for name in everywhere)}
+        self._alive = len(self._modules)
+        if not everywhere:
+            self.plan = None
+            self._drop()
+
+    def _register(self, model: nn.Module) -> None:
+        number = next(self._numbers)
+        self._roots[number] = weakref.ref(model)
+        for name, module in model.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                self._modules[f"{number}.{name}"] = weakref.ref(module, self._module_is_gone)
+                self._alive += 1
+
+    def _module_is_gone(self, ref: weakref.ref[nn.Module]) -> None:
+        self._alive -= 1
+        if self._alive == 0:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Let go of the reduction of gradients, which holds parameters."""
+        if self.reduction is not None:
+            with contextlib.suppress(ReferenceError):
+                self.reduction.close()
+        self.reduction, self._plain, self.coupled_gradients = None, None, False
+
+    def _apply(self, new: Sequence[nn.Module], plan: Plan, again: bool) -> None:
+        if again and plan.parameters_divided:
+            raise UsageError(
+                f"mw.distribute was called a second time with a model, under {plan}. Give all models in one call."
+            )
+        together = nn.ModuleList(new) if len(new) > 1 else new[0]
+        world = self.world
+        if collectives.world_size(collectives.everyone()) == 1:  # where the program has put its models
+            world = replace(world, device=next((str(p.device) for p in together.parameters()), world.device))
+        said: Any = {"piggyback_loss": self._piggyback_loss, "stage_cost": self.stage_cost}
+        setup = apply(together, plan, world, samples=self._samples, **said)
+        self.pipeline = setup.pipeline
+        for note in setup.notes:
+            self._notify(note)
+        for model in new:
+            compute_in(model, plan.dtypes, world.device)
+        reduction, coupled = setup.reduction, setup.coupled_gradients or self.coupled_gradients
+        if again and world.size > 1:
+            self._drop()
+            reduction = reduction_of(self.named_parameters(), plan, piggyback_loss=self._piggyback_loss)
+        if plan.parameters_divided and reduction is not None:  # the model's own hooks hold it, and it holds the model
+            reduction = weakref.proxy(reduction)
+        self.reduction, self.coupled_gradients, self._plain = reduction, coupled, setup.plain
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Give `optimizer` what the plan has made of the parameters that it holds."""
+        self._given.add(weakref.ref(optimizer, self._given.discard))
+        self.optimizers.setdefault(optimizer, None)
+        if optimizer in self._bound:
+            return
+        now = self.named_parameters()
+        names = {id(p): name for name, p in now.items()}
+        held = held_parameters(optimizer)
+        old = {id(p): self._replaced[p] for p in held if p in self._replaced}
+        if not old and not any(id(p) in names for p in held):
+            return  # its model may come later
+        if old:
+            rebind(optimizer, names | old, now)
+        if self.plan is not None and self.plan != Plan():
+            bind(optimizer, self.plan, self.world)
+            self._bound.add(optimizer)
+        self._holds.pop(optimizer, None)
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._roots, self._modules, self._alive = {}, {}, 0
+        self._drop()
+
+    def check_has_models(self) -> None:
+        """Raises UsageError where several ranks run a backward that nothing reduces."""
+        if self.world.size > 1 and (self.plan is None or not self._alive):
+            gone = "is not referenced any more" if self._roots else "was never given"
+            raise UsageError(
+                f"mw.backward: the model {gone}, so gradients would be of one rank alone. Give the model that is "
+                "trained to mw.distribute, and keep it."
+            )
+
+    def plain(self, result: Any) -> Any:
+        """What a loss function gave, as plain tensors: see `Reduction.plain`."""
+        plain = self._plain if self.reduction is None else self.reduction.plain
+        if plain is None:
+            return result
+        return plain(result) if isinstance(result, Tensor) else map_tensors(plain, result)
+
+    def begin_backward(self) -> None:
+        """Gradients are about to be made, and reduced over the ranks."""
+        self.backwards += 1
+        if self._stepped and self._stepped != self.in_use:  # in an order that is the same on every rank
+            self.in_use = [ref for optimizer in self.optimizers if (ref := weakref.ref(optimizer)) in self._stepped]
+        self._stepped.clear()
+
+    def reduced_backward(self, loss: Tensor, last: bool, factor: Callable[[], Tensor] | None) -> None:
+        """The backward of a job's microbatch; the last one of a step leaves the mean of all, multiplied by `factor`."""
+        if self.reduction is not None:
+            self.reduction.backward(loss, reduce=last, factor=factor, whole=True)
+        else:
+            self._backward(loss, factor)
+
+    def _backward(self, loss: Tensor, factor: Callable[[], Tensor] | None) -> None:
+        loss.backward()
+        if factor is not None:
+            by = factor()
+            for p in self.named_parameters().values():
+                if p.grad is not None:
+                    p.grad.mul_(by.to(p.grad.dtype))
+
+    def check_step(self, optimizer: Optimizer) -> bool:
+        """Reduces gradients that wait for it; gives whether it is a step of the program. UsageError for one that would
+        silently let the ranks diverge."""
+        reduction, own, holds = self.reduction, weakref.ref(optimizer), self.holds(optimizer)
+        ours = holds.ours
+        if reduction is not None or self._replaced:
+            if holds.foreign or holds.replaced or not ours:
+                ours = self._check_held(optimizer, holds)
+            if ours and holds.new:
+                self._first_step(optimizer, holds)
+            if ours and reduction is not None:
+                if own in self._stepped or self.backwards == self.began:
+                    self._check_backward(optimizer)
+                if reduction.unreduced:
+                    gradient_reads.end()  # torch's FSDP sets gradients while it reduces them
+                    reduction.reduce_now()
+        if own not in self._stepped:
+            self._stepped.append(own)
+        return ours or own in self._given
+
+    def _first_step(self, optimizer: Optimizer, holds: _Holds) -> None:
+        """Once for what it holds."""
+        plan = self.plan
+        if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
+            self._notify(WHOLE_STATE)
+        check_steps_on_parts(optimizer, plan)
+        self.optimizers[optimizer] = holds
+        self._holds[optimizer] = replace(holds, new=False)
+
+    def _check_backward(self, optimizer: Optimizer) -> None:
+        """Raises UsageError for a second step since the last backward, and for gradients that no backward of ours has
+        made."""
+        none = self.backwards == self.began and optimizer not in self._older
+        again = weakref.ref(optimizer) in self._stepped
+        if (none or again) and any(p.grad is not None for p in held_parameters(optimizer)):
+            raise UsageError(NOT_OURS if none else STEPPED_TWICE)
+
+    def holds(self, optimizer: Optimizer) -> _Holds:
+        """What the optimizer holds: looked up again only when it has more parameters, or the program more models."""
+        count = 0
+        for group in optimizer.param_groups:
+            count += len(group["params"])
+        known = self._holds.get(optimizer)
+        return known if known is not None and known.count == count else self._look_up(optimizer, count)
+
+    def _look_up(self, optimizer: Optimizer, count: int) -> _Holds:
+        held, ours = held_parameters(optimizer), {id(p) for p in self.named_parameters().values()}
+        foreign = tuple(p for p in held if id(p) not in ours)
+        replaced = any(p in self._replaced for p in held)
+        known = self._holds[optimizer] = _Holds(count, len(foreign) < count, foreign, replaced)
+        self.may_draw |= not is_by_numbers(optimizer)
+        return known
+
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer was given, or holds parameters of the models."""
+        return weakref.ref(optimizer) in self._given or self.holds(optimizer).ours
+
+    def _check_held(self, optimizer: Optimizer, holds: _Holds) -> bool:
+        if holds.replaced:
+            raise UsageError(
+                "optimizer.step(): this optimizer was made before mw.distribute and not given to it, so it holds the "
+                "parameters that the model had before they were sharded, and would change nothing. Give it to "
+                "mw.distribute with the model, or make it afterwards."
+            )
+        if not holds.ours:
+            if weakref.ref(optimizer) in self._given:
+                raise UsageError(
+                    "optimizer.step(): this optimizer was given to mw.distribute, and holds no parameter of a model "
+                    "that was. Give the model that it trains to mw.distribute too."
+                )
+            return False
+        for p in holds.foreign:
+            if p.grad is not None:
+                raise UsageError(
+                    f"optimizer.step(): the optimizer holds a parameter of shape {tuple(p.shape)} that belongs to no "
+                    "distributed model, so its gradient is of one rank alone. Give the module that it is of to "
+                    "mw.distribute too."
+                )
+        return True

@@ -1,0 +1,220 @@
+"""`mw.split`: this rank's rows of a batch that all ranks hold, for programs without a loader.
+
+    x, y = mw.split(x, y)              rows; a rank without any gets one as padding, which counts for nothing
+    graph = mw.split(graph, whole=True)    what rows cannot cut runs on every rank, as on one device
+
+That all ranks hold the same is checked: a checksum of what they give travels with the loss (see agreed.py).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from meshwise.compat.tree import all_leaves, leaves_of, map_leaves
+from meshwise.data.order import BatchSlice, batch_slice, divides_evenly
+from meshwise.engine.carried import Carried
+from meshwise.engine.model_stream import ModelStream
+from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import place, user_frame
+from meshwise.spec.world import World
+from meshwise.transfer import collectives
+from meshwise.transfer.checksum import sampled_sum
+from meshwise.transfer.splitmix import mixed_bits
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a call of `mw.split` was given: where, of which shapes, and its checksum, still on its device."""
+
+    line: tuple[str, int]
+    shapes: str
+    checksum: Tensor
+
+    @property
+    def place(self) -> str:
+        return place(*self.line)
+
+
+class Splits:
+    """The batches that a program splits: which rows this rank has, what they draw, and whether ranks hold the same."""
+
+    def __init__(self, world: World, stream: ModelStream, notify: Callable[[str], None], agreed: Carried) -> None:
+        """notify: takes a line for the user. agreed: compares the batches of the ranks."""
+        self._world, self.stream, self._notify, self._agreed = world, stream, notify, agreed
+        agreed.batches = self
+        self._sum = torch.zeros((), dtype=torch.int64)
+        self._unchecked: list[_Given] = []
+        self._parts: list[BatchSlice] = []  # since the last backward or sum
+        self._used = False
+
+    def begin(self, batch: tuple[Any, ...], before: BatchSlice | None, *, whole: bool, dim: int) -> BatchSlice:
+        """Which rows of a batch this rank has. before: what it works on until now, maybe a loader's."""
+        rows = _rows(batch, dim, whole)
+        if before is not (self._parts[-1] if self._parts else None):
+            self._parts = [] if before is None else [before]
+        elif self._used:
+            self._parts = []
+        every = torch.arange(rows)
+        mine = BatchSlice(every, rows, rows, 0, rows, whole=True)
+        mine = mine if whole else batch_slice(every, 0, rows, rows, self._world)
+        self._parts.append(mine)
+        self._used = False
+        return mine
+
+    def cut(self, batch: tuple[Any, ...], mine: BatchSlice, dim: int, models: Iterable[nn.Module]) -> tuple[Any, ...]:
+        """Those rows. What `models` draw in their forward is for them from now on."""
+        key = self.stream.begin(mine, models)
+        if self._world.size == 1:
+            return batch
+        frame = user_frame()
+        line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        of_draws = (key,) if mine.whole else ()  # who runs the whole batch draws as one device does, on every rank
+        shapes = ", ".join(_shape(leaf) for leaf in all_leaves(batch) if _is_array(leaf))
+        self._unchecked.append(_Given(line, shapes, _checksum((*batch, *of_draws))))
+        if mine.whole:
+            self._notify(
+                f"{place(*line)}: mw.split(whole=True): every rank runs the whole batch, so several devices are no "
+                "faster than one."
+            )
+            return batch
+        first, count = int(mine.indices[0]), len(mine.indices)
+        return tuple(map_leaves(lambda leaf: _cut(leaf, dim, first, count), tree, _is_array) for tree in batch)
+
+    def backward(self, weight: object) -> AbstractContextManager[None]:
+        """Around a backward. Raises UsageError where it is not known of which batch the loss is the mean."""
+        shares = {None if p.whole or divides_evenly(p.total, self._world) else p.total for p in self._parts}
+        self._used = True
+        if weight is None and len(shares) > 1:
+            sizes = " and ".join(str(part.total) for part in self._parts)
+            raise UsageError(
+                f"mw.backward: batches of {sizes} samples were given since the last one, and the ranks' shares of them "
+                "differ, so it is not known what this loss is a mean over. Call mw.backward before the next mw.split, "
+                "or say how many samples it is a mean over: mw.backward(loss, weight=len(x))."
+            )
+        return self.stream.backward()
+
+    def is_at(self, part: BatchSlice | None) -> bool:
+        """Whether this is the batch that was split last."""
+        return bool(self._parts) and part is self._parts[-1]
+
+    def check_sum(self) -> bool:
+        """Whether the value of every rank is that of the whole batch already. Raises UsageError for batches in one sum
+        of which that is not known. Collective where batches were split that no backward has compared."""
+        parts, self._used = self._parts, True
+        wholes = {p.whole for p in parts}
+        if len(wholes) > 1 or (len(parts) > 1 and any(p.samples == 0 or p.total < self._world.size for p in parts)):
+            raise UsageError(
+                "mw.sum: several batches were split since the last one, and they count differently (padding, or "
+                "whole=True). Call mw.sum after each mw.split, on that batch's value."
+            )
+        if self._unchecked:
+            self._agreed.compare(collectives.all_reduce_mean(self._agreed.signs(torch.zeros(()))))
+        return wholes == {True}
+
+    def checksum(self, device: torch.device) -> Tensor:
+        """Of all that was split so far, on the device."""
+        total = self._sum.to(device)
+        for given in self._unchecked:
+            total = mixed_bits(total + given.checksum.to(device))
+        self._sum = total
+        return total
+
+    def take(self) -> list[_Given]:
+        """What was split since the last time."""
+        given, self._unchecked = self._unchecked, []
+        return given
+
+    def told(self, taken: list[_Given]) -> list[tuple[str, str, int]]:
+        """Where, of which shapes, and the checksum of each."""
+        return [(g.place, g.shapes, int(g.checksum)) for g in taken]
+
+    def explain(self, ranks: list[list[tuple[str, str, int]]]) -> str:
+        """How the ranks' batches differ."""
+        mine = ranks[self._world.rank]
+        shortest = min(map(len, ranks))
+        number = next((n for n in range(shortest) if len({tuple(rank[n]) for rank in ranks}) > 1), None)
+        if number is None:
+            return f"{mine[-1][0] if mine else 'mw.split'}: the ranks called mw.split differently often."
+        where, calls = mine[number][0], [rank[number] for rank in ranks]
+        places, shapes = {call[0] for call in calls}, {call[1] for call in calls}
+        if len(places) > 1:
+            what = f"the ranks are at different lines ({'; '.join(f'rank {r}: {c[0]}' for r, c in enumerate(calls))})"
+        elif len(shapes) > 1:
+            what = f"the ranks hold different shapes ({'; '.join(f'rank {r}: {c[1]}' for r, c in enumerate(calls))})"
+        else:
+            what = "the ranks hold different batches"
+        return (
+            f"{where}: mw.split: {what}. Give it the same whole batch on every rank: seed all ranks alike, and draw "
+            "outside the model, for the whole batch. In a loop over a distributed loader each rank draws its own "
+            "numbers: draw as many rows as this rank has there, without mw.split, or use a torch.Generator of your own."
+        )
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor | numpy.ndarray)
+
+
+def _rows(batch: tuple[Any, ...], dim: int, whole: bool) -> int:
+    """How many rows the batch has. Raises UsageError for what has none, or not as many everywhere."""
+    if not batch:
+        raise UsageError("mw.split() was given nothing. Write x, y = mw.split(x, y).")
+    arrays = [leaf for leaf in all_leaves(batch) if _is_array(leaf)]
+    if whole:
+        return next((len(array) for array in arrays if array.ndim and len(array)), 1)
+    others = [leaf for leaf in all_leaves(batch) if leaf is not None and not _is_array(leaf)]
+    others += leaves_of(PackedSequence, batch)
+    if others:
+        raise UsageError(
+            f"mw.split cuts tensors and arrays by rows; this batch holds a {type(others[0]).__name__}. Leave it out, "
+            "make a tensor of it, or give what rows cannot cut as it is: mw.split(…, whole=True)."
+        )
+    counts = {array.shape[dim] for array in arrays if array.ndim > dim}
+    if len(counts) != 1 or 0 in counts:
+        shapes = ", ".join(map(_shape, arrays))
+        raise UsageError(
+            f"mw.split: the tensors of a batch need equally many rows, and at least one; these are {shapes}. "
+            "Split what has other rows in a call of its own, or name the dimension of the samples: "
+            "mw.split(…, dim=1)."
+        )
+    return int(counts.pop())
+
+
+def _cut(leaf: Any, dim: int, first: int, count: int) -> Any:
+    if leaf.ndim <= dim:
+        return leaf
+    if isinstance(leaf, Tensor):
+        return leaf.narrow(dim, first, count)
+    return leaf[(slice(None),) * dim + (slice(first, first + count),)]
+
+
+def _shape(array: Any) -> str:
+    return f"{str(array.dtype).removeprefix('torch.')} {tuple(array.shape)}"
+
+
+def _checksum(tree: Any) -> Tensor:
+    """Of the tensors, arrays, numbers and texts in a tree, on the device of the last of them."""
+    total = torch.zeros((), dtype=torch.int64)
+    for leaf in all_leaves(tree):
+        own = _sum_of(leaf)
+        total = mixed_bits(total.to(own.device) + own)
+    return total
+
+
+def _sum_of(leaf: Any) -> Tensor:
+    if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biufc":
+        leaf = torch.from_numpy(numpy.ascontiguousarray(leaf))
+    if not isinstance(leaf, Tensor):
+        known = leaf if isinstance(leaf, int | float | str | numpy.ndarray) else type(leaf).__name__
+        return torch.tensor(zlib.crc32(repr(known).encode()))
+    if leaf.layout != torch.strided:
+        leaf = leaf.detach().coalesce().values() if leaf.layout == torch.sparse_coo else leaf.detach().values()
+    return sampled_sum(leaf)

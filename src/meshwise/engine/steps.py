@@ -1,0 +1,221 @@
+"""The step of a training loop: its batch, its backward, its optimizer.
+
+    batch       asked for, and given while all ranks go on
+    forward     the program's own, on this rank's part of the batch
+    weigh       a mean over this rank's samples becomes its share of the mean over the batch
+    backward    gradients are averaged over the ranks while it runs (parallel/data.py), and the loss travels with them
+    optimizer   the program's own: every rank makes the same step
+
+A job runs the forwards and backwards of its microbatches itself (microbatches.py).
+Tested in tests/script/test_distribute.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwise.compat.compiling import pass_by
+from meshwise.compat.gradient_reads import WATCHING
+from meshwise.compat.loss_scale import SCALED, unscaled
+from meshwise.data.order import BatchSlice
+from meshwise.engine.engine import NOTHING, Engine
+from meshwise.engine.loops import LoopRead
+from meshwise.engine.waiting_gradients import keeping
+from meshwise.engine.watcher import Watcher
+from meshwise.engine.weighing import StepWeights, check_loss, check_said, mean_of_sum, refuse_joined_sum, unpadded
+from meshwise.parallel.step_hooks import Order, subscribe
+from meshwise.parallel.trial import is_by_numbers
+from meshwise.workers.verb_log import came_to
+from meshwise.workers.worker import in_progress
+
+Batch = TypeVar("Batch")
+AS_WRITTEN = [
+    f"meshwise.{name}"
+    for name in ("training", "transfer", "timeline", "workers", "parallel.data", "parallel.step_hooks", "compat")
+]
+"""What torch.compile leaves as it is, where the program compiles a function that has a step in it."""
+
+
+def batches(
+    engine: Engine,
+    name: str,
+    source: Iterator[Batch],
+    size: int,
+    *,
+    limited: Callable[[int], Iterator[Batch]] | None = None,
+    loop: LoopRead | None = None,
+) -> Generator[Batch, None, None]:
+    """What `source` gives, while all ranks go on; where the run was asked to stop, `engine.stopped` is
+    set.
+
+    name: what a rank is in the middle of while it loops. size: samples of a batch. limited: gives another source
+    whose next batch has at most so many samples. loop: a script's, or one that knows the number of its coming step.
+    """
+    watcher, now = engine.watcher, loop or LoopRead()
+    pass_by(AS_WRITTEN)  # not what hooks of models call, which is compiled with them
+    if engine.script and engine.world.size > 1 and engine.reads.is_elsewhere(now):
+        engine.events.begins()
+    heard = engine.events.of_loop(0)
+    with engine.generator.loop():
+        in_progress.add(name)
+        engine.stopped = False
+        if watcher is not None:
+            watcher.loop_begins()
+        try:
+            while True:
+                if now.given >= heard.due or heard.state is not engine.events.state:
+                    heard = engine.events.of_loop(now.given)
+                for hear in heard.asked:
+                    hear(now)
+                if watcher is not None:
+                    source = _limited(watcher, source, size, limited)
+                batch = next(source, None)
+                if batch is None:
+                    break
+                if not engine.gate.begin() and not engine.given.finishes_epoch():
+                    engine.stopped = True
+                    break
+                now.given += 1
+                for hear in heard.given:
+                    hear(now, batch)
+                yield batch
+            now.over = True
+        finally:
+            for hear in engine.events.loop_ends:
+                hear(now)
+            if watcher is not None:
+                watcher.loop_ends()
+            engine.part = engine.reads.end(now) if engine.script else None
+            in_progress.discard(name)
+
+
+def _limited(
+    watcher: Watcher, source: Iterator[Batch], size: int, limited: Callable[[int], Iterator[Batch]] | None
+) -> Iterator[Batch]:
+    """Where the next batch comes from, for who cuts loops short."""
+    watcher.batch_asked()
+    limit = watcher.batch_limit(size) if limited is not None else None
+    return source if limit is None or limited is None else limited(limit)
+
+
+def backward(
+    engine: Engine, loss: Tensor, weight: Tensor | float | None = None, reduction: str | None = None
+) -> Tensor:
+    """Add to `.grad` what one device would add for the whole batch; returns the global loss. See `mw.backward`."""
+    if reduction is not None:
+        check_said(reduction, weight)
+    part, before, events = engine.part, unscaled(loss) if SCALED else loss, engine.events
+    for hear in events.backward_begins:
+        hear(before, part, weight, reduction, "")
+    engine.program.begin_backward()
+    mean, summed = None, reduction == "sum"
+    try:
+        if engine.watcher is None and engine.around is None and engine.reduce and not WATCHING:
+            mean = _run_backward(engine, loss, before, weight, part, summed)
+        else:
+            with _watched(engine), _around(engine, 1 if summed else weight):
+                mean = _run_backward(engine, loss, before, weight, part, summed)
+    finally:
+        for hear in events.backward_ends:
+            hear(mean, before)
+    engine.reads.backward(weighed=summed or weight is not None)
+    if engine.program.backwards >= events.due:
+        events.tell()
+    if engine.watcher is not None:
+        engine.watcher.loss_known(mean, loss.detach())
+    return mean
+
+
+def _run_backward(
+    engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None, part: BatchSlice | None, summed: bool
+) -> Tensor:
+    """before: what the loss was before a loss scaler."""
+    reduction, reads = engine.program.reduction, engine.reads
+    if reduction is None:
+        return _alone(engine, loss, before)
+    if len(reads.round) > 1:
+        reads.check_one_share("mw.backward", weighed=summed or weight is not None)
+    if part is None or loss.numel() != 1:
+        part = check_loss(loss, part)
+    own = reduction.plain(loss)
+    before = own if before is loss else reduction.plain(before.detach())
+    if summed:
+        own, before = _means_of_sums(engine, own, before, part)
+    if weight is not None:
+        return _weighted(engine, own, before, weight, part)
+    ratio, seen = part.ratio(engine.world.size), before.detach().reshape(())
+    scaled = own.reshape(()) * ratio if ratio != 1 else own.reshape(())
+    value = scaled.detach() if before is own else seen * ratio
+    signs = engine.carried.signs(value)
+    value = torch.cat([value.reshape(1).to(signs), signs])
+    means = reduction.backward(scaled, reduce=engine.reduce, value=value)
+    assert means is not None
+    engine.carried.compare(means, (engine.program.backwards, engine.phases.number, part, seen))
+    return means[0].to(before.dtype)
+
+
+def _weighted(engine: Engine, own: Tensor, before: Tensor, weight: Tensor | float, part: BatchSlice) -> Tensor:
+    """A mean over other items than samples: how many, over all ranks, is known when the backward has begun."""
+    program, weights = engine.program, StepWeights(engine.world.size, engine.program.coupled_gradients)
+    assert program.reduction is not None
+    value, _ = unpadded(before.reshape(()), weight, part.samples)
+    scaled = weights.scale(*unpadded(own.reshape(()), weight, part.samples), part, before=value)
+    factor = weights.begin_sum(engine.carried.signs(scaled))
+    program.reduction.backward(scaled, reduce=engine.reduce, factor=factor)
+    engine.carried.compare(weights.means(), (program.backwards, engine.phases.number, part, weights.losses[-1][0]))
+    return weights.global_mean().to(own.dtype)
+
+
+def _means_of_sums(engine: Engine, own: Tensor, before: Tensor, part: BatchSlice) -> tuple[Tensor, Tensor]:
+    if engine.program.joined_at == engine.program.backwards - 1:
+        refuse_joined_sum()
+    return mean_of_sum(own, part, part.total), mean_of_sum(before, part, part.total)
+
+
+def _alone(engine: Engine, loss: Tensor, before: Tensor) -> Tensor:
+    """On one device, and on several where a model is gone, which is refused."""
+    program = engine.program
+    program.check_has_models()
+    program.plain(loss).backward()
+    whole: Tensor = program.plain(before.detach())
+    return whole
+
+
+def _watched(engine: Engine) -> contextlib.AbstractContextManager[None]:
+    watched = engine.watched_backward(engine.reduce)
+    return watched if engine.reduce and not WATCHING else keeping(engine.program, engine.reduce, watched)
+
+
+def _around(engine: Engine, weight: Tensor | float | None) -> contextlib.AbstractContextManager[None]:
+    return NOTHING if engine.around is None else engine.around(weight)
+
+
+def follow_optimizers(engine: Engine) -> None:
+    """Come around the steps of the program's optimizers, until the engine ends."""
+    program, events = engine.program, engine.events
+
+    def begins(optimizer: Optimizer, *_: object) -> None:
+        if not program.check_step(optimizer):
+            return
+        if engine.script:
+            came_to("optimizer.step")
+        if program.may_draw and not is_by_numbers(optimizer):
+            engine.step_draws.begins(engine.draw_key)
+        for hear in events.step_begins:
+            hear(optimizer)
+
+    def ends(optimizer: Optimizer) -> None:
+        if not program.trains(optimizer):
+            return
+        for hear in events.step_ends:
+            hear(optimizer)
+        if program.may_draw:
+            engine.step_draws.ends()
+
+    engine.ends.callback(subscribe(Order.GUARD, begins, ends).remove)

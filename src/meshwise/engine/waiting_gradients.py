@@ -1,0 +1,49 @@
+"""Gradients that `mw.backward` keeps on their rank, inside `mw.accumulate()`.
+
+The next backward outside reduces them, or `optimizer.step`, or who reads or sets a `.grad` before that: clipping,
+unscaling, a norm for a log and an update by hand find what one device has.
+
+Tested in tests/engine/test_waiting_gradients.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from meshwise.compat import gradient_reads
+from meshwise.engine.program import Program
+from meshwise.transfer.reading import look_out, meet
+
+ALONE = (
+    "{here}: rank {rank} reads a gradient that waits in mw.accumulate() to be added up over the ranks, and {other}. "
+    "All ranks read it together: take the value outside of what some ranks run alone, or leave the last batch before "
+    "it out of mw.accumulate()."
+)
+
+
+@contextlib.contextmanager
+def keeping(program: Program, reduce: bool, watched: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """Around a backward that keeps its gradients, or comes where some are kept: from then on, until the next one, who
+    reads or sets a gradient of the program's has all reduced first. watched: what is around any backward."""
+    gradient_reads.end()
+    with watched:
+        yield
+    if program.reduction is not None and not reduce:
+        look_out()
+        gradient_reads.watch(functools.partial(_read, program))
+
+
+def _read(program: Program, p: Tensor) -> None:
+    reduction = program.reduction
+    if reduction is None or not reduction.unreduced:
+        gradient_reads.end()
+    elif any(p is own for own in program.named_parameters().values()):
+        meet("a gradient", ALONE)
+        gradient_reads.end()
+        with torch.inference_mode(False), torch.enable_grad():  # who clips reads without
+            reduction.reduce_now()

@@ -1,0 +1,248 @@
+"""The weight of a loss: what its mean is over, so that means of unequal parts add up to the mean of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.autograd.loss_graph import adds_rows, has_penalty, mean_term, summed_loss, uneven_mean
+from meshwise.data.order import BatchSlice
+from meshwise.spec.errors import UsageError, check_known
+from meshwise.spec.reductions import REDUCTIONS
+from meshwise.spec.user_code import user_place
+from meshwise.transfer import collectives
+
+Losses = list[tuple[Tensor, Tensor | float]]
+"""A loss and its weight for each microbatch of a step, still on the device."""
+
+
+class StepWeights:
+    """What makes of the losses of this rank's microbatches the gradient of the mean over the global batch.
+
+    Weights that the sampler knows (samples) scale each loss before its backward, and nothing is communicated for them.
+    Weights that only the loss knows (tokens) are added over the ranks while the backward runs, and divide the
+    gradients before those are averaged. Until then gradients are in units of the first weight, so that they are neither
+    huge nor tiny; coupled: ranks' gradients meet inside the backward, so that they must share the unit, which is 1.
+    """
+
+    def __init__(self, ranks: int, coupled: bool) -> None:
+        self._ranks, self.coupled = ranks, coupled
+        self.unit: Tensor | None = None
+        self._wait: Callable[[], Tensor] | None = None
+        self.losses: Losses = []
+
+    def scale(
+        self, mean: Tensor, weight: Tensor | float | None, part: BatchSlice, before: Tensor | None = None
+    ) -> Tensor:
+        """The scalar to run the backward of. weight: None where the samples of `part` weigh it. before: what `mean` was
+        before a loss scaler scaled it."""
+        seen = mean.detach() if before is None else before.detach()
+        if weight is not None:
+            return self._scale(mean, weight, seen)
+        self.losses.append((seen, float(part.samples)))
+        ratio = part.ratio(self._ranks)
+        return mean if ratio == 1 else mean * ratio
+
+    def _scale(self, mean: Tensor, weight: Tensor | float, seen: Tensor) -> Tensor:
+        weight = as_weight(weight, mean)
+        self.losses.append((seen, weight))
+        if self.unit is None:
+            self.unit = torch.ones_like(weight) if self.coupled else weight.clamp(min=1)
+        return mean * (weight / self.unit).to(mean.dtype)
+
+    def begin_sum(self, more: Tensor | None = None) -> Callable[[], Tensor]:
+        """Begin to add losses and weights over the ranks; the result gives the factor that gradients are left with.
+
+        more: numbers of this rank that travel with them, shape (n,).
+        """
+        assert self.unit is not None
+        unit, sums = self.unit, total_of(self.losses)
+        sent = sums if more is None else torch.cat([sums, more.to(sums)])
+        wait = self._wait = collectives.begin_sum(sent, of="the loss").wait
+        return lambda: unit * self._ranks / wait()[1]
+
+    def global_mean(self) -> Tensor:
+        """The mean of the losses over all ranks, once their sum has begun."""
+        assert self._wait is not None
+        total, weight = self._wait()[:2].unbind()
+        return total / weight
+
+    def means(self) -> Tensor:
+        """The means over the ranks: of the losses, their weights, and the numbers that travelled with them."""
+        assert self._wait is not None
+        return self._wait() / self._ranks
+
+
+def total_of(losses: Losses) -> Tensor:
+    """The weighted sum of losses and the sum of their weights: shape (2,)."""
+    return totals_of([losses])[0]
+
+
+def totals_of(steps: Sequence[Losses]) -> Tensor:
+    """`total_of` each of these steps: shape (steps, 2). A handful of operators, however many steps there are."""
+    losses, weights = zip(*(pair for step in steps for pair in step), strict=True)
+    like = losses[0]
+    if any(isinstance(weight, Tensor) for weight in weights):
+        weight = torch.stack([as_weight(weight, like) for weight in weights])
+    else:
+        weight = torch.tensor(weights, dtype=_dtype_of_weights(like), device=like.device)
+    pairs = torch.stack([torch.stack(losses).to(weight.dtype) * weight, weight], 1)
+    if len(pairs) == len(steps):
+        return pairs
+    return torch.stack([of_step.sum(0) for of_step in pairs.split([len(step) for step in steps])])
+
+
+def mean_of_sum(total: Tensor, part: BatchSlice, over: int) -> Tensor:
+    """A sum over this rank's samples of `part` as a mean over them, times `over`: the samples of the whole batch, of
+    which the weighted mean over the ranks is the sum over the batch, or 1."""
+    return total * (over / max(part.samples, 1))
+
+
+def split_weight(
+    result: Any, part: BatchSlice, where: str, *, summed: int | None = None
+) -> tuple[Tensor, Tensor | float | None]:
+    """A loss and its weight from what a job's function returned; weight None when the batch's samples weigh it.
+
+    A padding sample weighs nothing. summed: the loss is a sum over samples, and this is what a mean over them is
+    multiplied by. Raises UsageError when the loss or its weight is not one number.
+    """
+    if isinstance(result, Tensor) and summed is None and result.numel() == 1:
+        return result.reshape(()), None
+    return _split_weight(result, part, where, summed)
+
+
+def _split_weight(
+    result: Any, part: BatchSlice, where: str, summed: int | None
+) -> tuple[Tensor, Tensor | float | None]:
+    mean, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(mean, Tensor) or mean.numel() != 1:
+        shape = f"a tensor of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
+        raise UsageError(
+            f"{where} gave {shape}, not one number. Return a mean, for instance loss.mean(), or (mean, weight)."
+        )
+    number = weight.numel() == 1 if isinstance(weight, Tensor) else weight is None or isinstance(weight, Real)
+    if not number:
+        raise UsageError(
+            f"{where} gave a {type(weight).__name__} as its weight, not one number. "
+            "Return a mean alone, or (mean, weight), where weight counts what the mean is over."
+        )
+    if summed is not None:
+        check_sum_alone(weight, where)
+        return mean_of_sum(mean.reshape(()), part, summed), None
+    return unpadded(mean.reshape(()), weight, part.samples)
+
+
+def check_loss(loss: Tensor, part: BatchSlice | None) -> BatchSlice:
+    """The batch that a script's loss is of. Raises UsageError where none is known, or the loss is not one number."""
+    if part is None:
+        raise UsageError(
+            "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
+            "Give the loader to mw.distribute too, and call mw.backward inside its loop. A program without a loader "
+            "writes x, y = mw.split(x, y). A loader of your own that reads ahead from a DataLoader is given to "
+            "mw.distribute itself, instead of the DataLoader inside it."
+        )
+    if loss.numel() != 1:
+        raise UsageError(f"mw.backward needs one number; this loss has shape {tuple(loss.shape)}. Take its mean first.")
+    return part
+
+
+def check_said(reduction: str | None, weight: object) -> None:
+    """Raises UsageError for a reduction that there is not, and for a sum that has a weight."""
+    check_known("reduction", "mean" if reduction is None else reduction, REDUCTIONS)
+    if reduction == "sum":
+        check_sum_alone(weight, "mw.backward")
+
+
+def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, verb: str, samples: int = 0) -> str:
+    """What to say of a sum over samples that has a penalty, and of a mean over something else; empty of another loss.
+
+    found: a loss, maybe with its weight. reduction: what the program says of it; None: nothing; UsageError is raised
+    then for a loss that is known to be a sum. where, verb: of the program, in the error. samples: of this rank, where
+    the loss has no weight of its own.
+    """
+    loss = found[0] if isinstance(found, tuple) and found else found
+    if not isinstance(loss, Tensor):
+        return ""
+    if reduction == "sum" and has_penalty(loss, ranks):
+        return (
+            f"{where}: this sum over samples has a term of the parameters alone (a penalty), which each of the "
+            f"{ranks} ranks adds. Divide that term by mw.world_size()."
+        )
+    if reduction != "mean" and (what := summed_loss(loss)):
+        if mean := mean_term(loss):
+            raise UsageError(
+                f"{where}: this loss adds a sum over samples ({what}) and a mean ({mean}): no one weight over {ranks} "
+                "ranks is right for both. Make all of its terms means, or all of them sums."
+            )
+        if reduction is None:
+            raise UsageError(
+                f"{where}: this loss is a sum over samples ({what}). Taken for a mean, its gradients would be those of "
+                f"one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to have them so."
+            )
+    if reduction is None and adds_rows(loss, samples):
+        raise UsageError(
+            f"{where}: this loss adds up one term for each of this rank's {samples} samples. Taken for a mean, its "
+            f"gradients would be those of one device divided by {ranks}. Divide it by the number of terms, or write "
+            f"{verb}reduction='sum'); or reduction='mean' to have them so."
+        )
+    if reduction is None and (what := summed_loss(loss, weighed=True)):
+        return (
+            f"{where}: this loss looks like a sum over samples ({what}), and is taken for a mean: then its gradients "
+            f"are those of one device divided by {ranks}. Write {verb}reduction='sum'); or reduction='mean', if its "
+            "factors divide it by the number of samples."
+        )
+    said = samples <= 0 or reduction == "sum" or loss is not found
+    return "" if said else unsaid_weight(loss, samples, where, verb)
+
+
+def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
+    """What to say of a mean that is known to be over other items than samples; empty of another."""
+    weight = uneven_mean(loss, samples)
+    return weight and (
+        f"{where}: this loss is not a mean over samples (classes have weights, targets are ignored, or it is "
+        "divided by a count of its own), and the ranks have unequal parts of what it is over. Say how much this rank's "
+        f"is over: {f'{verb}weight={weight})' if verb.startswith('mw.') else f'return loss, {weight}'}."
+    )
+
+
+def refuse_joined_sum() -> None:
+    """Raises UsageError for a sum over this rank's samples in which a term is of the whole batch already."""
+    raise UsageError(
+        f"{user_place()}: mw.backward(…, reduction='sum') of a loss with mw.sum(…, grad=True): that term is of "
+        "the whole batch, and would be added once a rank. Join all terms by mw.sum(…, grad=True), and leave "
+        "reduction='sum' out."
+    )
+
+
+def check_sum_alone(weight: object, where: str) -> None:
+    """Raises UsageError for a sum that has a weight."""
+    if weight is not None:
+        raise UsageError(
+            f"{where}: a sum over samples has no weight. Leave it out, or give the mean over `weight` items and "
+            "reduction='mean'."
+        )
+
+
+def unpadded(mean: Tensor, weight: Tensor | float | None, samples: int) -> tuple[Tensor, Tensor | float | None]:
+    """A loss and its weight, which is 0 where the batch is padding. A mean over nothing is no number, which no weight
+    of 0 takes out of a sum: it becomes 0."""
+    if weight is None:
+        return mean, None
+    weight = weight if samples else weight * 0
+    return torch.where(as_weight(weight, mean) != 0, mean, torch.zeros_like(mean)), weight
+
+
+def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
+    """`weight` as a detached float64 scalar on the device of `like` (float32 where the device has no float64)."""
+    dtype = _dtype_of_weights(like)
+    if isinstance(weight, Tensor):
+        return weight.detach().to(device=like.device, dtype=dtype).reshape(())
+    return torch.tensor(float(weight), dtype=dtype, device=like.device)
+
+
+def _dtype_of_weights(like: Tensor) -> torch.dtype:
+    return torch.float32 if like.device.type == "mps" else torch.float64

@@ -1,0 +1,192 @@
+"""What all ranks must hold alike travels with the loss: a checksum of it as 32 signs, no collective of its own.
+
+The mean of a sign over the ranks is 1 or -1 where they agree, exactly and in any precision. So nothing waits for it,
+and every rank comes to the same conclusion.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwise.data.order import BatchSlice
+from meshwise.engine.carried import Batches, Seen
+from meshwise.engine.engine import Engine
+from meshwise.engine.program import Program
+from meshwise.guards.batch_shapes import BACKWARDS, BatchShapes
+from meshwise.guards.finite_losses import FiniteLosses
+from meshwise.guards.made_in_forward import Made, made_differ, note_made, sums_of_made
+from meshwise.guards.replicas import BUFFER, NAMES, PARAMETERS, PLATEAU, Settings, parted, settings_differ, sums_of
+from meshwise.spec.devices import has_streams
+from meshwise.spec.errors import UsageError
+from meshwise.spec.world import World
+from meshwise.timeline.device_clock import is_captured
+from meshwise.transfer import collectives
+from meshwise.transfer.splitmix import mixed_bits
+
+SIGNS = 32
+"""How many signs travel: ranks that differ are taken for alike once in 2**32 times."""
+_Held = tuple[list[Any], Settings, Seen | None]
+STEPS_OF_A_JOB = 8
+"""Whose batches are compared, each with a collective."""
+
+
+class Agreed:
+    """Compares what the ranks hold. settings: gives those of optimizers and schedulers that are in use now, and sums of
+    parameters. notify: takes a line for the user; an empty one says nothing. losses: is told of those that are not
+    finite."""
+
+    def __init__(
+        self,
+        world: World,
+        settings: Callable[[], Settings],
+        notify: Callable[[str], None],
+        losses: FiniteLosses | None = None,
+    ) -> None:
+        self.world, self.settings, self.notify, self._losses = world, settings, notify, losses
+        self.batches: Batches | None = None
+        self.rehearses = False
+        self.shapes = BatchShapes()
+        self.made: list[Made] = []
+        """What was made in a forward since the last loss."""
+        self._now: Settings = ()
+        self._crc = 0
+        self._signs: tuple[object, Tensor] | None = None  # of the settings alone, as long as they stay
+        self._on_its_way: tuple[Tensor, Any, _Held] | None = None
+
+    def signs(self, like: Tensor) -> Tensor:
+        """The checksum as numbers 1 and -1 that travel with `like`: shape (32,)."""
+        now = self.settings()
+        if self.shapes.given:
+            now += self.shapes.take()
+        if self.made:
+            now += sums_of_made(self.made)
+        if now != self._now:
+            self._now, self._crc = now, zlib.crc32(repr(now).encode())
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if self.batches is None:
+            key = (self._crc, dtype, like.device)
+            if self._signs is not None and has_streams(like.device) and is_captured():
+                return self._signs[1]  # compared by nobody
+            if self._signs is None or self._signs[0] != key:
+                self._signs = key, self._bits(torch.tensor(self._crc), dtype).to(like.device)
+            return self._signs[1]
+        return self._bits(mixed_bits(self.batches.checksum(like.device) + self._crc), dtype)
+
+    def _bits(self, checksum: Tensor, dtype: torch.dtype) -> Tensor:
+        every: Tensor = (checksum >> torch.arange(SIGNS, device=checksum.device)) & 1
+        return (every * 2 - 1).to(dtype)
+
+    def compare(self, means: Tensor, seen: Seen | None = None) -> None:
+        """All ranks' signs have come together, behind the loss, or its sum and weight, where `seen` tells of which.
+        Raises UsageError on every rank where they differ; on an accelerator, which nothing should wait for, with the
+        next ones."""
+        if self.rehearses:
+            return
+        held = ([] if self.batches is None else self.batches.take()), self._now, seen
+        if not has_streams(means.device):
+            self._check(means.tolist(), held)
+            return
+        if is_captured():
+            return
+        earlier, there = self._on_its_way, means.detach().to("cpu", non_blocking=True)
+        event = torch.Event(means.device)
+        event.record()
+        self._on_its_way = there, event, held
+        self._check_earlier(earlier)
+
+    def finish(self) -> None:
+        """No loss comes any more."""
+        earlier, self._on_its_way = self._on_its_way, None
+        self._check_earlier(earlier)
+
+    def _check_earlier(self, earlier: tuple[Tensor, Any, _Held] | None) -> None:
+        if earlier is not None:
+            earlier[1].synchronize()
+            self._check(earlier[0].tolist(), earlier[2])
+
+    def compare_batches(self, parts: Sequence[tuple[Any, BatchSlice]], place: str) -> None:
+        """Of the first steps of a job, whose losses carry nothing. Collective."""
+        if self.world.size > 1:
+            for number, (batch, part) in enumerate(parts):
+                self.shapes.note(number, batch, part, place)
+            signs = self.signs(torch.zeros((), device=self.world.device))
+            self.compare(collectives.all_reduce_mean(signs.clone(), of="shapes"))
+
+    def _check(self, means: list[float], held: _Held) -> None:
+        seen, losses = held[2], self._losses
+        if seen is not None and losses is not None:
+            mean = means[0] if len(means) == SIGNS + 1 else means[0] / (means[1] or math.nan)
+            if not math.isfinite(mean):
+                losses.found(seen)
+        if min(map(abs, means[-SIGNS:])) <= 1 - 1 / self.world.size:
+            self._explain(held)
+
+    def _explain(self, held: _Held) -> None:
+        """Say, or raise, in what the ranks differ. Collective."""
+        told = None if self.batches is None else self.batches.told(held[0])
+        ranks = collectives.gather_objects((told, held[1]))
+        held_by = [settings for _, settings in ranks]
+        self.notify(parted(held_by, BUFFER))
+        self.notify(self.shapes.differ(held_by))
+        text = settings_differ(held_by) or parted(held_by, PARAMETERS) or made_differ(held_by)
+        if not text and self.batches is not None:
+            text = self.batches.explain([batches for batches, _ in ranks])
+        if text:
+            raise UsageError(text)
+
+
+def held_alike(program: Program, fed: Sequence[Any]) -> Settings:
+    """What all ranks must hold alike: settings of the optimizers in use and of the schedulers that are `fed` a number
+    (weak references), and sums, where it is time for them."""
+    found, count = settings_of(program.in_use, fed), program.backwards - program.began
+    return found if count < 2 or count & (count - 1) else found + sums_of(program)
+
+
+def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]], fed: Iterable[Any]) -> Settings:
+    """The settings of each group of the optimizers, in order; and the best value of those schedulers that are fed one.
+
+    optimizers, fed: weak references. A tensor on an accelerator is left out: reading it would wait.
+    """
+    found: list[tuple[str, str, Any]] = []
+    number = 0
+    for ref in optimizers:
+        if (optimizer := ref()) is None:
+            continue
+        number += 1
+        for place, group in enumerate(optimizer.param_groups):
+            whose = f"group {place} of {type(optimizer).__name__}" + (f" {number}" if number > 1 else "")
+            for key, name in NAMES.items():
+                if key in group:
+                    value = group[key]
+                    found.append((name, whose, value if type(value) in (int, float) else _plain(value)))
+    if fed:
+        used = [optimizer for ref in optimizers if (optimizer := ref()) is not None]
+        plateaus = [each for ref in fed if (each := ref()) is not None and each.optimizer in used]
+        found += sorted((PLATEAU, "ReduceLROnPlateau", f"{float(each.best):.6g}") for each in plateaus)
+    return tuple(found)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.device.type == "cpu" else None
+    if type(value) is tuple and {*map(type, value)} <= {int, float}:
+        return value
+    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
+
+
+def watch(engine: Engine) -> None:
+    """Let what the ranks hold travel with the losses of a script; of a job, its first batches are compared."""
+    program, losses = engine.program, engine.events.find(FiniteLosses)
+    settings = functools.partial(held_alike, program, engine.given.fed)
+    agreed = engine.carried = Agreed(engine.world, settings, engine.notify, losses)
+    if engine.script and engine.world.size > 1:
+        engine.events.listen(agreed.shapes, backwards=BACKWARDS, anew=agreed.shapes.begins)
+        engine.ends.callback(note_made(program, agreed.made).remove)

@@ -1,0 +1,91 @@
+"""A model that is called behind its loop, on the batch that the loop gave last, and draws: dropout of this rank's rows
+alone moves the program's random numbers elsewhere than that of the whole batch, and later epochs have another order.
+
+Looked at in the first forward of a model behind each loop, until a loop begins. A batch that was changed on its way to
+the model is not known again.
+
+Tested in tests/guards/test_behind_loop.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from meshwise.compat import compiling
+from meshwise.compat.fake import rehearsing
+from meshwise.compat.tree import tensors_in
+from meshwise.engine.engine import Engine
+from meshwise.engine.loops import LoopRead
+from meshwise.spec.user_code import user_place
+from meshwise.transfer.checksum import sampled_sum
+
+DRAWS = (
+    "{place}: the model runs here behind its loop, on this rank's part of the last batch, and draws random numbers "
+    "(dropout) for it alone: from here on the program's draws, and the order of later epochs, are others than on one "
+    "device. Call it inside the loop, or in evaluation mode: model.eval()."
+)
+
+
+class BehindLoop:
+    """Looks between the loops of a program."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._program, self._say = engine, engine.program, engine.notify
+        self._hooks: list[Any] = []
+        self._batch = set[tuple[Any, ...]]()
+        self._before: Tensor | None = None
+
+    def batch_asked(self, loop: LoopRead) -> None:
+        """A loop begins."""
+        if loop.given == 0:
+            self.ends()
+
+    def loop_ends(self, loop: LoopRead) -> None:
+        """A loop is over, or was left in a batch."""
+        batch = loop.batch
+        if batch is None or self._engine.generator.nested or self._engine.stopped:
+            return
+        self.ends()
+        if not compiling.is_used() and not rehearsing():
+            self._batch = {_told(tensor) for tensor in tensors_in(batch)}
+            self._hooks = [
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave),
+            ]
+
+    def ends(self) -> None:
+        """A loop begins, or there is nothing more to look at."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        if self._before is None and any(module is model for model in self._program.models):
+            mine = any(_told(tensor) in self._batch - {()} for tensor in tensors_in(arguments))
+            self._before = torch.get_rng_state() if mine else None
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if self._before is None or not any(module is model for model in self._program.models):
+            return
+        if not torch.equal(self._before, torch.get_rng_state()):
+            self._say(DRAWS.format(place=user_place()))
+        self._before = None
+        self.ends()
+
+
+def _told(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return ()
+    return tuple(tensor.shape), tensor.dtype, int(sampled_sum(tensor.detach()))
+
+
+def watch(engine: Engine) -> None:
+    """Of a script on several ranks."""
+    if engine.script and engine.world.size > 1:
+        behind = BehindLoop(engine)
+        engine.events.listen(behind, batches=1)
+        engine.ends.callback(behind.ends)

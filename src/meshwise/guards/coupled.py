@@ -1,0 +1,69 @@
+"""Losses that couple the samples of a batch: of several ranks each has that of its own samples, and their mean is not
+that of one device. Said once, on an early backward.
+
+Not looked at: what the program joins over the ranks itself, with collectives of its own; models that are divided; plans
+that keep activations elsewhere.
+
+Tested in tests/guards/test_coupled_losses.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from meshwise.autograd.coupled_loss import couples_samples
+from meshwise.data.order import BatchSlice
+from meshwise.engine.program import Program
+from meshwise.spec.plan import Plan
+from meshwise.spec.user_code import user_place
+from meshwise.transfer.foreign import Foreign
+
+LOOKED_AT = 5  # backwards; the first is passed by, since nothing is known of what was called before it
+COUPLED = (
+    "{place}: this loss couples the samples of a batch: it is no mean or sum of what each has of its own (similarities "
+    "of samples, the hardest of them, a dice, root or correlation over the batch). Each of the {ranks} ranks has that "
+    "of its own samples, so what is trained is not what one device trains; meshwise check shows by how much. Compute "
+    "it for each sample, then its mean, where that is what is meant; or of sums over ranks: mw.sum(x, grad=True)."
+)
+
+
+class CoupledLosses:
+    """Looks at the first losses of a program, and of each of its loops."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._looks = program, 0
+        self._foreign: Foreign | None = None
+        self._found = list[bool | None]()
+
+    def begins(self) -> None:
+        """Another program, or another loop, begins."""
+        self._looks, self._program.joined_at = 0, None
+        self._found.clear()
+        self.close()
+
+    @property
+    def apart(self) -> bool:
+        """Whether each loss that was looked at is a mean or a sum of what its samples have of their own."""
+        return self._program.joined_at is None and bool(self._found) and all(found is False for found in self._found)
+
+    def look(self, found: Any, part: BatchSlice, plan: Plan, where: str) -> str:
+        """What to say of a loss, which may come with its weight, before its backward. where: by default the line."""
+        if self._looks == LOOKED_AT or self._program.joined_at is not None:
+            return ""
+        self._looks += 1
+        joined = self._foreign is None or self.close()
+        self._foreign = Foreign() if self._looks < LOOKED_AT else None
+        loss = found[0] if isinstance(found, tuple) and found else found
+        if joined or not isinstance(loss, Tensor) or plan.parameters_divided or plan.offload:
+            return ""
+        self._found.append(couples_samples(loss, len(part.indices)))
+        if not self._found[-1]:
+            return ""
+        return COUPLED.format(place=where or user_place(), ranks=plan.devices)
+
+    def close(self) -> bool:
+        """Whether the program has called a collective of its own since the last look."""
+        foreign, self._foreign = self._foreign, None
+        return foreign is not None and foreign.close()

@@ -1,0 +1,28 @@
+"""What exact random draws could not draw as one device does is said.
+
+Tested in tests/data/test_exact_random.py.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from meshwise.engine.engine import Engine
+
+
+class DrawsNote:
+    """Of a program with exact draws, after each backward."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
+        """What its forward drew is known."""
+        if mean is not None and self._engine.draws is not None:
+            self._engine.notify(self._engine.draws.note())
+
+
+def watch(engine: Engine) -> None:
+    """Of a script with exact draws."""
+    if engine.script and engine.draws is not None:
+        engine.events.listen(DrawsNote(engine))

@@ -1,0 +1,153 @@
+"""Losses of a script that are not finite: the first is said, all are counted, and a program that ends so has failed.
+
+Nothing is read for it that is not read anyway: over several ranks a loss comes with the signs of agreed.py; on one
+device losses wait until it is time for the next look. Parameters are looked at where a loop over batches has trained
+and is over, since a program's models may be gone when it ends.
+
+Tested in tests/guards/test_finite_losses.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.compat.fake import rehearsing
+from meshwise.data.order import BatchSlice
+from meshwise.engine.carried import Seen
+from meshwise.engine.engine import Engine
+from meshwise.engine.loops import LoopRead
+from meshwise.recovery.finite_state import not_finite_here, not_finite_in_tree, not_finite_names
+from meshwise.spec.devices import has_streams
+from meshwise.spec.errors import LossError
+from meshwise.spec.words import ranks_text, some
+from meshwise.transfer import collectives
+
+BACKWARDS = 8  # in loops, after which parameters are worth a look
+SHOWN = 4  # samples
+FIRST = (
+    "step {step}: the loss{whose} is {what}. The run goes on; unless the program, or its GradScaler, leaves such a "
+    "step out, its parameters are lost. Lower the learning rate, clip gradients, or look at these samples."
+)
+
+
+class FiniteLosses:
+    """Of the backwards of a program."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._program, self._say = engine, engine.program, engine.notify
+        self._waiting: list[Seen] = []  # of one device, that nobody has looked at
+        self._on_its_way: tuple[Tensor, torch.Event | None, list[Seen]] | None = None
+        self._count = self._first = self._last = 0  # how many, the step of the first, the number of the last
+        self._looked_at = 0  # the backwards before the last look at parameters
+        self._never: frozenset[str] = frozenset()
+        self._spoiled, self._ended = "", False
+        self._began, self._wrong = 0, ""  # the backwards of earlier programs, and what one of them ended with
+
+    def models_added(self) -> None:
+        """What is not finite when a model is given to `mw.distribute` is the program's."""
+        if not rehearsing():
+            self._never |= not_finite_names(self._program.numbered_models())
+
+    def look(self) -> None:
+        """Look at the losses that wait; on an accelerator, which nothing should wait for, at those before them."""
+        waiting, self._waiting = self._waiting, []
+        earlier, self._on_its_way = self._on_its_way, None
+        if waiting and not rehearsing():
+            fine = torch.stack([own.reshape(()).isfinite() for _, _, _, own in waiting])
+            if has_streams(fine.device):
+                there, event = fine.to("cpu", non_blocking=True), torch.Event(fine.device)
+                event.record()
+                self._on_its_way = there, event, waiting
+            else:
+                earlier = fine, None, waiting
+        if earlier is None:
+            return
+        if earlier[1] is not None:
+            earlier[1].synchronize()
+        for is_fine, seen in zip(earlier[0].tolist(), earlier[2], strict=True):
+            if not is_fine:
+                self.found(seen)
+
+    def found(self, seen: Seen) -> None:
+        """The loss over all ranks is not finite in this backward, on every rank. Collective the first time."""
+        number, step, part, own = seen
+        self._count, self._last = self._count + 1, number
+        if self._count > 1:
+            return
+        self._first, value = step, float(own)
+        mine = "" if math.isfinite(value) else f"{value}{_samples(part)}"
+        several = self._program.world.size > 1
+        told = (collectives.get_rank(collectives.everyone()), mine)
+        bad = [(rank, text) for rank, text in (collectives.gather_objects(told) if several else [told]) if text]
+        whose = f" of {ranks_text([rank for rank, _ in bad])}" if bad and several else ""
+        self._say(FIRST.format(step=step, whose=whose, what=bad[0][1] if bad else "not finite over all ranks"))
+
+    def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
+        """On one device the loss waits; over several ranks it comes with the signs of agreed.py."""
+        if mean is not None:
+            self._waiting.append((self._program.backwards, self._engine.phases.number, self._engine.part, mean))
+
+    def loop_ends(self, loop: LoopRead) -> None:
+        """A loop over batches is over: look at parameters, where enough was trained since the last time."""
+        if self._program.backwards - self._looked_at >= BACKWARDS:
+            self._look_at_parameters()
+
+    def spoiled_in(self, thing: Any) -> str:
+        """The first parameter of the program's models that is not finite in `thing`, which is saved; empty for none."""
+        return not_finite_in_tree(thing, self._program.numbered_models(), self._never)
+
+    def _look_at_parameters(self) -> None:
+        if rehearsing():
+            return
+        self._looked_at = self._program.backwards
+        models = self._program.numbered_models()
+        found = not_finite_here(models, {}, self._never)
+        self._spoiled = found if len(models) > 1 else found.partition(" of model ")[0]
+
+    def program_begins(self) -> None:
+        """Another program begins in this process: say how the one before it ended."""
+        self._wrong = self._conclude() or self._wrong
+        self._began, self._count, self._spoiled = self._program.backwards, 0, ""
+
+    def program_ends(self) -> None:
+        """Nothing more comes. Raises LossError, once, where the last loss, or a parameter, is not finite."""
+        if self._ended:
+            return
+        self._ended = True
+        if text := self._conclude() or self._wrong:
+            raise LossError(text)
+
+    def _conclude(self) -> str:
+        """What is not finite at the end of a program; empty where nothing is."""
+        backwards = self._program.backwards
+        self.look()
+        self.look()
+        if backwards > self._began and self._program.models:
+            self._look_at_parameters()
+        what = self._spoiled or ("its last loss" if self._count and self._last == backwards else "")
+        how = f"{self._count} of {backwards - self._began} losses were not finite, the first in step {self._first}"
+        if what:
+            return f"the program has ended, and {what} is not finite. {how if self._count else ''}".strip()
+        if self._count:
+            self._say(f"{how}; the last one and all parameters are finite.")
+        return ""
+
+
+def _samples(part: BatchSlice | None) -> str:
+    """` (samples 3, 9, 12, 40 and 4 more)` of a data set."""
+    if part is None or not part.samples:
+        return ""
+    return f" (samples {some(list(map(str, part.indices[: part.samples].tolist())), SHOWN)})"
+
+
+def watch(engine: Engine) -> None:
+    """Of a script."""
+    if engine.script:
+        losses = FiniteLosses(engine)
+        alone = engine.world.size == 1
+        engine.events.listen(losses, only=("backward_ends", "loop_ends") if alone else ("loop_ends",))
+        engine.phases.look = losses.look

@@ -1,0 +1,64 @@
+"""The first losses of a program, and of each of its loops: what they are taken for and are not is said, or refused.
+
+A check finds it itself.
+
+Tested in tests/slips/test_slips.py and tests/guards/test_coupled_losses.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from meshwise.compat.fake import rehearsing
+from meshwise.data.order import BatchSlice
+from meshwise.engine.engine import Engine
+from meshwise.engine.weighing import check_reduction
+from meshwise.guards.coupled import CoupledLosses
+from meshwise.slips.own_loss import says_own_loss
+from meshwise.spec.user_code import user_place
+
+BACKWARDS = 9  # a program may have several, and none becomes another one later
+
+
+class LossLooks:
+    """Hears the backwards of a program on several ranks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.coupled = engine, CoupledLosses(engine.program)
+
+    def begins(self) -> None:
+        """Another program, or another loop, begins."""
+        self.coupled.begins()
+
+    def close(self) -> None:
+        """Look no more."""
+        self.coupled.close()
+
+    def backward_begins(
+        self, loss: Any, part: BatchSlice | None, weight: Tensor | float | None, reduction: str | None, where: str
+    ) -> None:
+        """A backward begins. loss: of a job what its function gave, at `where`; of a script the loss."""
+        engine = self._engine
+        if engine.watcher is not None or part is None or part.whole or rehearsing():
+            return
+        samples, verb = part.samples if weight is None else 0, "Job(…, " if where else "mw.backward(loss, "
+        place = where or user_place()
+        engine.notify(check_reduction(loss, reduction, engine.world.size, place, verb, samples))
+        engine.notify(self.coupled.look(loss, part, engine.plan, where))
+        engine.notify("" if where else says_own_loss())
+
+
+def watch(engine: Engine) -> None:
+    """Of several ranks."""
+    if engine.world.size > 1:
+        looks = LossLooks(engine)
+        engine.events.listen(looks, backwards=BACKWARDS, anew=looks.begins)
+        engine.ends.callback(looks.close)
+
+
+def losses_apart(engine: Engine) -> bool:
+    """Whether each loss that was looked at is a mean or a sum of what its samples have of their own."""
+    looks = engine.events.find(LossLooks)
+    return looks is not None and looks.coupled.apart

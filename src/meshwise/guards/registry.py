@@ -1,0 +1,44 @@
+"""What looks at a program for its mistakes: each guard is a file, and a line here. The engine knows none of them.
+
+Guards that would raise in one event do so in this order, the same on every rank.
+
+Tested in tests/engine/test_events.py.
+"""
+
+from __future__ import annotations
+
+from meshwise.engine.engine import Engine
+from meshwise.engine.steps import follow_optimizers
+from meshwise.guards import (
+    agreed,
+    behind_loop,
+    by_hand,
+    changeless_steps,
+    draws_note,
+    finite_losses,
+    loss_looks,
+    same_data,
+    undistributed,
+    unsummed,
+)
+
+WATCH = (
+    finite_losses.watch,
+    agreed.watch,  # what it compares is told to the losses
+    by_hand.watch,
+    loss_looks.watch,
+    unsummed.watch,
+    undistributed.watch,
+    behind_loop.watch,
+    changeless_steps.watch,
+    same_data.watch,
+    draws_note.watch,
+)
+
+
+def attach(engine: Engine) -> Engine:
+    """Let a new engine follow the steps of its program, and every guard look at it."""
+    follow_optimizers(engine)
+    for watch in WATCH:
+        watch(engine)
+    return engine

@@ -1,0 +1,110 @@
+"""What replicas hold is alike on every rank: settings of optimizers, sums of what they train.
+
+A scheduler or the program sets what optimizers step with, on each rank. Gradients are reduced, so parameters part only
+where something changes them apart: noise that each rank draws for itself, or a rule that looks at this rank's samples.
+The sums travel with the loss (agreed.py) at backward 2, 4, 8 … of each program.
+
+Tested in tests/guards/test_agreed.py and test_replicas.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from meshwise.compat.fake import rehearsing
+from meshwise.engine.program import Program
+from meshwise.spec.user_code import user_place
+
+Settings: TypeAlias = tuple[tuple[str, str, Any], ...]
+"""(name of the setting, whose it is, value)"""
+NAMES = {"lr": "lr", "momentum": "momentum", "betas": "betas", "weight_decay": "weight decay"}
+PLATEAU = "best value"
+NAMED = {*NAMES.values(), PLATEAU}
+
+
+def settings_differ(ranks: Sequence[Settings]) -> str:
+    """How the settings of some rank differ from rank 0's, in words; empty where they do not."""
+    for rank, settings in enumerate(ranks):
+        if len(settings) != len(ranks[0]):  # what the program has let go is not garbage on all ranks at once
+            continue
+        for mine, other in zip(ranks[0], settings, strict=True):
+            if mine != other and mine[0] in NAMED:
+                return _sentence(rank, other, mine)
+    return ""
+
+
+def _sentence(rank: int, setting: tuple[str, str, Any], of_rank_0: tuple[str, str, Any]) -> str:
+    name, whose, value = setting
+    text = f"rank {rank} has {name} {_shown(value)}, rank 0 {_shown(of_rank_0[2])} ({whose}): the ranks would part. "
+    if any(issubclass(type(thing), ReduceLROnPlateau) for thing in gc.get_objects()):
+        return text + (
+            "ReduceLROnPlateau was given each rank's own number. Give it the same on all ranks: "
+            "scheduler.step(mw.mean(loss)), or what mw.backward gives."
+        )
+    return text + "Give the scheduler the same number on all ranks, or set it to the same on all."
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+PARAMETERS, BUFFER = "sum of parameters", "sum of a buffer"
+FAR = 1e-6  # of a sum: devices of different kinds may round a step otherwise
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def sums_of(program: Program) -> Settings:
+    """Sums of what the program's replicas hold."""
+    if program.plan is None or rehearsing():
+        return ()
+    named = [
+        (f"{place}.{name}".lstrip("."), buffer)
+        for model in program.models
+        for place, module in model.named_modules()
+        if not isinstance(module, NORMS)
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+    ]
+    buffers = tuple((BUFFER, name, _sum([buffer])) for name, buffer in named)
+    if program.plan.parameters_divided:  # each rank has its own part of them
+        return buffers
+    return (PARAMETERS, "", _sum(program.named_parameters().values())), *buffers
+
+
+def _sum(tensors: Iterable[Tensor]) -> float:
+    return float(torch.stack([t.detach().abs().sum(dtype=torch.float64) for t in tensors]).sum())
+
+
+def _alike(one: float, other: float) -> bool:
+    """NaN is like NaN, and like nothing else: a rank alone may have come to it."""
+    return math.isclose(one, other, rel_tol=FAR) or (math.isnan(one) and math.isnan(other))
+
+
+def parted(ranks: Sequence[Settings], kind: str) -> str:
+    """Where the ranks' parameters, or one of their buffers, differ: one sentence; empty where they do not."""
+    for rank, settings in enumerate(ranks):
+        for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
+            if name == kind and not _alike(value, of_rank_0):
+                sums = f"the sum of their sizes is {value:.9g} on rank {rank} and {of_rank_0:.9g} on rank 0"
+                return f"{user_place()}: {(_PARTED if kind == PARAMETERS else _BUFFER).format(name=whose, sums=sums)}"
+    return ""
+
+
+_PARTED = (
+    "the ranks' parameters have parted: {sums}. Between mw.backward and the next batch something changes parameters or "
+    "gradients on each rank apart: random numbers, of which each rank draws its own in the loop over a loader, or what "
+    "depends on this rank's samples. Draw noise for parameters alike: torch.randn(p.shape, generator=g), where g is a "
+    "torch.Generator that is seeded alike on every rank."
+)
+_BUFFER = (
+    "the ranks' buffers {name} differ: the model updates it from this rank's samples alone, so it is not that of one "
+    "device, and rank 0's is saved. Let the model compute it from sums over the ranks (mw.sum)."
+)

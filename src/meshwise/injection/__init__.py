@@ -1,0 +1,5 @@
+"""Faults that a run is told to have (`--fault`)."""
+
+from meshwise.spec.lazy import files_of
+
+__getattr__ = files_of(__name__)

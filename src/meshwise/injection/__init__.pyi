@@ -1,0 +1,1 @@
+from meshwise.injection import faults as faults

@@ -1,0 +1,86 @@
+"""A disk that is full, and files on it that rot: for `--fault disk-full`, `corrupt-checkpoint` and `cut-checkpoint`.
+
+Tested in tests/injection/test_faults.py and tests/faults/test_disks_and_links.py.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from meshwise.records.checkpoints import MANIFEST, PART, checkpoints_in
+
+PATIENCE = 10.0  # seconds for a checkpoint that is being written
+
+
+class _FullFile(io.FileIO):
+    """A file that takes no byte any more."""
+
+    refused: ClassVar[bool] = False
+
+    def write(self, data: Any) -> int:
+        _FullFile.refused = True
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.name))
+
+
+class FullDisk:
+    """From now until `end`, what this process writes with Python's own files into the folders fails as on a full disk.
+
+    Files that were open before go on, and names are still made.
+    """
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self._folders = tuple(str(folder.resolve()) + os.sep for folder in folders)
+        self._real, _FullFile.refused = io.open, False
+        io.open = builtins.open = self._open
+
+    @property
+    def refused(self) -> bool:
+        """Whether a write has failed."""
+        return _FullFile.refused
+
+    def end(self) -> None:
+        """There is room again."""
+        io.open = builtins.open = self._real
+
+    def _open(self, file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **named: Any) -> Any:
+        inside = not isinstance(file, int) and str(Path(file).absolute()).startswith(self._folders)
+        if not inside or not set(mode) & set("wax+"):
+            return self._real(file, mode, buffering, *rest, **named)
+        raw = _FullFile(file, mode.replace("t", ""))
+        if buffering == 0:
+            return raw
+        buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, "utf-8")
+
+
+def newest_file(folder: Path | None, rank: int) -> Path | None:
+    """Of the newest checkpoint in a folder, the file that this rank wrote, else the manifest; None without any. One
+    that is being written is waited for."""
+    until = time.monotonic() + PATIENCE
+    while folder is not None and any(folder.glob(f"*{PART}")) and time.monotonic() < until:
+        time.sleep(0.01)
+    found = [] if folder is None else checkpoints_in(folder)[-1:]
+    own = [path for saved in found for path in saved.path.glob(f"rank{rank}.*")]
+    return next(iter([*own, *(saved.path / MANIFEST for saved in found)]), None)
+
+
+def flip_bit(path: Path) -> None:
+    """Flip a bit in the middle of the file."""
+    with path.open("r+b") as file:
+        middle = path.stat().st_size // 2
+        file.seek(middle)
+        (byte,) = file.read(1)
+        file.seek(middle)
+        file.write(bytes([byte ^ 0x08]))
+
+
+def cut(path: Path) -> None:
+    """Cut off the second half of the file."""
+    os.truncate(path, path.stat().st_size // 2)

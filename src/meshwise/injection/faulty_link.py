@@ -1,0 +1,76 @@
+"""A link that carries nothing any more, and nobody is told, as with a cable that was pulled: for `--fault drop-link`.
+One that is closed, which both ends hear: `reset-link`.
+
+Of a process's connections to its peers, in each place a socket is put that is connected to nothing; the real one stays
+open, so that the peers do not hear of its end.
+Tested in tests/injection/test_faults.py and tests/faults/test_disks_and_links.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from meshwise.workers.channel import ADDRESS
+
+FDS = Path("/dev/fd")
+
+
+def connections_to_peers() -> list[int]:
+    """The TCP connections of this process, but for those to the store of the process group and to the launcher."""
+    known = os.environ.get("MASTER_PORT", "0"), os.environ.get(ADDRESS, "").rpartition(":")[2] or "0"
+    return [fd for fd, ends in _connections() if not {*map(int, known)} & {*ends}]
+
+
+def _connections() -> Iterator[tuple[int, tuple[int, int]]]:
+    """File descriptors of TCP connections, with the ports of their two ends."""
+    for fd in _open_files():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+            if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
+                yield fd, (each.getsockname()[1], each.getpeername()[1])
+
+
+def freeze(connections: Sequence[int]) -> None:
+    """Nothing goes through these connections any more, in either direction."""
+    polls = _polls()
+    for fd in connections:
+        mine, _ = (end.detach() for end in socket.socketpair())  # its other end stays open, as does what was here
+        os.dup(fd)
+        waited = [poll for poll in polls if _taken_out(poll, fd)]
+        os.dup2(mine, fd)
+        os.close(mine)
+        for poll in waited:  # its owner takes it out again when it closes it
+            poll.register(fd, 0)
+
+
+def close(connections: Sequence[int]) -> None:
+    """Both ends hear that these connections are over."""
+    for fd in connections:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+            each.shutdown(socket.SHUT_RDWR)
+
+
+def _polls() -> list[select.epoll]:
+    """The epolls of this process, by which a library's own threads wait for connections."""
+    found = []
+    for fd in _open_files():
+        with contextlib.suppress(OSError):
+            if str((FDS / str(fd)).readlink()) == "anon_inode:[eventpoll]":
+                found.append(select.epoll.fromfd(os.dup(fd)))
+    return found
+
+
+def _open_files() -> list[int]:
+    return [int(path.name) for path in FDS.iterdir()]
+
+
+def _taken_out(poll: select.epoll, fd: int) -> bool:
+    try:
+        poll.unregister(fd)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""A job: what it is, its step, its loop, its options."""

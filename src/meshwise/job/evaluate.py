@@ -1,0 +1,90 @@
+"""Evaluate: every sample counts once, on any number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.data.order import BatchSlice
+from meshwise.engine.engine import Engine, Microbatch
+from meshwise.engine.weighing import as_weight, split_weight
+from meshwise.job.job import Job
+from meshwise.job.step import shapes_of
+from meshwise.timeline.recorder import current
+from meshwise.transfer import collectives
+
+Sum = tuple[Tensor, Tensor]
+"""A value and its weight, or the sums of both."""
+
+
+def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Microbatch]) -> dict[str, float]:
+    """The job's metrics over the whole test set; its loss where it has none. Collective.
+
+    A padding sample weighs nothing. Buffers (running statistics) are those of rank 0.
+    """
+    collectives.broadcast_tensors(list(model.buffers()))
+    sums: dict[str, Sum] = {}
+    training = model.training
+    model.eval()
+    with torch.no_grad(), current().span("evaluate"):
+        for batch, part in batches:
+            engine.part = part
+            current().come_to("evaluate")
+            with engine.computing():
+                measured = _measured(engine, job, model, batch, part)
+            for name, (value, weight) in measured.items():
+                total, weights = sums.get(name, (0.0, 0.0))
+                sums[name] = (total + value * weight, weights + weight)
+        engine.part = None
+        result = _over_ranks(_of_last_stage(engine, sums))
+    model.train(training)
+    return result
+
+
+def _measured(engine: Engine, job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:
+    """Each metric of a batch, and its weight; in a pipeline the last stage has them."""
+    pipeline, cast = engine.program.pipeline, engine.cast(batch)
+    if pipeline is None:
+        return _measure(job, model, cast, part)
+    found: dict[str, Sum] = {}
+    for action in pipeline.begin_forward(shapes_of(batch)):
+        _, result = pipeline.run(action, lambda: _measure(job, model, cast, part))
+        found = result or found
+    pipeline.finish_forward()
+    return found
+
+
+def _of_last_stage(engine: Engine, sums: dict[str, Sum]) -> dict[str, Sum]:
+    """The sums of the last stage, on every rank of its pipeline."""
+    pipeline, device = engine.program.pipeline, engine.program.device
+    if pipeline is None:
+        return sums
+    held = {name: (float(value), float(weight)) for name, (value, weight) in sums.items()}
+    told = collectives.gather_objects(held, pipeline.pipe.group)[pipeline.last_rank]
+    dtype = torch.float32 if device.startswith("mps") else torch.float64
+    pairs = {name: torch.tensor(pair, dtype=dtype, device=device) for name, pair in told.items()}
+    return {name: (pair[0], pair[1]) for name, pair in pairs.items()}
+
+
+def _measure(job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:
+    """Each metric of a batch, and its weight."""
+    named = job.metrics(model, batch) if job.metrics else {"loss": job.loss(model, batch)}
+    summed = 1 if job.reduction == "sum" and not job.metrics else None
+    measured = {}
+    for name, result in named.items():
+        mean, weight = split_weight(result, part, f"metric '{name}' of job '{job.name}'", summed=summed)
+        known = as_weight(float(part.samples) if weight is None else weight, mean)
+        measured[name] = (mean.to(known.dtype), known)
+    return measured
+
+
+def _over_ranks(sums: dict[str, Sum]) -> dict[str, float]:
+    if not sums:
+        return {}
+    table = collectives.all_reduce(
+        torch.stack([torch.stack(pair) for pair in sums.values()]), of="metrics"
+    )  # (metrics, 2)
+    return {name: total / weight for name, (total, weight) in zip(sums, table.tolist(), strict=True)}

@@ -1,0 +1,180 @@
+"""The job: an ordinary training program as plain functions. Nothing in it knows about devices."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from meshwise.spec.errors import UsageError, check_known
+from meshwise.spec.reductions import REDUCTIONS
+from meshwise.tracking.trackers import Tracker, check_trackers
+
+if TYPE_CHECKING:  # the options of a run name a Job, and their help waits for no torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+Weighted: TypeAlias = "Tensor | tuple[Tensor, Tensor | float]"
+_MUST_BE_GIVEN: Any = ...
+
+
+@dataclass(frozen=True)
+class EpochEnd:
+    """What a job's callbacks get after an epoch, on every rank.
+
+    epoch: from 1. step: optimizer steps so far. loss: of the last step, over all ranks. metrics: of the evaluation
+    after this epoch, empty where there was none. best: whether it was the best so far. model, optimizer: those that
+    train; the model is in training mode afterwards, whatever a callback made of it.
+    """
+
+    epoch: int
+    epochs: int
+    step: int
+    loss: float | None
+    metrics: Mapping[str, float]
+    best: bool
+    model: nn.Module
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training program: what is trained on what, with which loss and optimizer.
+
+    name: in messages and of the run's folder; default: the variable that it is bound to.
+    model: builds the model; called once on every rank, start values are those of rank 0.
+    loss: `loss(model, batch)` gives a scalar mean over the samples of `batch`, or `(mean, weight)` where `weight`
+        counts what the mean is over (a token mean returns its number of tokens). Gradients are the exact weighted mean
+        over the global batch.
+    reduction: `sum` where the loss is a sum over the samples of `batch`: gradients are then those of the sum over the
+        global batch. Without metrics the test loss is per sample. By default it is a mean; on several devices a loss
+        that is known to be a sum is refused then, and `mean` takes it for one all the same.
+    optimizer: makes the optimizer from the parameters.
+    data: the training set, or a function that gives it: a map-style dataset, or a tuple or dict of equally long tensors
+        (sliced by batch). A function is called on each rank; a data set travels to it. A dataset with `batch(indices)`
+        is asked for whole batches; any other goes through torch's DataLoader.
+    test: the test set, like `data`. Every sample counts once.
+    metrics: `metrics(model, batch)` gives named means like `loss` does, for instance `{"accuracy": ...}`.
+    predict: `predict(model, batch)` gives a row for each sample of `batch`: a tensor, a list, or a dict or tuple of
+        them. By default the model's output for the batch (a dict by name, of a tuple what comes first), and of outputs
+        with `logits` those. See `mw.predict`.
+    scheduler: makes a scheduler from the optimizer; it ticks once an optimizer step.
+    collate: joins samples to a batch, as DataLoader's `collate_fn`.
+    batch_size: samples of the *global* batch, on any number of devices.
+    clip_norm: the norm to which the gradient of the whole step is clipped.
+    loader_workers: processes that a DataLoader reads with, on each rank.
+    validate_every: epochs from one evaluation to the next, or optimizer steps: `"500 steps"`, counted from the start of
+        the run. The end of the training has one too.
+    best: which evaluation is the best, `max accuracy` or `min loss`: its weights are kept as best.safetensors.
+    patience: the training ends after so many evaluations that were no better than the best.
+    callbacks: called on every rank after each epoch and its evaluation, with an `EpochEnd`.
+    stage_cost: `stage_cost(name, block)` says what a block of the model costs, in any unit: a pipeline is cut so that
+        its most expensive stage is as cheap as can be. By default the number of parameters.
+    log: where losses and metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, or functions of your
+        own, `track(values, step)`, called on rank 0. `--log` adds to it. One that fails ends no training.
+    """
+
+    name: str = ""
+    model: Callable[[], nn.Module] = _MUST_BE_GIVEN
+    loss: Callable[[nn.Module, Any], Weighted] = _MUST_BE_GIVEN
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = _MUST_BE_GIVEN
+    data: Any = _MUST_BE_GIVEN
+    test: Any = None
+    metrics: Callable[[nn.Module, Any], Mapping[str, Weighted]] | None = None
+    predict: Callable[[nn.Module, Any], Any] | None = None
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    batch_size: int = 64
+    epochs: int = 1
+    seed: int = 0
+    clip_norm: float | None = None
+    loader_workers: int = 0
+    reduction: Literal["mean", "sum"] | None = None
+    validate_every: int | str = 1
+    best: str | None = None
+    patience: int | None = None
+    callbacks: Sequence[Callable[[EpochEnd], object]] = ()
+    log: str | Tracker | Sequence[str | Tracker] = ()
+    stage_cost: Callable[[str, nn.Module], float] | None = None
+
+    def __post_init__(self) -> None:
+        missing = [name for name in ("model", "loss", "optimizer", "data") if getattr(self, name) is _MUST_BE_GIVEN]
+        if missing:
+            raise UsageError(f"job '{self.name}' has no {', '.join(missing)}. Use Job({missing[0]}=..., ...).")
+        for name in ("data", "test"):
+            given = getattr(self, name)
+            if given is not None and _is_dataset(given):
+                object.__setattr__(self, name, functools.partial(_same, given))
+        if callable(self.callbacks):
+            object.__setattr__(self, "callbacks", (self.callbacks,))
+        counts = {"batch_size": 1, "epochs": 1, "seed": 0, "loader_workers": 0}
+        for name, least in (counts | ({} if self.patience is None else {"patience": 1})).items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise UsageError(f"job '{self.name}': {name}={value!r} must be a whole number of at least {least}.")
+        if self.evaluates[0] < 1:
+            raise UsageError(
+                f"job '{self.name}': validate_every={self.validate_every!r} must be a whole number of at least 1, in "
+                'epochs, or steps such as "500 steps".'
+            )
+        if self.seed >= 2**31:
+            raise UsageError(f"job '{self.name}': seed={self.seed} is too large. Use a seed below 2**31.")
+        if self.best is not None:
+            _check_best(self.name, self.best, self.test)
+        elif self.patience is not None:
+            raise UsageError(f"job '{self.name}': patience={self.patience} needs a measure. Add best='max accuracy'.")
+        check_trackers([name for name in self.trackers if isinstance(name, str)])
+        check_known(f"job '{self.name}': reduction", "mean" if self.reduction is None else self.reduction, REDUCTIONS)
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UsageError(
+                f"job '{self.name}': clip_norm={self.clip_norm!r} must be above 0, or None for no clipping."
+            )
+
+    @property
+    def trackers(self) -> tuple[str | Tracker, ...]:
+        """What `log` names."""
+        return (self.log,) if isinstance(self.log, str) or callable(self.log) else tuple(self.log)
+
+    @property
+    def evaluates(self) -> tuple[int, str]:
+        """`validate_every` as a count and its unit: `(500, "steps")`; a count of 0 is none."""
+        whole = isinstance(self.validate_every, int | str) and not isinstance(self.validate_every, bool)
+        return _count_and_unit(str(self.validate_every)) if whole else (0, "epochs")
+
+    def named(self, name: str = "") -> Job:
+        """This job; one without a name gets this one, or that of the variable of the program that it is bound to."""
+        if self.name:
+            return self
+        bound = (key for key, value in vars(sys.modules["__main__"]).items() if value is self and key[0] != "_")
+        return replace(self, name=name or next(bound, "job"))
+
+
+@functools.cache
+def _count_and_unit(text: str) -> tuple[int, str]:
+    found = re.fullmatch(r"([\d_,]+)\s*(epoch|step)s?|(\d+)", text.strip())
+    if found is None:
+        return 0, "epochs"
+    return int((found[1] or found[3]).replace(",", "")), f"{found[2] or 'epoch'}s"
+
+
+def _check_best(job: str, best: str, test: Any) -> None:
+    """Raises UsageError for a measure that is not `max NAME` or `min NAME`, or that no test set gives."""
+    direction, _, metric = best.partition(" ")
+    if direction not in ("max", "min") or not metric.strip():
+        word = best.split()[-1] if best.split() else "accuracy"
+        raise UsageError(f"job '{job}': best={best!r} does not say what is better. Use 'max {word}' or 'min {word}'.")
+    if test is None:
+        raise UsageError(f"job '{job}': best={best!r} is of an evaluation, and there is no test set. Add test=...")
+
+
+def _is_dataset(given: Any) -> bool:
+    """Whether this is a data set itself, and no function that gives one: a class of data sets is a function."""
+    return not isinstance(given, type) and hasattr(type(given), "__getitem__")
+
+
+def _same(dataset: Any) -> Any:
+    return dataset

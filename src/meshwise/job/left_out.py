@@ -1,0 +1,109 @@
+"""Batches that a run leaves out because a loss or a gradient was not finite: `--on-nan back`.
+
+The state that the run goes on from is the newest one without them. As long as the parameters are finite, that is the
+state before the step itself: to go back and to repeat the steps since then would give the same bits. Where they are
+not, the update of the step before, or a fault, has spoiled them: the attempt ends (SpoiledError), the next one begins
+from the newest saved state, and the batch of the step before is left out too.
+
+A batch that is left out is no step: no update, no tick of the schedule, no number. The folder of the run keeps which
+they are, so that no later attempt meets them. Tested in tests/job/test_left_out.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from meshwise.compat.sharding import local_of
+from meshwise.engine.weighing import Losses, total_of
+from meshwise.job.not_finite import MOST_IN_A_ROW, KeptBuffers, agreed, any_not_finite, gradients_of
+from meshwise.records import folder as names
+from meshwise.records.files import append_lines, read_lines
+from meshwise.recovery.state import RunState
+from meshwise.spec.errors import LossError, SpoiledError
+from meshwise.spec.words import ranks_text
+from meshwise.transfer import collectives, stages
+
+Batch = tuple[int, int, int]
+"""Its epoch (from 0), its first sample in the order of that, and the one behind its last."""
+
+
+class LeftOut:
+    """The batches that this run leaves out, and the steps that tell which. Alike on all ranks."""
+
+    is_step = False
+    """Whether a step whose update is left out counts."""
+
+    def __init__(self, state: RunState, folder: Path | None, tell: Callable[[str], None], *, scaled: bool) -> None:
+        """folder: of the run; None remembers nothing for a later one. tell: takes a line for the user.
+        scaled: whether a loss scaler looks after the gradients. Collective."""
+        self._state, self._scaled, self._first = state, scaled, collectives.get_rank(collectives.everyone()) == 0
+        self._tell = tell
+        self._file = None if folder is None else folder / names.LEFT_OUT
+        self._kept = KeptBuffers(state.model)
+        own = list(_read(self._file)) if self._first else []
+        self._every: list[Batch] = collectives.broadcast_object(own, collectives.everyone())
+        self.last: deque[Batch] = deque(maxlen=2)
+        """That of the step that is worked on, behind that of the step before."""
+        self.in_a_row = 0
+
+    def ranges(self, epoch: int, begin: int = 0) -> list[tuple[int, int]]:
+        """Those of an epoch that end behind sample `begin`, as `batch_bounds` takes them."""
+        return [(first, stop) for of, first, stop in self._every if of == epoch and stop > begin]
+
+    def step_begins(self) -> None:
+        """Keep the buffers as they are before the forward."""
+        self._kept.keep()
+
+    def skips(self, step: int, losses: Losses) -> bool:
+        """Whether this step's batch is left out. Collective. Raises SpoiledError where its parameters are not finite,
+        LossError where too many batches in a row are left out."""
+        seen = [total_of(losses)[0], *([] if self._scaled else gradients_of(self._state.model))]
+        if not agreed(any_not_finite(seen).to(seen[0].device)):
+            self.in_a_row = 0
+            return False
+        self._kept.put_back()
+        self.refuse_spoiled(step)
+        self.in_a_row += 1
+        if self.in_a_row > MOST_IN_A_ROW:
+            raise LossError(
+                f"step {step}: {MOST_IN_A_ROW} batches in a row gave losses or gradients that are not finite. Look at "
+                "the data, or go on from an earlier state with a lower learning rate."
+            )
+        text = f"step {step}: the loss or a gradient is not finite. {self._leave_out(step, [self.last[-1]])}"
+        self._tell(text)
+        return True
+
+    def refuse_spoiled(self, step: int) -> None:
+        """Raises SpoiledError on all ranks where some parameter is not finite, after leaving out the batch of this step
+        and that of the step before. Collective."""
+        model = self._state.model
+        lacking = stages.lacked_parameters(model)  # another rank's of a pipeline, which are NaN here
+        trained = [local_of(p.detach()) for p in model.parameters() if p.requires_grad and p not in lacking]
+        flags = collectives.gather_objects(bool(any_not_finite(trained)), collectives.everyone())
+        if any(flags):
+            ranks = [rank for rank, flag in enumerate(flags) if flag]
+            self._tell(f"step {step}: {self._leave_out(step, list(self.last))}")
+            raise SpoiledError(f"step {step}: parameters of {ranks_text(ranks)} are not finite.", ranks=ranks)
+
+    def _leave_out(self, step: int, batches: Sequence[Batch]) -> str:
+        """Remember them; a sentence on which they are."""
+        self._every += batches
+        which = " and ".join(f"samples {first} to {stop - 1} of epoch {epoch + 1}" for epoch, first, stop in batches)
+        text = f"The order of the data goes on without {which}."
+        if self._file is not None and self._first:
+            lines = [{"epoch": epoch, "first": first, "stop": stop, "step": step} for epoch, first, stop in batches]
+            try:
+                append_lines(self._file, lines)
+            except OSError as error:
+                self._tell(f"{self._file}: {error.strerror}. A later attempt would meet it again.")
+        return text
+
+
+def _read(file: Path | None) -> Iterator[Batch]:
+    """What an earlier attempt has left out."""
+    for line in read_lines(file) if file is not None else ():
+        found = [number for name in ("epoch", "first", "stop") if isinstance(number := line.get(name), int)]
+        if len(found) == 3:
+            yield found[0], found[1], found[2]

@@ -1,0 +1,331 @@
+"""The loop: a job from its first step, or from a saved one, to its final accuracy. Runs on every rank.
+
+A short loop on the engine: read the microbatches of a step, compute, update; evaluate after each epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain, islice, tee
+from pathlib import Path
+from typing import Any
+
+from meshwise.data.order import batch_bounds, epoch_order, epoch_slices, sequential_slices
+from meshwise.engine.engine import Engine, Microbatch
+from meshwise.engine.loops import LoopRead
+from meshwise.engine.steps import batches as read_batches
+from meshwise.guards.loss_looks import losses_apart
+from meshwise.injection import faults
+from meshwise.job.best import BestEpoch
+from meshwise.job.evaluate import evaluate
+from meshwise.job.job import EpochEnd, Job
+from meshwise.job.last_step import LastStep
+from meshwise.job.left_out import LeftOut
+from meshwise.job.not_finite import SkippedSteps, refuse_closures
+from meshwise.job.options import BACK, CHECK_EVERY, LOG_EVERY, SKIP, RunOptions
+from meshwise.job.replica_check import ReplicaCheck
+from meshwise.job.run import JobRun, Pace, begun, made_with, make_engine, open_data, read_parts
+from meshwise.job.spikes import Spikes
+from meshwise.job.step import train_step
+from meshwise.machine.memory import peak_bytes
+from meshwise.parallel.apply import check_fits
+from meshwise.process.explain import explain
+from meshwise.process.smaller import smaller_plan
+from meshwise.recording.recording import Recording
+from meshwise.records import folder as names
+from meshwise.records.checkpoints import run_and_checkpoint
+from meshwise.recovery.clock import SaveClock
+from meshwise.recovery.loading import load
+from meshwise.recovery.resume_changes import honour
+from meshwise.recovery.saving import Saver
+from meshwise.recovery.state import tree_of, unpack
+from meshwise.recovery.weights import save_weights
+from meshwise.spec.errors import SaveError, UsageError
+from meshwise.splits.rules import said
+from meshwise.timeline.recorder import current
+from meshwise.tracking.metrics_log import MetricsLog, Send
+from meshwise.tracking.tracking import log_into
+from meshwise.transfer.collectives import barrier
+from meshwise.workers.environment import KEPT
+from meshwise.workers.heartbeat import watched_loop
+from meshwise.workers.join import RankContext, join
+
+
+def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | None = None) -> dict[str, Any]:
+    """Run `job` on this rank. Collective: every rank calls it. Returns the rank's facts of the finished run.
+
+    folder: the run folder, which exists; None keeps no records. send: gets the messages of the run; the launcher by
+    default. Raises UsageError for what cannot be run, LossError when the loss is not a number any more.
+    """
+    session = join()
+    plan = options.plan_on(session.world.size)
+    check_fits(plan, session.world)
+    if send is None and session.channel is not None:
+        send = session.channel.send
+    trackers = (*options.log, *job.trackers)
+    log = MetricsLog(folder, send, session.world, trackers, scaled=plan.dtypes.scaled or options.on_nan == SKIP)
+    recording = Recording(session.world, folder, log.note)
+    status, run = "failed", None
+    engine = make_engine(session, plan, log.note, exact_random=options.exact_random)
+    try:
+        run = _prepare(job, options, folder, session, log, engine)
+        with log_into(log.tracking, lambda: current().step), watched_loop(compiles=plan.compile):
+            _train(run)
+        _finish(run)
+        status = "stopped" if run.stopped else "finished"
+    except BaseException as error:
+        given, apart = (job.batch_size, engine.world), losses_apart(engine)
+        less = partial(smaller_plan, plan, run.state.model, *given, apart=apart) if run else lambda: None
+        if run is not None and run.last is not None and isinstance(error, Exception) and not session.gate.halted:
+            with contextlib.suppress(Exception):  # the error that is there already is the one to tell
+                run.last.leave()
+        explain(error, session.world, None if run is None else run.state.step, recording.recorder, less)
+        raise
+    finally:
+        if run is not None and run.saver is not None and status == "failed":
+            run.saver.close()
+        engine.close()
+        recording.close(status)
+        log.close()
+    notes = [
+        run.best.why_over(run.state),
+        run.skipped.note() if isinstance(run.skipped, SkippedSteps) else "",
+        *engine.notes,
+    ]
+    notes += [*(said() if plan.split else ()), engine.draws.note() if engine.draws else ""]
+    return {
+        "job": job.name,
+        "status": status,
+        "began": run.began,
+        "epochs": run.state.epoch,
+        "steps": run.state.step,
+        "samples": recording.recorder.samples,
+        "metrics": run.metrics,
+        "best": run.best.found,
+        "losses": log.losses,
+        "memory": peak_bytes(session.world.device),
+        "notes": tuple(filter(None, notes)),
+    }
+
+
+def _prepare(
+    job: Job, options: RunOptions, folder: Path | None, session: RankContext, log: MetricsLog, engine: Engine
+) -> JobRun:
+    train = open_data(job, job.data(), "training set", engine)
+    test = open_data(job, job.test(), "test set", engine) if job.test else None
+    plan = options.plan_on(session.world.size)
+    state = begun(job, plan, engine)
+    now, resumed = made_with(job, state.optimizer, train.samples), None
+    if options.resume is not None and folder is not None:
+        _, only = run_and_checkpoint(Path(options.resume))
+        resumed = load(folder / names.CHECKPOINTS, session.world, log.note, only)
+        unpack(state, resumed.tree)
+        honour(state, state.made_with, now, log.note)
+    state.made_with = now
+    log.begin(state.step)
+    best = BestEpoch(job, folder, resumed=options.resume is not None)
+    every = CHECK_EVERY if options.check_every is None else options.check_every
+    check, clock = ReplicaCheck(plan, every), SaveClock(options.saves)
+    left_out = LeftOut(state, folder, log.tell, scaled=plan.dtypes.scaled)
+    run = JobRun(job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, left_out)
+    refuse_closures(options.on_nan, state.optimizer)
+    if options.on_nan == SKIP and not plan.dtypes.scaled:
+        run.skipped = SkippedSteps(state.model, log.note)
+    elif options.on_nan == BACK:
+        run.skipped = left_out
+    run.spikes = Spikes() if options.on_spike else None
+    run.began = {"epoch": state.epoch, "step": state.step}
+    if folder is not None:
+        faults.saves_into(folder / names.CHECKPOINTS)
+        saved = None if resumed is None else resumed.saved
+        run.saver = Saver(folder / names.CHECKPOINTS, session.world, log.note, saves=options.saves, resumed=saved)
+    if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over
+        best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
+    if options.redundancy and KEPT not in os.environ:
+        raise UsageError(
+            "--redundancy 1: the launcher of one machine holds the memory for it, and here is none. Leave it out, and "
+            "say with --save-every how much may be lost."
+        )
+    if folder is not None and session.channel is not None and KEPT in os.environ and log.keep_pending():
+        run.last = LastStep(state, plan, session.world, folder, options.redundancy, engine.notify)
+        run.last.answer(session.channel)
+    log.send("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
+    return run
+
+
+def _train(run: JobRun) -> None:
+    state, job = run.state, run.job
+    state.model.train()
+    while state.epoch < job.epochs and not run.best.is_over(state):
+        run.stopped = _train_epoch(run)
+        if run.stopped or (state.index < run.train.samples and run.best.is_over(state)):
+            break
+        state.epoch, state.index = state.epoch + 1, 0
+        _end_epoch(run)
+
+
+def _end_epoch(run: JobRun) -> None:
+    """Evaluate, where it is time, and call the job's callbacks."""
+    state, job = run.state, run.job
+    if run.evaluated[0] != state.step and any(_evaluation_is_due(run, unit) for unit in ("steps", "epochs")):
+        _evaluate(run, state.epoch)
+    here = run.evaluated[0] == state.step
+    metrics, best = run.metrics if here else {}, here and run.evaluated[1]
+    facts = (state.epoch, job.epochs, state.step, run.log.last_loss, metrics, best, state.model, state.optimizer)
+    for callback in job.callbacks:
+        callback(EpochEnd(*facts))
+        state.model.train()
+
+
+def _evaluation_is_due(run: JobRun, unit: str) -> bool:
+    """Whether it is time after this step, or at the end of this epoch; and at the end of the training."""
+    every, of = run.job.evaluates
+    done = run.state.step if unit == "steps" else run.state.epoch
+    last = unit == "epochs" and run.state.epoch == run.job.epochs
+    return run.test is not None and (last or (of == unit and done % every == 0))
+
+
+def _evaluate(run: JobRun, epoch: int) -> None:
+    """Evaluate in this epoch (from 1), and keep what is best. Collective."""
+    state, job = run.state, run.job
+    assert run.test is not None
+    run.metrics = evaluate(run.engine, job, state.model, _test_batches(run, run.test.samples))
+    run.evaluated = state.step, run.best.take(run.metrics, epoch, state.step, state.model)
+    if run.log.evaluated != state.step:  # an earlier attempt may have written it, and ended before its next step
+        facts = {"best": run.evaluated[1], "inside": epoch > state.epoch}
+        run.log.add_evaluation(epoch - 1, job.epochs, state.step, run.metrics, **facts)
+
+
+def _train_epoch(run: JobRun) -> bool:
+    """Train from where the state is to the end of the epoch. Returns whether all ranks stop before that."""
+    state, job, log = run.state, run.job, run.log
+    in_epoch = -(-state.index // job.batch_size)
+    gaps = run.left_out.ranges(state.epoch, state.index)
+    steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size) - len(gaps)
+    bounds = batch_bounds(run.train.samples, job.batch_size, state.index, gaps)
+    pace = Pace(run.train.samples * job.epochs, current().samples)
+    log_every = run.options.log_every or LOG_EVERY
+    in_steps = job.evaluates[1] == "steps"
+    # Held by this frame: a rank that leaves inside the loop is still in the middle of an epoch when it is asked.
+    loop = LoopRead(step=state.step + 1)
+    batches = read_batches(run.engine, "an epoch", _train_batches(run), job.batch_size, loop=loop)
+    if run.last is not None:
+        run.last.keep()
+    if 0 < state.index < run.train.samples and _evaluation_is_due(run, "steps") and log.evaluated != state.step:
+        _evaluate(run, state.epoch + 1)  # an earlier attempt has ended before
+        if run.best.is_over(state):
+            return False
+    for parts, (first, stop) in zip(batches, bounds, strict=False):
+        run.left_out.last.append((state.epoch, first, stop))
+        done = state.step
+        note = None if log.note_losses is None else partial(log.note_losses, state.epoch, state.step + 1)
+        losses = train_step(run.engine, job, state, parts, run.skipped, note)
+        state.index, loop.step = stop, state.step + 1
+        if state.step == done:  # the batch is left out
+            steps -= 1
+            continue
+        in_epoch += 1
+        log.pending.append((state.epoch, state.step, losses))
+        if run.last is not None:
+            run.last.keep()
+        due = in_steps and _evaluation_is_due(run, "steps")
+        if due or in_epoch % log_every == 0 or in_epoch == steps:
+            log.sync()
+            log.send_memory()
+            _send_progress(run, "log", pace, in_epoch, steps)
+            if due:
+                _evaluate(run, state.epoch + 1)
+            if due and run.best.is_over(state):
+                break
+        elif time.monotonic() >= log.live_due and log.live_is_due():
+            _send_progress(run, "progress", pace, in_epoch, steps)
+        if (state.step >= run.clock.look and run.clock.is_due(state.step)) | (
+            run.spikes is not None and _has_spiked(run)
+        ):
+            _save(run)
+        if run.replicas.every and run.replicas.is_due(state.step):
+            run.replicas.compare(state)
+    log.sync()
+    if run.engine.stopped:
+        run.session.gate.stopped_after = state.step, state.epoch + 1
+        log.send("stopping", step=state.step, epoch=state.epoch + 1)
+    return run.engine.stopped
+
+
+def _has_spiked(run: JobRun) -> bool:
+    """Whether a loss since the last look was a spike, which is told. Collective where it is time."""
+    step = run.state.step
+    if run.spikes is None or not run.spikes.is_due(step):
+        return False
+    run.log.sync()
+    text = run.spikes.look(run.log.losses, step)
+    if text:
+        run.log.tell(f"{text} The state after step {step} is saved.")
+    return bool(text)
+
+
+def _train_batches(run: JobRun) -> Iterator[Sequence[Microbatch]]:
+    """The microbatches of each step, on the device, with the next ones on their way."""
+    state, world, accumulate = run.state, run.engine.world, run.plan.accumulate
+    order = epoch_order(state.seed, state.epoch, run.train.samples)
+    gaps = run.left_out.ranges(state.epoch)
+    slices, ahead = tee(epoch_slices(order, run.job.batch_size, world, accumulate, state.index, gaps))
+    pairs = read_parts(run.train, chain.from_iterable(ahead), state.epoch, world.device)
+    return zip(pairs, strict=False) if accumulate == 1 else (list(islice(pairs, len(step))) for step in slices)
+
+
+def _test_batches(run: JobRun, samples: int) -> Iterator[Microbatch]:
+    """The first samples of the test set."""
+    assert run.test is not None
+    slices = sequential_slices(samples, run.job.batch_size, run.engine.world)
+    return read_parts(run.test, slices, 0, run.engine.world.device)
+
+
+def _send_progress(run: JobRun, kind: str, pace: Pace, in_epoch: int, steps: int) -> None:
+    if run.session.world.rank != 0:
+        return
+    state = run.state
+    behind = state.epoch * run.train.samples + state.index
+    facts = {"epoch": state.epoch + 1, "epochs": run.job.epochs, "step": in_epoch, "steps": steps}
+    run.log.send(kind, **facts, loss=run.log.last_loss, **pace.facts(current().samples, behind))
+
+
+def _save(run: JobRun, *, wait: bool = False) -> None:
+    """Save the state: every rank writes its part, behind the training. What replicas do not hold alike, or with a loss
+    that is not finite, is not saved. Collective."""
+    state = run.state
+    run.log.sync()  # what a restart goes on after is in the records too
+    run.replicas.compare(state)
+    if run.skipped is run.left_out:
+        run.left_out.refuse_spoiled(state.step)
+    if run.saver is not None:
+        facts = {name: getattr(state, name) for name in ("step", "epoch", "index", "seed")}
+        run.saver.save(lambda whole: tree_of(state, whole=whole), facts | {"plan": str(run.plan)}, wait=wait)
+
+
+def _save_weights(run: JobRun, path: Path) -> None:
+    try:
+        save_weights(run.state.model, path)
+    except OSError as error:
+        raise SaveError(f"the run is done, and its weights could not be written: {path}: {error.strerror}.") from None
+
+
+def _finish(run: JobRun) -> None:
+    """Save the state and, of a run that came to its end, the weights. Raises SaveError where the state is not saved."""
+    saver = run.saver
+    if saver is not None:
+        saver.settle()
+        if run.state.step not in (saver.saved, run.began["step"] if run.options.resume is not None else -1):
+            _save(run, wait=True)
+    if run.folder is not None and not run.stopped:
+        _save_weights(run, run.folder / names.WEIGHTS)
+    if saver is not None:
+        saver.settle()
+        if saver.wrong:
+            raise SaveError(f"the last state of the run, of step {run.state.step}, could not be saved: {saver.wrong}.")
+    if run.session.channel is None:
+        barrier()  # without a launcher nobody waits for rank 0's files

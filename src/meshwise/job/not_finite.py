@@ -1,0 +1,106 @@
+"""A step whose gradients are not finite, and what all ranks do about it: `--on-nan`.
+
+stop    the run ends with the step and the ranks where it began (metrics_log.py); nothing is paid for it
+skip    the optimizer does not step, buffers are as before the step, and the next one follows
+back    the batch is left out, as if the data did not have it (left_out.py)
+
+Under `skip` and `back` all ranks agree in each step, with one number, whether every gradient is finite. A loss scaler
+(float16) skips by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwise.compat.sharding import local_of
+from meshwise.engine.weighing import Losses
+from meshwise.job.options import STOP
+from meshwise.parallel.step_hooks import needs_closure
+from meshwise.spec.errors import LossError, UsageError
+from meshwise.spec.units import plural
+from meshwise.transfer import collectives
+
+MOST_IN_A_ROW = 20  # steps that are skipped before the run is held to be lost
+
+
+def refuse_closures(on_nan: str, optimizer: Optimizer) -> None:
+    """Raises UsageError for an optimizer whose step cannot be left out."""
+    if on_nan != STOP and needs_closure(optimizer):
+        raise UsageError(
+            f"--on-nan {on_nan}: {type(optimizer).__name__} changes the parameters several times in a step, which "
+            "cannot be left out. Leave --on-nan out, or use another optimizer."
+        )
+
+
+class KeptBuffers:
+    """A model's buffers as they were before a forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self) -> None:
+        """Keep them as they are now."""
+        self._before = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
+
+    def put_back(self) -> None:
+        """Make them as they were."""
+        for buffer, before in self._before:
+            buffer.detach().copy_(before)
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """This rank's parts of a model's gradients."""
+    return [local_of(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def any_not_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether a value of these is not finite: 1 or 0, on their device."""
+    bad = [~torch.isfinite(tensor).all() for tensor in tensors if tensor.numel()]
+    return torch.stack(bad).any().float() if bad else torch.zeros(())
+
+
+def agreed(found: Tensor) -> bool:
+    """Whether some rank has found one. Collective."""
+    return bool(float(collectives.all_reduce(found, "max", collectives.everyone(), of="whether gradients are finite")))
+
+
+class SkippedSteps:
+    """Lets steps be skipped whose gradients are not finite."""
+
+    is_step = True
+    """Whether a step whose update is left out counts."""
+
+    def __init__(self, model: nn.Module, notify: Callable[[str], None]) -> None:
+        self._model, self._notify, self._kept = model, notify, KeptBuffers(model)
+        self.count = self.in_a_row = 0
+
+    def step_begins(self) -> None:
+        """Keep the buffers as they are before the forward."""
+        self._kept.keep()
+
+    def skips(self, step: int, losses: Losses) -> bool:
+        """Whether some rank has a gradient that is not finite: then buffers are as they were. Collective."""
+        device = next(iter(self._model.parameters())).device
+        if not agreed(any_not_finite(gradients_of(self._model)).to(device)):
+            self.in_a_row = 0
+            return False
+        self._kept.put_back()
+        self.count, self.in_a_row = self.count + 1, self.in_a_row + 1
+        if self.in_a_row > MOST_IN_A_ROW:
+            raise LossError(
+                f"step {step}: the gradients of {MOST_IN_A_ROW} steps in a row are not finite. Go on from an earlier "
+                "state with a lower learning rate."
+            )
+        if self.in_a_row == 1 and collectives.get_rank(collectives.everyone()) == 0:
+            self._notify(f"step {step} is skipped: its gradients are not finite.")
+        return True
+
+    def note(self) -> str:
+        """How many steps were skipped, for the summary; empty for none."""
+        skipped = f"{plural(self.count, 'step')} skipped (--on-nan skip): gradients that are not finite"
+        return skipped if self.count else ""

@@ -1,0 +1,295 @@
+"""The options of a run, each once: the command line, `mw.run`, run.json and a resumed run are made from them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from meshwise.job.job import Job
+from meshwise.spec.arguments import Plain, argument_texts
+from meshwise.spec.devices import IN_WORDS
+from meshwise.spec.durations import seconds_of
+from meshwise.spec.errors import UsageError, check_known
+from meshwise.spec.faults import parse_fault
+from meshwise.spec.options import Option, given_options, options_of
+from meshwise.spec.plan import OWN_DTYPES, Plan
+from meshwise.spec.plan_file import plan_from_toml, plan_text, plan_to_toml, plan_values
+from meshwise.spec.plan_settings import plan_on, setting_text, settings_values
+from meshwise.spec.quantity import read_quantity
+from meshwise.spec.saves import KEEP, Saves, read_saves
+from meshwise.tracking.trackers import check_trackers
+from meshwise.workers.hang import HANG_LIMIT
+from meshwise.workers.node_options import NodeOptions
+
+LOG_EVERY, CHECK_EVERY = 100, 500
+STOP, SKIP, BACK = ON_NAN = ("stop", "skip", "back")
+RESTARTS = 3
+AUTO = "auto"
+"""As a plan: the one that `meshwise plan` would choose for the devices."""
+OF_THE_PLAN = ("accumulate", "precision")
+"""Fields of the plan that have an option of their own, beside `--set`."""
+
+
+@dataclass(frozen=True)
+class PlanText:
+    """What a plan file holds. Where it names no axis, replicas fill the devices, however many a resumed run has."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class RunOptions(NodeOptions):
+    """The options of a run; None, False or an empty tuple where the user gave none."""
+
+    job: Annotated[
+        Job | str | None,
+        Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True),
+    ] = None
+    _: KW_ONLY
+    devices: Annotated[str | None, Option(f"{IN_WORDS}; default: all accelerators, else one CPU worker")] = None
+    epochs: Annotated[int | None, Option("epochs to train", scripts=False)] = None
+    batch_size: Annotated[int | None, Option("samples of the global batch, over all devices", scripts=False)] = None
+    accumulate: Annotated[int | None, Option("microbatches that make a step", scripts=False)] = None
+    precision: Annotated[str | None, Option("fp32, bf16, fp16 or fp64", scripts=False)] = None
+    args: Annotated[
+        Mapping[str, Plain] | tuple[str, ...],
+        Option("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE", scripts=False),
+    ] = ()
+    seed: Annotated[
+        int | None, Option("seed of the start values, the data order and the random draws", scripts=False)
+    ] = None
+    data: Annotated[str | Path | None, Option("another data set in the same format: a folder", scripts=False)] = None
+    log_every: Annotated[int | None, Option(f"steps between log lines; default: {LOG_EVERY}", scripts=False)] = None
+    save_every: Annotated[
+        int | str | None,
+        Option("save the state every 500 steps, or 10min; default: at the end, and when stopped", metavar="N|TIME"),
+    ] = None
+    keep: Annotated[int | None, Option(f"states that are kept; default: {KEEP}")] = None
+    save_limit: Annotated[str | None, Option("bytes of all states that are kept: 50GiB", metavar="SIZE")] = None
+    memory_limit: Annotated[
+        str | None, Option("bytes that a rank may use, to try a smaller device: 8GiB", metavar="SIZE", scripts=False)
+    ] = None
+    redundancy: Annotated[
+        int | None,
+        Option("1: after each step its state also lies in memory that outlives a worker; 0: never", scripts=False),
+    ] = None
+    on_nan: Annotated[
+        str,
+        Option(
+            "a loss or gradient that is not finite: stop, skip the step, back: leave the batch out",
+            metavar="WHAT",
+            scripts=False,
+        ),
+    ] = STOP
+    on_spike: Annotated[
+        str | None, Option("save: also save where the loss is far above those before it", metavar="WHAT", scripts=False)
+    ] = None
+    check_every: Annotated[
+        int | None,
+        Option(f"steps between comparisons of replicas, 0 for none; default: {CHECK_EVERY}", scripts=False),
+    ] = None
+    time_limit: Annotated[
+        str | None,
+        Option("save and stop this long after the command began, exit code 85: 90s, 4h", recorded=False),
+    ] = None
+    log: Annotated[
+        tuple[str, ...],
+        Option("where else numbers go: tensorboard, wandb, mlflow; all on this machine", metavar="TRACKER"),
+    ] = ()
+    plan: Annotated[
+        Plan | PlanText | str | Path | None, Option("a plan file, or auto; default: replicas", metavar="FILE")
+    ] = None
+    allow: Annotated[
+        tuple[str, ...],
+        Option("what --plan auto may change of the numbers: precision, microbatch", scripts=False, recorded=False),
+    ] = ()
+    settings: Annotated[
+        tuple[str, ...], Option("a field of the plan: recompute=full", name="--set", metavar="FIELD=VALUE")
+    ] = ()
+    exact_random: Annotated[bool, Option("dropout as on one device, on any number of them; slower")] = False
+    resume: Annotated[
+        str | Path | None,
+        Option("go on with a stopped run: its folder", metavar="RUN", scripts=False, recorded=False),
+    ] = None
+    folder: Annotated[
+        str | Path | None,
+        Option("the run's own folder: begins in it, or goes on with the run there", metavar="DIR", recorded=False),
+    ] = None
+    restarts: Annotated[
+        int | None, Option(f"how often it is started again after a fault of a machine; default: {RESTARTS}")
+    ] = None
+    min_nodes: Annotated[
+        int | None,
+        Option("end with 85, rather than go on, once fewer machines than this are left", metavar="N", recorded=False),
+    ] = None
+    restart_on: Annotated[str | None, Option("exception: also after one of the program's own")] = None
+    on_failure: Annotated[
+        str | None, Option("a shell command for each failure, with its sentence in the environment", recorded=False)
+    ] = None
+    fault: Annotated[
+        tuple[str, ...],
+        Option("rehearse a failure: kill:rank=1, or with step=40, phase=backward", metavar="FAULT", recorded=False),
+    ] = ()
+    hang_limit: Annotated[
+        str | None,
+        Option("how long a rank may make no progress before the run is ended: 10min; default: 60s", recorded=False),
+    ] = None
+    out: Annotated[str | Path, Option("where run folders are made", recorded=False)] = "runs"
+    blocks: Annotated[
+        bool,
+        Option("record each block of the model: about 30 µs a block", name="--blocks/--no-blocks", recorded=False),
+    ] = False
+
+    @property
+    def seconds_limit(self) -> float | None:
+        """The time limit in seconds."""
+        return None if self.time_limit is None else seconds_of(self.time_limit, "--time-limit")
+
+    def seconds_left(self, began: float) -> float | None:
+        """Of the time limit, which counts from `began` (seconds since 1970): starting the workers is a part of it."""
+        return None if self.seconds_limit is None else max(0.0, began + self.seconds_limit - time.time())
+
+    @property
+    def saves(self) -> Saves:
+        """When the state is saved, and how many are kept."""
+        return read_saves(self.save_every, self.keep, self.save_limit)
+
+    @property
+    def memory_cap(self) -> int | None:
+        """The memory limit in bytes."""
+        return None if self.memory_limit is None else int(read_quantity(self.memory_limit, "bytes", "--memory-limit"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.saves, self.memory_cap
+        _ = self.seconds_limit  # raises for what is no duration
+        if self.redundancy not in (None, 0, 1):
+            raise UsageError(f"--redundancy {self.redundancy}: a state lies once more in memory, or not: use 1 or 0.")
+        check_known("--on-nan", self.on_nan, ON_NAN)
+        if self.on_spike is not None:
+            check_known("--on-spike", self.on_spike, ["save"])
+        if self.check_every is not None and self.check_every < 0:
+            raise UsageError(f"--check-every {self.check_every}: must be at least 1, or 0 for no comparison.")
+        if isinstance(self.job, Job):  # here: a worker has another program, in which it is not bound
+            object.__setattr__(self, "job", self.job.named())
+        object.__setattr__(self, "args", argument_texts(self.args))
+        check_trackers(self.log)
+        if self.devices is not None and not self.devices.strip():
+            raise UsageError("--devices '': no device is named. Use 2xcpu, all, or leave it out.")
+        if isinstance(self.plan, str | Path) and self.plan != AUTO:  # read at once: the run's record keeps the text
+            object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
+        if self.allow and self.plan != AUTO:
+            raise UsageError("--allow is of --plan auto: a plan that is given says itself what changes.")
+        if self.log_every is not None and self.log_every < 1:
+            raise UsageError(f"--log-every {self.log_every}: must be at least 1.")
+        if self.restarts is not None and self.restarts < 0:
+            raise UsageError(f"--restarts {self.restarts}: must be at least 0.")
+        if self.restart_on not in (None, "exception"):
+            raise UsageError(f"--restart-on {self.restart_on}: only exception is known; machines always count.")
+        self.hang_seconds()
+        for text in self.fault:
+            parse_fault(text)
+        for name in OF_THE_PLAN:
+            value = getattr(self, name)
+            if value is not None and name in map(_field, self.settings):
+                raise UsageError(f"{name} is set by --{name} {value} and by --set {name}=. Set it once.")
+
+    @property
+    def gives_plan(self) -> bool:
+        """Whether a plan, or a field of it, is given."""
+        return self.plan is not None or bool(self.settings)
+
+    def plan_on(self, devices: int) -> Plan:
+        """The plan on this many devices: the one that is given, else replicas; settings and options change it."""
+        if self.plan == AUTO:
+            raise UsageError("--plan auto is for meshwise run of a job. Save a plan with meshwise plan --save FILE.")
+        own = {name: value for name in OF_THE_PLAN if (value := getattr(self, name)) is not None}
+        settings = (*self.settings, *(setting_text(name, value) for name, value in own.items()))
+        if self.plan is None:
+            return plan_on(devices, settings)
+        values = plan_values(self.plan.text) if isinstance(self.plan, PlanText) else vars(self.plan)
+        changes = self.precision not in (None, values.get("precision", Plan.precision))
+        over: dict[str, Any] = OWN_DTYPES if changes else {}
+        over = over | settings_values(settings)
+        if isinstance(self.plan, PlanText):
+            return plan_from_toml(self.plan.text, devices, over)
+        assert isinstance(self.plan, Plan)
+        return replace(self.plan, **over)
+
+    def hang_seconds(self) -> float:
+        """Seconds without progress after which a rank ends the run."""
+        return HANG_LIMIT if self.hang_limit is None else seconds_of(self.hang_limit, "--hang-limit")
+
+    def override(self, job: Job) -> Job:
+        """`job` with the epochs, the batch size and the seed that are given."""
+        given = {name: getattr(self, name) for name in ("epochs", "batch_size", "seed")}
+        return replace(job, **{name: value for name, value in given.items() if value is not None})
+
+    def record(self) -> dict[str, Any]:
+        """The options as plain values, as run.json keeps them; `resumed` reads them back."""
+        return {name: _plain(getattr(self, name)) for name, _, option in options_of(RunOptions) if option.recorded}
+
+    def resumed(self, run: Mapping[str, Any]) -> RunOptions:
+        """These options, and for those not given the ones that an earlier run's record has.
+
+        Raises UsageError for the record of another job.
+        """
+        earlier, job = run.get("request"), _plain(self.job)
+        if earlier is None:
+            raise UsageError(
+                f"{run.get('job', 'this script')} is a script, which loads its own state (mw.load, "
+                "loader.load_state_dict). Start it again without --resume."
+            )
+        if job is not None and job != earlier.get("job"):
+            raise UsageError(f"the run to resume is of job '{earlier.get('job')}', not '{job}'. Leave the job out.")
+        before = tuple(earlier.get("args") or ())
+        for text in self.args:
+            if text not in before:
+                had = ", ".join(before) or "no arguments"
+                raise UsageError(f"--arg {text}: the run to resume had {had}, as its state does. Leave --arg out.")
+        given = {name: value for name, value, _ in given_options(self) if name != "args"}
+        return replace(RunOptions(**_still_valid(earlier, self)), **given)
+
+
+def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any]:
+    """The options of a record that `given` does not replace, be it by another way to set the same field of the plan."""
+    known = {name for name, _, option in options_of(RunOptions) if option.recorded}
+    left = {name: value for name, value in earlier.items() if name in known and value is not None}
+    left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}
+    for name, annotation, _ in options_of(RunOptions):
+        if name in left and not _is_of(left[name], annotation) and (name, type(left[name])) != ("settings", str):
+            raise UsageError(f"the record of the run to resume is damaged: its {name} is {left[name]!r}.")
+    if given.plan is not None:  # another plan: what changed the earlier one does not change this one
+        left = {name: value for name, value in left.items() if name not in (*OF_THE_PLAN, "settings")}
+    left = {name: value for name, value in left.items() if name not in map(_field, given.settings)}
+    settings = left.get("settings", ())
+    settings = settings.split() if isinstance(settings, str) else settings  # a string in records of 0.1
+    by_options = {name for name in OF_THE_PLAN if name in left or getattr(given, name) is not None}
+    left["settings"] = tuple(setting for setting in settings if _field(setting) not in by_options)
+    return left | ({"plan": PlanText(left["plan"])} if "plan" in left else {})
+
+
+def _is_of(value: Any, annotation: Any) -> bool:
+    """Whether a value of a record is of one of the types of an option."""
+    several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = [get_origin(kind) or kind for kind in several]
+    if isinstance(value, tuple):
+        return tuple in kinds and all(isinstance(each, str) for each in value)
+    return type(value) in kinds
+
+
+def _field(setting: str) -> str:
+    return setting.partition("=")[0].strip()
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, Plan):
+        return plan_to_toml(value)
+    if isinstance(value, Job | PlanText):
+        return value.name if isinstance(value, Job) else value.text
+    return str(value) if isinstance(value, Path) else value

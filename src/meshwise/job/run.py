@@ -1,0 +1,161 @@
+"""A job as a rank runs it: its data, its state before the first step, and what it holds while it runs.
+
+Tested in tests/data/test_source.py, tests/job/test_plans_in_a_loop.py and tests/tracking/test_metrics_log.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwise.compat.loss_scale import Scaler
+from meshwise.data.keyed import ExactDraws
+from meshwise.data.order import BatchSlice
+from meshwise.data.source import LoaderSettings, Reader, count_samples, read_slices, reader
+from meshwise.engine.engine import Engine, Microbatch
+from meshwise.guards.registry import attach
+from meshwise.guards.same_data import check_data
+from meshwise.job.best import BestEpoch
+from meshwise.job.job import Job
+from meshwise.job.last_step import LastStep
+from meshwise.job.left_out import LeftOut
+from meshwise.job.not_finite import SkippedSteps
+from meshwise.job.options import RunOptions
+from meshwise.job.replica_check import ReplicaCheck
+from meshwise.job.spikes import Spikes
+from meshwise.parallel.deferred import constructed
+from meshwise.parallel.mesh import divide_work
+from meshwise.parallel.step_hooks import needs_closure
+from meshwise.recovery.clock import SaveClock
+from meshwise.recovery.resume_changes import settings_of
+from meshwise.recovery.saving import Saver
+from meshwise.recovery.state import RunState
+from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import Plan
+from meshwise.tracking.metrics_log import MetricsLog
+from meshwise.transfer.prefetch import prefetch
+from meshwise.workers.join import RankContext
+
+NARROW_WEIGHTS = "safetensors has no complex128: weights.safetensors has complex64 of it. Saved states have it whole."
+
+
+def make_engine(
+    session: RankContext, plan: Plan, notify: Callable[[str], None] = lambda text: None, *, exact_random: bool = False
+) -> Engine:
+    """An engine for a job under `plan`. notify: takes the notes on its plan."""
+    draws = ExactDraws() if exact_random else None
+    return attach(Engine(divide_work(plan, session.world), session.gate, notify, draws=draws))
+
+
+def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
+    """The state of a run before its first step: the model of `job` under `plan`, its optimizer. Collective."""
+    torch.manual_seed(job.seed)
+    model, note = constructed(job.model) if plan.parameters_divided or plan.pipeline > 1 else (job.model(), "")
+    if plan.devices == 1:  # what several devices have is placed by the plan
+        model.to(engine.world.device)
+    engine.program.stage_cost = job.stage_cost
+    engine.add_models([model], plan)
+    if note:
+        engine.notify(note)
+    optimizer = job.optimizer(model.parameters())
+    if plan.dtypes.scaled and needs_closure(optimizer):
+        raise UsageError(
+            f"job '{job.name}': {type(optimizer).__name__} runs the loss several times a step, and precision="
+            f"{plan.precision!r} scales a loss once a step. Use precision='bf16' or 'fp32', or another optimizer."
+        )
+    engine.add_optimizer(optimizer)
+    if any(tensor.dtype == torch.complex128 for tensor in model.state_dict().values() if isinstance(tensor, Tensor)):
+        engine.notify(NARROW_WEIGHTS)
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
+    return RunState(model, optimizer, scheduler, loss_scaler(engine.world.device, plan), job.seed)
+
+
+def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:
+    """Scales the loss where float16 is computed in; passes everything through otherwise."""
+    return Scaler(device.split(":")[0], enabled=plan.dtypes.scaled)
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set of the job, ready to be read."""
+
+    samples: int
+    read: Reader
+
+
+def open_data(job: Job, data: Any, what: str, engine: Engine | None = None) -> Data:
+    """A data set of the job: `what` it is, in errors. engine: compares that of the ranks, where it is theirs."""
+    settings = LoaderSettings(job.collate, job.loader_workers, job.seed, several=True)
+    samples = count_samples(data, f"the {what} of job '{job.name}'")
+    if engine is not None:
+        check_data(engine, data, samples)
+    return Data(samples, reader(data, settings))
+
+
+def read_parts(data: Data, slices: Iterable[BatchSlice], epoch: int, device: str) -> Iterator[Microbatch]:
+    """The microbatches of `slices`, on the device, with the next ones on their way."""
+    pairs = read_slices(data.read, slices, epoch)
+    return pairs if device == "cpu" else prefetch(pairs, device)
+
+
+class Pace:
+    """How fast the run goes now, and how long it still takes."""
+
+    def __init__(self, samples: int, done: int) -> None:
+        self._all = samples
+        self._since, self._samples = time.perf_counter(), done
+
+    def facts(self, done_now: int, behind: int) -> dict[str, float | None]:
+        now = time.perf_counter()
+        rate = (done_now - self._samples) / max(now - self._since, 1e-9)
+        if now - self._since > 1.0:
+            self._since, self._samples = now, done_now
+        return {"samples_per_second": rate, "seconds_left": (self._all - behind) / rate if rate > 0 else None}
+
+
+@dataclass
+class JobRun:
+    """One rank's run of a job."""
+
+    job: Job
+    session: RankContext
+    options: RunOptions
+    plan: Plan
+    folder: Path | None
+    engine: Engine
+    state: RunState
+    log: MetricsLog
+    best: BestEpoch
+    clock: SaveClock
+    train: Data
+    test: Data | None
+    replicas: ReplicaCheck
+    left_out: LeftOut
+    metrics: dict[str, float] = field(default_factory=dict)
+    stopped: bool = False
+    saver: Saver | None = None
+    skipped: SkippedSteps | LeftOut | None = None
+    spikes: Spikes | None = None
+    last: LastStep | None = None
+    """The state after the last step, where a launcher holds it."""
+    evaluated: tuple[int, bool] = (-1, False)
+    """The step after which it was evaluated last, and whether that was the best."""
+    began: dict[str, int] = field(default_factory=dict)
+    """The epochs and steps that were done before this session."""
+
+
+def made_with(job: Job, optimizer: Optimizer, samples: int) -> dict[str, Any]:
+    """What a run is made with, as its checkpoints keep it: plain values."""
+    return {
+        "seed": job.seed,
+        "batch_size": job.batch_size,
+        "samples": samples,
+        "groups": settings_of(optimizer),
+    }

@@ -1,0 +1,62 @@
+"""A loss far above those before it: `--on-spike save` says so, and saves the state.
+
+The rule is the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993): the distance from
+the median of the last WINDOW losses, in units of their median absolute deviation, scaled to a standard deviation. They
+call 3.5 an outlier; a run has many thousands of losses, so FAR is more. Losses that hardly differ have a floor.
+Tested in tests/job/test_spikes.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+WINDOW, LEAST = 100, 20  # losses that are looked back on; fewer say nothing
+FAR = 10.0  # standard deviations above the median
+OF_NORMAL = 1.4826  # a standard deviation of normal values, by their median absolute deviation
+FLOOR = 0.01  # of the median, that a standard deviation is at least
+EVERY = 10  # steps between two looks
+
+
+class Spikes:
+    """Looks at the losses of all ranks, alike on each."""
+
+    def __init__(self) -> None:
+        self._before: deque[float] = deque(maxlen=WINDOW)
+        self._seen = 0
+        self._high = False
+
+    def is_due(self, step: int) -> bool:
+        """Whether to look after this step."""
+        return step % EVERY == 0
+
+    def look(self, losses: Sequence[float], step: int) -> str:
+        """What there is to say of the losses since the last time; nothing where none is a spike.
+
+        losses: all so far, the last of which is that of `step`.
+        """
+        told = ""
+        first = step - len(losses) + 1
+        for number in range(self._seen, len(losses)):
+            text = self._judge(losses[number])
+            if text and not told:
+                told = f"step {first + number}: {text}"
+        self._seen = len(losses)
+        return told
+
+    def _judge(self, loss: float) -> str:
+        """Why this is the first loss of a spike; nothing where it is not."""
+        was_high, self._high, text = self._high, False, ""
+        if len(self._before) >= LEAST:
+            median = statistics.median(self._before)
+            deviation = OF_NORMAL * statistics.median(abs(each - median) for each in self._before)
+            distance = (loss - median) / max(deviation, FLOOR * abs(median), 1e-12)
+            self._high = distance > FAR
+            if self._high and not was_high:
+                text = (
+                    f"the loss is {loss:.4g}, {distance:.0f} standard deviations above the median {median:.4g} of the "
+                    f"{len(self._before)} before it."
+                )
+        self._before.append(loss)
+        return text

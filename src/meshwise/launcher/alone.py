@@ -1,0 +1,64 @@
+"""A run on one machine: what launcher/several.py says of several. Tested in tests/faults/test_restarts.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwise.launcher.restarts import Restarts, ended
+from meshwise.records.lock import FolderLock
+from meshwise.spec.errors import PlanError, WorkerFailed
+from meshwise.spec.exit_codes import AGAIN
+from meshwise.spec.units import plural
+from meshwise.workers.halt import Halt
+
+
+@dataclass
+class Alone:
+    """The only machine of a run. size: its workers. lock: on the run's folder."""
+
+    size: int
+    lock: FolderLock | None = None
+    nodes = None
+    keeps, node, first_rank = True, 0, 0
+
+    @property
+    def world(self) -> int:
+        return self.size
+
+    @property
+    def late(self) -> Mapping[str, Any]:
+        """Nobody joins it later."""
+        return {}
+
+    def folder_told(self) -> Mapping[str, Any]:
+        """Nobody else has begun its run."""
+        return {}
+
+    def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
+        """There is nobody to share the folder with."""
+
+    def tell_folder(self, folder: Path, attempt: int) -> None:
+        """There is nobody to tell."""
+
+    def has_more(self, restarts: Restarts) -> bool:
+        return False
+
+    def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
+        """Begin the next attempt with the `size` devices that are left, or fewer: why the last one failed, and a
+        sentence on where it begins. Raises what ends the run."""
+        if (last := error if halt.ends else restarts.after(error)) is not None:
+            raise last
+        try:
+            used = restarts.fit(size)
+        except PlanError as refused:
+            raise ended(error, str(refused), AGAIN) from None
+        if used != self.size:
+            restarts.moves_to(plural(used, "device"))
+        self.size = used
+        return error, restarts.next()
+
+    def leave(self, code: int) -> None:
+        """Nobody waits."""

@@ -1,0 +1,86 @@
+"""A run in the processes of another launcher: torchrun, srun or mpirun has started each rank.
+
+Tested in tests/workers/test_launchers.py and tests/workers/test_slurm.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwise.job.options import RunOptions
+from meshwise.launcher.alone import Alone
+from meshwise.launcher.placing import check_kind
+from meshwise.launcher.restarts import Restarts
+from meshwise.launcher.start import LaunchedProgram, Started, opened, refuse_restarts
+from meshwise.recording.joined_run import begin
+from meshwise.spec.devices import WorkerSlot
+from meshwise.spec.errors import WorkerFailed
+from meshwise.spec.exit_codes import AGAIN
+from meshwise.spec.faults import faults_of
+from meshwise.spec.world import World
+from meshwise.workers import deadline
+from meshwise.workers.join import rank_context
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What each rank has of the run. slots: a device each. first: whether this is rank 0."""
+
+    restarts: Restarts
+    slots: list[WorkerSlot]
+    first: bool
+
+    @property
+    def folder(self) -> Path:
+        return self.restarts.folder
+
+
+@contextlib.contextmanager
+def joined_run(
+    make: Callable[[World], LaunchedProgram],
+    options: RunOptions,
+    began: float,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> Iterator[Joined]:
+    """The program of this rank is the body; its records are those of a run that we launch. Collective.
+
+    began: when the user asked for it. goes_on: whether another start would go on from a saved state, asked where a rank
+    is lost.
+
+    Raises what the body does; WorkerFailed, with exit code 85 where the run goes on, for a rank that is lost.
+    """
+    refuse_restarts(options, "under torchrun, srun or mpirun")
+    if (left := options.seconds_left(began)) is not None:
+        deadline.limit(left)
+    world = rank_context().world
+    check_kind(options.devices, world)
+    slots = [WorkerSlot(world.kind, None, (), 1)] * world.size
+    mine: list[Started] = []
+
+    def open_run() -> tuple[Path, int]:
+        mine.append(opened(make(world), options, slots, Alone(world.size), time.time()))
+        return mine[0].folder, mine[0].restarts.number
+
+    run = begin(open_run)
+    restarts = (
+        mine[0].restarts
+        if mine
+        else Restarts(run.folder, number=run.attempt, faults=faults_of(options.fault, world.size))
+    )
+    try:
+        yield Joined(restarts, slots, bool(mine))
+    except BaseException as error:
+        failure = run.ends(error)
+        if failure is not None and failure.of_machine:
+            code = AGAIN if goes_on() else 1
+            raise WorkerFailed(failure.message, rank=failure.rank, exit_code=code, failure=failure) from error
+        raise
+    else:
+        run.ends(None)
+    finally:
+        if mine:
+            mine[0].close()

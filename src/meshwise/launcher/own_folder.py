@@ -1,0 +1,86 @@
+"""`meshwise run --folder DIR`: the run that lies in a folder goes on by the command that began it.
+
+So a batch script is the same at every start. Tested in tests/cli/test_submit.py.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from meshwise.job.options import RunOptions
+from meshwise.launcher.restarts import refuse_without_progress
+from meshwise.records import folder as names
+from meshwise.records.checkpoints import run_and_checkpoint
+from meshwise.records.code_files import refuse_changed_code
+from meshwise.records.lock import refuse_held
+from meshwise.spec.errors import MeshwiseError, UsageError
+from meshwise.spec.options import options_of
+from meshwise.workers.launchers.find import place_in
+
+ASKED = "asked"
+"""In run.json: the options as the run was first started with them."""
+
+
+def continued(options: RunOptions) -> RunOptions:
+    """The options; where a run lies in their folder, those that it goes on with: its own, and what is asked otherwise
+    than at its beginning. Raises UsageError for the run of another job, and for a program that is not what was sent."""
+    assert options.folder is not None
+    folder = Path(options.folder)
+    if options.resume is not None:
+        raise UsageError("--folder goes on with the run that lies there, as --resume does. Give one of them.")
+    facts = run_in(folder, options.job)
+    asked = facts.get(ASKED)
+    if not facts.get("sessions") or not isinstance(asked, dict):
+        return options
+    if options.job is not None and asked.get("job") not in (None, options.record()["job"]):
+        raise UsageError(f"--folder {folder}: the run there is of job '{asked['job']}', not '{options.job}'.")
+    now = options.record()
+    same = {name for name, _, option in options_of(RunOptions) if option.recorded and now[name] == _listed(asked, name)}
+    new = RunOptions()
+    given = replace(options, **{name: getattr(new, name) for name in {*same, "job"}})
+    return replace(given.resumed(facts), folder=folder)
+
+
+def refuse_running(options: RunOptions) -> None:
+    """Raises UsageError at once where a process of this machine works in the folder of the run that is to go on. What
+    is started again by a scheduler, or on several machines, may hold it itself: it is asked where the folder is taken.
+    """
+    given = options.folder if options.resume is None else options.resume
+    several = options.nnodes != 1 or options.node_rank or options.rdzv or place_in(os.environ).launcher
+    if given is not None and not several:
+        refuse_held(run_and_checkpoint(Path(given))[0])
+
+
+def run_in(folder: Path, program: object) -> dict[str, Any]:
+    """The record of the run in a folder, which `program` goes on with; empty where none lies there.
+
+    Raises UsageError for a run that was stopped for good, of another script, or of files that have changed since it was
+    sent, and WorkerFailed for a job that comes no step further."""
+    if not (folder / names.RUN).exists():
+        return {}
+    facts = names.read_run(folder)
+    word = str(program or facts.get("job", ""))
+    script, there = word.endswith(".py"), str(facts.get("job", ""))
+    if (script or there.endswith(".py")) and Path(there).name != Path(word).name:
+        raise UsageError(f"--folder {folder}: the run there is of '{there}', not '{word}'. Name another folder.")
+    if (folder / names.STOP).exists():
+        raise UsageError(
+            f"{folder}: was stopped by meshwise stop, and is not started again. Send it once more with meshwise submit "
+            f"{folder}, or go on here: meshwise run --resume {folder}"
+        )
+    try:
+        if not script:  # which has its states elsewhere
+            refuse_without_progress(folder, facts)
+        refuse_changed_code(folder, word)
+    except MeshwiseError as error:  # whoever looks at the run later sees why it does not go on
+        names.change_run(folder, status="failed", error=str(error))
+        raise
+    return facts
+
+
+def _listed(asked: dict[str, object], name: str) -> object:
+    value = asked.get(name)
+    return tuple(value) if isinstance(value, list) else value

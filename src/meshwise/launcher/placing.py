@@ -1,0 +1,102 @@
+"""Whether a process that another launcher started is a rank itself, or starts the workers of its machine. No torch.
+
+One task a device: each is a rank. One task a machine, and several devices there: meshwise starts the workers, and takes
+the machines from the launcher. Tested in tests/workers/test_places.py and tests/workers/test_slurm.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import version
+
+from meshwise.job.options import RunOptions
+from meshwise.machine.find import find_devices
+from meshwise.spec.devices import parse_devices
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import plural
+from meshwise.spec.world import World
+from meshwise.workers.environment import DEVICE_KIND, VISIBLE
+from meshwise.workers.launchers.find import place_in
+from meshwise.workers.launchers.place import Place
+from meshwise.workers.rendezvous import meet
+
+
+def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> tuple[RunOptions, bool]:
+    """The options for this process, and whether it is a rank itself. With several machines of a launcher that are to
+    start their workers, their number, which this is and where they meet; it waits for the first of them.
+
+    Raises UsageError for options that contradict the launcher.
+    """
+    place = place_in(environment)
+    if place.size == 1:
+        return options, False
+    _refuse_contradiction(options, place)
+    count = _devices_here(options, place)
+    launches = count > 1 or options.nnodes > 1 or options.folder is not None  # the last: as `meshwise submit` sends it
+    if place.one_a_node and launches:
+        known = None if place.launcher == "torchrun" else place.rendezvous  # at torchrun's port its own store listens
+        where = options.rdzv or ":".join(map(str, known or meet(place)))
+        return replace(options, nnodes=place.nodes, node_rank=place.node, rdzv=where), False
+    ask_for_kind(options.devices, place)
+    return options, True
+
+
+def ask_for_kind(devices: str | None, place: Place) -> None:
+    """Before this rank takes its device: an accelerator where there is one, unless CPU workers are asked for. Raises
+    UsageError for other accelerators than the first ones."""
+    request = parse_devices(devices or "all")
+    if request.indices not in (None, tuple(range(place.tasks_here))):
+        raise UsageError(
+            f"--devices {devices}: {place.launcher or 'the launcher'} started {plural(place.tasks_here, 'task')} on "
+            "this machine, which take its devices from the first on. Leave --devices out, and show the tasks those "
+            f"that are meant: {VISIBLE}={','.join(map(str, request.indices or ()))}."
+        )
+    if request.kind == "cpu":
+        os.environ.setdefault(DEVICE_KIND, "cpu")
+
+
+def check_kind(devices: str | None, world: World) -> None:
+    """After it: raises UsageError where it is not of the kind that `--devices` names."""
+    kind = parse_devices(devices or "all").kind
+    if kind not in (None, world.kind):
+        raise UsageError(
+            f"--devices {devices}: rank {world.rank} runs on {world.device} here. Start it where torch "
+            f"{version('torch')} finds a {kind} device, or leave --devices out."
+        )
+
+
+def _devices_here(options: RunOptions, place: Place) -> int:
+    """The devices of this task, as far as they matter: of several tasks on a machine each has one."""
+    if place.one_a_node:
+        return len(find_devices(parse_devices(options.devices or "all")))
+    refuse_devices(options.devices, place, " or one a machine (--ntasks-per-node=1)")
+    return 1
+
+
+def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> None:
+    """Of a task that is one device. otherwise: what else may be started. Raises UsageError where `--devices` asks for
+    more than its launcher started."""
+    request = parse_devices(devices or "all")
+    count = len(request.indices) if request.indices else request.count or 1
+    if count not in (1, place.tasks_here):
+        raise UsageError(
+            f"--devices {devices} asks for {count}, and {place.launcher or 'the launcher'} started "
+            f"{plural(place.tasks_here, 'task')} on this machine, {place.size} in all, each of which is one device. "
+            f"Leave --devices out, and start a task a device (srun --ntasks-per-node={count}){otherwise}."
+        )
+
+
+def _refuse_contradiction(options: RunOptions, place: Place) -> None:
+    launcher = place.launcher or "The launcher"
+    if options.nnodes not in (1, place.nodes):
+        raise UsageError(
+            f"--nnodes {options.nnodes}, and {launcher} started {plural(place.size, 'task')} on "
+            f"{plural(place.nodes, 'machine')}. Leave --nnodes, --node-rank and --rdzv out: they are taken from it."
+        )
+    if options.node_rank not in (0, place.node):
+        raise UsageError(
+            f"--node-rank {options.node_rank}, and this is machine {place.node} of {place.nodes} of {launcher}. Leave "
+            "--node-rank out: it is taken from it."
+        )

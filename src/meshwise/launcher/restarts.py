@@ -1,0 +1,283 @@
+"""Whether a run whose workers failed is started again, and what is kept of each attempt.
+
+An attempt is one start of the workers of a run. A fault of a machine is answered with another one, an exception of the
+program only where `--restart-on exception` asks for it.
+Tested in tests/faults/test_restarts.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwise.launcher.rescue import keep_left
+from meshwise.records import folder as names
+from meshwise.records.checkpoints import checkpoints_in
+from meshwise.records.claims import write_of
+from meshwise.records.files import is_lost, read_lines
+from meshwise.spec.errors import PlanError, WorkerFailed
+from meshwise.spec.exit_codes import AGAIN, FAILED, NO_PROGRESS
+from meshwise.spec.faults import Fault
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_devices import on_devices
+from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
+from meshwise.spec.units import plural
+from meshwise.workers.failure import recorded
+from meshwise.workers.kept_memory import KeptMemory
+
+NOT_SAVED = (
+    "It is not started again: the program saves no state. Give mw.checkpoint what it trains, and it goes on from there."
+)
+MOST_WITHOUT_PROGRESS, MOST_SMALLER = 3, 4
+OTHERS_OF_PLAN = ("settings", "accumulate", "precision")  # options that change a plan
+_TOLD = (
+    *("most", "resumable", "attempt", "number", "step", "began_at", "plan", "smaller", "resumes"),
+    *("_smaller", "_furthest", "_without_progress", "_last"),
+)
+COMMAND_TIMEOUT = 30.0  # seconds for what is left of --on-failure at the end
+
+
+@dataclass
+class Restarts:
+    """The attempts of one command.
+
+    most: restarts that are allowed. exceptions: whether the program's own are reason enough. resumable: whether it can
+    go on: a job can, a script once it has told that it saves its state. min_nodes: machines without which it does not
+    go on here. command: of --on-failure. faults: injected.
+    """
+
+    folder: Path
+    most: int = 0
+    exceptions: bool = False
+    resumable: bool = True
+    min_nodes: int = 1
+    command: str | None = None
+    faults: Sequence[Fault] = ()
+    asked: Plan | None = None
+    """The plan that the run was started with; None leaves it to a script."""
+    states: Path | None = None
+    """Where a script saves its state; None: in the folder."""
+    launched: Mapping[str, Any] = field(default_factory=dict)
+    """Who started this command, as each attempt keeps it."""
+    attempt: int = 1
+    """Of this command, from 1."""
+    number: int = 1
+    """Of the run, which may have been resumed."""
+    step: int = 0
+    """The last one that is known to be done."""
+    began_at: int = 0
+    failed: float | None = None
+    """When the attempt before was given up (monotonic); None once the workers step again."""
+    kept: KeptMemory | None = None
+    """Memory that outlives the workers."""
+    plan: str = ""
+    """What the run goes on under, as TOML, where that is not what it began with."""
+    smaller: str = ""
+    """What it goes on under since it ran out of memory, as TOML."""
+    resumes: bool = False
+    """Whether the attempt goes on from a saved state."""
+    uses: int = 0
+    """How many devices of all machines, since the first restart."""
+    plan_now: Plan | None = None
+    """What the run goes on under, since the first restart."""
+    _change: str = ""
+    _smaller: int = 0
+    _furthest: int = 0
+    _without_progress: int = 0
+    _last: tuple[int, str, int] | None = None
+    _commands: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def due(self) -> tuple[Fault, ...]:
+        """The faults of this attempt."""
+        return tuple(fault for fault in self.faults if fault.attempt == self.attempt)
+
+    def after(self, error: WorkerFailed) -> WorkerFailed | None:
+        """What ends the run; None where it is started again."""
+        failure = error.failure
+        self.step = max(self.began_at, failure.done if failure is not None else 0)
+        if (
+            failure is not None
+            and failure.smaller
+            and self.resumable
+            and self.most > 0
+            and self._smaller < MOST_SMALLER
+        ):
+            self.smaller, changed = failure.smaller
+            self._change = f"with {changed}, and the same numbers"
+            self.most, self._smaller, self._last = self.most + 1, self._smaller + 1, None
+            return None
+        if failure is not None and failure.of_machine and not self.resumable and self.most > 0:
+            return ended(error, NOT_SAVED, error.exit_code)
+        if failure is None or not self.resumable or not (failure.of_machine or self._is_asked_for(failure)):
+            return error
+        this = None if failure.step is None else (failure.rank, failure.kind, failure.step)
+        progress = self.step > self._furthest
+        self._furthest = max(self.step, self._furthest)
+        self._without_progress = 0 if progress else self._without_progress + 1
+        if self.most == 0:
+            return error
+        if this is not None and this == self._last:
+            why = f"It is the program's own: rank {failure.rank} failed alike in step {failure.step} of two attempts."
+            return ended(error, why, FAILED)
+        self._last = this
+        if self._without_progress >= MOST_WITHOUT_PROGRESS:
+            why = f"{MOST_WITHOUT_PROGRESS} attempts in a row came no step further: it is not started again."
+            return ended(error, why, NO_PROGRESS)
+        if self.attempt > self.most:
+            left = f"That was attempt {self.attempt} of {self.most + 1}: go on with meshwise run --resume"
+            return ended(error, f"{left} {shlex.quote(str(self.folder))}", AGAIN)
+        return None
+
+    def keep_left(self, error: WorkerFailed) -> str:
+        """Save what the workers of this attempt have left in memory. Returns what went wrong, or nothing."""
+        return "" if self.kept is None else keep_left(self.folder, self.kept, self.number, error.failure)
+
+    def _is_asked_for(self, failure: Any) -> bool:
+        return self.exceptions and failure.kind in ("raised", "victim") and failure.exit_code == FAILED
+
+    def happened_now(self) -> list[Fault]:
+        """The injected faults of this attempt that happened."""
+        happened = {line.get("fault") for line in self.happened() if line.get("attempt") == self.number}
+        return [fault for fault in self.due() if str(fault) in happened]
+
+    def fit(self, devices: int) -> int:
+        """Go on with at most so many devices: how many the plan uses. Raises PlanError where it can use none."""
+        plan = self.plan_now = plan_from_toml(self.smaller) if self.smaller else self.asked
+        if plan is not None:
+            self.plan_now = on_devices(plan, devices)
+            devices = self.plan_now.devices
+        elif not devices:
+            raise PlanError("no device is left.")
+        self.plan = plan_to_toml(self.plan_now) if self.plan_now and (self.smaller or self.plan_now != plan) else ""
+        self.uses = devices
+        return devices
+
+    def could_use(self, devices: int) -> int:
+        """How many of so many devices the plan would use."""
+        plan = plan_from_toml(self.smaller) if self.smaller else self.asked
+        return devices if plan is None else on_devices(plan, devices).devices
+
+    def moves_to(self, where: str) -> None:
+        """The next attempt has other devices, which its sentence says."""
+        under = "" if self.plan_now is None else f" under {self.plan_now}"
+        self._change = ", ".join(filter(None, [self._change, f"on {where}{under}"]))
+
+    def next(self) -> str:
+        """Go over to the next attempt; a sentence on where it begins."""
+        self.attempt, self.failed = self.attempt + 1, time.monotonic()
+        newest = [] if self.states is None else checkpoints_in(self.states)[-1:]
+        saved = newest[0].step if newest else names.saved_step(self.folder)
+        self.resumes = saved is not None
+        where = "from the beginning: no state was saved" if saved is None else f"from the state saved at step {saved}"
+        change, self._change = f", {self._change}" if self._change else "", ""
+        return f"attempt {self.attempt} of {self.most + 1} begins {where}{change}."
+
+    def keep_plan(self) -> None:
+        """The run's plan is the one that fits; where it ran out of memory before, a resumed run begins with that."""
+        path = self.folder / names.PLAN
+        there = plan_from_toml(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if self.plan_now not in (None, there):
+            content = plan_to_toml(self.plan_now).encode()
+            write_of(self.folder, self.number, path, lambda file: file.write(content))
+        if self.smaller:
+            request = names.read_run(self.folder).get("request", {})
+            names.change_run(self.folder, request={**request, "plan": self.smaller, **dict.fromkeys(OTHERS_OF_PLAN)})
+
+    def told(self) -> dict[str, Any]:
+        """What another machine's launcher goes on with, as plain values."""
+        told = {name: getattr(self, name) for name in _TOLD}
+        return told | {"states": None if self.states is None else str(self.states)}
+
+    def take(self, told: Mapping[str, Any]) -> None:
+        """Go on with what the leader has told, which has gone over to the next attempt."""
+        for name in _TOLD:
+            setattr(self, name, told[name])
+        self._last = None if told["_last"] is None else tuple(told["_last"])
+        self.states = None if told["states"] is None else Path(told["states"])
+        self.failed = time.monotonic()
+        self.plan_now = plan_from_toml(self.plan) if self.plan else self.asked
+
+    def record(self) -> dict[str, Any]:
+        """What is kept of an attempt as it begins."""
+        faults = {"faults": [str(fault) for fault in self.due()]} if self.due() else {}
+        return {**self.launched, **faults}
+
+    def facts(self, error: WorkerFailed, number: int) -> dict[str, Any]:
+        """What is kept of attempt `number` of the run, which failed."""
+        told = {} if error.failure is None else recorded(error.failure)
+        times = [line["time"] for line in self.happened() if line.get("attempt") == number]
+        return told | ({"seconds_to_detect": time.time() - max(times)} if times else {})
+
+    def began(self, step: int) -> dict[str, Any]:
+        """The workers begin after `step`: what is kept of that."""
+        lost, self.began_at, self.step = max(0, self.step - step), step, step
+        return {"from_step": step} | ({} if self.failed is None else {"steps_lost": lost})
+
+    def stepped(self) -> dict[str, Any]:
+        """The workers have done a step."""
+        since, self.failed = self.failed, None
+        return {} if since is None else {"seconds_to_step": time.monotonic() - since}
+
+    def run_command(self, text: str, again: bool) -> None:
+        """Run the command of --on-failure, beside what follows."""
+        if self.command is None:
+            return
+        facts = {"FAILURE": text, "RUN": str(self.folder), "ATTEMPT": str(self.number), "AGAIN": str(int(again))}
+        variables = os.environ | {f"MESHWISE_{name}": value for name, value in facts.items()}
+        self._commands.append(subprocess.Popen(self.command, shell=True, env=variables, stdin=subprocess.DEVNULL))
+
+    def close(self, say: Callable[[str], None]) -> None:
+        """Wait for the commands, and say which faults have not happened."""
+        until = time.monotonic() + COMMAND_TIMEOUT
+        for process in self._commands:
+            try:
+                code = process.wait(timeout=max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                say(f"--on-failure {self.command}: still runs, and is left alone.")
+                continue
+            if code:
+                say(f"--on-failure {self.command}: ended with exit code {code}.")
+        happened = {(line.get("fault"), line.get("attempt")) for line in self.happened()}
+        first = self.number - self.attempt
+        for fault in () if is_lost(self.folder) else self.faults:
+            if (str(fault), first + fault.attempt) not in happened:
+                say(f"--fault {fault} did not happen: {self._why_not(fault)}.")
+
+    def _why_not(self, fault: Fault) -> str:
+        if fault.attempt > self.attempt:
+            return f"there {'was' if self.attempt == 1 else 'were'} {plural(self.attempt, 'attempt')}"
+        if fault.kind.endswith("checkpoint"):
+            return f"there was none when rank {fault.rank} came, if it did, to {fault.phase} of step {fault.step}"
+        return f"rank {fault.rank} came to no {fault.phase} of step {fault.step} there"
+
+    def happened(self) -> list[Mapping[str, Any]]:
+        """The injected faults of the run that happened."""
+        return list(read_lines(self.folder / names.FAULTS)) if self.faults else []
+
+
+def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Where a scheduler starts a run again and again: raises WorkerFailed once three starts in a row began at the step
+    at which this one would. Only what was started since the run was sent counts."""
+    submission, sessions = facts.get("submission"), facts.get("sessions", [])
+    if not isinstance(submission, Mapping):
+        return
+    last = [one for one in sessions if one["began"] >= submission.get("sent", 0.0)][-MOST_WITHOUT_PROGRESS:]
+    here = names.saved_step(folder) or 0
+    if len(last) == MOST_WITHOUT_PROGRESS and all(one.get("from_step", 0) == here for one in last):
+        raise WorkerFailed(
+            f"{MOST_WITHOUT_PROGRESS} attempts in a row came no step further than {here}: it is not started again. See "
+            f"meshwise logs {folder.name}; then send it again with meshwise submit {folder}",
+            rank=None,
+            exit_code=NO_PROGRESS,
+        )
+
+
+def ended(error: WorkerFailed, why: str, code: int) -> WorkerFailed:
+    """`error` with the reason why the run ends with it."""
+    return WorkerFailed(f"{error}\n{why}", rank=error.rank, exit_code=code, failure=error.failure)

@@ -1,0 +1,227 @@
+"""A run on several machines between two of its attempts: the leader decides, and the others do as it says.
+
+Where machines share the run's folder, whoever claims the next attempt there goes on (records/claims.py); where they do
+not, machine 0 does, which keeps the saved states. So two halves of a network that was cut never both go on.
+Tested in tests/faults/test_several_machines.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshwise.launcher.restarts import Restarts, ended
+from meshwise.records import folder as names
+from meshwise.records.claims import is_over, newest
+from meshwise.records.lock import FolderLock
+from meshwise.spec.errors import PlanError, WorkerFailed
+from meshwise.spec.exit_codes import AGAIN
+from meshwise.spec.units import plural
+from meshwise.workers.failure import Failure, culprit
+from meshwise.workers.halt import Halt
+from meshwise.workers.machines import Look, Machines
+from meshwise.workers.nodes import ELSEWHERE, Member, Nodes
+
+JOINED = -1
+"""As an exit code, between launchers: an attempt ended for a machine that joins."""
+MINORITY_WAIT = 10.0  # seconds in which the larger half of a cut network claims the next attempt first
+Reports = dict[Member, dict[str, Any]]
+
+
+@dataclass
+class Several:
+    """The machines of a run. shares: whether this one sees the run's folder as machine 0 does. lock: on the folder,
+    where this machine keeps its record."""
+
+    machines: Machines
+    shares: bool = True
+    lock: FolderLock | None = None
+    world: int = 0
+    """The ranks of the first attempt."""
+
+    @property
+    def nodes(self) -> Nodes:
+        """Those of the attempt that runs."""
+        return self.machines.nodes
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this machine keeps the record of the run, or one of its own."""
+        return self.nodes.leads or not self.shares
+
+    @property
+    def node(self) -> int:
+        return self.machines.me.node
+
+    @property
+    def first_rank(self) -> int:
+        """The lowest rank of this machine."""
+        return self.nodes.first_rank
+
+    @property
+    def size(self) -> int:
+        """The workers of this machine."""
+        return self.nodes.me.size
+
+    @property
+    def late(self) -> Mapping[str, Any]:
+        """Of a run that is under way: what the leader has told of it; empty at a run's beginning."""
+        return self.nodes.begins.facts
+
+    def folder_told(self) -> Mapping[str, Any]:
+        """The name of the run's folder and its attempt, as machine 0 or the leader has told them; empty where this
+        machine begins the run."""
+        told: Mapping[str, Any] = self.late.get("folder") or (self.nodes.get("folder") if self.nodes.node_rank else {})
+        return told
+
+    def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
+        """See whether the folder here is the one that was told of."""
+        self.shares = not told or newest(folder) == told["attempt"]
+
+    def tell_folder(self, folder: Path, attempt: int) -> None:
+        """Tell the machines that wait for it."""
+        self.nodes.set("folder", {"name": folder.name, "attempt": attempt})
+
+    def leave(self, code: int) -> None:
+        """Tell the others that this machine is done."""
+        self.machines.leave(code)
+
+    def has_more(self, restarts: Restarts) -> bool:
+        """Whether a machine waits to join, and the run could use it."""
+        if not (self.nodes.leads and restarts.resumable and restarts.most):
+            return False
+        more = sum(member.size for member in self.machines.joiners())
+        return more > 0 and restarts.could_use(self.nodes.size + more) > self.nodes.size
+
+    def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
+        """Agree on the next attempt: why the last one failed, and a sentence on where it begins. Raises what ends the
+        run, the same on all machines.
+
+        size: the workers that this machine can have.
+        """
+        before, look = self.nodes, partial(_look, halt)
+        self.machines.report({**_facts(error), "size": size, "stopped": halt.ends})
+        told = self.machines.next(look)
+        if told is self.nodes and told.begins.number == before.begins.number:
+            told = self._decide(restarts, look)
+        elif isinstance(told, Nodes):
+            restarts.take(told.begins.facts["restarts"])
+        if not isinstance(told, Nodes):
+            raise _as_seen(told, before)
+        news = told.begins.facts
+        return _as_seen(news["error"], before), str(news["sentence"])
+
+    def _decide(self, restarts: Restarts, look: Look) -> Nodes | dict[str, Any]:
+        """The leader's: whether the run goes on, with which machines and under which plan; else how it ends."""
+        reports = self.machines.reports(look)
+        error = _error_of(reports)
+        joined = all(report["code"] == JOINED for report in reports.values())
+        last = None
+        if any(report["stopped"] for report in reports.values()):
+            last = error
+        elif joined:
+            restarts.most += 1  # it is no fault
+        else:
+            last = restarts.after(error)
+        if last is None:
+            try:
+                members = self._fitting(restarts, reports)
+                self._claim(restarts, reports, look)
+            except (PlanError, _NotHere) as refused:
+                last = ended(error, str(refused), AGAIN)
+        if last is not None:
+            self.machines.end(_facts(last))
+            return _facts(last)
+        return self._begin(restarts, error, members)
+
+    def _fitting(self, restarts: Restarts, reports: Reports) -> list[Member]:
+        """The machines of the next attempt with the workers of each."""
+        members = [replace(member, size=report["size"]) for member, report in reports.items()]
+        members += self.machines.joiners()
+        if len(members) < restarts.min_nodes:
+            raise PlanError(
+                f"Left: {plural(len(members), 'machine')} of {len(self.nodes.members)}, and --min-nodes is "
+                f"{restarts.min_nodes}: whoever started the run starts it again."
+            )
+        left = sum(member.size for member in members)
+        used = restarts.fit(left)
+        surplus = left - used
+        for at in reversed(range(len(members))):
+            fewer = min(surplus, members[at].size)
+            surplus, members[at] = surplus - fewer, replace(members[at], size=members[at].size - fewer)
+        members = [member for member in members if member.size]
+        if used != self.nodes.size:
+            restarts.moves_to(f"{plural(len(members), 'machine')} with {plural(used, 'device')}")
+        return members
+
+    def _claim(self, restarts: Restarts, reports: Reports, look: Look) -> None:
+        """Make the next attempt this machine's to begin. Raises where it is not."""
+        first, before, here = self.machines.me.node == 0, len(self.nodes.members), len(reports)
+        if not (first or self.shares):
+            raise _NotHere("The saved states lie on machine 0, which is not here: start the run again on all machines.")
+        lowest = min(member.node for member in self.nodes.members) in {member.node for member in reports}
+        if self.shares and not (2 * here > before or (2 * here == before and lowest)):
+            until = time.monotonic() + MINORITY_WAIT
+            while time.monotonic() < until and not is_over(restarts.folder, restarts.number):
+                look()
+                time.sleep(0.1)
+        if not names.claim_session(restarts.folder, restarts.number + 1):
+            raise _NotHere(f"The run goes on without this machine: attempt {restarts.number + 1} was begun by another.")
+
+    def _begin(self, restarts: Restarts, error: WorkerFailed, members: Sequence[Member]) -> Nodes:
+        """Begin the attempt that was claimed."""
+        restarts.number, sentence = restarts.number + 1, restarts.next()
+        if self.lock is None:  # the machine that held it is lost, or was
+            self.lock = FolderLock(restarts.folder, claimed=True)
+        restarts.keep_plan()  # before the others start: a script's workers read it
+        folder = {"name": restarts.folder.name, "attempt": restarts.number}
+        facts = {
+            "folder": folder,
+            "world": self.world,
+            "restarts": restarts.told(),
+            "sentence": sentence,
+            "error": _facts(error),
+        }
+        return self.machines.announce(self.nodes.begins.number + 1, members, facts)
+
+
+class _NotHere(Exception):
+    """The run does not go on with this machine, and why."""
+
+
+def _facts(error: WorkerFailed) -> dict[str, Any]:
+    """What one machine tells the others of a failure."""
+    failure = None if error.failure is None else asdict(error.failure)
+    return {"text": str(error).removeprefix(ELSEWHERE), "code": error.exit_code, "failure": failure}
+
+
+def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
+    """A failure that was told, as this machine of an attempt says it."""
+    failure = None if told["failure"] is None else Failure(**told["failure"])
+    here = range(nodes.first_rank, nodes.first_rank + nodes.me.size)
+    own = failure is None or failure.rank in here or failure.kind == "lost"
+    text = told["text"] if own else ELSEWHERE + told["text"]
+    return WorkerFailed(text, rank=None if failure is None else failure.rank, exit_code=told["code"], failure=failure)
+
+
+def _error_of(reports: Reports) -> WorkerFailed:
+    """What ended the attempt, of what the machines have reported: the culprit's."""
+    known = [(Failure(**told["failure"]), told) for told in reports.values() if told["failure"] is not None]
+    if not known:
+        told = next(iter(reports.values()))
+        return WorkerFailed(told["text"], exit_code=told["code"])
+    chosen = culprit([failure for failure, _ in known])
+    told = next(told for failure, told in known if failure is chosen)
+    done = [failure.done for failure, _ in known]
+    return WorkerFailed(
+        told["text"], rank=chosen.rank, exit_code=told["code"], failure=replace(chosen, done=max(chosen.done, *done))
+    )
+
+
+def _look(halt: Halt) -> None:
+    if halt.at_once:
+        raise WorkerFailed("stopped at once; what was saved before is kept.", exit_code=halt.exit_code)

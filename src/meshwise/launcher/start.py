@@ -1,0 +1,276 @@
+"""Open the run folder of a program, and start it on every device. No torch.
+
+A job and a script are both a `LaunchedProgram`: they differ in what each worker calls.
+Tested in tests/cli, tests/workers/test_launchers.py and tests/faults.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshwise import injection
+from meshwise.job.options import RESTARTS, RunOptions
+from meshwise.launcher.alone import Alone
+from meshwise.launcher.own_folder import ASKED
+from meshwise.launcher.restarts import Restarts
+from meshwise.launcher.several import Several
+from meshwise.launcher.supervise import supervise
+from meshwise.machine.find import describe, find_devices
+from meshwise.records import folder as names
+from meshwise.records.checkpoints import run_and_checkpoint
+from meshwise.records.claims import is_over, newest, write_of
+from meshwise.records.files import stay_in, write_text
+from meshwise.records.lock import FolderLock
+from meshwise.spec.devices import WorkerSlot, parse_devices
+from meshwise.spec.errors import UsageError, WorkerFailed
+from meshwise.spec.faults import Fault, faults_of
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_file import PREDICTED, plan_to_toml
+from meshwise.spec.prediction import prediction_of, prediction_to_toml
+from meshwise.spec.units import plural
+from meshwise.spec.world import World
+from meshwise.workers import deadline
+from meshwise.workers.environment import ATTEMPT, BLOCKS, KEPT, read_world
+from meshwise.workers.launchers.find import place_in
+
+OWN_OPTIONS = ("job", "devices", "data", "log")
+"""Of each machine: where its files are, what it has."""
+
+
+@dataclass(frozen=True)
+class LaunchedProgram:
+    """What a run runs.
+
+    plan: None leaves it to a script. call: what each worker calls with the run folder. record: what run.json keeps.
+    sees_all: whether each worker sees the accelerators of all workers of its host, as under torchrun. again: what each
+    worker calls after a restart, with `plan` (TOML, "" for the first) and whether it `resumes`; None for `call`, where
+    the program restores its state itself.
+    """
+
+    name: str
+    plan: Plan | None
+    call: Callable[[Path], Any]
+    record: Mapping[str, Any]
+    sees_all: bool = False
+    again: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class Started:
+    """A program with its folder, and the workers and machines that it runs on.
+
+    before: the records of a resumed run as they were, for one that is refused. restarts: its attempts.
+    """
+
+    program: LaunchedProgram
+    folder: Path
+    slots: Sequence[WorkerSlot]
+    restarts: Restarts
+    machines: Alone | Several
+    before: Mapping[Path, str] = field(default_factory=dict)
+    hang_limit: float | None = None
+
+    @property
+    def keeps_record(self) -> bool:
+        """Whether this machine writes what there is one of in the folder."""
+        return self.machines.keeps and not is_over(self.folder, self.restarts.number)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self.machines.lock is not None:
+            self.machines.lock.close()
+
+
+def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: float) -> Started:
+    """Meet the other machines, make the program for all devices together, and open its run folder."""
+    if options.min_nodes is not None and not 1 <= options.min_nodes <= options.nnodes:
+        raise UsageError(f"--min-nodes {options.min_nodes}: this run has {plural(options.nnodes, 'machine')}.")
+    several = options.nnodes != 1 or options.node_rank or options.rdzv
+    slots = worker_slots(options)
+    asked = {name: value for name, value in options.record().items() if name not in OWN_OPTIONS}
+    machines = options.rendezvous(len(slots), asked | {"job": Path(str(options.job)).name}) if several else None
+    late = machines is not None and machines.nodes.begins.number > 1
+    size = machines.nodes.begins.facts.get("world", machines.nodes.size) if machines else len(slots)
+    program = make(World(size=size, device=slots[0].device))
+    if machines is not None and not late:
+        given = {name: value for name, value in program.record.get("request", {}).items() if name not in OWN_OPTIONS}
+        if options.folder is not None:
+            given["saved state"] = names.saved_step(Path(options.folder))
+        machines.nodes.compare({"job": Path(program.name).name, "plan": str(program.plan or ""), **given})
+    if program.sees_all:
+        every = tuple(slot.index for slot in slots if slot.index is not None)
+        slots = [replace(slot, sees=every) for slot in slots]
+    where = Alone(len(slots)) if machines is None else Several(machines, world=size)
+    return opened(program, options, slots, where, began)
+
+
+def worker_slots(options: RunOptions) -> list[WorkerSlot]:
+    """The devices that were named; else the accelerators, or those that a plan file needs; else its CPU workers."""
+    every = find_devices(parse_devices("all" if options.devices is None else options.devices))
+    if options.devices is not None or options.nnodes > 1 or not options.gives_plan:
+        return every
+    needs, kind = options.plan_on(len(every)).devices, every[0].device
+    fewer = options.plan is not None and needs < len(every)
+    return find_devices(parse_devices(f"{needs}x{kind}")) if kind == "cpu" or fewer else every
+
+
+def refuse_restarts(options: RunOptions, where: str) -> None:
+    """Raises UsageError for options of restarts where no launcher of ours starts anything again."""
+    for name in ("restarts", "restart_on", "on_failure"):
+        if getattr(options, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')} {where}: meshwise starts nothing again there yet. Leave it out, and start "
+                "the command again with --resume RUN where its exit code is 85."
+            )
+
+
+def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) -> Path:
+    """The folder of a run, new or resumed. name: as another machine has called it."""
+    if options.resume is not None:
+        return run_and_checkpoint(Path(options.resume))[0]
+    if options.folder is not None:
+        return names.own_run_folder(Path(options.folder))
+    if name is None:
+        return names.create_run_folder(Path(options.out), program.name)
+    folder = Path(options.out) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def opened(
+    program: LaunchedProgram, options: RunOptions, slots: Sequence[WorkerSlot], machines: Alone | Several, began: float
+) -> Started:
+    """The run folder, new or resumed, with the record of what runs in it: one of the same name on every machine.
+
+    Machines that share a disk share the folder; the first of them keeps its run.json.
+    """
+    faults = faults_of(options.fault, machines.world)
+    late, told = machines.late, machines.folder_told()
+    folder = _folder_of(program, options, told.get("name"))
+    stay_in(folder)
+    machines.finds(folder, told)
+    restarts = Restarts(
+        folder,
+        most=RESTARTS if options.restarts is None else options.restarts,
+        exceptions=options.restart_on == "exception",
+        resumable=program.again is not None,
+        min_nodes=options.min_nodes or 1,
+        command=options.on_failure,
+        faults=faults,
+        launched=place_in(os.environ).record(),
+        number=told.get("attempt", 1),
+        asked=program.plan,
+    )
+    if late:
+        restarts.take(late["restarts"])
+    goes_on = options.resume is not None or options.folder is not None
+    kept = [folder / name for name in (names.RUN, names.PLAN)] if goes_on else []
+    before = {path: path.read_text(encoding="utf-8") for path in kept if path.is_file()}
+    started = Started(program, folder, slots, restarts, machines, before, hang_limit=options.hang_seconds())
+    if machines.keeps:
+        number = _recorded(started, options, began, begins=not told)
+        restarts.number = told.get("attempt", number)
+    if late:
+        restarts.keep_plan()
+    elif program.plan is not None:  # on every machine: a script's workers read it in their own folder
+        predicted = program.record.get(PREDICTED)
+        table = prediction_to_toml(prediction_of(predicted)) if isinstance(predicted, Mapping) else ""
+        content = (plan_to_toml(program.plan) + table).encode()
+        write_of(folder, restarts.number, folder / names.PLAN, lambda file: file.write(content))
+    if not told:
+        machines.tell_folder(folder, restarts.number)
+    return started
+
+
+def _recorded(started: Started, options: RunOptions, began: float, *, begins: bool) -> int:
+    """Hold the folder, and write that an attempt begins there: its number. begins: whether this machine has begun the
+    run."""
+    program, folder, machines = started.program, started.folder, started.machines
+    earlier = names.read_run(folder) if (folder / names.RUN).exists() else {}
+    yields = _earlier_start_holds(earlier)
+    machines.lock = FolderLock(folder, claimed=yields)
+    facts = {"job": program.name, "devices": [slot.name for slot in started.slots], "machine": machines.node}
+    facts |= {"world": machines.world, "versions": names.versions(), **names.what_was_typed(), **program.record}
+    if isinstance(options.job, str | Path):  # of a Job that is given the source is not known
+        facts["source"] = names.source_of(str(options.job))
+    if options.folder is not None and ASKED not in earlier:
+        facts[ASKED] = options.record()
+    if yields or newest(folder) or (begins and (machines.nodes is not None or options.folder is not None)):
+        names.claim_session(folder, len(earlier.get("sessions", [])) + 1)
+    return names.begin_session(folder, began, started.restarts.record(), **facts)
+
+
+def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
+    """Whether the last attempt of a run is of an earlier start of this job of a scheduler. What is left of that one on
+    a machine that was cut off may hold the folder, and has no right to it any more."""
+    here = place_in(os.environ).record()
+    sessions = run.get("sessions") if here else None
+    last = sessions[-1] if sessions else {}
+    return last.get("scheduler_job") == here.get("scheduler_job", "") and last.get("start", 0) < here.get("start", 0)
+
+
+def supervised(started: Started, console: Console, limit: float | None = None) -> tuple[list[Any], int]:
+    """Show what runs, and run it: the results in rank order, and the exit code. limit: seconds after which it stops."""
+    program, slots = started.program, started.slots
+    plan = "" if program.plan is None else f"{program.plan}  "
+    machines, nodes = started.machines, started.machines.nodes
+    told = place_in(os.environ).told(nodes.size if nodes else len(slots), nodes.nnodes if nodes else 1)
+    if machines.first_rank == 0 or not told:  # under a launcher the output of all nodes is one
+        line = f"{Path(program.name).name}  {plan}{describe(slots, machines.first_rank)}"
+        text = f"{told}\n{line}" if told and machines.first_rank == 0 else line
+        console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
+    try:
+        with deadline.limited(limit):
+            return supervise(
+                partial(_task, started),
+                slots,
+                restarts=started.restarts,
+                console=console,
+                machines=machines,
+                hang_limit=started.hang_limit,
+                limit=limit,
+            )
+    except WorkerFailed as error:
+        refused = error.exit_code == UsageError.exit_code and started.restarts.attempt == 1
+        if refused and started.keeps_record:
+            for path, text in started.before.items():  # refused: the run is what it was
+                write_text(path, text)
+        raise
+    finally:
+        started.close()
+
+
+def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What the workers of the next attempt call."""
+    program, restarts = started.program, started.restarts
+    call: Callable[..., Any] = program.call
+    if restarts.attempt > 1 and program.again is not None:
+        call = partial(program.again, plan=restarts.plan, resumes=restarts.resumes)
+    kept = [str(restarts.kept.path(rank)) for rank in range(len(started.slots))] if restarts.kept else []
+    return in_attempt, (restarts.number, restarts.due(), call, started.folder, kept)
+
+
+def in_attempt(
+    number: int, faults: Sequence[Fault], call: Callable[[Path], Any], folder: Path, kept: Sequence[str] = ()
+) -> Any:
+    """In a worker: `call(folder)` in this attempt of the run, with the faults that it is to have. kept: the memory of
+    each rank of this machine that outlives it."""
+    os.environ[ATTEMPT] = str(number)
+    if kept:
+        os.environ[KEPT] = kept[read_world(os.environ).local_rank]
+    if faults:
+        injection.faults.arm(faults, read_world(os.environ).rank, folder)
+    return call(folder)
+
+
+def record_blocks(options: RunOptions) -> None:
+    """In a worker: whether its model's blocks are recorded."""
+    if options.blocks:
+        os.environ[BLOCKS] = "1"

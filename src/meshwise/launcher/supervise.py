@@ -1,0 +1,325 @@
+"""The launcher's side of a run: start the workers, show their messages, pass on Ctrl-C, keep the outcome.
+
+Tested with real workers in tests/faults and tests/cli/test_run_folder.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rich.console import Console
+
+from meshwise.launcher.alone import Alone
+from meshwise.launcher.devices_left import DevicesLeft
+from meshwise.launcher.restarts import Restarts
+from meshwise.launcher.several import JOINED, Several
+from meshwise.records import folder as names
+from meshwise.records.attempts import lost_texts
+from meshwise.records.claims import is_over
+from meshwise.records.files import is_lost
+from meshwise.records.rank_logs import open_log
+from meshwise.spec.devices import WorkerSlot
+from meshwise.spec.errors import WorkerFailed
+from meshwise.spec.exit_codes import AGAIN, DONE, JOINS, WARNINGS, stop_text
+from meshwise.terminal.screen import fitted
+from meshwise.timeline.analyse import report_of
+from meshwise.timeline.read import read_timeline
+from meshwise.timeline.run_summary import RunSummary, WholeRun
+from meshwise.timeline.views.live_progress import LiveView, TrainingProgress
+from meshwise.timeline.views.summary_text import metric_text
+from meshwise.workers.channel import Message
+from meshwise.workers.fork_server import Forks
+from meshwise.workers.gate import StepGate
+from meshwise.workers.halt import Halt
+from meshwise.workers.kept_memory import KeptMemory
+from meshwise.workers.launch import launch
+from meshwise.workers.listeners import Listeners
+
+WITHOUT_RECORDS = (
+    "The run {ended}, but its folder {folder} was removed or moved meanwhile: what it would have recorded and saved "
+    "there is lost."
+)
+STOPS = (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []), *WARNINGS)
+"""Signals that stop all ranks after the same step."""
+
+
+class Viewer:
+    """Turns the messages of a run into what a person sees."""
+
+    def __init__(
+        self,
+        view: LiveView,
+        devices: Sequence[str],
+        *,
+        live: bool,
+        restarts: Restarts,
+        halt: Halt | StepGate,
+        machines: Alone | Several | None,
+    ) -> None:
+        """halt: knows the signal of a stop. machines: None where this process keeps no record."""
+        self._view, self._live, self._halt = view, live, halt
+        self._restarts, self._machines = restarts, machines
+        self.stopped = ""
+        self.steps = self.joins = False
+        """Of the attempt: whether its workers step, and whether they have stopped for a machine that joins."""
+        self._devices = tuple(devices)
+        self._memory: list[int | None] = [None] * len(devices)
+        self._job = ""
+        self._lost, self._looked = False, time.monotonic()
+        self._told: list[str] = []
+        """Lines of the attempt that its record keeps."""
+
+    def message(self, rank: int, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "began":
+            self._job = message["job"]
+            if self._machines and rank == self._machines.first_rank:
+                self._told = []
+                self._keep(self._restarts.began(message["step"]))
+        elif kind == "stepped":
+            self.steps = True
+            self._keep(self._restarts.stepped())
+        elif kind == "restores":
+            self._restarts.resumable, self._restarts.states = True, Path(message["folder"])
+        elif kind == "memory" and rank < len(self._memory):
+            self._memory[rank] = message["bytes"]
+        elif kind == "log" or (kind == "progress" and self._live):
+            self._view.update(self._progress(message))
+        elif kind == "evaluated":
+            self._view.print(metrics_line(message))
+        elif kind == "stopping" and self._joins():
+            self.joins = True
+        elif kind == "stopping" and rank == 0:
+            epoch = "" if message["epoch"] is None else f" (epoch {message['epoch']})"
+            self.stops(f" after step {message['step']}{epoch}")
+        elif kind == "told":
+            self._told.append(message["text"])
+            self._keep({"told": self._told})
+            self._view.print(fitted(message["text"], sys.stdout))
+        elif kind == "note":
+            self._view.print(fitted(message["text"], sys.stdout))
+
+    def _joins(self) -> bool:
+        return isinstance(self._halt, Halt) and self._halt.wanted and not self._halt.ends
+
+    def look_for(self, folder: Path) -> None:
+        """Say once that the run folder is gone: a look a second."""
+        if not self._lost and time.monotonic() - self._looked > 1.0:
+            self._looked, self._lost = time.monotonic(), is_lost(folder)
+            if self._lost:
+                self._view.print(
+                    f"{folder} was removed or moved: the run goes on, and keeps no more records or states."
+                )
+
+    def stops(self, where: str = "") -> None:
+        """Say once that the run is stopped, by what, and where it stood."""
+        if not self.stopped:
+            self.stopped = f"stopped by {stop_text(self._halt.signal)}{where}"
+            self._view.print(self.stopped)
+
+    def _keep(self, facts: Mapping[str, Any]) -> None:
+        if facts and self._machines and (folder := _record_folder(self._restarts, self._machines)):
+            names.add_to_session(folder, **facts)
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """A message of this very process: for a run that joined another launcher."""
+        self.message(0, {"kind": kind, **facts})
+
+    def output(self, stream: str, text: str) -> None:
+        self._view.print(text.rstrip("\n"))
+
+    def _progress(self, message: Message) -> TrainingProgress:
+        return TrainingProgress(
+            job=self._job,
+            epoch=message["epoch"],
+            epochs=message["epochs"],
+            step=message["step"],
+            steps=message["steps"],
+            loss=message["loss"],
+            samples_per_second=message["samples_per_second"],
+            seconds_left=message["seconds_left"],
+            memory=tuple(self._memory),
+            devices=self._devices,
+        )
+
+
+def metrics_line(message: Mapping[str, Any]) -> str:
+    """`epoch 1/5  test accuracy 95.20 %  loss 0.1612  best so far`; in its middle `epoch 1/5, step 500  test …`."""
+    step = f", step {message['inside']}" if "inside" in message else ""
+    parts = [metric_text(name, value) for name, value in message["metrics"].items()]
+    parts += ["best so far"] if message["best"] else []
+    return f"epoch {message['epoch']}/{message['epochs']}{step}  test {'  '.join(parts)}"
+
+
+PRELOAD = ("meshwise.script.distribute", "meshwise.job.loop", "torch._dynamo")
+"""Modules that a worker that trains needs; the first optimizer of a process imports the last."""
+
+
+def supervise(
+    task: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
+    slots: Sequence[WorkerSlot],
+    *,
+    restarts: Restarts,
+    console: Console,
+    machines: Alone | Several,
+    limit: float | None = None,
+    hang_limit: float | None = None,
+) -> tuple[list[Any], int]:
+    """Launch `task` (a function and its arguments) on the slots, again where `restarts` allows it, and show the run.
+    Returns the results in rank order and the exit code.
+
+    limit: seconds after which it stops at the end of a step.
+
+    run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails for good.
+    """
+    halt, forks = Halt(), Forks(PRELOAD, stays=True)
+    with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit), KeptMemory(len(slots)) as kept:
+        restarts.kept = kept if machines.nodes is None else None
+        named, devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], DevicesLeft(slots)
+        viewer = Viewer(view, named, live=view.draws, restarts=restarts, halt=halt, machines=machines)
+
+        def look() -> None:
+            viewer.look_for(restarts.folder)
+            if viewer.steps and machines.has_more(restarts):
+                halt.ask(JOINS)
+
+        def log(folder: Path, rank: int) -> BinaryIO:
+            return open_log(folder, rank, restarts.number)
+
+        listeners = Listeners(viewer.message, viewer.output, look, log, hang_limit)
+        started = partial(launch, folder=restarts.folder, listeners=listeners, halt=halt, preload=forks)
+        try:
+            results = None
+            while results is None:
+                viewer.steps = viewer.joins = False
+                devices.use(machines.size)
+                try:
+                    results = started(*task(), devices.used, nodes=machines.nodes)
+                    if viewer.joins and not halt.ends:
+                        results = None
+                        raise WorkerFailed("A machine joins: all ranks have stopped after a step.", exit_code=JOINED)
+                except WorkerFailed as error:
+                    _answer(error, restarts, view, halt, machines, devices)
+        finally:
+            machines.leave(halt.exit_code if halt.ends else DONE)
+            forks.close()
+            restarts.close(view.print)
+        stopped = halt.ends
+        if stopped:
+            viewer.stops()
+    if is_lost(restarts.folder):
+        raise WorkerFailed(
+            WITHOUT_RECORDS.format(folder=restarts.folder, ended="was stopped" if stopped else "finished")
+        )
+    if folder := _record_folder(restarts, machines):
+        facts = {"reason": viewer.stopped.removeprefix("stopped by ")} if stopped else {}
+        names.end_session(folder, "stopped" if stopped else "finished", **facts)
+    return results, halt.exit_code if stopped else DONE
+
+
+def _record_folder(restarts: Restarts, machines: Alone | Several) -> Path | None:
+    """The run folder, where this machine keeps its record, and it is there."""
+    if not machines.keeps or is_lost(restarts.folder) or is_over(restarts.folder, restarts.number):
+        return None
+    return restarts.folder
+
+
+def _answer(
+    error: WorkerFailed,
+    restarts: Restarts,
+    view: LiveView,
+    halt: Halt,
+    machines: Alone | Several,
+    devices: DevicesLeft,
+) -> None:
+    """Keep how an attempt failed, and begin the next one; raises what ends the run."""
+    number, last, goes_on, lost = restarts.number, None, "", restarts.keep_left(error)
+    rank = -1 if error.failure is None else error.failure.rank - machines.first_rank
+    devices.failed(error.failure, rank, restarts.attempt, restarts.happened_now())
+    left = devices.left(restarts.attempt + 1)
+    try:
+        error, goes_on = machines.go_on(restarts, error, left, halt)
+    except WorkerFailed as ends:
+        error = last = ends
+    if folder := _record_folder(restarts, machines):
+        status = "stopped" if error.rank is None else "failed"
+        names.end_session(folder, status, str(error), **restarts.facts(error, number))
+    if error.rank is not None:
+        restarts.run_command(str(error), again=last is None)
+    if last is not None:
+        raise last
+    view.print(fitted(f"{error}\n{lost}{goes_on}", sys.stdout))
+    halt.begin_anew()
+    devices.use(machines.size)
+    if folder:
+        restarts.keep_plan()
+        world = machines.nodes.size if machines.nodes else machines.size
+        facts = {"devices": [slot.name for slot in devices.used], "world": world, "machine": machines.node}
+        restarts.number = names.begin_session(folder, time.time(), restarts.record(), **facts)
+
+
+@contextlib.contextmanager
+def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
+    """Each of STOPS stops all ranks after the same step, however often it comes; a second Ctrl-C ends them at once. One
+    that a rank has passed on is no first: `scancel -s INT` sends it to every process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    came = set[int]()
+
+    def stop(number: int, frame: object) -> None:
+        again = number in came or halt.signal != number
+        if halt.wanted and number == signal.SIGINT and again:
+            halt.at_once = True
+        came.add(number)
+        halt.ask(number)
+
+    before = {number: signal.signal(number, stop) for number in STOPS}
+    try:
+        yield
+    finally:
+        leaves = halt.wanted and halt.exit_code == AGAIN  # whoever asked for it may ask again until the end
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if leaves and number in WARNINGS else handler)
+
+
+def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[WorkerSlot], folder: Path) -> RunSummary:
+    """What a run did since it was started or resumed, from the facts that each rank returned and the records in its
+    folder."""
+    timeline = read_timeline(folder)
+    report, first = report_of(timeline.newest_session(), str(folder)), results[0]
+    began, sessions = first["began"], len(timeline.sessions)
+    whole = None
+    if sessions > 1:
+        seconds = sum(session.ended - session.began for session in timeline.sessions) / 1e9
+        whole = WholeRun(sessions, first["epochs"], first["steps"], seconds)
+    return RunSummary(
+        job=first["job"],
+        plan=plan,
+        devices=tuple(islice(cycle(slot.name for slot in slots), max(len(report.ranks), len(slots)))),
+        status=first["status"],
+        epochs=first["epochs"] - began["epoch"],
+        steps=first["steps"] - began["step"],
+        samples=first["samples"],
+        seconds=report.wall_seconds,
+        train_seconds=min((sum(rank.seconds.values()) for rank in report.ranks), default=0.0),
+        samples_per_second=report.samples_per_second or 0.0,
+        metrics=first["metrics"],
+        best=first["best"],
+        phases=tuple(dict(rank.seconds) for rank in report.ranks),
+        verdict=report.verdict,
+        memory=tuple(result["memory"] for result in results),
+        folder=str(folder),
+        notes=(*first["notes"], *lost_texts(timeline.facts)),
+        whole=whole,
+    )

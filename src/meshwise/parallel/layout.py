@@ -1,0 +1,190 @@
+"""Along which dim each weight of a model is split over the ranks of an axis. Any choice is exact; a good one is quick.
+
+    column    by its outputs: what it gives is split too, and nothing is sent
+    row       by its inputs: it takes what is split, and the ranks' products are added up
+
+A pair of column and row needs one all-reduce forward and one backward (Megatron-LM, arXiv:1909.08053). The model's own
+plan (`tp_plan` of transformers) says which is which; else the last layer of a group that gives the width that the first
+one takes is the row.
+
+Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from meshwise.compat.modules import parameters_in
+from meshwise.parallel.blocks import repeated_blocks
+from meshwise.splits.packing import sections_of
+
+UNEVEN = 8  # times as long as there are ranks: shorter dims are split evenly or not at all
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer whose weight can be split. outputs, inputs: the dims of its weight; they have so many elements."""
+
+    name: str
+    module: nn.Module
+    outputs: int
+    inputs: int
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.module.weight  # type: ignore[assignment]
+        return weight
+
+    @property
+    def out_length(self) -> int:
+        """How many features it gives."""
+        return self.weight.shape[self.outputs]
+
+    @property
+    def in_length(self) -> int:
+        """How many features it takes."""
+        return self.weight.shape[self.inputs]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Along which dim a parameter is split.
+
+    sections: so many equal ones lie packed in it, one after the other (queries, keys, values); of each, every rank has
+        a part.
+    gathered: what the layer gives is gathered at once: blocks add to it, and each would gather it again.
+    """
+
+    dim: int
+    sections: int = 1
+    gathered: bool = False
+
+
+def cuts_of(model: nn.Module, ranks: int, *, packed: bool = True) -> dict[int, Cut]:
+    """How each parameter is split, by its id; those that are not in it stay whole on every rank.
+
+    packed: whether sections may be kept together along dim 0, which `shard` divides too.
+    """
+    found = _of_multi_head(model, ranks) if packed else {}
+    layers = [layer for layer in _layers(model) if id(layer.weight) not in found]
+    rows = _rows(model, layers)
+    first = _first(model, layers)
+    widths = {layer.in_length for layer in layers if layer.name in rows}
+    for layer in layers:
+        row, sections = layer.name in rows, 1
+        dim = layer.inputs if row else layer.outputs
+        if not _divides(layer.weight.shape[dim], ranks):
+            dim, row = (layer.outputs, False) if row else (layer.inputs, True)
+            if isinstance(layer.module, nn.Embedding) or not _divides(layer.weight.shape[dim], ranks):
+                continue
+        likely = {n for n in (2, 3) if layer.out_length % n == 0 and layer.out_length // n in widths}
+        if (packed or dim) and not row and likely:
+            sections = sections_of(model, layer.name, layer.module, layer.in_length, layer.out_length)
+            sections = sections if sections in likely and layer.out_length % (sections * ranks) == 0 else 1
+        cut = found.setdefault(id(layer.weight), Cut(dim, sections, not row and layer.name in first))
+        bias = getattr(layer.module, "bias", None)
+        if not row and isinstance(bias, Tensor) and (cut.dim, cut.sections) == (dim, sections):
+            found.setdefault(id(bias), Cut(0, sections if packed else 1))
+    return found
+
+
+def _of_multi_head(model: nn.Module, ranks: int) -> dict[int, Cut]:
+    """Torch's attention modules, whose first projection is a packed parameter."""
+    found = {}
+    for module in model.modules():
+        if not isinstance(module, nn.MultiheadAttention) or module.num_heads % ranks or module.bias_k is not None:
+            continue
+        if module.in_proj_weight is not None:
+            if "weight" in parameters_in(module.out_proj):
+                found[id(module.out_proj.weight)] = Cut(1)
+            found |= {id(p): Cut(0, 3) for p in (module.in_proj_weight, module.in_proj_bias) if p is not None}
+    return found
+
+
+def _divides(length: int, ranks: int) -> bool:
+    """Whether every rank gets a part worth having."""
+    return length % ranks == 0 or length >= UNEVEN * ranks
+
+
+def _layers(model: nn.Module) -> Iterator[Layer]:
+    for name, module in model.named_modules():
+        if parameters_in(module).get("weight") is None:  # one that is computed (a parametrization, a pruned weight)
+            continue
+        if isinstance(module, nn.Linear):
+            yield Layer(name, module, 0, 1)
+        elif isinstance(module, nn.Embedding):
+            if module.max_norm is None and not module.sparse and not module.scale_grad_by_freq:
+                yield Layer(name, module, 0, 1)
+        elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            if module.groups == 1 and not module.transposed:
+                yield Layer(name, module, 0, 1)
+        elif type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int):  # transformers'
+            yield Layer(name, module, 1, 0)
+
+
+def _rows(model: nn.Module, layers: list[Layer]) -> set[str]:
+    """The names of the layers that are split by their inputs."""
+    own = _own_plan(model)
+    if own is not None:
+        styles = {layer.name: _style(layer.name, own) for layer in layers}
+        if any(styles.values()):
+            found = {name for name, style in styles.items() if "rowwise" in style and "embedding" not in style}
+            return found | {name for name in _derived(model, layers) if not styles[name]}
+    return _derived(model, layers)
+
+
+def _own_plan(model: nn.Module) -> Mapping[str, str] | None:
+    plan = getattr(model, "tp_plan", None)
+    return plan if isinstance(plan, Mapping) and plan else None
+
+
+def _style(name: str, plan: Mapping[str, str]) -> str:
+    for pattern, style in plan.items():
+        if fnmatch.fnmatchcase(name, pattern) and isinstance(style, str):
+            return style
+    return ""
+
+
+def _first(model: nn.Module, layers: list[Layer]) -> set[str]:
+    """The names of the layers before the blocks that give what the blocks take."""
+    blocks = tuple(f"{name}." for name, _ in repeated_blocks(model))
+    begin = next((n for n, layer in enumerate(layers) if layer.name.startswith(blocks)), 0) if blocks else 0
+    return {
+        layer.name
+        for layer in layers[:begin]
+        if layer.out_length == layers[begin].in_length and not isinstance(layer.module, nn.Embedding)
+    }
+
+
+def _derived(model: nn.Module, layers: list[Layer]) -> set[str]:
+    rows = set()
+    for block_name, _ in repeated_blocks(model):
+        inside = [layer for layer in layers if layer.name.startswith(f"{block_name}.")]
+        inside = [layer for layer in inside if not isinstance(layer.module, nn.Embedding)]
+        if not inside:
+            continue
+        groups: dict[str, list[Layer]] = {}
+        for layer in inside:
+            groups.setdefault(_group_of(layer.name, inside), []).append(layer)
+        ends = dict[str, str]()
+        for name, group in groups.items():
+            width, last = group[0].in_length, group[-1]
+            rows |= {layer.name for layer in group if layer.out_length == width != layer.in_length}
+            around = [layer for layer in inside if layer.name.startswith(f"{name}.")]  # groups within it, too
+            if len(around) > 1 and around[-1] is last and around[0].in_length == last.in_length == last.out_length:
+                ends[name] = last.name
+        ended = {inner for inner in ends for name in ends if len(groups[name]) == 1 and inner.startswith(f"{name}.")}
+        rows |= {last for name, last in ends.items() if name not in ended}
+    return rows
+
+
+def _group_of(name: str, inside: list[Layer]) -> str:
+    """The module around a layer that holds another one as well."""
+    parent = name.rpartition(".")[0]
+    while parent and sum(layer.name.startswith(f"{parent}.") for layer in inside) == 1:
+        parent = parent.rpartition(".")[0]
+    return parent

@@ -1,0 +1,1 @@
+"""Predictions: every sample once, in the data's order."""

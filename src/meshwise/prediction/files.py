@@ -1,0 +1,277 @@
+"""The file of predictions while it is written: whole samples in their order, so that a run that was killed goes on.
+
+    OUT.partial/                        until every sample is there
+        facts.json                      what they are predictions of
+        outputs.jsonl                   a line a sample; a torn last one is dropped
+        000000000-000000512.safetensors or a file a piece, each whole or not there
+
+What is finished is moved to OUT; pieces are joined, read one after the other.
+
+Tested in tests/prediction/test_predict.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from meshwise.records.files import atomic_file, write_text, write_with
+from meshwise.spec.errors import UsageError
+
+Outputs = Mapping[str | int, Any]
+"""Rows of several samples: tensors, or lists of values, by name; by number of a tuple; by "" where there is but one."""
+FACTS = "facts.json"
+
+
+class Store(Protocol):
+    """Where predictions go."""
+
+    def begin(self, multiple: int) -> int:
+        """How many samples are there from an earlier run: a multiple, where that can be told."""
+
+    def add(self, first: int, pieces: Sequence[Outputs]) -> None:
+        """Take the rows of the samples from `first` on."""
+
+    def finish(self) -> Any:
+        """Every sample is there. Returns the outputs, where they are kept in memory."""
+
+
+class InMemory:
+    """Outputs that are given back: tensors with a row a sample, lists of them where their shapes differ."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Outputs] = []
+
+    def begin(self, multiple: int) -> int:
+        return 0
+
+    def add(self, first: int, pieces: Sequence[Outputs]) -> None:
+        self._pieces += pieces
+
+    def finish(self) -> Any:
+        whole = {name: _joined([piece[name] for piece in self._pieces]) for name in self._pieces[0]}
+        if set(whole) == {""}:
+            return whole[""]
+        return tuple(whole.values()) if 0 in whole else whole
+
+
+def _joined(rows: Sequence[Any]) -> Any:
+    if isinstance(rows[0], Tensor) and len({tuple(each.shape[1:]) for each in rows}) == 1:
+        return torch.cat(list(rows))
+    return [row for each in rows for row in each]
+
+
+class PartialFolder:
+    """`OUT.partial`: held by one process at a time."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.path = out, out.with_name(f"{out.name}.partial")
+        self._lock: BinaryIO | None = None
+
+    def open(self, facts: Mapping[str, Any], *, overwrite: bool) -> str:
+        """Make it, or go on in it. Returns what is to be said. Raises UsageError where it is of other predictions."""
+        if overwrite:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._take()
+        if not (self.path / FACTS).exists():
+            write_text(self.path / FACTS, json.dumps(facts, indent=2) + "\n")
+            return ""
+        try:
+            before = dict(json.loads((self.path / FACTS).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(f"{self.path / FACTS}: cannot be read ({error}). Begin anew with --overwrite.") from None
+        for name in facts:
+            if name != "source" and before.get(name) != facts[name]:
+                raise UsageError(
+                    f"{self.path} was begun with other {name}: {_short(before.get(name))} there and "
+                    f"{_short(facts[name])} here. Give the same to go on, name another --out, or begin anew with "
+                    "--overwrite."
+                )
+        edited = before.get("source") != facts.get("source")
+        return "the job's file was edited since: the first predictions are of the earlier one" if edited else ""
+
+    def _take(self) -> None:
+        """Raises UsageError where another process writes there."""
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        self._lock = (self.path / "lock").open("ab")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"another process writes {self.out} now. Wait for it, or name another --out.") from None
+
+    def remove(self) -> None:
+        """All is at its place."""
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let others write."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:60]}…{text[-15:]}"
+
+
+class Lines:
+    """JSON lines: a number, a list or an object a sample. NaN is null, infinity 1e999: JSON has neither."""
+
+    def __init__(self, folder: PartialFolder) -> None:
+        self.folder, self._path = folder, folder.path / "outputs.jsonl"
+
+    def begin(self, multiple: int) -> int:
+        if not self._path.exists():
+            return 0
+        kept = end = place = 0
+        with self._path.open("rb+") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n") or b"\0" in line:
+                    break
+                place += len(line)
+                if number % multiple == 0:
+                    kept, end = number, place
+            file.truncate(end)
+        return kept
+
+    def add(self, first: int, pieces: Sequence[Outputs]) -> None:
+        text = "".join(f"{line}\n" for piece in pieces for line in _lines(piece))
+        with self._path.open("ab") as file:
+            file.write(text.encode())
+
+    def finish(self) -> None:
+        with self._path.open("ab") as file:
+            os.fsync(file.fileno())
+        self._path.replace(self.folder.out)
+        self.folder.remove()
+
+
+def _lines(piece: Outputs) -> Iterator[str]:
+    """A line for each sample."""
+    columns = [_texts(rows) for rows in piece.values()]
+    if set(piece) == {""}:
+        yield from columns[0]
+    elif 0 in piece:
+        yield from (f"[{', '.join(row)}]" for row in zip(*columns, strict=True))
+    else:
+        names = [json.dumps(name, ensure_ascii=False) for name in piece]
+        for row in zip(*columns, strict=True):
+            yield f"{{{', '.join(f'{name}: {text}' for name, text in zip(names, row, strict=True))}}}"
+
+
+def _texts(rows: Any) -> list[str]:
+    if not isinstance(rows, Tensor):
+        try:
+            return [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"a prediction cannot be written as JSON: {error}. Give tensors, or plain values."
+            ) from None
+    texts = list(map(json.dumps, rows.tolist()))
+    if rows.is_floating_point() and not math.isfinite(rows.sum()):
+        texts = [text.replace("NaN", "null").replace("Infinity", "1e999") for text in texts]
+    return texts
+
+
+class Pieces:
+    """Safetensors: one tensor with a row a sample, named `output`; those of a dict by their names."""
+
+    def __init__(self, folder: PartialFolder) -> None:
+        self.folder = folder
+        self._form: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+
+    def begin(self, multiple: int) -> int:
+        done = 0
+        for path in self._files():
+            first, stop = map(int, path.stem.split("-"))
+            if first != done:
+                path.unlink()
+                continue
+            if not done:
+                with safe_open(path, "pt") as opened:
+                    self._check(first, {name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+            done = stop
+        return done
+
+    def add(self, first: int, pieces: Sequence[Outputs]) -> None:
+        tensors: dict[str, Tensor] = {}
+        for piece in pieces:
+            self._check(first, {_name(key): rows for key, rows in piece.items()})
+        for key in pieces[0]:
+            tensors[_name(key)] = torch.cat([piece[key] for piece in pieces]).contiguous()
+        stop = first + sum(len(next(iter(piece.values()))) for piece in pieces)
+        path = self.folder.path / f"{first:012d}-{stop:012d}.safetensors"
+        write_with(path, lambda file: file.write(save(tensors)))
+
+    def _check(self, first: int, tensors: Mapping[str, Any]) -> None:
+        """Raises UsageError for what does not stack."""
+        for name, rows in tensors.items():
+            if not isinstance(rows, Tensor):
+                raise UsageError(
+                    f"--out {self.folder.out}: safetensors hold tensors, and the prediction {name} is a list of "
+                    f"{type(rows[0]).__name__}. Write .jsonl."
+                )
+            form = rows.dtype, tuple(rows.shape[1:])
+            known = self._form.setdefault(name, form)
+            if form != known:
+                words = [f"{tuple(shape)} of {str(dtype).removeprefix('torch.')}" for dtype, shape in (known, form)]
+                raise UsageError(
+                    f"--out {self.folder.out}: the prediction {name} is {words[0]} of the first samples and {words[1]} "
+                    f"of those from {first} on, so they make no tensor. Write .jsonl, or pad them to one length."
+                )
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.path.glob("[0-9]*-[0-9]*.safetensors"))
+
+    def finish(self) -> None:
+        files, at = self._files(), 0
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        with safe_open(files[0], "pt") as opened:
+            dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+        samples = int(files[-1].stem.split("-")[1])
+        for name, (dtype, shape) in self._form.items():
+            size = samples * math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": dtypes[name], "shape": [samples, *shape], "data_offsets": [at, at + size]}
+            at += size
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with atomic_file(self.folder.out) as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for name in self._form:
+                for path in files:
+                    with safe_open(path, "pt") as opened:
+                        file.write(opened.get_tensor(name).reshape(-1).view(torch.uint8).numpy())
+        self.folder.remove()
+
+
+def _name(key: str | int) -> str:
+    return f"output.{key}" if isinstance(key, int) else key or "output"
+
+
+@contextlib.contextmanager
+def saying_what_is_kept(out: Path | None) -> Iterator[None]:
+    """Turns an error of the disk into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"--out {out}: cannot be written ({error.strerror or error}). What was written before is kept: the same "
+            "command goes on there."
+        ) from None

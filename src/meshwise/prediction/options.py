@@ -1,0 +1,85 @@
+"""The options of predictions, each once: the command line and `mw.predict` are made from them. No torch.
+
+Tested in tests/prediction/test_predict.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from meshwise.job.job import Job
+from meshwise.job.options import PlanText, RunOptions
+from meshwise.spec.arguments import Plain, argument_texts
+from meshwise.spec.devices import IN_WORDS
+from meshwise.spec.errors import UsageError
+from meshwise.spec.options import Option
+from meshwise.spec.plan import Plan
+
+FORMATS = (".jsonl", ".safetensors")
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """The options of predictions. predict, collate: of a model that is given without a job, or other ones than its
+    job's."""
+
+    job: Annotated[
+        Any | str,
+        Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], or file.py:name", argument=True),
+    ]
+    data: Annotated[
+        str | Path | Any | None,
+        Option("what to predict: file.py:name, or a folder for the job's parameter `data`; default: its test set"),
+    ] = None
+    _: KW_ONLY
+    weights: Annotated[
+        str | Path | None, Option("a run folder, a .safetensors file, or a Hugging Face folder", metavar="PATH")
+    ] = None
+    out: Annotated[str | Path | None, Option("a .jsonl or .safetensors file", metavar="FILE")] = None
+    devices: Annotated[str | None, Option(f"{IN_WORDS}; default: all accelerators, else one CPU worker")] = None
+    plan: Annotated[Plan | PlanText | str | Path | None, Option("a plan file; default: replicas", metavar="FILE")] = (
+        None
+    )
+    settings: Annotated[
+        tuple[str, ...], Option("a field of the plan: shard=2, tensor=2", name="--set", metavar="FIELD=VALUE")
+    ] = ()
+    precision: Annotated[str | None, Option("fp32, bf16, fp16 or fp64")] = None
+    batch_size: Annotated[int | None, Option("samples of the global batch, over all devices")] = None
+    args: Annotated[
+        Mapping[str, Plain] | tuple[str, ...],
+        Option("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE"),
+    ] = ()
+    seed: Annotated[int | None, Option("seed of the start values and the random draws")] = None
+    train: Annotated[bool, Option("predict the job's training set, in its own order", name="--train")] = False
+    overwrite: Annotated[
+        bool, Option("begin anew, over what an earlier run has written or begun", name="--overwrite")
+    ] = False
+    predict: Callable[[Any, Any], Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.job, Job):  # here: a worker has another program, in which it is not bound
+            object.__setattr__(self, "job", self.job.named())
+        object.__setattr__(self, "args", argument_texts(self.args))
+        if self.batch_size is not None and self.batch_size < 1:
+            raise UsageError(f"--batch-size {self.batch_size}: must be at least 1.")
+        if self.train and self.data is not None:
+            raise UsageError("--train is the job's own training set, and --data is given too. Give one of them.")
+        if self.out is not None and Path(self.out).suffix not in FORMATS:
+            raise UsageError(
+                f"--out {self.out}: predictions are JSON lines or safetensors. Name a file that ends in "
+                f"{' or '.join(FORMATS)}."
+            )
+        plan = self.run_options.plan  # what is wrong with the plan's options is said now
+        object.__setattr__(self, "plan", plan)
+
+    @property
+    def run_options(self) -> RunOptions:
+        """What predictions have in common with a run."""
+        given = {
+            name: getattr(self, name) for name in ("devices", "plan", "settings", "precision", "batch_size", "seed")
+        }
+        return RunOptions(**given)

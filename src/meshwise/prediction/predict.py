@@ -1,0 +1,232 @@
+"""Predict: every sample once, in the data's order, on any number of devices; written as they come. Runs on every rank.
+
+Each global batch is divided over the ranks as an evaluation's is. After a few batches, rank 0 gets the rows of all
+ranks and writes them; how many that are follows from the time and the bytes that they took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.compat.tree import all_leaves
+from meshwise.data.order import BatchSlice, epoch_slices
+from meshwise.engine.engine import Engine
+from meshwise.engine.model_stream import seed_draws
+from meshwise.engine.steps import batches as read_batches
+from meshwise.job.job import Job
+from meshwise.job.run import Data, make_engine, open_data, read_parts
+from meshwise.job.step import shapes_of
+from meshwise.parallel.apply import check_fits
+from meshwise.parallel.data import DROPOUT_NOTE
+from meshwise.parallel.deferred import constructed
+from meshwise.parallel.load import load_weights
+from meshwise.prediction.files import InMemory, Lines, Outputs, PartialFolder, Pieces, Store, saying_what_is_kept
+from meshwise.prediction.options import PredictOptions
+from meshwise.prediction.rows import Predict, plain_call, rows_of
+from meshwise.prediction.writer import Send, Writer
+from meshwise.records import folder as names
+from meshwise.recovery.loading import load
+from meshwise.recovery.state import compare_states, load_model
+from meshwise.spec.errors import CheckpointError, UsageError
+from meshwise.spec.plan import Plan
+from meshwise.transfer import collectives
+from meshwise.workers.join import join
+
+SAID = 5  # samples that are named where more have no number
+
+
+def run_predict(
+    job: Job, options: PredictOptions, origin: Mapping[str, str], send: Send | None = None
+) -> dict[str, Any]:
+    """Predict on this rank. Collective: every rank calls it. Returns the facts of what was done.
+
+    origin: what the job was written in, and digests of what was given. send: gets notes and progress; the launcher by
+    default. Raises UsageError for what cannot be predicted.
+    """
+    session = join()
+    plan = options.run_options.plan_on(session.world.size)
+    check_fits(plan, session.world)
+    say = send or (session.channel.send if session.channel is not None else _nobody)
+    first = session.world.rank == 0
+
+    def note(text: str) -> None:
+        if first and text != DROPOUT_NOTE:  # nothing is dropped here
+            say("note", text=text)
+
+    engine = make_engine(session, plan, note)
+    try:
+        data = open_data(job, data_of(job, options)(), "data", engine)
+        model, call = predicting(job, plan, engine, options.weights)
+        if options.weights is None and isinstance(options.job, str | Job):
+            engine.notify("no weights are given: the model is as the job builds it. Give some with --weights")
+        out, began = None if options.out is None else Path(options.out), time.perf_counter()
+        with _stored(first, out) as store:
+            facts = {**origin, **_facts(job, data, plan, options)} if first and out is not None else {}
+            done = _begun(store, facts, options, job.batch_size, engine)
+            say("begun", samples=data.samples)
+            if done:
+                engine.notify(f"going on after {done:,} of {data.samples:,} samples")
+            with Writer(store, out, plan, session.world.rank, done, say) as writer:
+                predict_rows(engine, job, model, call, data, writer)
+            with saying_what_is_kept(out):
+                outputs = store.finish() if first and not engine.stopped else None
+            seconds = time.perf_counter() - began
+        collectives.barrier(collectives.everyone())
+    finally:
+        engine.close()
+    return {
+        "samples": data.samples,
+        "done": writer.written,
+        "computed": writer.written - done,
+        "nan": writer.nan,
+        "seconds": seconds,
+        "outputs": outputs,
+        "notes": tuple(engine.notes),
+    }
+
+
+def _nobody(kind: str, **facts: Any) -> None:
+    """Takes what nobody shows."""
+
+
+def data_of(job: Job, options: PredictOptions) -> Callable[[], Any]:
+    """Gives what is predicted: the test set, where the job has one."""
+    found = job.data if options.train or job.test is None else job.test
+    return cast("Callable[[], Any]", found)
+
+
+def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None) -> tuple[nn.Module, Predict]:
+    """The model of `job` under `plan` with its weights, in eval mode, and how it is called. Collective."""
+    torch.manual_seed(job.seed)
+    model, note = constructed(job.model) if plan.parameters_divided else (job.model(), "")
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"job '{job.name}': its model is a {type(model).__name__}. Give an nn.Module, or what builds one."
+        )
+    engine.notify(note)
+    call = job.predict or plain_call(model, engine.notify)
+    state = _load(model, Path(weights)) if weights is not None else None
+    engine.add_models([model], plan)
+    if state is not None:
+        saved = load(state, join().world, engine.notify).tree["model"]
+        compare_states(model.state_dict(), saved)
+        load_model(model, saved)
+    return model.eval(), call
+
+
+def _load(model: nn.Module, path: Path) -> Path | None:
+    """Load weights of a file, a folder or a finished run; of another run, the folder of its states, to load later."""
+    if not (path / names.RUN).exists():
+        load_weights(model, path)
+        return None
+    if (path / names.WEIGHTS).exists():
+        load_weights(model, path / names.WEIGHTS)
+        return None
+    if not (path / names.CHECKPOINTS).exists():
+        raise CheckpointError(f"{path}: the run has saved no weights and no state. Name another, or train it further.")
+    return path / names.CHECKPOINTS
+
+
+def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data: Data, writer: Writer) -> None:
+    """The loop over the samples that are not written yet. Collective."""
+    world, at = engine.world, writer.written
+    slices = epoch_slices(torch.arange(data.samples), job.batch_size, world, begin=at)
+    batches = read_parts(data, (parts[0] for parts in slices), 0, world.device)
+    with torch.no_grad():
+        for batch, part in read_batches(engine, "the predictions", batches, job.batch_size):
+            engine.part = part
+            seed_draws(world, job.seed, at)
+            with engine.computing():
+                rows = _rows(engine, job, model, call, batch, part)
+            at += part.total
+            writer.take(rows, part.indices, at)
+    writer.flush(at)
+
+
+def _rows(engine: Engine, job: Job, model: nn.Module, call: Predict, batch: Any, part: BatchSlice) -> Outputs:
+    """The rows of a batch; in a pipeline the last stage has them. Collective."""
+    pipeline, cast = engine.program.pipeline, engine.cast(batch)
+    if pipeline is None:
+        return rows_of(call(model, cast), part, job.name)
+    found: Outputs = {}
+    for action in pipeline.begin_forward(shapes_of(batch)):
+        _, rows = pipeline.run(action, lambda: rows_of(call(model, cast), part, job.name))
+        found = rows or found
+    pipeline.finish_forward()
+    return found
+
+
+@contextlib.contextmanager
+def _stored(first: bool, out: Path | None) -> Iterator[Store]:
+    """Where rank 0 writes."""
+    if out is None or not first:
+        yield InMemory()
+        return
+    folder = PartialFolder(out)
+    try:
+        yield Lines(folder) if out.suffix == ".jsonl" else Pieces(folder)
+    finally:
+        folder.close()
+
+
+def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: int, engine: Engine) -> int:
+    """How many samples are there already, on every rank. Collective: what rank 0 finds wrong is raised by all."""
+    done, wrong, note = 0, None, ""
+    if isinstance(store, Lines | Pieces):
+        try:
+            with saying_what_is_kept(store.folder.out):
+                note = store.folder.open(facts, overwrite=options.overwrite)
+                done = store.begin(batch)
+        except UsageError as error:
+            wrong = str(error)
+    done, wrong, note = collectives.broadcast_object((done, wrong, note), collectives.everyone())
+    if wrong:
+        raise UsageError(wrong)
+    engine.notify(note)
+    return int(done)
+
+
+def _facts(job: Job, data: Data, plan: Plan, options: PredictOptions) -> dict[str, Any]:
+    """What the outputs follow from, beside the program: compared where a stopped run goes on."""
+    ends = torch.tensor([0, data.samples // 2, data.samples - 1])
+    weights = None if options.weights is None else digest_of_file(Path(options.weights))
+    return {
+        "job": job.name,
+        "samples": data.samples,
+        "data": digest_of(list(all_leaves(next(iter(data.read([ends], 0)))))),
+        "weights": weights,
+        "seed": job.seed,
+        "arguments": list(options.args),
+        "precision": f"{plan.dtypes.stored} computed in {plan.dtypes.computed}",
+    }
+
+
+def digest_of(leaves: Sequence[Any]) -> str:
+    """A digest of tensors and plain values."""
+    digest = hashlib.sha256()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            digest.update(leaf.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, str | int | float | bytes):
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()[:16]
+
+
+def digest_of_file(path: Path) -> str:
+    """A digest of 64 places of each file of weights: another training changes all of them, another folder none."""
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*.safetensors")) or sorted(path.rglob("step-*.pt")) if path.is_dir() else [path]:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            for place in range(0, size, max(size // 64, 1)):
+                opened.seek(place)
+                digest.update(opened.read(4096))
+    return digest.hexdigest()[:16]

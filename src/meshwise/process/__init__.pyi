@@ -1,0 +1,2 @@
+from meshwise.process import same_work as same_work
+from meshwise.process import session as session

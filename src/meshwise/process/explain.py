@@ -1,0 +1,70 @@
+"""What an error in a run is told with. Tested in tests/faults/test_faults.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from meshwise.machine.memory import memory_facts
+from meshwise.parallel.shard_refusals import note_what_was_not_gathered
+from meshwise.process.smaller import smaller_plan
+from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_file import plan_to_toml
+from meshwise.spec.plan_settings import setting_texts
+from meshwise.spec.units import bytes_text
+from meshwise.spec.world import World
+from meshwise.timeline.recorder import Recorder
+from meshwise.workers.failure import is_communication_error
+
+
+def explain(
+    error: BaseException,
+    world: World,
+    steps: int | None,
+    recorder: Recorder,
+    smaller: Callable[[], tuple[Plan, str] | None] = lambda: None,
+) -> None:
+    """Add to an error what its traceback does not say: rank, step, phase, and for memory how much of it.
+
+    steps: that are done; None before there is anything to train. smaller: gives a plan that needs less memory.
+    """
+    if isinstance(error, MeshwiseError):
+        return
+    step = f"step {steps + 1}" if steps is not None else "before the first step"
+    note_what_was_not_gathered(error)
+    error.add_note(f"rank {world.rank}, {step}, phase {recorder.phase}")
+    full = is_out_of_memory(error)
+    if full or is_communication_error(error):  # of use where a peer was killed for the memory of its machine
+        found = smaller()
+        if found is not None:
+            error.smaller_plan = (plan_to_toml(found[0]), found[1])  # type: ignore[attr-defined]
+    if full:
+        advice = f"What would need less: {found[1]}" if found else "Use a smaller --batch-size or more devices"
+        error.add_note(_memory_text(world.device, advice))
+
+
+def explain_in_script(error: BaseException, world: World, plan: Plan, models: Sequence[nn.Module]) -> None:
+    """Add to an error of a loop of one's own how much memory there was, and which plan needs less."""
+    if not is_out_of_memory(error) or not models:
+        return
+    found = smaller_plan(plan, nn.ModuleList(models), None, world)
+    advice = "Use smaller batches under `with mw.accumulate():`, or more devices"
+    if found is not None:
+        settings = " ".join(f"--set {setting}" for setting in setting_texts(found[0]))
+        advice = f"What would need less, with the same numbers: {found[1]}. Write meshwise run {settings}"
+    error.add_note(_memory_text(world.device, advice))
+
+
+def _memory_text(device: str, advice: str) -> str:
+    facts = ", ".join(f"{name} {bytes_text(value)}" for name, value in memory_facts(device).items())
+    return f"out of memory on {device}: {facts}. {advice}."
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that a device or this host had no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

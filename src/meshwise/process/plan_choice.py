@@ -1,0 +1,88 @@
+"""Which plan a script gets: that of `mw.distribute(plan=...)`, else the run's, else replicas."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwise.engine.engine import Engine
+from meshwise.spec.errors import PlanError, UsageError
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_devices import check_devices, on_one_device
+from meshwise.spec.plan_file import read_plan
+from meshwise.spec.plan_settings import setting_texts
+from meshwise.spec.world import World
+from meshwise.workers.environment import PLAN_FILE
+from meshwise.workers.join import rank_context
+
+
+def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
+    """The plan of this script; the first call decides it, and the first after all models have been let go.
+
+    Raises PlanError for one that a training loop of the user's own cannot have.
+    """
+    world, program = rank_context().world, engine.program
+    asked = read_plan(given, world.size) if isinstance(given, str | Path) else given
+    program.forget_unused()
+    if program.plan is not None:
+        if asked is not None and fit_to_world(asked, world, engine.notify) != program.plan:
+            raise UsageError(
+                f"mw.distribute was called before with {program.plan}, and now with {asked}. A script has one plan: "
+                "give it with the first call alone, or end the first with mw.session()."
+            )
+        return program.plan
+    of_run = plan_of_run(world)
+    if asked is not None and of_run is not None and asked != of_run:
+        raise UsageError(
+            f"the script gives mw.distribute {asked}, and the run has {of_run}. Leave plan= out of the script, or the "
+            "plan out of the command line."
+        )
+    plan = fit_to_world(asked or of_run or Plan(data=world.size), world, engine.notify)
+    if engine.watcher is not None:
+        plan = engine.watcher.choose_plan(plan, world)
+    if plan.within_samples * engine.world.size != world.size or plan.shares != engine.world.shares:
+        sizes = " ".join(f"--set {setting}" for setting in setting_texts(plan))
+        raise PlanError(
+            f"mw.distribute was given {plan}, and which samples a rank works on must be known when the program "
+            f"begins. Give the plan to the run: {sizes}, or {PLAN_FILE}=plan.toml before it."
+        )
+    program.plan = plan
+    return plan
+
+
+def plan_of_run(world: World) -> Plan | None:
+    """The plan of the run, which its launcher or the environment names."""
+    named = os.environ.get(PLAN_FILE)
+    return read_plan(named, world.size) if named else None
+
+
+def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:
+    """`plan` for this many devices. On one device alone its axes are left out, so that `python script.py` runs."""
+    if world.size == 1 and plan.devices > 1:
+        notify(f"one device: of {plan}, the axes are removed, and what needs them.")
+        plan = on_one_device(plan)
+    check_devices(plan, world.size)
+    check_for_scripts(plan)
+    return plan
+
+
+def check_for_scripts(plan: Plan) -> None:
+    """Raises PlanError for what a plan cannot say of a loop that is not ours."""
+    if plan.pipeline > 1:
+        raise PlanError(
+            f"pipeline={plan.pipeline}: stages run the loss in an order of their own, and a script runs it "
+            "itself. Write a Job, whose loss(model, batch) they call; or use shard or tensor for this script."
+        )
+    if plan.accumulate > 1:
+        raise PlanError(
+            f"accumulate={plan.accumulate}: a script that keeps its own loop cuts its batches itself. Leave it out of "
+            "the plan, and put `with mw.accumulate():` around mw.backward for every batch but the last of a step. "
+            "Or write a Job."
+        )
+    if plan.dtypes.scaled:
+        raise PlanError(
+            "fp16 needs a scaled loss and an optimizer that skips steps, which in a script belong to its own loop. "
+            "Use bf16 in the plan; or leave it out, and write torch.autocast and torch.amp.GradScaler yourself: "
+            "mw.backward(scaler.scale(loss)). Or write a Job."
+        )

@@ -1,0 +1,37 @@
+"""A script that trains in several workers and has distributed nothing would do the same work in each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from meshwise import process
+from meshwise.parallel.step_hooks import Order, has_closure, held_parameters, subscribe
+from meshwise.spec.errors import UsageError
+from meshwise.spec.world import World
+from meshwise.workers.join import made_process_group
+
+
+def refuse_same_work(script: str, world: World) -> None:
+    """Stop the script at its first optimizer step with gradients, where several workers run it, it has given
+    mw.distribute no model, and has no process group of its own (as DDP, accelerate and Trainer have)."""
+    if world.size == 1:
+        return
+
+    def first_step(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        gradients = any(p.grad is not None for p in held_parameters(optimizer))
+        if not gradients and not has_closure(arguments, keywords):
+            return  # some programs step once before they train, to prepare state
+        hook.remove()
+        if process.session.has_distributed_model() or (dist.is_initialized() and not made_process_group()):
+            return
+        what = "gave mw.distribute no model" if process.session.has_begun() else "does not use mw.distribute"
+        times = "twice" if world.size == 2 else f"{world.size} times"
+        raise UsageError(
+            f"{script} {what}: {world.size} workers would do the same work {times}. "
+            f"Use --devices 1x{world.kind} to record it, or give its model, optimizer and loaders to mw.distribute."
+        )
+
+    hook = subscribe(Order.GUARD, first_step)

@@ -1,0 +1,73 @@
+"""A plan that needs less memory and computes the same numbers, for a job whose step ran out of memory.
+
+Halved microbatches first, where a step is known to be a mean over samples: several ranks or microbatches divided it
+already, no batch norm sees a microbatch, and nothing in the model's code draws random numbers, which are drawn for a
+microbatch. Else blocks run again in the backward, with the same draws; on an accelerator, activations on the host.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import replace
+
+from torch import nn
+
+from meshwise.guards.replicas import BATCH_NORMS
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+
+_DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|noise|sample", re.IGNORECASE)
+
+
+def smaller_plan(
+    plan: Plan, model: nn.Module, batch_size: int | None, world: World, *, apart: bool = False
+) -> tuple[Plan, str] | None:
+    """The plan that is tried next, and what changes; None where nothing is left.
+
+    batch_size: None of a loop of one's own, which cuts its batches itself. world: those that divide a batch.
+    apart: whether its loss is known to be a mean of what each sample has of its own.
+    """
+    rows = 0 if batch_size is None else batch_size // (world.size * plan.accumulate)
+    divided = world.size > 1 or plan.accumulate > 1
+    if apart and rows >= 2 and divided and not has_batch_norm(model) and not may_draw(model):
+        several = 2 * plan.accumulate
+        if fewer := _changed(plan, accumulate=several):
+            return fewer, f"accumulate={several}: microbatches of half the size"
+    if plan.recompute != "full" and (again := _changed(plan, recompute="full")):
+        return again, "recompute=full: blocks run again in the backward"
+    if batch_size is None and plan.data > 1 and (parts := _changed(plan, data=1, shard=plan.shard * plan.data)):
+        return parts, f"shard={parts.shard}: each rank holds a part of the parameters, gradients and optimizer state"
+    if world.kind != "cpu" and "activations" not in plan.offload:
+        away = (*plan.offload, "activations")
+        if hosted := _changed(plan, offload=away):
+            return hosted, f"offload={','.join(away)}: activations wait in the host's memory"
+    return None
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether the numbers of a sample depend on the others of its microbatch."""
+    return any(isinstance(module, BATCH_NORMS) for module in model.modules())
+
+
+def may_draw(model: nn.Module) -> bool:
+    """Whether a forward may draw random numbers, as far as its code tells; in doubt it may."""
+    kinds = {type(module) for module in model.modules()}
+    shares = [getattr(module, name, 0) for module in model.modules() for name in ("p", "dropout")]
+    active = any(isinstance(share, int | float) and share > 0 for share in shares)
+    return active or any(_draws(kind) for kind in kinds if not kind.__module__.startswith("torch.nn."))
+
+
+def _draws(kind: type[nn.Module]) -> bool:
+    try:
+        return _DRAWS.search(inspect.getsource(kind)) is not None
+    except (OSError, TypeError):  # made in an interpreter, or not in Python
+        return True
+
+
+def _changed(plan: Plan, **fields: object) -> Plan | None:
+    try:
+        return replace(plan, **fields)  # type: ignore[arg-type]
+    except PlanError:
+        return None

@@ -1,0 +1,1 @@
+from meshwise.recording import plain_program as plain_program

@@ -1,0 +1,281 @@
+"""Record a program that uses none of our verbs: plain PyTorch, DDP or FSDP2 on a process group of its own, Trainer.
+
+What it does is seen from where it calls torch: the next batch of a DataLoader, a backward, an optimizer's step, a
+collective. Nothing of it is changed, and its records begin with its first backward.
+
+next batch asked for .. given                            data
+batch given, or step ended .. backward                   forward: whatever the program does there
+batch given .. next batch asked for, without a backward  evaluate; so is what lies between model.eval() and .train()
+optimizer.step                                           optimizer; a step ends with it
+
+Not known: samples and losses; a backward by `torch.autograd.grad`; steps of optimizers that are not torch's; processes
+that the program starts itself. A step is a batch with all optimizers' steps on it; without a DataLoader, each step of
+an optimizer is one. What never steps an optimizer has a step a batch, after its first 64 backwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from meshwise.compat import program_calls
+from meshwise.compat.collective_calls import Call, Ended, watch
+from meshwise.parallel.step_hooks import Order, held_parameters, subscribe
+from meshwise.recording.recording import Clocks, Recording, record_script
+from meshwise.spec.units import seconds_text
+from meshwise.spec.world import World
+from meshwise.timeline.recorder import Mark, Recorder, current, make_current
+from meshwise.timeline.spans import NO_COLLECTIVE, collective_name
+from meshwise.workers.join import made_process_group, rank_context
+
+PATIENCE = timedelta(seconds=10)  # for rank 0's clock: without it the records go on
+MOST_ACCUMULATED = 64
+"""Backwards without any optimizer's step after which each batch (without a loader: each backward) is a step."""
+UNSEEN = 1.0
+"""Seconds that child processes compute before they are worth a line."""
+BETWEEN_RANKS = ("send", "receive")
+_programs: list[PlainProgram] = []
+"""The program of this process, until it uses one of our verbs."""
+
+
+def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = None) -> None:
+    """Watch this process from now on. say: takes a line for the user. own_group: called when the program makes a
+    process group, which only those do that do not use our verbs."""
+    context = rank_context()
+    context.gate.interrupts = True
+    _programs.append(PlainProgram(context.world, own_group, say))
+
+
+def end() -> Recording | None:
+    """The program is no plain one: watch it no more. Its records, if they have begun."""
+    return _programs.pop().close() if _programs else None
+
+
+def tell_if_unseen(script: str) -> None:
+    """Say it where nothing of a program was recorded and processes of its own have computed. Once it has ended."""
+    program = _programs[-1] if _programs else None
+    theirs = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    if program is not None and program.recording is None and theirs >= UNSEEN:
+        program.say(
+            f"{script}: no step was recorded. Processes that it starts itself (mp.spawn, subprocess) are not watched, "
+            f"and they computed for {seconds_text(theirs)}. To record its ranks, let meshwise start them: call what it "
+            "spawns with RANK and WORLD_SIZE of the environment, and use --devices 2xcpu."
+        )
+
+
+class PlainProgram:
+    """A process that is watched from outside, and where its loop stands."""
+
+    def __init__(self, world: World, own_group: Callable[[], None] | None, say: Callable[[str], None]) -> None:
+        self._world, self._own_group, self.say = world, own_group, say
+        self._recorder = Recorder(world.device, on=False)
+        self._before = make_current(self._recorder)
+        self.recording: Recording | None = None
+        self._clocks: Clocks | None = None
+        self._thread = threading.get_ident()  # what other threads read or compute is none of the loop's
+        self._inside = False
+        self._asked: Mark = 0
+        self._since: Mark | None = None
+        """Since when the program does what it does between the calls that are known."""
+        self._read = self._trained = self._stepped = self._evaluates = False
+        """Whether it has a batch; a backward since that, or since model.eval(); a step since that; and has called
+        model.eval()."""
+        self._optimizer: Mark | None = None
+        self._optimizers_known = False
+        self._backwards = 0
+        self._optimizers: set[int] = set()
+        """Those that have made a step since the batch was read."""
+        self._ends = [
+            program_calls.around_batches(self._batch),
+            program_calls.around_backwards(self._backward),
+            program_calls.around_evals(self._eval),
+            program_calls.around_process_groups(self._group),
+            subscribe(Order.PHASE, self._step_begins, self._step_ends).remove,
+        ]
+
+    def close(self) -> Recording | None:
+        """Watch no more. Gives the records, if they have begun: they go on."""
+        while self._ends:
+            self._ends.pop()()
+        if self.recording is None and current() is self._recorder:
+            make_current(self._before)
+            if self._clocks is not None:
+                self._clocks.close()
+        return self.recording
+
+    # The loop.
+
+    @contextlib.contextmanager
+    def _batch(self) -> Iterator[None]:
+        if self._is_inside():
+            yield
+            return
+        self._pass_gate()
+        recorder = self._recorder
+        if self._since is not None and not self._trained and (self._read or self._evaluates):
+            recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
+        self._since, self._asked = None, recorder.mark(on_device=False)
+        self._read = self._trained = False
+        try:
+            with self._within():
+                yield  # StopIteration leaves here
+        finally:
+            self._new_step()
+        self._data_ends(recorder.mark(on_device=False))
+        self._read = True
+        self._optimizers.clear()
+
+    def _data_ends(self, now: Mark) -> None:
+        recorder = self._recorder
+        recorder.add(recorder.code("data", lane=recorder.host_lane), self._asked, now)
+        recorder.phase_ends("data")
+
+    @contextlib.contextmanager
+    def _backward(self) -> Iterator[None]:
+        if self._is_inside():
+            yield
+            return
+        recorder = self._recorder
+        self._begin()
+        self._evaluates = False
+        if self._since is not None:
+            recorder.ended("forward", self._since)
+        with recorder.span("backward"), self._within():
+            yield
+        self._trained = True
+        self._backwards += 1
+        if not self._optimizers_known and self._backwards >= MOST_ACCUMULATED:  # it updates its parameters by hand
+            self._stepped = True
+            if not self._read:
+                self._new_step()
+
+    def _step_begins(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if not self._read:
+            self._pass_gate()
+        if any(p.grad is not None for p in held_parameters(optimizer)):
+            self._begin()
+        self._since = self._optimizer = self._recorder.mark()
+
+    def _step_ends(self, optimizer: Optimizer) -> None:
+        if self._optimizer is None:
+            return
+        recorder = self._recorder
+        recorder.ended("optimizer", self._optimizer)
+        self._optimizer, self._stepped, self._since = None, recorder.on, recorder.mark()
+        self._optimizers_known = True
+        if id(optimizer) in self._optimizers:  # its batch is no step: it was read once for many
+            self._read = False
+        self._optimizers.add(id(optimizer))
+        if not self._read:
+            self._new_step()
+
+    @contextlib.contextmanager
+    def _eval(self) -> Iterator[None]:
+        yield
+        recorder = self._recorder
+        if self._is_inside() or self._evaluates or not recorder.on:
+            return
+        self._evaluates, self._trained, self._since = True, False, recorder.mark()
+        self._ends.append(program_calls.around_trains(self._train))
+
+    @contextlib.contextmanager
+    def _train(self) -> Iterator[None]:
+        """The first `module.train()` after an evaluation."""
+        if not self._is_inside():
+            self._ends.pop()()
+            recorder = self._recorder
+            if self._evaluates and self._since is not None and not self._trained:
+                recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
+            self._evaluates, self._since = False, recorder.mark()
+        yield
+
+    def _new_step(self) -> None:
+        """A step begins, if the one before has ended."""
+        if self._stepped:
+            self._recorder.begin_step(self._recorder.step + 1)
+            self._stepped = False
+
+    def _pass_gate(self) -> None:
+        """Stop here, where the run was asked to."""
+        gate = rank_context().gate
+        if not gate.begin():
+            raise gate.stop(max(0, self._recorder.step - (not self._stepped)))
+
+    def _is_inside(self) -> bool:
+        """Whether this is inside another call that is known, or in another thread."""
+        return self._inside or threading.get_ident() != self._thread
+
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[None]:
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside, self._since = False, self._recorder.mark()
+
+    # The records.
+
+    def _begin(self) -> None:
+        """The first backward, or step with gradients: the records begin, with the batch that was read for it."""
+        if self.recording is not None:
+            return
+        self.recording = record_script(
+            self._world, foreign=False, say=self.say, recorder=self._recorder, clocks=self._clocks
+        )
+        self._recorder.on = True
+        self._recorder.begin_step(1)
+        if self._read and isinstance(self._since, int):
+            self._data_ends(self._since)
+
+    # Several workers.
+
+    @contextlib.contextmanager
+    def _group(self) -> Iterator[None]:
+        """The process group is made: by the program, or by us where it uses our verbs."""
+        was = dist.is_initialized()
+        yield
+        if was or made_process_group() or not dist.is_initialized() or self._clocks is not None:
+            return
+        if self._own_group is not None:
+            self._own_group()
+        if (dist.get_rank(), dist.get_world_size()) != (self._world.rank, self._world.size) or self._world.size == 1:
+            return
+        try:
+            self._ends.append(watch(self._collective, self._waits))
+        except AttributeError as missing:
+            self.say(f"collectives are not recorded: this torch has other names for them ({missing}).")
+        with contextlib.suppress(RuntimeError, OSError):  # no clock of rank 0
+            self._clocks = Clocks(self._world, self._recorder.clock, PATIENCE)
+
+    def _collective(self, call: Call) -> Ended | None:
+        recorder = self._recorder
+        together = call.size == self._world.size and call.kind not in BETWEEN_RANKS
+        number = recorder.arrive() if together else NO_COLLECTIVE
+        if not recorder.on:
+            return None
+        lane = "main" if call.blocking else "communication"
+        code, start = recorder.code("communication", collective_name(call.kind, call.of), lane), recorder.mark()
+        if call.dtype:
+            recorder.dtypes[code, call.bytes] = call.dtype
+        return lambda: recorder.add(code, start, recorder.mark(), call.bytes, number)
+
+    def _waits(self) -> Ended | None:
+        """The program waits for a collective that runs beside it: that is no computing."""
+        recorder, since = self._recorder, self._since
+        if since is None or self._is_inside():
+            return None
+        recorder.add(recorder.code("evaluate" if self._evaluates else "forward"), since, recorder.mark())
+
+        def goes_on() -> None:
+            self._since = recorder.mark()
+
+        return goes_on

@@ -1,0 +1,162 @@
+"""Begin and end the recording of this rank: its recorder, its log, its clock against rank 0's.
+
+Tested with whole runs in tests/cli/test_run_folder.py and tests/timeline.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from meshwise.compat.reducer import default_store
+from meshwise.injection import faults
+from meshwise.machine.memory import memory_counters
+from meshwise.recording import joined_run
+from meshwise.records import folder as names
+from meshwise.records.files import stay_in
+from meshwise.spec.devices import has_streams
+from meshwise.spec.world import World
+from meshwise.timeline.recorder import Recorder, make_current
+from meshwise.timeline.span_log import SpanLog
+from meshwise.workers import heartbeat
+from meshwise.workers.clock import ClockProbe, ClockServer
+from meshwise.workers.environment import ATTEMPT, RUN_FOLDER, attempt
+from meshwise.workers.join import rank_context
+
+PATIENCE = timedelta(minutes=30)  # as the process group's own
+_numbers = count(1)  # of the recordings of this process: ranks begin them together
+
+
+class Clocks:
+    """This rank's clock beside rank 0's. Collective: rank 0 serves its own, and says where in the store of the process
+    group."""
+
+    def __init__(
+        self, world: World, clock: Callable[[], int] = time.perf_counter_ns, patience: timedelta = PATIENCE
+    ) -> None:
+        alone, key, store = world.local_size == world.size, f"meshwise/clock/{next(_numbers)}", default_store()
+        self._server: ClockServer | None = None
+        self._probe: ClockProbe | None = None
+        if world.rank == 0:
+            self._server = ClockServer("127.0.0.1" if alone else "", clock)
+            store.set(key, f"{self._server.port} {self._server.secret.hex()}")
+        else:
+            store.wait([key], patience)
+            port, secret = store.get(key).decode().split()
+            address = "127.0.0.1" if alone else os.environ["MASTER_ADDR"], int(port)
+            self._probe = ClockProbe(address, bytes.fromhex(secret), clock)
+
+    def sample(self, rounds: int) -> Sequence[tuple[int, int, int]]:
+        """Round trips to rank 0's clock, see `SampleClock`; none on rank 0."""
+        return () if self._probe is None else self._probe.sample(rounds)
+
+    def close(self) -> None:
+        """End the server, or the connection to it."""
+        for end in (self._probe, self._server):
+            if end is not None:
+                end.close()
+
+
+class Recording:
+    """A recorder that is the process's own, with its log in a run folder. `close` ends both."""
+
+    def __init__(
+        self,
+        world: World,
+        folder: Path | None,
+        say: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        *,
+        recorder: Recorder | None = None,
+        clocks: Clocks | None = None,
+    ) -> None:
+        """folder: the run folder; None records nothing. Collective where there are several ranks and a folder, but for
+        a program that is recorded from outside: its recorder is there already, and its clocks have met, or have not."""
+        self.recorder = recorder or Recorder(world.device, on=folder is not None, clock=clock)
+        faults.watch(self.recorder)
+        self.recorder.pulse = heartbeat.current()
+        self._before = make_current(self.recorder)
+        self._clocks = clocks
+        self._log: SpanLog | None = None
+        if folder is None:
+            return
+        if folder.exists() or attempt() > 1:  # else it is made
+            stay_in(folder)
+        if world.size > 1 and recorder is None:
+            self._clocks = Clocks(world, clock)
+        self.recorder.memory = partial(memory_counters, world.device)
+        head = {
+            "rank": world.rank,
+            "world": world.size,
+            "device": _device_name(world),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            **({"attempt": attempt()} if ATTEMPT in os.environ else {}),
+            **({"program": "plain"} if recorder is not None else {}),
+        }
+        path = names.span_log(folder, world.rank, attempt())
+        sample = self._clocks.sample if self._clocks is not None else None
+        self._log = SpanLog(path, self.recorder, head, sample_clock=sample, failed=say)
+
+    def close(self, status: str = "finished") -> None:
+        """Write what is left. Later spans of this process go to the recorder that was there before."""
+        if self._log is not None:
+            self._log.close(status)
+            self._log = None
+        if self._clocks is not None:
+            self._clocks.close()
+        make_current(self._before)
+
+
+def _device_name(world: World) -> str:
+    return torch.get_device_module(world.device).get_device_name() if has_streams(world.device) else world.device
+
+
+def record_script(
+    world: World,
+    *,
+    foreign: bool,
+    say: Callable[[str], None],
+    recorder: Recorder | None = None,
+    clocks: Clocks | None = None,
+) -> Recording | None:
+    """Record a script that keeps its own loop until its process ends, where the run has a folder: our launcher names
+    one, under a foreign one MESHWISE_RUN does, and rank 0 keeps run.json. recorder, clocks: see Recording."""
+    named = os.environ.get(RUN_FOLDER)
+    if named is None:
+        return None
+    folder = Path(named)
+    if foreign and ATTEMPT not in os.environ:  # nobody has opened it
+        run = joined_run.begin(partial(_opened, folder, world))
+        atexit.register(lambda: run.ends(_last_error()))
+    recording = Recording(world, folder, say, recorder=recorder, clocks=clocks)
+    atexit.register(lambda: recording.close(_ending()))
+    return recording
+
+
+def _opened(folder: Path, world: World) -> tuple[Path, int]:
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"devices": [world.kind] * world.size, "world": world.size, "versions": names.versions()}
+    number = names.begin_session(folder, time.time(), rank_context().place.record(), job=sys.argv[0], **facts)
+    return folder, number
+
+
+def _ending() -> str:
+    """How this process ends, asked at its exit."""
+    return "failed" if _last_error() is not None else "finished"
+
+
+def _last_error() -> BaseException | None:
+    """The error that nobody caught: Python keeps it."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return error

@@ -1,0 +1,109 @@
+"""What a resumed program has otherwise than the run that it goes on with: honoured and said, or refused.
+
+A checkpoint holds what the optimizer was made with, the seed of a job, the batch and how many samples there are. torch
+takes the optimizer's saved settings over those of the program without a word.
+Tested in tests/recovery/test_resume_changes.py, and for loops of one's own in tests/script/test_state_folder.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sized
+from typing import Any
+
+from torch.optim import Optimizer
+
+from meshwise.recovery.state import RunState
+from meshwise.spec.errors import UsageError
+
+_PLAIN = (bool, int, float, str, type(None), tuple, list)
+_OF_TORCH = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
+"""What of a group is no setting of the program's, or changes nothing of the numbers."""
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Those of each group, as plain values."""
+    return [
+        {name: value for name, value in group.items() if name not in _OF_TORCH and isinstance(value, _PLAIN)}
+        for group in optimizer.param_groups
+    ]
+
+
+def loop_made_with(loader: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    """What a loop of one's own is made with, as its states keep it: plain values, None for what is not known. loader:
+    the one that trains, or None."""
+    data = None if loader is None else loader.dataset
+    return {
+        "batch_size": None if loader is None else loader.batch_size,
+        "samples": len(data) if isinstance(data, Sized) else None,
+        "optimizers": {name: settings_of(each) for name, each in optimizers.items()},
+    }
+
+
+def honour_loop(
+    optimizers: Mapping[str, Optimizer],
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    say: Callable[[str], object],
+    *,
+    index: int,
+    scheduled: bool,
+) -> None:
+    """As `honour`, for a loop of one's own. index: samples of the epoch that are done. scheduled: whether a scheduler
+    was restored too."""
+    _honour_data(before, now, index, say)
+    for name, optimizer in optimizers.items():
+        _honour_groups(optimizer, before["optimizers"][name], now["optimizers"][name], say, scheduled=scheduled)
+
+
+def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[str], object]) -> None:
+    """Let `state`, which was just restored, have what the program says now, where that is possible, and say so. before:
+    what the run was made with; None of an older checkpoint. Raises UsageError for what cannot be honoured."""
+    if not isinstance(before, Mapping):
+        return
+    if before["seed"] != now["seed"]:
+        raise UsageError(
+            f"the seed is {now['seed']}, and the run was begun with {before['seed']}: the order of its samples follows "
+            "from it. Resume without --seed and with the job as it was, or begin a new run."
+        )
+    _honour_data(before, now, state.index, say)
+    _honour_groups(state.optimizer, before["groups"], now["groups"], say, scheduled=state.scheduler is not None)
+
+
+def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, say: Callable[[str], object]) -> None:
+    """The batch and the data set, of which `index` samples of the epoch are done. None: not known."""
+    had, has = before["samples"], now["samples"]
+    if None not in (had, has) and had != has:
+        if index:
+            raise UsageError(
+                f"the data set has {has:,} samples, and had {had:,} as this epoch began, {index:,} of which are done: "
+                "which are left cannot be told. Resume with that data set, or from a state of an epoch's end: meshwise "
+                "checkpoints RUN."
+            )
+        say(f"The data set has {has:,} samples from here on, and had {had:,}.")
+    if None not in (before["batch_size"], now["batch_size"]) and before["batch_size"] != now["batch_size"]:
+        say(f"The global batch is {now['batch_size']} samples from here on, and was {before['batch_size']}.")
+
+
+def _honour_groups(
+    optimizer: Optimizer, before: Any, now: Any, say: Callable[[str], object], *, scheduled: bool
+) -> None:
+    """The settings of the optimizer: those that the program has changed since."""
+    if len(before) != len(now) or len(now) != len(optimizer.param_groups):
+        return  # other groups are told where the state is loaded
+    for number, (old, new) in enumerate(zip(before, now, strict=True)):
+        where = f" of group {number}" if len(now) > 1 else ""
+        for name, value in new.items():
+            if name not in old or _same(old[name], value):
+                continue
+            if scheduled and name in ("lr", "momentum", "betas"):
+                raise UsageError(
+                    f"{name}{where} is {value} in the program, and the run was begun with {old[name]}: its schedule "
+                    f"goes on from the saved state, and would not follow. Resume with {name} {old[name]}, or begin a "
+                    "new run from its weights: meshwise weights RUN."
+                )
+            optimizer.param_groups[number][name] = value
+            say(f"{name}{where} is {value} from here on, and was {old[name]}.")
+
+
+def _same(old: Any, new: Any) -> bool:
+    return list(old) == list(new) if isinstance(old, tuple | list) and isinstance(new, tuple | list) else old == new

@@ -1,0 +1,310 @@
+"""`mw.checkpoint`: the state of a loop of one's own, saved while it runs and restored where it starts.
+
+A step is over when the next batch is asked for and `optimizer.step` was called since the last one: there the state is
+saved, with the place in the loader's epoch, the random generators and the count of steps. After an epoch's last step
+that waits for the next epoch: a validation or a scheduler in between belongs to the epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import is_initialized
+
+from meshwise.compat.fake import rehearsing
+from meshwise.injection import faults
+from meshwise.process.session import default_engine, tell
+from meshwise.records.checkpoints import Checkpoint
+from meshwise.recovery.clock import SaveClock
+from meshwise.recovery.finite_state import GO_ON_BEFORE, not_finite_here, not_finite_in, not_finite_names, not_saved
+from meshwise.recovery.loading import has_checkpoint, load
+from meshwise.recovery.resume_changes import loop_made_with
+from meshwise.recovery.saving import Saver
+from meshwise.script.distributed_loader import DistributedLoader
+from meshwise.script.extra_values import unread_numbers
+from meshwise.script.saved_loop import Loaders, LoopParts, loaders_of, random_of, restore, says_beside, tree_of
+from meshwise.script.state_folder import HeldFolder, hold
+from meshwise.script.things import Things, check, forgotten, kept_by, named
+from meshwise.slips.epochs_read import Asked
+from meshwise.spec.errors import CheckpointError, LossError, SaveError, UsageError
+from meshwise.spec.saves import Saves, read_saves
+from meshwise.spec.words import ranks_text
+from meshwise.workers.environment import SAVES
+from meshwise.workers.join import rank_context
+from meshwise.workers.verb_log import came_to
+
+
+def checkpoint(
+    folder: str | Path,
+    *,
+    model: Things,
+    optimizer: Things = None,
+    scheduler: Things = None,
+    loader: Loaders = None,
+    extra: Any = None,
+    every: int | str | None = None,
+    keep: int | None = None,
+) -> LoopState:
+    """Restore what was saved in `folder`, if anything was, and save the same from now on, at the ends of steps.
+
+        saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
+        for epoch in range(saved.epoch, 10):
+            for x, y in loader: ...
+
+    Call it after `mw.distribute`, on every rank. A loop that goes on is in the middle of its epoch, with the numbers of
+    one that was never stopped (bitwise on one and two devices, and between two epochs on any); any plan and number of
+    devices goes on. One without such a loader calls `saved.step_done()` after each step; its dropout draws anew.
+
+    model, optimizer, scheduler: one, or a list or dict of them. loader: the one of the loop that trains, as
+    `mw.distribute` returned it; a list of it and of those that are read beside it, as by `zip`. extra: a dict that the
+    loop keeps (`state["best"]`), written into again when restored, of plain values, tensors and things with a
+    state_dict (a GradScaler), or one such thing. every: 500 steps, or "10min"; by default after each epoch of the
+    loader. `meshwise run --save-every` goes before it, `--keep` before keep. A stopped run saves too. CheckpointError:
+    of another model, or none is whole. UsageError: another saves there.
+    """
+    came_to("mw.checkpoint")
+    engine = default_engine()
+    asked = json.loads(os.environ.get(SAVES, "{}"))
+    saves = read_saves(asked.get("every") or every, asked.get("keep") or keep, asked.get("limit"))
+    loaders = loaders_of(loader)
+    things = {"model": named(model), "optimizer": named(optimizer), "scheduler": named(scheduler)}
+    check(things)
+    made_with = loop_made_with(loaders[0] if loaders else None, things["optimizer"])
+    state = LoopState(LoopParts(engine, things, loaders, extra, made_with), Path(folder), saves)
+    if engine.watcher is None and not rehearsing():
+        state.begin()
+    return state
+
+
+class LoopState:
+    """What `mw.checkpoint` returns: where the loop goes on.
+
+    restored: whether a state was found.
+    """
+
+    def __init__(self, parts: LoopParts, folder: Path, saves: Saves) -> None:
+        self.restored, self._epoch, self._step, self._asked = False, 0, 0, Asked()
+        self._parts, self._engine, self._folder = parts, parts.engine, folder
+        self._loader = parts.loaders[0] if parts.loaders else None
+        self._saves, self._clock = saves, SaveClock(saves)
+        self._saver: Saver | None = None
+        self._looked_at = self._refused = False
+        self._clean: bool | None = None  # whether a step has just ended; None before the first batch
+        self._last = self._counted = 0  # the newest step that is saved; of the program's steps, those that are in step
+        self._due = self._between = False  # whether a save waits for its time, and the program stands between epochs
+        self._held: HeldFolder | None = None
+        self._never_finite: frozenset[str] = frozenset()
+        self._drawn: tuple[Any, ...] | None = None  # the generators after the last step: the next batch may be drawn
+
+    @property
+    def epoch(self) -> int:
+        """Epochs of the loader that were over in what was restored."""
+        self._asked.note()
+        return self._epoch
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        self._asked.note()
+        return self._step
+
+    def begin(self) -> None:
+        """Restore, and take part in the loop. Collective."""
+        world = rank_context().world
+        self._never_finite = not_finite_names(self._parts.things["model"])
+        held = self._held = hold(self._folder)
+        try:
+            resumed = self._find(held)
+        except BaseException:
+            held.close()
+            raise
+        faults.saves_into(self._folder)
+        self._saver = Saver(self._folder, world, tell, saves=self._saves, resumed=resumed, number=held.number)
+        self._counted = self._engine.phases.done if self._loader is not None else self._engine.program.backwards
+        self._engine.given.loop_states.append(self)
+        if (channel := rank_context().channel) is not None:
+            channel.send("restores", folder=str(self._folder.resolve()))
+
+    def _find(self, held: HeldFolder) -> Checkpoint | None:
+        """Restore the newest state, if there is any: which one."""
+        if not has_checkpoint(self._folder):
+            return None
+        world = rank_context().world
+        found = load(self._folder, world, tell, again="Use another folder")
+        held.tell_origin(found.saved, self._engine.notify)
+        self._step = self._last = restore(self._parts, self._folder, found.tree)
+        self.restored, self._epoch = True, 0 if self._loader is None else self._loader.place[0]
+        self._engine.phases.go_on(self._step)
+        if wrong := self._not_finite()[0]:
+            raise CheckpointError(f"{found.saved.path}: {wrong} is not finite there. {GO_ON_BEFORE}")
+        return found.saved
+
+    def _not_finite(self) -> tuple[str, str]:
+        things = self._parts.things
+        return not_finite_in(things["model"], things["optimizer"], self._never_finite)
+
+    def step_done(self) -> None:
+        """A step is over: for a loop without a loader of `mw.distribute`, at the end of each. Collective when it
+        saves."""
+        if self._loader is not None:
+            raise UsageError(
+                "saved.step_done() is for a loop without a loader; with one the steps are seen. Leave it out."
+            )
+        self._look_at_program(None)
+        self._step, self._clean, self._drawn = self._step + 1, True, random_of(self._engine)
+        self._counted = self._engine.program.backwards
+        if self._clock.is_due(self._step):
+            self.save()
+
+    def save(self) -> None:
+        """Save now, between two steps. Collective. Raises LossError where the state is not finite; it is not saved."""
+        if self._saver is None:
+            return
+        self._due = False
+        self._refuse_not_finite(self._saver)
+        epoch, index = (0, 0) if self._loader is None else self._loader.place
+        facts = {"step": self._step, "epoch": epoch, "index": index, "plan": str(self._engine.plan)}
+        if self._saver.save(self._tree, facts):
+            self._last = self._step
+            self._engine.notify(says_beside(self._parts))
+
+    def _tree(self, whole: bool) -> dict[str, Any]:
+        return tree_of(self._parts, self._step, self._drawn or random_of(self._engine), whole=whole)
+
+    def _refuse_not_finite(self, saver: Saver) -> None:
+        what, ranks = self._not_finite()
+        if what:
+            saver.settle()
+            self._clean = False  # whatever comes, this is not saved
+            raise LossError(self._not_saved(saver, what, ranks))
+
+    def _not_saved(self, saver: Saver, what: str, ranks: str) -> str:
+        self._refused = True
+        newest = saver.saved if saver.saved >= 0 else self._last if self.restored else None
+        return not_saved(f"step {self._step}: {what} is not finite on {ranks}", newest, self._folder)
+
+    # What the engine asks and tells.
+
+    def keeps(self) -> list[Any]:
+        """The program's things that it saves."""
+        extra, things = self._parts.extra, self._parts.things.values()
+        given = [each for of_kind in things for each in of_kind.values()]
+        return [*given, extra, *(extra.values() if isinstance(extra, dict) else ())]
+
+    def step_ends(self, loader: DistributedLoader) -> None:
+        """The next batch of `loader` is asked for. Where there is none, what is due waits for `epoch_begins`."""
+        if loader is not self._loader:
+            self._between = self._between and not self._engine.phases.trained  # else the program goes on with that one
+            return
+        ended = self._count()
+        self._due |= ended and not self._by_epochs and self._clock.is_due(self._step)
+        if self._due and self._clean and not loader.at_end:
+            self.save()
+
+    def epoch_ends(self, loader: DistributedLoader, *, early: bool) -> None:
+        """There is no further batch of `loader` in this epoch, or (early) its loop was left."""
+        if loader is not self._loader:
+            return
+        if early:  # the next batch was not asked for
+            ended = self._count()
+            by_steps = self._saves.steps is not None  # of a time the ranks would have to agree, and one may have failed
+            self._due |= ended and by_steps and self._clock.is_due(self._step)
+        self._between, self._due = True, self._due or self._by_epochs
+
+    def _count(self) -> bool:
+        """A batch of the loop is over: whether a step has ended in it. Others' batches may have been read in it."""
+        phases = self._engine.phases
+        ended = phases.done > self._counted
+        self._step, self._counted = self._step + phases.done - self._counted, phases.done
+        self._clean = ended or (self._clean and not phases.half)
+        return ended
+
+    def epoch_begins(self, loader: DistributedLoader) -> None:
+        """A loop over `loader` begins: what the program does between two epochs is done, and is saved with the first.
+        So a loop goes on with the second."""
+        self._look_at_program(loader)
+        if loader is self._loader and self._between:
+            self._between = False
+            self._count()  # what others' batches trained in between
+            if self._due and self._clean:
+                self.save()
+
+    def _look_at_program(self, loader: DistributedLoader | None) -> None:
+        """A loop begins: what can be said of the program that gave what is saved, once."""
+        if self._looked_at or loader is not self._loader or self._saver is None:
+            return
+        self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
+        say(unread_numbers(held=sys.getrefcount(self._parts.extra), extra=self._parts.extra))
+        last = [each._parts.things for each in engine.given.loop_states if isinstance(each, LoopState)][-1]
+        kept = [*kept_by(engine.given.loop_states), *engine.given.earlier]
+        say(forgotten(kept, last, program.models, program.optimizers, engine.given.schedulers))
+        if self.restored:
+            say(self._asked.unread(self._epoch, self._parts.extra))
+
+    def finishes_epoch(self) -> bool:
+        """The run was asked to stop: whether the program first comes to its next epoch, or its end; or, in a loop over
+        another loader inside a batch, to the end of that. A state that was saved in between could not tell what of that
+        is done: a validation, a step of the scheduler."""
+        finishes = self._between or (self._loader is not None and self._loader.in_batch)
+        if finishes and (channel := rank_context().channel) is not None:
+            channel.send("finishes_epoch")
+        return finishes
+
+    def stops(self) -> None:
+        """The run was asked to stop, before the same batch on every rank."""
+        if self._saver is None:
+            return
+        self._saver.settle()
+        half = self._loader is None and self._counted != self._engine.program.backwards
+        if not self._clean or half:
+            where = "between batches that make one step" if self._clean is not None else "in its first step"
+            if self._loader is None and self._clean is None and self._engine.phases.done:
+                where = "before saved.step_done(), which a loop without a loader calls after each step"
+            newest = f"the newest state is that of step {self._last}" if self._last else "no state is saved"
+            self._engine.notify(f"stopped {where}: {newest}.")
+        elif self._saver.saved != self._step:
+            self.save()
+            self._saver.settle()
+
+    def close(self) -> None:
+        """The program ends: wait for what is being written. Raises SaveError where that failed."""
+        if self._saver is None:
+            return
+        if sys.exc_info()[0] is not None or hasattr(sys, "last_type"):  # it failed: nobody waits for long
+            self._saver.close()
+            self._let_go()
+            return
+        if self._due and self._between and self._clean:
+            self._save_at_end()
+        saver = self._saver
+        saver.settle()
+        self._let_go()
+        things, rank = self._parts.things, rank_context().world.rank
+        if not self._refused and (what := not_finite_here(things["model"], things["optimizer"], self._never_finite)):
+            raise LossError(self._not_saved(saver, what, ranks_text([rank])))
+        if saver.wrong:
+            raise SaveError(f"the last state, of step {self._step}, could not be saved: {saver.wrong}.")
+
+    def _let_go(self) -> None:
+        self._saver = None
+        if self._held is not None:
+            self._held.close()
+
+    def _save_at_end(self) -> None:
+        if rank_context().world.size == 1 or is_initialized():
+            assert self._loader is not None
+            self._loader.leave_epoch()
+            self.save()
+        else:
+            tell(
+                f"the state after the last epoch, of step {self._step}, is not saved: the program has ended its "
+                "process group before. Leave destroy_process_group out: it ends by itself."
+            )
+
+    @property
+    def _by_epochs(self) -> bool:
+        return self._saves.steps is None and self._saves.seconds is None

@@ -1,0 +1,246 @@
+"""For people who keep their own training loop: `distribute` and `backward`, and what goes with them.
+
+    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    for x, y in loader:
+        loss = criterion(model(x), y)
+        loss = mw.backward(loss)
+        optimizer.step(); optimizer.zero_grad()
+
+The objects that come back are the objects that were given; only loaders are new. On one device `backward` is
+`loss.backward()`. On several it leaves in `.grad` what one device would have added for the whole batch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sized
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, TypeVarTuple, cast, overload
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from meshwise.data.order import BatchSlice
+from meshwise.data.split_loader import split_loader
+from meshwise.data.wrapped_loader import loader_inside, read_through
+from meshwise.engine import steps
+from meshwise.engine.engine import IN_LOSS, Engine
+from meshwise.engine.model_stream import ModelStream, draw_alike
+from meshwise.engine.split_batch import Splits
+from meshwise.guards.finite_losses import FiniteLosses
+from meshwise.guards.same_data import check_data, samplers_of
+from meshwise.guards.unsummed import UnsummedLoops
+from meshwise.process.plan_choice import choose_plan
+from meshwise.process.session import default_engine, engines
+from meshwise.script.distributed_loader import DistributedLoader
+from meshwise.script.in_loss import mean_in_loss, sum_in_loss
+from meshwise.script.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
+from meshwise.slips.divided_batch import says_divided
+from meshwise.slips.padded_sums import refuse_padded_sums
+from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import Plan
+from meshwise.workers.join import rank_context
+from meshwise.workers.verb_log import came_to
+
+First = TypeVar("First")
+Second = TypeVar("Second")
+More = TypeVarTuple("More")
+
+
+@overload
+def distribute(only: First, /, *, plan: Plan | str | Path | None = None, streams: str = "whole") -> First: ...
+@overload
+def distribute(
+    first: First, second: Second, /, *more: *More, plan: Plan | str | Path | None = None, streams: str = "whole"
+) -> tuple[First, Second, *More]: ...
+def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a TypeVarTuple's names
+    *objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole"
+) -> Any:
+    """Put models, optimizers and loaders on all devices; gives them back in the same order (one object, as itself).
+
+    Models and optimizers are changed in place: class, hooks and state_dict keys stay; start values are those of rank 0.
+    Loaders are new, with the same `len`; their `batch_size` is global, their order that of torch's own. A loader around
+    a DataLoader, which may read ahead (timm's PrefetchLoader), stays and reads the new one. Schedulers pass through. On
+    one device only the loaders are replaced, so that a loop goes on on any number of devices.
+
+    plan: a Plan or a plan file; by default that of `meshwise run --plan` or of the file that MESHWISE_PLAN names, else
+    replicas. Optimizers made before go on with what it makes of the parameters.
+    streams: how an iterable data set is split: `whole` (every rank reads it all and keeps its slice) or `per-rank`
+    (the data set splits itself by `mw.rank()`). Raises UsageError for anything else that is given, PlanError for a plan
+    that cannot be applied.
+    """
+    came_to("mw.distribute")
+    engine = default_engine()
+    models = [thing for thing in objects if isinstance(thing, nn.Module)]
+    if models or plan is not None:
+        chosen = choose_plan(plan, engine)
+        if engine.program.begins_with(models):
+            _program_begins(engine)
+        engine.add_models(models, chosen)
+        if (losses := engine.events.find(FiniteLosses)) is not None:
+            losses.models_added()
+    seed = draw_alike()
+    if engine.world.size > 1:
+        refuse_padded_sums(objects, engine.world.size)
+    result = tuple(_distributed(thing, seed, engine, streams) for thing in objects)
+    return result[0] if len(result) == 1 else result
+
+
+def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
+    if isinstance(thing, LRScheduler):
+        engine.given.add_scheduler(thing)
+        return thing
+    if isinstance(thing, (nn.Module, DistributedLoader)):
+        return thing
+    if isinstance(thing, Optimizer):
+        engine.add_optimizer(thing)
+        return thing
+    if isinstance(thing, DataLoader):
+        own_seed = seed if thing.generator is None else thing.generator.initial_seed() % 2**31
+        samples = len(thing.dataset) if isinstance(thing.dataset, Sized) else None
+        check_data(engine, thing.dataset, samples, samplers_of(thing))
+        spec = split_loader(thing, own_seed, engine.world, streams)
+        if engine.world.size > 1:
+            engine.notify(says_divided(thing.batch_size, rank_context().world.size))
+        if spec.note:
+            engine.notify(spec.note)
+        return DistributedLoader(thing, spec, seed, engine)
+    if (name := loader_inside(thing)) is not None:
+        inner = _distributed(getattr(thing, name), seed, engine, streams)
+        inner.wrapper = read_through(thing, name, inner)
+        return thing
+    if isinstance(getattr(thing, "optimizer", None), Optimizer) and callable(getattr(thing, "step", None)):
+        return thing  # a scheduler that is not torch's, such as timm's
+    raise UsageError(
+        "mw.distribute takes models, optimizers, schedulers, DataLoaders, and loaders that hold one DataLoader; "
+        f"this is a {type(thing).__name__}."
+    )
+
+
+Real = TypeVar("Real", float, Tensor)
+Tree = TypeVar("Tree")
+
+
+def backward(
+    loss: Tensor, weight: Tensor | float | None = None, reduction: Literal["mean", "sum"] | None = None
+) -> Tensor:
+    """Add to `.grad` what one device would add for the whole batch of the loader; returns the global loss, detached.
+
+    loss: a scalar mean over `weight` items of this rank's slice; by default over its samples, which the loader knows. A
+    token mean passes its number of tokens, a class-weighted mean the sum of its classes' weights
+    (`weight=class_weights[y].sum()`). Collective: every rank calls it once a batch.
+    reduction: `sum` for a loss that is a sum over this rank's samples: what one device would add is that of the sum. By
+    default it is a mean; on several devices a loss that is known to be a sum is UsageError then, and `mean` takes it
+    for one all the same.
+
+    What comes back is that of the loss as it was given (divided, where it was divided by the number of accumulation
+    steps), without the scale of a GradScaler: `loss = mw.backward(scaler.scale(loss))` is for people to read.
+    """
+    came_to("mw.backward")
+    return steps.backward(engines[-1] if engines else default_engine(), loss, weight, reduction)
+
+
+def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
+    """This rank's rows of a batch that every rank holds, for programs without a loader: `x, y = mw.split(x, y)`.
+
+    batch: tensors, numpy arrays, or trees of them, with equally many rows; each comes back as its part (one alone, as
+    itself), a view. dim: where the samples lie. `mw.backward` and `mw.sum` then know the batch, as in a loop over a
+    distributed loader. A rank without rows gets one that counts for nothing. On one device nothing is cut.
+    whole: what rows cannot cut (a graph, an episode) comes back as it is, and every rank runs all of it.
+
+    Every rank must give the same: a checksum travels with the loss. So what is drawn outside the models' forward is
+    drawn alike on every rank, for the whole batch; a model's dropout is for its own rank's rows. UsageError for what
+    has no rows, or other rows on another rank.
+    """
+    came_to("mw.split")
+    engine = default_engine()
+    if engine.given.splits is None:
+        stream = ModelStream(engine.world, engine.draws, lambda: engine.generator.in_loop or engine.watcher is not None)
+        splits = engine.given.splits = Splits(engine.world, stream, engine.notify, engine.carried)
+        engine.around = splits.backward
+        engine.ends.callback(stream.close)
+    mine = engine.given.splits.begin(batch, engine.part, whole=whole, dim=dim)
+    _begin_split(engine, mine)
+    result = engine.given.splits.cut(batch, mine, dim, engine.program.models)
+    return result[0] if len(result) == 1 else result
+
+
+def _program_begins(engine: Engine) -> None:
+    """Another program begins in this process: it is looked at as the first one, and told what that was told."""
+    program, given = engine.program, engine.given
+    engine.notify.program_begins()
+    given.earlier = weakref.WeakSet([*program.models, *program.optimizers, *given.schedulers])
+    engine.reads.over.clear()
+    engine.reads.by_place.clear()
+    if (loops := engine.events.find(UnsummedLoops)) is not None:
+        loops.program_begins()
+    if (losses := engine.events.find(FiniteLosses)) is not None:
+        losses.program_begins()
+    engine.events.begins()
+
+
+def _begin_split(engine: Engine, part: BatchSlice) -> None:
+    """The program has split a batch itself: outside a loop over batches that is where a step may begin."""
+    engine.part = part
+    engine.reads.split(part)
+    if engine.generator.in_loop:
+        return
+    engine.phases.batch_asked(None)
+    if not engine.gate.begin():
+        for state in engine.given.loop_states:
+            state.stops()
+        raise engine.gate.stop(engine.phases.step)
+    engine.phases.batch_given(None, None)
+    if engine.watcher is not None:
+        engine.watcher.batch_asked()
+        counted = part if not part.whole or engine.world.rank == 0 else replace(part, samples=0)
+        engine.watcher.batch_given(counted, split=True)
+
+
+def sum(value: Number, *, grad: bool = False) -> Number:
+    """`value` added over all ranks, padding samples left out. Collective.
+
+    In the loop over the loader `value` is of this rank's part of the batch; after it, of all that this rank read. A
+    number comes back as a number, a tensor as a tensor, detached. UsageError after a loop whose values count a padding
+    sample.
+    grad: the tensor keeps its gradient, and comes back on the device of this worker: for a loss of the whole batch that
+    is no mean over samples, such as a ratio:
+    `dice = 2 * mw.sum((p * y).sum(), grad=True) / mw.sum((p + y).sum(), grad=True)`, then `mw.backward(1 - dice)`.
+    Every rank's loss depends on it. UsageError with pipeline or accumulate, outside a loop, and in a loss that is given
+    to mw.backward as reduction="sum".
+    """
+    came_to("mw.sum")
+    return sum_in_loss(_engine(), value) if grad else sum_over_ranks(_engine(), value)  # type: ignore[arg-type,return-value]
+
+
+def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = False) -> Real:
+    """The mean of `value` over all ranks: as of one device for a value that is a mean itself. Collective.
+
+    value: in the loop over the loader a mean over this rank's part of the batch; after it, over all that this rank
+    read. A number comes back as a float, a tensor of any shape as a tensor. weight: how many items that mean is over,
+    such as tokens; by default the samples. UsageError after a loop whose values count a padding sample.
+    grad: the tensor keeps its gradient, for use inside a loss, as with `mw.sum`.
+    """
+    came_to("mw.mean")
+    if grad:
+        return mean_in_loss(_engine(), value, weight)  # type: ignore[arg-type,return-value]
+    return cast(Real, mean_over_ranks(_engine(), value, weight))
+
+
+def _engine() -> Engine:
+    """That of the job whose loss is being computed, else the program's."""
+    return IN_LOSS[-1] if IN_LOSS else default_engine()
+
+
+def gather_samples(values: Tree) -> Tree:
+    """The rows of all ranks, in the order of the loader, on every rank: predictions of a whole data set. Collective.
+
+    values: tensors, or a tree of them, with a row for each sample: in the loop over the loader those of this rank's
+    part of the batch; after it those of all its batches, joined by torch.cat. Padding is left out. All ranks must give
+    the same dtypes and further dimensions, else UsageError. `mw.gather` is another verb: of parts in one process.
+    """
+    came_to("mw.gather_samples")
+    return cast(Tree, gather_over_ranks(default_engine(), values))

@@ -1,0 +1,216 @@
+"""A loader that gives each rank its share of every batch: its place in the epoch, its state, its loop."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from meshwise.compat.fake import as_rehearsed
+from meshwise.data.generators import TORCH, Draws, OrderGenerators, States, packed, unpacked
+from meshwise.data.split_loader import LoaderSpec
+from meshwise.data.wrapped_loader import Wrapper
+from meshwise.engine.engine import Engine
+from meshwise.engine.loops import LoopRead
+from meshwise.engine.model_stream import seed_draws
+from meshwise.engine.steps import batches as read_batches
+from meshwise.script.things import kept_by
+from meshwise.slips.counted_parts import says_counted_parts
+from meshwise.slips.resumed_loop import says_counted
+from meshwise.transfer.prefetch import prefetch
+from meshwise.transfer.splitmix import mixed
+from meshwise.workers.verb_log import BATCH, came_to, left_loop
+
+_loaders = itertools.count(1)  # every rank makes its loaders in the same order
+
+
+class DistributedLoader:
+    """Gives this rank its slice of every batch of the user's loader; `len` and its other attributes are the user's.
+
+    Its order is the one that torch's own loader would draw at that place of the program, on rank 0.
+    """
+
+    def __init__(self, loader: DataLoader[Any], spec: LoaderSpec, seed: int, engine: Engine) -> None:
+        self.dataset, self.batch_size = loader.dataset, spec.batch_size
+        self._loader, self._spec, self._seed, self._engine = loader, spec, seed, engine
+        self._epoch, self._index, self._batches_given, self._running = 0, 0, 0, False
+        self.start = 0
+        """Batches of this epoch that were done before this process: `for i, batch in enumerate(loader, loader.start)`.
+        0 but for the first epoch of a loop that goes on inside it. `len(loader)` is the whole epoch all the same."""
+        self._generators = OrderGenerators(engine.generator, spec.drawn or (TORCH,))
+        self._order: States | None = None  # the states in which the order of this epoch began, once it has
+        self._keyed = False
+        self._number = next(_loaders)
+        own_batches = type(loader.batch_sampler) is not BatchSampler
+        self._whole_batches = loader.drop_last or own_batches  # what the program relies on
+        self.in_batch = False
+        """Whether the program works on a batch of this loader."""
+        self.given_at = -1
+        """How many steps had ended where that batch was given."""
+        self._before = (0, 0)  # samples and batches of this epoch that were given out before that one
+        engine.given.loaders.add(self)
+        self.wrapper: Wrapper | None = None
+        """What the program reads this loader through."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        if self._spec.length is None:
+            raise TypeError("this loader's length is not known: its data set or sampler has none")
+        return self._spec.length
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epochs that are over, and samples of this one that were given out."""
+        return self._epoch, self._index
+
+    @property
+    def at_end(self) -> bool:
+        """Whether this epoch has no further batch, as far as that is known."""
+        return self._spec.length == self._batches_given
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: the epoch, how many samples of it have been given out, and random generators: as they
+        were where the order of this epoch began, and as they are now.
+
+        Any number of devices goes on from it.
+        """
+        state: dict[str, Any] = {"epoch": self._epoch, "index": self._index, "batches": self._batches_given}
+        if self._keyed:
+            return state
+        order = {} if self._order is None else {"order": packed(self._order)}
+        return state | order | {"generators": packed(self._generators.states())}
+
+    def state_beside(self) -> dict[str, Any]:
+        """`state_dict` where another loader's loop saves, in which this one is read: a batch that was given since the
+        last step is trained on in the next one, and an epoch that was left is over."""
+        state = self.state_dict()
+        if self.in_batch and self.given_at == self._engine.phases.done:
+            return state | dict(zip(("index", "batches"), self._before, strict=True))
+        if self._running and not self.in_batch:
+            state.pop("order", None)
+            return state | {"epoch": self._epoch + 1, "index": 0, "batches": 0}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state` with the next loop over this loader. The program's random generator goes on from there
+        too, so that later epochs have the order that they would have had; a state of version 0.1 has none."""
+        self._epoch, self._index = int(state["epoch"]), int(state["index"])
+        self._batches_given = int(state.get("batches", -(-self._index // (self.batch_size or 1))))
+        self.start = self._batches_given
+        self._running, self._keyed = False, "generators" not in state
+        self._order = unpacked(state["order"]) if "order" in state else None
+        if not self._keyed:
+            self._generators.set_states(unpacked(state["generators"]))
+
+    def __iter__(self) -> Iterator[Any]:
+        fed = None if self.wrapper is None else self.wrapper.take()
+        return self.begin_loop() if fed is None else fed
+
+    def begin_loop(self) -> Iterator[Any]:
+        """An epoch, or the rest of it."""
+        self.leave_epoch()
+        for state in self._engine.given.loop_states:
+            state.epoch_begins(self)
+        self._running = True
+        if self.start:
+            for line in says_counted(self.start, kept_by(self._engine.given.loop_states)):
+                self._engine.notify(line)
+        came_to(BATCH, self._number, self._epoch, 1)
+        loader = self._loader
+        if self._order is None and not (loader.persistent_workers and self._epoch) and not self._spec.draws_base_seed:
+            with self._engine.generator.drawing():
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as torch seeds its workers
+        return self._batches(self._read(None) if loader.num_workers else None)
+
+    def leave_epoch(self) -> None:
+        """The epoch is over, where its loop was left early."""
+        if self._running:
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._running = False
+        self._epoch, self._index, self._batches_given, self._order = self._epoch + 1, 0, 0, None
+        self.start = 0
+
+    def _batches(self, source: Iterator[tuple[Any, Any]] | None) -> Iterator[Any]:
+        engine, name, loop = self._engine, f"epoch {self._epoch} of a loader", LoopRead(self._number)
+        states = engine.given.loop_states
+        source = self._read(None) if source is None else source
+        batches = read_batches(engine, name, source, self.batch_size, limited=self._read, loop=loop)
+        of_epoch = mixed(self._seed, self._epoch)
+        with contextlib.closing(batches):
+            for batch, part in batches:
+                engine.draw_key = key = of_epoch, self._index
+                self.given_at, self._before = engine.phases.steps, (self._index, self._batches_given)
+                self._index += self.batch_size if self._spec.own else part.total
+                self._batches_given += 1
+                batch = batch if engine.stored is None else engine.cast(batch)
+                engine.reads.begin(part, loop)
+                engine.part = part
+                if engine.watcher is not None:
+                    engine.watcher.batch_given(part)
+                self.in_batch, loop.batch = True, batch
+                try:
+                    if engine.draws is None or engine.watcher is not None:
+                        seed_draws(engine.world, *key)
+                        yield batch
+                    else:
+                        with engine.draws.of_microbatch((*key, 0), part).forward():
+                            yield batch
+                except GeneratorExit:
+                    self._left(loop)
+                    raise
+                self.in_batch = False
+                came_to(BATCH, self._number, self._epoch, loop.given + 1)
+                for state in states:
+                    state.step_ends(self)
+        self._over(loop)
+
+    def _left(self, loop: LoopRead) -> None:
+        """The loop was left before its end."""
+        self.in_batch, self.start = False, 0
+        left_loop(loop.given)
+        for state in self._engine.given.loop_states:
+            state.epoch_ends(self, early=True)
+
+    def _over(self, loop: LoopRead) -> None:
+        """The loop has come to its end, or the run was asked to stop."""
+        engine, states = self._engine, self._engine.given.loop_states
+        if engine.stopped:
+            for state in states:
+                state.stops()
+            raise engine.gate.stop(engine.phases.step, self._epoch + 1)
+        for line in says_counted_parts(engine.reads.over, uneven=loop.uneven) if engine.world.size > 1 else ():
+            engine.notify(line)
+        for state in states:
+            state.epoch_ends(self, early=False)
+        self._end_epoch()
+
+    def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
+        """The rest of the epoch; with `limit` one batch more, of at most so many samples unless all are whole."""
+        if limit == 0:
+            return iter(())
+        if limit is not None and self._whole_batches:
+            limit = sys.maxsize
+        draws = None if self._keyed else self._draws()
+        read = as_rehearsed(self._spec.pairs(draws, self._epoch, self._index, limit))
+        pairs = prefetch(read, self._engine.program.device)
+        return pairs if self.wrapper is None else self.wrapper.pairs(pairs)
+
+    def _draws(self) -> Draws:
+        """How the order of this epoch is drawn; if it is, from the generators of rank 0. Collective then, the first
+        time in an epoch."""
+        if self._order is not None:
+            return self._generators.draws(self._order, again=True)
+        together = self._spec.drawn and not self._spec.own
+        self._order = self._generators.take_rank_0s() if together else self._generators.states()
+        return self._generators.draws(self._order, again=False)

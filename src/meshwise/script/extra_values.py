@@ -1,0 +1,72 @@
+"""`mw.checkpoint(extra=)`: what else a loop needs, as it is saved, and how it comes back to those who hold it.
+
+Tensors, lists, dicts and things with a state_dict are written into, so that names that the loop has for them see what
+was restored. A plain number can only be put into the dict that it was given in.
+
+Tested in tests/script/test_lost_in_a_loop.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+
+def state_of_extra(extra: Any) -> Any:
+    """`extra`, with the state of what has one."""
+    if isinstance(extra, dict):
+        return {name: state_of_extra(value) if hasattr(value, "state_dict") else value for name, value in extra.items()}
+    return None if extra is None else extra.state_dict()
+
+
+def restore_extra(extra: Any, saved: Any) -> None:
+    """Write what was saved into `extra`; what it has besides stays."""
+    if not isinstance(extra, dict):
+        if extra is not None and saved is not None:
+            extra.load_state_dict(saved)
+        return
+    for name, value in (saved or {}).items():
+        extra[name] = _filled(extra.get(name), value)
+
+
+def _filled(own: Any, value: Any) -> Any:
+    """`own` itself with this value where others may hold it, else the value."""
+    if hasattr(own, "load_state_dict"):
+        own.load_state_dict(value)
+        return own
+    if isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape:
+        own.data.copy_(value)
+        return own
+    if type(own) is list and type(value) is list:
+        own[:] = [_filled(a, b) for a, b in zip(own, value, strict=True)] if len(own) == len(value) else value
+        return own
+    if type(own) is dict and type(value) is dict:
+        filled = {name: _filled(own.get(name), each) for name, each in value.items()}
+        own.clear()
+        own.update(filled)
+        return own
+    return value
+
+
+def unread_numbers(*, held: int, extra: Any) -> str:
+    """A sentence on the plain numbers of a dict that nothing else holds: nobody can read or change them. held: what
+    `sys.getrefcount` says of it, as an attribute; looked at before `extra` is, which holds it too."""
+    names = [str(n) for n, v in extra.items() if isinstance(v, int | float)] if type(extra) is dict else []
+    if not names or held > _HELD_ONCE:
+        return ""
+    return (
+        f"mw.checkpoint: nothing holds the dict of extra=, so {', '.join(names)} in it "
+        f"{'is' if len(names) == 1 else 'are'} saved as at first, and what is restored is not seen. Write "
+        f"state = {{…}}, mw.checkpoint(…, extra=state), and read and change state[{names[0]!r}] in the loop."
+    )
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.extra: Any = {}
+
+
+_HOLDER = _Holder()
+_HELD_ONCE = sys.getrefcount(_HOLDER.extra)  # what Python says of a dict that one attribute holds

@@ -1,0 +1,118 @@
+"""Files of a script: `save` writes what one device would write, under every plan, and `load` reads it.
+
+Where a plan divides parameters or the optimizer's state, the parts are gathered on rank 0. Models and optimizers that
+were distributed take whole tensors in their `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.compat.modules import without_hooks
+from meshwise.compat.reducer import default_store
+from meshwise.compat.tree import leaves_of
+from meshwise.guards.finite_losses import FiniteLosses
+from meshwise.parallel.batch_norm import unjoined
+from meshwise.process.session import default_engine, process_engine
+from meshwise.records.files import write_with
+from meshwise.recovery.collect import collected
+from meshwise.spec.errors import CheckpointError, UsageError
+from meshwise.spec.units import plural
+from meshwise.spec.user_code import user_place
+from meshwise.spec.words import error_text
+from meshwise.spec.world import World
+from meshwise.transfer.agreement import wait_for_all
+from meshwise.workers.join import rank_context
+from meshwise.workers.verb_log import came_to
+
+SPOILED = (
+    "{place}: mw.save({path}): {what} is not finite in what is saved. Save only while the loss is finite, or each file "
+    "under a name of its own."
+)
+_FOREIGN = re.compile(r"(?:Unsupported (?:global: GLOBAL|class|operand)|Trying to load unsupported GLOBAL) ([\w.]+)")
+GRACE = 60.0  # seconds in which all ranks must come to a file
+
+
+def save(thing: Any, path: str | Path) -> None:
+    """`torch.save`, once: rank 0 writes, whole or not at all; the others go on.
+
+    thing: state_dicts, or anything that holds them. Under a plan that divides them every rank calls it. A whole model
+    is written as the program made it, without hooks of meshwise.
+    """
+    engine, path = default_engine(), Path(path)
+    world = rank_context().world  # each rank counts, also those of one model
+    plan, name, saves = engine.plan, str(path.resolve()), process_engine().given.saves
+    saves[name] += 1
+    if plan.state_divided:
+        if isinstance(thing, nn.Module | torch.optim.Optimizer):
+            raise UsageError(f"mw.save under {plan}: write its state, mw.save(thing.state_dict(), path).")
+        came_to("mw.save")
+        _all_come(f"meshwise/saves/{name}/{saves[name]}", world, f"mw.save({path}) under {plan}")
+        thing = collected(thing)
+    if world.rank == 0:
+        losses = engine.events.find(FiniteLosses)
+        if losses is not None and (spoiled := losses.spoiled_in([thing])):
+            engine.notify(SPOILED.format(place=user_place(), path=path, what=spoiled))
+        with contextlib.ExitStack() as stack:
+            for model in leaves_of(nn.Module, thing):
+                stack.enter_context(unjoined(model))
+                stack.enter_context(without_hooks(model, _is_ours))
+            write_with(path, lambda file: torch.save(thing, file))
+        if world.size > 1:
+            default_store().set(f"meshwise/saved/{name}/{saves[name]}", "1")
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a hook is of this package: a file that has it is read only where meshwise is, and not as weights only."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("meshwise.")
+
+
+def load(path: str | Path) -> Any:
+    """`torch.load` onto the CPU. Every rank calls it, and no rank goes on before all have read.
+
+    Waits for a `mw.save` to the same path that rank 0 has not finished. CheckpointError for a file that is damaged, or
+    holds more than tensors and plain values.
+    """
+    came_to("mw.load")
+    engine, path = process_engine(), Path(path)
+    world, name = rank_context().world, str(path.resolve())
+    if world.size > 1 and name in engine.given.saves:
+        default_store().wait([f"meshwise/saved/{name}/{engine.given.saves[name]}"])
+    loaded = _read(path)
+    engine.given.loads += 1
+    _all_come(f"meshwise/loaded/{engine.given.loads}", world, f"mw.load({path})")
+    return loaded
+
+
+def _read(path: Path) -> Any:
+    """What torch has written to a file. Raises CheckpointError, with the file's name, where that is not to be had."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        text, absent = str(error), isinstance(error, OSError) and error.filename is not None
+        if absent or isinstance(error, MemoryError) or "allocate memory" in text:
+            raise  # a program may begin anew where no file is
+        if found := _FOREIGN.search(text):
+            raise CheckpointError(
+                f"mw.load({path}): the file holds a {found[1]}, and mw.load reads tensors and plain values alone. Save "
+                "state_dict()s, or read a file that you trust with torch.load(path, weights_only=False)."
+            ) from None
+        raise CheckpointError(
+            f"mw.load({path}): the file is damaged, or none of torch's ({plural(path.stat().st_size, 'byte')}; "
+            f"{error_text(error).split('. ')[0]}). Load an earlier one; mw.save writes a file whole "
+            "or not at all."
+        ) from None
+
+
+def _all_come(key: str, world: World, what: str) -> None:
+    if world.size == 1:
+        return
+    default_store().add(key, 1)
+    if not wait_for_all(key, world.size, GRACE):
+        raise UsageError(f"{what} was not called on every rank. Call it on all.")

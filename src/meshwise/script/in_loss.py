@@ -1,0 +1,111 @@
+"""Sums and means over ranks inside a loss: `mw.sum(value, grad=True)`, for a ratio of sums, a norm or a correlation.
+
+Each rank's loss is then of sums over the whole batch, and the same on all. In the backward the gradients of such a sum
+are added over the ranks, as what each rank adds to it is in the loss of all; `mw.backward` weighs ranks as ever, so any
+other term beside it is right as well. Such a sum lies on the rank's device, as the sums of the other ranks do: one
+without items may have given a zero of the host, and its collectives, and its loss, would go another way than theirs.
+
+Tested in tests/script/test_in_loss.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from meshwise.engine.engine import Engine
+from meshwise.engine.weighing import as_weight
+from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import user_place
+from meshwise.splits.crossing import gather, through
+from meshwise.timeline.recorder import current
+from meshwise.transfer import collectives
+
+REFUSED = (
+    "{place}: {verb}(…, grad=True) under {what}: it is of the whole batch, and the backward of the first microbatch "
+    "begins before the forward of the last. Use data, shard, tensor or context, without accumulate; or a loss that is "
+    "a mean over samples."
+)
+
+NOT_OURS = (
+    "a gradient of {verb}(…, grad=True) that mw.backward does not take, by torch.autograd.grad or loss.backward(), is "
+    "{ranks} times that of one device. Leave it out of the loss, or compute it from what mw.backward leaves in .grad."
+)
+
+
+def sum_in_loss(engine: Engine, value: Tensor) -> Tensor:
+    """`value` added over the ranks, with its gradient. Collective, in the backward too."""
+    part = _begin(engine, "mw.sum", value)
+    if part is None:
+        return value
+    here = value.to(engine.world.device)
+    wide = _attached(here.to(torch.promote_types(value.dtype, torch.float32)) if _is_float(value) else here)
+    total = _added(wide if part.samples else torch.where(torch.zeros_like(wide, dtype=torch.bool), wide, 0), "mw.sum")
+    return total.to(value.dtype)
+
+
+def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -> Tensor:
+    """The mean of the ranks' means over `weight` items each, with its gradient. Collective, in the backward too."""
+    part = _begin(engine, "mw.mean", value)
+    if part is None:
+        return value
+    here = value.to(engine.world.device)
+    known = as_weight((part.samples if weight is None else weight) if part.samples else 0, here)
+    wide = _attached(here).to(known.dtype).reshape(-1)
+    counted = torch.where(known != 0, wide, 0) * known
+    sums = _added(torch.cat([counted, known.reshape(1)]), "mw.mean")
+    return (sums[:-1] / sums[-1]).view(value.shape).to(value.dtype)
+
+
+def _begin(engine: Engine, verb: str, value: Any) -> Any:
+    """This rank's part of the batch; None where its value is of the whole already."""
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{user_place()}: {verb}(…, grad=True) takes a tensor; this is a {type(value).__name__}.")
+    plan, part = engine.plan, engine.part
+    sizes = {"pipeline": plan.pipeline, "accumulate": plan.accumulate}
+    if what := ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1):
+        raise UsageError(REFUSED.format(place=user_place(), verb=verb, what=what))
+    engine.program.joined_at, engine.program.coupled_gradients = engine.program.backwards, True
+    if engine.world.size == 1:
+        return None
+    if part is None or engine.reads.ended is not None:
+        raise UsageError(
+            f"{user_place()}: {verb}(…, grad=True) is for a loss: call it in the loop over the loader, before "
+            f"mw.backward. Elsewhere {verb} without grad adds up values."
+        )
+    if part.whole:
+        return None
+    engine.reads.check_one_share(verb, weighed=verb == "mw.sum")
+    return part
+
+
+def _is_float(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _attached(value: Tensor) -> Tensor:
+    """`value` whose backward comes here on every rank: on some it may be a constant, such as a term without items."""
+    whole = gather(value)
+    if whole.requires_grad or not _is_float(whole) or not torch.is_grad_enabled():
+        return whole
+    return whole.detach().clone().requires_grad_()
+
+
+def _added(value: Tensor, of: str) -> Tensor:
+    return through(_Added, value, of)
+
+
+class _Added(Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, of: str) -> Tensor:
+        ctx.of = of
+        return collectives.all_reduce(value.clone(memory_format=torch.contiguous_format), of=of)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if current().phase != "backward":  # of this rank's loss alone: the sum would be of all ranks' losses
+            raise UsageError(NOT_OURS.format(verb=ctx.of, ranks=collectives.world_size()))
+        return _added(gradient, ctx.of), None

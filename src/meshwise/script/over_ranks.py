@@ -1,0 +1,203 @@
+"""Values of a loop over batches that are joined over the ranks: `mw.sum`, `mw.mean` and `mw.gather_samples`.
+
+Inside a loop a value is of this rank's part of the batch; after it, of all that this rank read in it. A rank that had
+no sample of a batch got one as padding, and what it found there counts for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from meshwise.compat.tree import all_leaves, map_tensors
+from meshwise.engine.engine import Engine
+from meshwise.engine.loops import LoopRead
+from meshwise.engine.weighing import as_weight
+from meshwise.guards.undistributed import UndistributedLoops
+from meshwise.guards.unsummed import UnsummedLoops
+from meshwise.slips.padded_sums import loops_of_value
+from meshwise.slips.summed_twice import RATIO, TWICE, is_ratio, is_summed
+from meshwise.slips.user_source import asked
+from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import user_place
+from meshwise.transfer import collectives
+
+Number = TypeVar("Number", int, float, Tensor)
+
+
+def sum_over_ranks(engine: Engine, value: Number) -> Number:
+    """`value` added over all ranks, padding left out. See `mw.sum`."""
+    total = _sum(engine, value) if engine.world.size > 1 else value
+    return _joined(engine, total)
+
+
+def _sum(engine: Engine, value: Number) -> Number:
+    if _is_of_whole_batch(engine):
+        return value
+    counts = 0 if _samples_of(engine, "mw.sum", weighed=True) == 0 else 1
+    dtype = torch.int64 if isinstance(value, int) else torch.float64
+    mine = _here(engine, value) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
+    with _adding(engine, "mw.sum", mine):
+        total = collectives.all_reduce(mine * counts, of="mw.sum")
+    if is_summed() and torch.allclose(total.double(), mine.double() * engine.world.size):
+        engine.notify(TWICE.format(place=user_place()))
+        return value
+    return total.to(value.device) if isinstance(value, Tensor) else type(value)(total.item())
+
+
+def _here(engine: Engine, value: Tensor) -> Tensor:
+    """On the rank's device, as on the others: a rank without items may have made a zero of the host."""
+    return value.detach().to(engine.world.device)
+
+
+def _adding(engine: Engine, verb: str, value: Any) -> contextlib.AbstractContextManager[None]:
+    """Around a collective that adds up `value`, or rows, over the ranks."""
+    loops = engine.events.find(UndistributedLoops)
+    return contextlib.nullcontext() if loops is None else loops.adding(verb, value)
+
+
+def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
+    """The mean of `value` over what all ranks read. See `mw.mean`."""
+    mean = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    if engine.world.size > 1:
+        here = _here(engine, mean) if isinstance(value, Tensor) else mean
+        mean = _mean(engine, here, weight).to(mean.device)
+    mean = _joined(engine, mean)
+    return mean if isinstance(value, Tensor) else mean.item()
+
+
+def _is_of_whole_batch(engine: Engine) -> bool:
+    """Whether every rank's value is of the whole batch already, which the program has split as a whole."""
+    splits = engine.given.splits
+    return splits is not None and engine.reads.ended is None and splits.is_at(engine.part) and splits.check_sum()
+
+
+def _mean(engine: Engine, value: Tensor, weight: float | Tensor | None) -> Tensor:
+    if _is_of_whole_batch(engine):
+        return value
+    if weight is None and is_ratio():
+        engine.notify(RATIO.format(place=user_place()))
+    samples = _samples_of(engine, "mw.mean", weighed=weight is not None)
+    given = samples if weight is None else weight if samples != 0 else 0
+    known = as_weight(1 if given is None else given, value)
+    wide = value.to(known.dtype).reshape(-1)
+    counted = torch.where(known != 0, wide * known, torch.zeros_like(wide))  # a mean over nothing is no number
+    sums = collectives.all_reduce(torch.cat([counted, known.reshape(1)]), of="mw.mean")
+    dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+    return (sums[:-1] / sums[-1]).view(value.shape).to(dtype)
+
+
+def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
+    """How many samples a value of this rank is of; None where no loop says. UsageError where it counts padding."""
+    ended, part = _loop_of_value(engine, weighed) or engine.reads.ended, engine.part
+    if ended is None:
+        engine.reads.check_one_share(verb, weighed=weighed)
+        return None if part is None else part.samples
+    if ended.padded:
+        raise UsageError(
+            f"{verb} was called after a loop in which a batch had fewer samples than the {engine.world.size} ranks: "
+            f"some rank's value counts a padding sample. Call {verb} inside the loop, on each batch's value."
+            f"{_of_another_loop(engine)}"
+        )
+    return sum(ended.samples)
+
+
+def _loop_of_value(engine: Engine, weighed: bool) -> LoopRead | None:
+    """The loop that the program has added this value up in, where the source tells: others may have run since."""
+    over, no_places = engine.reads.by_place, tuple[str, ...]()
+    if weighed and not any(read.padded for read in over.values()):
+        return None
+    found = [over[place] for place in asked(loops_of_value, no_places) if place in over]
+    return next((read for read in found if read.padded), found[0] if len(found) == 1 else None)
+
+
+def gather_over_ranks(engine: Engine, values: Any) -> Any:
+    """Rows of all ranks in the order of the loader. See `mw.gather_samples`."""
+    tensors = list(all_leaves(values))
+    strange = next((type(leaf).__name__ for leaf in tensors if not isinstance(leaf, Tensor)), "")
+    if strange or not tensors:
+        raise UsageError(
+            "mw.gather_samples takes tensors with a row for each sample, or trees of them; this is or holds "
+            f"{strange or 'none'}. Use torch.as_tensor(values)."
+        )
+    counts = _counts_of(engine, tensors)
+    mine = (counts, [(tuple(t.shape), t.dtype) for t in tensors])
+    ranks = collectives.gather_objects(mine) if engine.world.size > 1 else [mine]
+    _check_rows(ranks, _of_another_loop(engine))
+    table = torch.tensor([counts for counts, _ in ranks])  # samples of each rank in each batch
+    if engine.world.size == 1 or _is_of_whole_batch(engine):
+        result = map_tensors(Tensor.detach, values)
+    else:
+        with _adding(engine, "mw.gather_samples", values):
+            result = map_tensors(lambda tensor: _gather(tensor.detach(), table, engine.world.rank), values)
+    for tensor in all_leaves(result):
+        _joined(engine, tensor)
+    return result
+
+
+def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
+    """How many samples of each batch the rows of this rank's tensors are; None where they are rows of something else.
+
+    After a loop that was left early the rows may be of its first batches alone.
+    """
+    rows = {len(t) if t.dim() else -1 for t in tensors}
+    ended, part = engine.reads.ended, engine.part
+    if ended is None and part is None:
+        return list(rows) if len(rows) == 1 and rows != {-1} else None
+    read = list(ended.samples) if ended is not None else [part.samples] if part is not None else []
+    for number, end in enumerate(accumulate(max(samples, 1) for samples in read), 1):
+        if rows == {end}:
+            return read[:number]
+    return None
+
+
+def _of_another_loop(engine: Engine) -> str:
+    """What to write where the value is of a loop whose loader is not distributed."""
+    whole = engine.reads.whole
+    return "" if whole is None else f" For values of the loop at {whole.place}: give its loader to mw.distribute."
+
+
+def _check_rows(
+    ranks: Sequence[tuple[list[int] | None, Sequence[tuple[tuple[int, ...], torch.dtype]]]], advice: str
+) -> None:
+    """Raises UsageError, on every rank, for tensors whose rows are no samples, or do not fit those of other ranks."""
+    kinds = [[(shape[1:], dtype) for shape, dtype in tensors] for _, tensors in ranks]
+    batches = {None if counts is None else len(counts) for counts, _ in ranks}
+    if None not in batches and len(batches) == 1 and all(kind == kinds[0] for kind in kinds):
+        return
+    shown = "; ".join(
+        f"rank {rank}: {', '.join(str(s) for s, _ in tensors)}" for rank, (_, tensors) in enumerate(ranks)
+    )
+    what = "the ranks' tensors do not fit together" if None not in batches else "rows are not the samples of this rank"
+    raise UsageError(
+        f"mw.gather_samples: {what} (shapes {shown}). Give a row for each sample of this rank's batch, in the loop or "
+        "after it for all its batches together (torch.cat), with the same further dimensions and dtype on every rank."
+        f"{advice}"
+    )
+
+
+def _gather(rows: Tensor, table: Tensor, rank: int) -> Tensor:
+    """The rows of all ranks, batch by batch, each in the order of ranks. table: (ranks, batches)."""
+    if int(table[rank].min()) == 0 and len(rows) == int(table[rank].clamp(min=1).sum()):  # some are padding
+        rows = rows[torch.repeat_interleave(table[rank] > 0, table[rank].clamp(min=1)).to(rows.device)]
+    most = int(table.sum(1).max())
+    padded = torch.cat([rows, rows.new_zeros((most - len(rows), *rows.shape[1:]))])
+    gathered = collectives.all_gather(padded, of="mw.gather_samples").flatten(0, 1)
+    begins = (table.cumsum(1) - table + most * torch.arange(len(table))[:, None]).T.flatten()
+    counts = table.T.flatten()
+    within = torch.arange(int(counts.sum())) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    return gathered[(torch.repeat_interleave(begins, counts) + within).to(rows.device)]
+
+
+def _joined(engine: Engine, value: Number) -> Number:
+    """Who looks on is told what was joined over the ranks."""
+    if (loops := engine.events.find(UnsummedLoops)) is not None:
+        loops.reduced()
+    if engine.watcher is not None:
+        engine.watcher.summed(value)
+    return value

@@ -1,0 +1,107 @@
+"""The folder of `mw.checkpoint`: one program at a time saves there, and each start of one is told from those before.
+
+Rank 0 holds `state.lock`, and claims a number for what this start saves (records/claims.py): the claim says who it is.
+Tested in tests/script/test_state_folder.py.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwise.records import checkpoints as files
+from meshwise.records.checkpoints import Checkpoint
+from meshwise.records.claims import claim, claims_of, newest
+from meshwise.records.folder import source_of
+from meshwise.records.lock import STATE_LOCK, FolderLock, Work
+from meshwise.spec.errors import UsageError
+from meshwise.spec.words import printable
+from meshwise.transfer import collectives
+from meshwise.workers.environment import ATTEMPT, RUN_FOLDER, attempt
+from meshwise.workers.join import rank_context
+from meshwise.workers.launchers.find import place_in
+
+
+@dataclass(frozen=True)
+class HeldFolder:
+    """A folder that this program saves in. number: of this start, in the names of its states; None where the folder
+    cannot be written. lock: rank 0's."""
+
+    path: Path
+    number: int | None
+    lock: FolderLock | None
+
+    def tell_origin(self, saved: Checkpoint, say: Callable[[str], object]) -> None:
+        """Say where the program goes on from, if that was saved by another run than this one."""
+        by, own = claims_of(self.path).get(saved.attempt, {}), _facts()
+        if own["run"] and by.get("run") == own["run"]:
+            return
+        who = f"run {_short(by['run'])}" if by.get("run") else f"process {by.get('process')} on {by.get('host')}"
+        told = f", which {printable(who)} saved" if by else ""
+        if by and by.get("program") != own["program"]:
+            told += f" ({printable(str(by.get('program')))}; here runs {own['program']})"
+        elif by and by.get("source") != own["source"]:
+            told += f" ({own['program']} has changed since)"
+        say(f"{_short(str(self.path))}: goes on from step {saved.step}{told}. Another folder begins anew.")
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self.lock is not None:
+            self.lock.close()
+
+
+def hold(folder: Path) -> HeldFolder:
+    """Hold the folder for this program. Collective. Raises UsageError where another one does."""
+    lock, number, refusal = _held(folder) if rank_context().world.rank == 0 else (None, None, "")
+    number, refusal = collectives.broadcast_object((number, refusal), collectives.everyone())
+    if refusal:
+        raise UsageError(f"mw.checkpoint: {refusal}")
+    return HeldFolder(folder, number, lock)
+
+
+def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
+    """The lock, the number of this start and a refusal. What cannot be written is said where it is written."""
+    lock = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(folder, STATE_LOCK, work=_work())
+        saved = files.checkpoints_in(folder)
+        number = max([attempt(), newest(folder) + 1, *(each.attempt + 1 for each in saved)])
+        if not claim(folder, number, {**_facts(), "checkpoints": [each.path.name for each in saved]}):
+            return lock, None, f"{folder}: another program has begun to save there at this moment. Start it again."
+    except UsageError as error:
+        return None, None, str(error)
+    except OSError:
+        return lock, None, ""
+    return lock, number, ""
+
+
+def _work() -> Work:
+    """Whose work this is: of the run that our launcher has begun, else of a scheduler's job."""
+    run = os.environ.get(RUN_FOLDER)
+    if run is not None and ATTEMPT in os.environ:
+        return Work(str(Path(run).resolve()), attempt())
+    return place_in(os.environ).work()
+
+
+def _facts() -> dict[str, Any]:
+    run, program = os.environ.get(RUN_FOLDER), sys.argv[0] if sys.argv else ""
+    return {
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "run": "" if run is None else str(Path(run).resolve()),
+        "program": Path(program).name,
+        "source": source_of(program),
+    }
+
+
+def _short(path: str) -> str:
+    """A path as a person would write it here."""
+    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path

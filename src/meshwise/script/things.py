@@ -1,0 +1,94 @@
+"""The program's things: what `mw.checkpoint` is given, and what of `mw.distribute` a loop would lose in silence.
+
+Tested in tests/script/test_checkpoint.py and test_lost_in_a_loop.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwise.engine.given import CheckpointedLoop
+from meshwise.spec.errors import CheckpointError, UsageError
+
+Things = Any
+"""One thing, or a list or dict of them."""
+
+
+def named(things: Things) -> dict[str, Any]:
+    """By the names that the state has; one thing has the name ''."""
+    if things is None:
+        return {}
+    if isinstance(things, list | tuple):
+        return {str(number): each for number, each in enumerate(things)}
+    return {str(name): each for name, each in things.items()} if isinstance(things, dict) else {"": things}
+
+
+def folded(states: dict[str, Any]) -> Any:
+    """Of one model its state_dict itself."""
+    return states[""] if list(states) == [""] else states
+
+
+def check(things: Mapping[str, dict[str, Any]]) -> None:
+    """Raises UsageError for what is given under another's name."""
+    for kind, cls in (("model", nn.Module), ("optimizer", Optimizer), ("scheduler", None)):
+        for each in things[kind].values():
+            fits = isinstance(each, cls) if cls is not None else hasattr(each, "load_state_dict")
+            if not fits:
+                raise UsageError(f"mw.checkpoint: {kind}= is a {type(each).__name__}. Give it as extra=, by a name.")
+
+
+def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where what was saved in `folder`, by name, is not what is given."""
+    for kind, own in things.items():
+        if own.keys() != tree[kind].keys():
+            raise CheckpointError(
+                f"{folder}: its state has {len(tree[kind])} of what is given as {kind}=, and here are {len(own)}. "
+                "Give mw.checkpoint what it was given when that was saved, or use another folder."
+            )
+    for name, optimizer in things["optimizer"].items():
+        if (kind := tree["optimizer"][name]["kind"]) != type(optimizer).__name__:
+            raise CheckpointError(f"{folder}: its optimizer is {kind}, and here {type(optimizer).__name__}.")
+
+
+def kept_by(states: Iterable[CheckpointedLoop]) -> list[Any]:
+    """The program's things that these states save."""
+    return [each for state in states for each in state.keeps()]
+
+
+def forgotten(
+    given: Sequence[Any],
+    things: Mapping[str, dict[str, Any]],
+    models: Iterable[nn.Module],
+    optimizers: Iterable[Optimizer],
+    schedulers: Iterable[Any],
+) -> str:
+    """A sentence on those of these, which the program trains with, that no state has; empty for none. given: what the
+    states have. things: of the last of them, by kind and name."""
+    saved = {id(p) for each in given if isinstance(each, nn.Module) for p in each.parameters()}
+    known = {id(each) for each in given}
+    lost: dict[str, list[Any]] = {
+        "model": [m for m in models if any(p.requires_grad and id(p) not in saved for p in m.parameters())],
+        "optimizer": [each for each in optimizers if id(each) not in known],
+        "scheduler": sorted(
+            (each for each in schedulers if id(each) not in known), key=lambda each: type(each).__name__
+        ),
+    }
+    if not any(lost.values()):
+        return ""
+    which = ", ".join(f"{type(each).__name__} ({kind})" for kind, several in lost.items() for each in several)
+    write = ", ".join(
+        f"{kind}={_written(kind, len(several) + len(things[kind]))}" for kind, several in lost.items() if several
+    )
+    return (
+        f"mw.checkpoint: mw.distribute was given {which}, which this state lacks: after a restart that begins anew, "
+        f"silently. Write mw.checkpoint(…, {write})."
+    )
+
+
+def _written(kind: str, count: int) -> str:
+    return kind if count == 1 else f"[{', '.join(f'{kind}{number}' for number in range(1, count + 1))}]"

@@ -1,0 +1,125 @@
+"""Small verbs of a program: which process it is, what rank 0 does first or alone, and the memory of its device.
+
+Each works on one device, without a launcher, and before `mw.distribute`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwise.machine.memory import peak_bytes, used_bytes
+from meshwise.process import session
+from meshwise.spec.devices import has_streams
+from meshwise.spec.units import bytes_text
+from meshwise.transfer import collectives
+from meshwise.workers.join import join, rank_context
+from meshwise.workers.verb_log import came_to
+
+
+def rank() -> int:
+    """This process's rank, from 0."""
+    return rank_context().world.rank
+
+
+def world_size() -> int:
+    """How many ranks the run has."""
+    return rank_context().world.size
+
+
+@contextlib.contextmanager
+def accumulate() -> Iterator[None]:
+    """`mw.backward` inside keeps its gradients on their rank; the next outside, `optimizer.step`, or who reads a
+    gradient before them (clipping, on every rank), reduces all.
+
+    A loop with `mw.checkpoint` that counts its windows writes `enumerate(loader, loader.start)`: it goes on inside an
+    epoch. The state is saved where a window ends.
+    """
+    engine = session.default_engine()
+    before, engine.reduce = engine.reduce, False
+    try:
+        yield
+    finally:
+        engine.reduce = before
+
+
+def is_main() -> bool:
+    """Whether this is rank 0: for what is done once, such as a plot or a line in a file of one's own.
+
+    What all ranks must do together (`mw.backward`, `mw.sum`, a forward of a sharded model) does not belong under it.
+    """
+    return rank_context().world.rank == 0
+
+
+def barrier() -> None:
+    """Wait until every rank is here. Collective."""
+    came_to("mw.barrier")
+    _wait()
+
+
+@contextlib.contextmanager
+def main_first() -> Iterator[None]:
+    """Rank 0 runs the body of the with-statement first, then the others: a download, a cache that is built once.
+
+    Collective. Where rank 0 raises, the others wait until the run ends with its error.
+    """
+    came_to("mw.main_first")
+    if not is_main():
+        _wait()
+    yield
+    if is_main():
+        _wait()
+
+
+def print(*values: Any, **options: Any) -> None:
+    """Python's `print`, on rank 0 alone. Values are computed on every rank: a collective among them is right."""
+    session.show(" ".join(map(str, values)))
+    if is_main():
+        builtins.print(*values, **options)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What this process uses of a device's memory, in bytes.
+
+    allocated: what its tensors take; of a CPU the resident memory of the whole process. reserved: what torch has taken
+    from the driver, tensors included; None of a CPU. peak: the most that was `allocated` so far.
+    """
+
+    device: str
+    allocated: int
+    reserved: int | None
+    peak: int
+
+    def __str__(self) -> str:
+        reserved = "" if self.reserved is None else f", {bytes_text(self.reserved)} reserved"
+        return f"{self.device}: {bytes_text(self.allocated)} allocated{reserved}, peak {bytes_text(self.peak)}"
+
+
+def memory(device: str | torch.device | None = None) -> Memory:
+    """The memory that this process uses on a device; on its own one where none is named.
+
+    `mw.print(mw.memory())` shows rank 0's: `cuda:0: 10.2 GiB allocated, 12.0 GiB reserved, peak 11.1 GiB`.
+    """
+    name = str(rank_context().world.device if device is None else device)
+    reserved = torch.get_device_module(name).memory_reserved(name) if has_streams(name) else None
+    return Memory(name, used_bytes(name), reserved, peak_bytes(name))
+
+
+def empty_cache() -> None:
+    """Give memory that torch has reserved and no tensor uses back to the driver, for other processes of this device.
+
+    It makes nothing faster: the next tensors ask the driver again. Nothing on a CPU.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def _wait() -> None:
+    join()
+    collectives.barrier(collectives.everyone())  # those of one model too, which work on the same samples

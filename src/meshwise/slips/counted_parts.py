@@ -1,0 +1,225 @@
+"""What a training loop keeps of this rank's part of its batches, as if it were all: said at the end of the loop.
+
+    running += loss * len(x)     that no verb adds up over the ranks
+    buffer.extend(zip(x, y))     in a buffer that lets old samples go, and is trained on
+
+Only what the source tells for certain; what is returned, kept elsewhere or given to other functions of the file may be
+added up there.
+
+Tested in tests/slips/test_slips.py.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, deque
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from meshwise.compat.tree import tensors_in
+from meshwise.slips.user_source import Source, adds, bare, given, inside, loop_at, name_of, reads, source_of, whole_of
+from meshwise.spec.user_code import user_frame
+
+RUNNING = (
+    "{place}: {name} adds up losses times this rank's part of each batch, and nothing adds it up over the ranks: it is "
+    "not the mean that one device has. Count all samples: n = mw.sum(len(x)), with what mw.backward gives as the loss."
+)
+BUFFER = (
+    "{place}: {name} keeps samples of this rank alone and lets the oldest go: it holds older ones than on one device, "
+    "and each rank trains on its own. Let every rank hold all: leave the loader out of mw.distribute, and cut what is "
+    "trained on with x, y = mw.split(x, y)."
+)
+JOINS = ("reduce", "gather", "sync", "sum", "mean", "average")
+LETS_GO = ("pop", "popleft", "clear")
+
+
+def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iterator[str]:
+    """What to say of the user's loop over a distributed loader that has just ended. ended: how often loops of this
+    program did, by their line: looked at is the 1st, 2nd, 4th, 8th … time, since buffers fill up. uneven: this rank's
+    share of the batches was not the same in all."""
+    frame = user_frame()
+    if frame is None:
+        return
+    ended[frame.f_code.co_filename, frame.f_lineno] += 1
+    times = ended[frame.f_code.co_filename, frame.f_lineno]
+    if times & (times - 1):
+        return
+    source = source_of(frame)
+    loop = loop_at(source)
+    if loop is None or not any(source.verb(node) == "backward" for node in inside(loop)):
+        return
+    rows = _of_batch(loop)
+    for text, found in ((RUNNING, _running(source, loop, rows, uneven)), (BUFFER, _buffers(source, loop, rows))):
+        for line, name in found:
+            yield text.format(place=source.place(line), name=name)
+
+
+def _of_batch(loop: ast.For) -> set[str]:
+    """Names of what the loop is given, and of what that is taken apart into."""
+    rows = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    for node in inside(loop):
+        for name, value in given(node):
+            part = whole_of(bare(value))
+            if isinstance(part, ast.Name) and part.id in rows:
+                rows.add(name)
+    return rows
+
+
+# A running loss.
+
+
+def _running(source: Source, loop: ast.For, rows: set[str], uneven: bool) -> Iterator[tuple[int, str]]:
+    values = {name: value for node in inside(loop) for name, value in given(node)}
+    whole = {name for name, value in values.items() if source.verb(bare(value)) == "backward"}
+    backwards = [node for node in inside(loop) if isinstance(node, ast.Call) and source.verb(node) == "backward"]
+    own = {node.id for call in backwards for node in call.args[:1] if isinstance(node, ast.Name)} - whole
+    for node in inside(loop):
+        if not adds(node) or not isinstance(node.target, ast.Name):
+            continue
+        factors = [
+            values.get(f.id, f) if isinstance(f, ast.Name) and f.id not in own | whole else f
+            for f in _factors(node.value)
+        ]
+        losses = {f.id for f in map(bare, factors) if isinstance(f, ast.Name)}
+        if not any(_counts(f, rows) for f in factors) or not losses & (own | whole):
+            continue
+        name = node.target.id
+        wrong = uneven or bool(losses & own) or _is_divided_by_all(source, name)
+        if wrong and not may_be_joined(source, name):
+            yield node.lineno, name
+
+
+def _factors(value: ast.expr) -> list[ast.expr]:
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
+        return [*_factors(value.left), *_factors(value.right)]
+    return [value]
+
+
+def _counts(node: ast.expr, rows: set[str]) -> bool:
+    """Whether it is `len(x)`, `x.size(0)` or `x.shape[0]` of a batch."""
+    of: ast.expr | None = None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and node.args:
+        of = node.args[0]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "size" and node.args:
+        of = node.func.value
+    elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
+        of = node.value.value
+    whole = None if of is None else whole_of(of)
+    return isinstance(whole, ast.Name) and whole.id in rows
+
+
+def _is_divided_by_all(source: Source, name: str) -> bool:
+    """Whether it is divided by the length of something that is not this rank's."""
+    for node in inside(source.scope):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and reads(node.left, name):
+            right = node.right
+            if isinstance(right, ast.Call) and isinstance(right.func, ast.Name) and right.func.id == "len":
+                return True
+    return False
+
+
+def may_be_joined(source: Source, name: str, behind: tuple[str, ...] = ()) -> bool:
+    """Whether a name, or what is made of it, may be added up over the ranks somewhere, or be known elsewhere."""
+    functions = {n.name for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for node in inside(source.scope):
+        if isinstance(node, ast.Return | ast.Yield | ast.Lambda | ast.FunctionDef | ast.ClassDef):
+            if reads(node, name):
+                return True
+        elif isinstance(node, ast.Global | ast.Nonlocal) and name in node.names:
+            return True
+        elif isinstance(node, ast.Assign) and reads(node.value, name):
+            made = [each for each, of in given(node) if reads(of, name)]
+            new = [each for each in made if each not in (name, *behind)]
+            if not made or any(may_be_joined(source, each, (*behind, name)) for each in new):
+                return True
+        elif isinstance(node, ast.Call) and any(reads(each, name) for each in ast.iter_child_nodes(node)):
+            called = name_of(node)
+            if called in functions or any(word in called.lower() for word in JOINS):
+                return True
+    return False
+
+
+# A buffer of samples.
+
+
+def _buffers(source: Source, loop: ast.For, rows: set[str]) -> Iterator[tuple[int, str]]:
+    for node in inside(loop):
+        name = _extended(node, rows)
+        if called := _pushed(node, rows):
+            kept, batch = source.values.get(called), [source.values.get(row) for row in rows]
+            if _is_full_of_samples(kept, batch) and _is_called(loop, called, "sample"):
+                yield node.lineno, called  # type: ignore[attr-defined]
+        if name and _lets_go(loop, name, source.values.get(name)) and _is_drawn_from(loop, name):
+            yield node.lineno, name  # type: ignore[attr-defined]
+
+
+def _extended(node: ast.AST, rows: set[str]) -> str:
+    """The list to which a statement adds the samples of a batch, one by one."""
+    if isinstance(node, ast.For) and any(reads(node.iter, name) for name in rows):
+        appends = [n for n in ast.walk(node) if _is_call_of(n, "append")]
+        return next((n.func.value.id for n in appends if n.args), "")  # type: ignore[attr-defined]
+    if _is_call_of(node, "extend") and any(reads(each, name) for each in node.args for name in rows):  # type: ignore[attr-defined]
+        return str(node.func.value.id)  # type: ignore[attr-defined]
+    return ""
+
+
+def _pushed(node: ast.AST, rows: set[str]) -> str:
+    """The thing with methods of its own that a call gives a batch, such as `memory.push(x, y)`."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return ""
+    holder, gives = node.func.value, any(reads(each, name) for each in node.args for name in rows)
+    return holder.id if gives and isinstance(holder, ast.Name) and holder.id not in rows else ""
+
+
+def _is_full_of_samples(thing: Any, batch: list[Any]) -> bool:
+    """Whether a thing of a class of the user's has a deque that is full, of single samples of such a batch."""
+    if isinstance(thing, nn.Module | ModuleType):
+        return False
+    dims = {tensor.dim() for tensor in tensors_in(batch)}
+    for each in list(getattr(thing, "__dict__", {}).values()):
+        if isinstance(each, deque) and each and len(each) == each.maxlen:
+            sample = [tensor.dim() for tensor in tensors_in(each[-1])]
+            return bool(sample and dims) and max(sample) == max(dims) - 1
+    return False
+
+
+def _is_called(loop: ast.For, name: str, word: str) -> bool:
+    """Whether a method with this word in its name is called of it."""
+    calls = [n.func for n in inside(loop) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    return any(word in f.attr and isinstance(f.value, ast.Name) and f.value.id == name for f in calls)
+
+
+def _is_call_of(node: ast.AST, name: str) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == name
+        and isinstance(node.func.value, ast.Name)
+    )
+
+
+def _lets_go(loop: ast.For, name: str, value: Any) -> bool:
+    """Whether old entries go, and some have gone."""
+    if isinstance(value, deque) and value.maxlen is not None:
+        return len(value) == value.maxlen
+    for node in inside(loop):
+        if isinstance(node, ast.Delete) and any(reads(target, name) for target in node.targets):
+            return True
+        if any(each == name and isinstance(of, ast.Subscript) for each, of in given(node)):
+            return True
+        if any(_is_call_of(node, word) and reads(node.func, name) for word in LETS_GO):  # type: ignore[attr-defined]
+            return True
+    return False
+
+
+def _is_drawn_from(loop: ast.For, name: str) -> bool:
+    """Whether entries are drawn at random."""
+    for node in inside(loop):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            draws = node.func.attr in ("sample", "choice", "choices", "randint", "randperm", "randrange", "permutation")
+            if draws and any(reads(each, name) for each in (*node.args, *(k.value for k in node.keywords))):
+                return True
+    return False

@@ -1,0 +1,83 @@
+"""A batch size that the program divides by the number of ranks, as DistributedDataParallel wants it: here it is that of
+all ranks together. Said where the source tells and the numbers are so.
+
+Tested in tests/slips/test_slips.py.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwise.slips.user_source import Source, call_in, inside, name_of, source_of
+from meshwise.spec.user_code import user_frame
+
+DIVIDED = (
+    "{place}: this loader's batch_size, {size}, is {whole} divided by the number of ranks, and mw.distribute takes it "
+    "for the batch of all ranks together: each of {ranks} ranks would get {part}. Write batch_size={whole}."
+)
+COUNTS = {"world_size", "get_world_size", "device_count"}
+DEEP = 3  # names behind names
+
+
+def says_divided(size: int | None, ranks: int) -> str:
+    """What to say of a loader with batches of this size that `mw.distribute` is given; empty for nothing."""
+    frame = user_frame()
+    if frame is None or size is None:
+        return ""
+    source = source_of(frame)
+    running = call_in(frame, source.tree)
+    for call, at in [found for node in running.args for found in _loaders(source, node, DEEP)] if running else ():
+        given = [each.value for each in call.keywords if each.arg == "batch_size"] or call.args[1:2]
+        for dividend in _dividends(at, given[0], DEEP) if given else ():
+            whole = at.number(dividend)
+            if whole is not None and whole != size and size in (whole // ranks, max(1, whole // ranks)):
+                where = source.place(call.lineno)
+                part = f"{size // ranks}" if size % ranks == 0 else f"about {size / ranks:.1f}"
+                return DIVIDED.format(place=where, size=size, whole=whole, ranks=ranks, part=part)
+    return ""
+
+
+def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Call, Source]]:
+    """The calls that make the loaders that an expression may have, and what is known there."""
+    if isinstance(node, ast.Name) and deep:
+        for value in source.given_to(node.id):
+            yield from _loaders(source, value, deep - 1) if value is not None else ()
+    elif isinstance(node, ast.Call) and name_of(node).endswith("DataLoader"):
+        yield node, source
+    elif isinstance(node, ast.Call) and deep:
+        for function in ast.walk(source.tree):
+            if isinstance(function, ast.FunctionDef) and function.name == name_of(node):
+                at = replace(source, scope=function, values={})
+                for each in inside(function):
+                    if isinstance(each, ast.Call) and name_of(each).endswith("DataLoader"):
+                        yield each, at
+
+
+def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
+    """What is divided by the number of ranks there."""
+    if (
+        isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.FloorDiv | ast.Div)
+        and _counts(source, node.right, deep)
+    ):
+        yield node.left
+    elif isinstance(node, ast.Call) and name_of(node) in ("int", "max", "round"):
+        for each in node.args:
+            yield from _dividends(source, each, deep)
+    elif isinstance(node, ast.Name) and deep:
+        values = source.given_to(node.id)
+        if len(values) == 1 and values[0] is not None:
+            yield from _dividends(source, values[0], deep - 1)
+
+
+def _counts(source: Source, node: ast.expr, deep: int) -> bool:
+    """Whether it is the number of ranks."""
+    if isinstance(node, ast.Name) and deep:
+        values = source.given_to(node.id)
+        return len(values) == 1 and values[0] is not None and _counts(source, values[0], deep - 1)
+    called = {name_of(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+    return bool(called & COUNTS) or any(
+        isinstance(each, ast.Constant) and each.value == "WORLD_SIZE" for each in ast.walk(node)
+    )

@@ -1,0 +1,90 @@
+"""A loss of this rank's own samples that is printed, logged or compared after `mw.backward(loss)`, which gave the loss
+of the whole batch back for nothing: said at the first backwards of that line.
+
+Only what the source tells for certain; what may be added up over the ranks is no slip.
+
+Tested in tests/slips/test_slips.py.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from meshwise.slips.counted_parts import JOINS, may_be_joined
+from meshwise.slips.user_source import Source, adds, asked, bare, given, inside, name_of, reads
+
+OWN = (
+    "{place}: {name} is the loss of this rank's own samples here. Write {name} = mw.backward({given}), which gives the "
+    "loss of the whole batch, the same on every rank."
+)
+
+
+def says_own_loss() -> str:
+    """What to say of the user's `mw.backward` that is running; empty where it is no slip, as far as is known."""
+    return asked(_said, "")
+
+
+def _said(source: Source, call: ast.Call) -> str:
+    name = _loss(call.args[0]) if call.args else ""
+    kept = [value for node in inside(source.scope) for each, value in given(node) if each == name]
+    if not name or call in kept or any(source.verb(bare(value)) for value in kept):
+        return ""
+    lines = [line for line in _shows(source, name) if line > call.lineno]
+    return OWN.format(place=source.place(lines[0]), name=name, given=ast.unparse(call.args[0])) if lines else ""
+
+
+def _loss(node: ast.expr) -> str:
+    """`loss` of `loss`, `scaler.scale(loss)` and `loss / 4`."""
+    if isinstance(node, ast.BinOp):
+        node = node.left
+    if isinstance(node, ast.Call) and name_of(node) == "scale" and node.args:
+        node = node.args[0]
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _shows(source: Source, name: str) -> Iterator[int]:
+    """Lines in which a number of it is printed, logged or compared, or added to what is."""
+    sums = {
+        node.target.id
+        for node in inside(source.scope)
+        if adds(node) and isinstance(node.target, ast.Name) and _is_number(node.value, name)
+    }
+    for node in sorted(inside(source.scope), key=lambda node: getattr(node, "lineno", 0)):
+        if isinstance(node, ast.If | ast.While) and isinstance(node.test, ast.Compare):
+            if any(_is_number(side, name) for side in (node.test.left, *node.test.comparators)):
+                yield node.lineno
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not _may_join(source, node.value):
+            totals = [total for total in sums if reads(node.value, total)]
+            shown = any(_is_shown(source, each, name) for each in ast.walk(node.value))
+            if shown or any(not may_be_joined(source, total) for total in totals):
+                yield node.lineno
+
+
+def _is_number(node: ast.expr, name: str) -> bool:
+    """Whether it is the value of a tensor: `loss.item()`, `float(loss)`, `loss.detach()`, the name itself."""
+    node = bare(node)
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _is_shown(source: Source, node: ast.AST, name: str) -> bool:
+    """Whether its number is given to a call, or stands in a string."""
+    if isinstance(node, ast.FormattedValue):
+        return _is_number(node.value, name)
+    if not isinstance(node, ast.Call) or source.verb(node) == "backward":
+        return False
+    given_to = [*node.args, *(keyword.value for keyword in node.keywords)]
+    return any(_is_number(each, name) and isinstance(each, ast.Call) for each in given_to)
+
+
+def _may_join(source: Source, call: ast.Call) -> bool:
+    """Whether a call, or one inside it, may add up over the ranks, keeps the value for later, or is of one rank."""
+    functions = {n.name for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+    called = [name_of(each) for each in ast.walk(call) if isinstance(each, ast.Call)]
+    names = [each.id for each in ast.walk(call) if isinstance(each, ast.Name)]
+    kept = ("append", "extend", "update", "add", "push", "put", "backward", "all_reduce")
+    return (
+        any(each in functions or each in kept for each in called)
+        or any(word in each.lower() for each in called for word in JOINS)
+        or any("rank" in each.lower() for each in (*called, *names))
+    )

@@ -1,0 +1,102 @@
+"""A loop that goes on inside an epoch: what the program counts itself begins at 0 again, which is said.
+
+Its source tells: the numbers of `enumerate(loader)`, and what the body adds to that is empty as it begins.
+
+Tested in tests/slips/test_resumed_loop.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from meshwise.slips.user_source import adds, given, parsed, reads
+from meshwise.spec.user_code import place, user_frame
+from meshwise.spec.words import some
+
+
+def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
+    """What to say of the user's loop that begins over a loader behind `start` batches, one at least, of its epoch.
+    kept: what was restored."""
+    if (frame := user_frame()) is None:
+        return
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    tree = parsed(frame)
+    at = f"{place(file, line)}: the loop goes on with batch {start + 1} of its epoch"
+    for inside, name in _counted(tree, line):
+        yield (
+            f"{at}, and enumerate counts from 0. Where that number decides anything (accumulation, a break), write "
+            f"enumerate({inside}, {name}.start)."
+        )
+    values = frame.f_globals | frame.f_locals
+    for loop in _loops(tree, line):
+        found = dict.fromkeys([*_sums(loop), *_gathered(loop)])
+        if begun := [name for name in found if name in values and _is_empty(values[name], kept)]:
+            yield (
+                f"{at}, and {some(begun)} {'begins' if len(begun) == 1 else 'begin'} anew: what is added from there. "
+                "For the whole epoch keep it in a dict that is given as mw.checkpoint(…, extra=state)."
+            )
+
+
+def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
+    """Whether a value that a loop adds to holds nothing yet, or cannot be looked at, and was not restored."""
+    if any(value is each for each in kept) or isinstance(value, ModuleType) or "tqdm" in str(type(value)):
+        return False
+    if isinstance(value, list | tuple | set):
+        return not value
+    if isinstance(value, dict):
+        return all(_is_empty(each, kept) for each in value.values())
+    if isinstance(value, Tensor):
+        return not value.any()
+    return value in (0, math.inf, -math.inf) if isinstance(value, int | float) else True
+
+
+def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
+    """Of each `enumerate(tqdm(loader))` in this line, which has no start: `tqdm(loader)` and `loader`."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and not node.keywords]
+    for call in calls:
+        here = call.lineno <= line <= (call.end_lineno or 0)
+        if here and isinstance(call.func, ast.Name) and call.func.id == "enumerate" and len(call.args) == 1:
+            inside = name = call.args[0]
+            while isinstance(name, ast.Call) and name.args:
+                name = name.args[0]
+            if isinstance(name, ast.Name | ast.Attribute):
+                yield ast.unparse(inside), ast.unparse(name)
+
+
+def _loops(tree: ast.Module, line: int) -> Iterator[ast.For]:
+    """The loops whose head ends in this line or goes on there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or 0):
+            yield node
+
+
+def _sums(loop: ast.For) -> list[str]:
+    """Names that the body adds to, and does not begin with each batch: `t += x`, `t = 0.9 * t + x`."""
+    nodes = [node for node in ast.walk(loop) if adds(node)]
+    added = dict.fromkeys(node.target.id for node in nodes if isinstance(node.target, ast.Name))
+    added |= dict.fromkeys(name for node in ast.walk(loop) for name, value in given(node) if reads(value, name))
+    begun = {name for node in loop.body for name, value in given(node) if not reads(value, name)}
+    return [name for name in added if name not in begun]
+
+
+def _gathered(loop: ast.For) -> list[str]:
+    """Names of what the body adds to: `losses.append(x)`, `d["loss"] += x`, `meter.update(x)`."""
+    found: dict[str, None] = {}
+    begun = {name for node in loop.body for name, _ in given(node)}
+    for node in ast.walk(loop):
+        holder: ast.expr | None = None
+        if adds(node) and isinstance(node.target, ast.Subscript | ast.Attribute):
+            holder = node.target.value
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
+            function = node.value.func
+            if isinstance(function, ast.Attribute) and function.attr in ("append", "extend", "update", "add"):
+                holder = function.value
+        if isinstance(holder, ast.Name) and holder.id not in begun:
+            found[holder.id] = None
+    return list(found)

@@ -1,0 +1,8 @@
+"""How a loss joins its samples: `reduction=` of a job and of `mw.backward`.
+
+Tested in tests/engine/test_sum_losses.py.
+"""
+
+from __future__ import annotations
+
+REDUCTIONS = ("mean", "sum")

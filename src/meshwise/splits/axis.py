@@ -1,0 +1,234 @@
+"""The ranks over which tensors are split, and what they exchange.
+
+Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from meshwise.transfer import collectives
+from meshwise.transfer.reading import meet
+
+_own: dict[str, MeshAxis] = {}
+"""This rank's axes, by their names."""
+
+
+class Axis(Protocol):
+    """Ranks that hold the parts of a tensor, and how they exchange them."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def sequence(self) -> bool:
+        """Whether sums over the ranks are divided along positions, where a whole is not asked for."""
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """`tensor` reduced over the ranks, in place."""
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """This rank's entry of the first dim of `tensor`, one a rank, added up over the ranks."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """`tensor` of every rank, stacked."""
+
+    def pass_on(self, tensor: Tensor) -> Tensor:
+        """Give `tensor` to the next rank, and take that of the rank before; all are of one shape."""
+
+    def meet(self, what: str) -> None:
+        """Return when all ranks have come to exchange `what`."""
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """An axis of the device mesh. group: its ranks with this one among them."""
+
+    name: str
+    size: int
+    rank: int
+    group: collectives.Group
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        _own[self.name] = self
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, name: str, *, sequence: bool = False) -> MeshAxis:
+        """The axis of `mesh` that has this name."""
+        one = mesh[name]
+        return cls(name, one.size(), one.get_local_rank(), one.get_group(), sequence)
+
+    def __deepcopy__(self, memo: Any) -> MeshAxis:
+        """Itself: a copy of a model has its parts on the same ranks."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent to another stage, it is the axis of that name there."""
+        return _axis_named, (self.name,)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        return collectives.all_reduce(tensor, op, self.group, of=self.name)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return collectives.all_gather(tensor, self.group, of=self.name)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return collectives.reduce_scatter(tensor, group=self.group)[0]
+
+    def pass_on(self, tensor: Tensor) -> Tensor:
+        taken = torch.empty_like(tensor)
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        collectives.send_receive([(tensor, to)], [(taken, source)], self.group)
+        return taken
+
+    def meet(self, what: str) -> None:
+        meet(what)
+
+
+def _axis_named(name: str) -> MeshAxis:
+    return _own[name]
+
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SplitPart:
+    """Which part of a tensor a rank holds, along dim `dim` of the whole length `length`.
+
+    repeats: the dim is so many runs, one after the other, each divided alike: samples whose positions are divided, once
+        the two dims are merged.
+    pieces: what each rank holds of a run, as (begin, end) in rising order. None: as `torch.chunk` divides.
+    """
+
+    axis: Axis
+    dim: int
+    length: int
+    repeats: int = 1
+    pieces: tuple[tuple[Range, ...], ...] | None = None
+
+    @property
+    def run(self) -> int:
+        """The length of what is divided."""
+        return self.length // self.repeats
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one run, divided as `torch.chunk` divides."""
+        return self.repeats == 1 and self.pieces is None
+
+    def of_rank(self, rank: int) -> tuple[Range, ...]:
+        """What a rank holds of a run, without what is empty."""
+        if self.pieces is not None:
+            return self.pieces[rank]
+        step = -(-self.run // self.axis.size)
+        begin, end = min(self.run, rank * step), min(self.run, (rank + 1) * step)
+        return ((begin, end),) if begin < end else ()
+
+    def held(self, rank: int) -> int:
+        """How much of a run a rank holds."""
+        return sum(end - begin for begin, end in self.of_rank(rank))
+
+    @property
+    def begin(self) -> int:
+        """Where this rank's part of a plain whole begins."""
+        return min(self.length, self.axis.rank * -(-self.length // self.axis.size))
+
+    @property
+    def own(self) -> int:
+        """The length of this rank's part."""
+        return self.repeats * self.held(self.axis.rank)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether it is plain, and all parts are of one length."""
+        return self.is_plain and self.length % self.axis.size == 0
+
+    def alike(self, other: SplitPart) -> bool:
+        """Whether both divide alike, of whatever dim."""
+        return self == replace(other, dim=self.dim)
+
+    def divided(self, pieces: Sequence[Sequence[Range]], length: int) -> SplitPart:
+        """The part of a whole of another length, of which ranks hold these pieces."""
+        new = tuple(tuple(_joined(each)) for each in pieces)
+        plain = SplitPart(self.axis, self.dim, length)
+        return plain if all(plain.of_rank(r) == new[r] for r in range(self.axis.size)) else replace(plain, pieces=new)
+
+    def folded(self) -> SplitPart:
+        """Instead of one range, a rank has two that lie as far from the begin as from the end: under a causal mask
+        all have equally much to do."""
+        ends = [self.length * place // (2 * self.axis.size) for place in range(2 * self.axis.size + 1)]
+        pairs = [(rank, 2 * self.axis.size - 1 - rank) for rank in range(self.axis.size)]
+        return self.divided([[(ends[n], ends[n + 1]) for n in pair] for pair in pairs], self.length)
+
+    def scaled(self, run: int) -> SplitPart | None:
+        """The part once a run has another length, as dims behind it are merged with it; None where there is none."""
+        every = [self.of_rank(rank) for rank in range(self.axis.size)]
+        if self.run == 0 or any(bound * run % self.run for held in every for each in held for bound in each):
+            return None
+        bounds = [[(begin * run // self.run, end * run // self.run) for begin, end in held] for held in every]
+        new = self.divided(bounds, run)
+        return replace(new, length=run * self.repeats, repeats=self.repeats)
+
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """This rank's part of `whole`, a view where it lies in one place."""
+        dim = self.dim
+        if self.repeats > 1:
+            whole, dim = whole.unflatten(dim, (self.repeats, self.run)), dim + 1
+        parts = [whole.narrow(dim, begin, end - begin) for begin, end in self.of_rank(self.axis.rank) or ((0, 0),)]
+        part = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return part.flatten(self.dim, dim) if self.repeats > 1 else part
+
+    def summed(self, value: Tensor) -> Tensor:
+        """This rank's part, which is plain, of the sum of all ranks' values of the whole. Collective."""
+        size, dim = self.axis.size, self.dim
+        step = -(-self.length // size)
+        if self.length < size * step:
+            value = functional.pad(value, [0, 0] * (value.dim() - dim - 1) + [0, size * step - self.length])
+        parts = value.unflatten(dim, (size, step)).movedim(dim, 0).contiguous()
+        return self.axis.reduce_scatter(parts).narrow(dim, 0, self.own)
+
+    def gathered(self, local: Tensor) -> Tensor:
+        """The whole of what each rank has a part of. Collective."""
+        dim, ranks = self.dim, range(self.axis.size)
+        if self.repeats > 1:
+            local, dim = local.unflatten(dim, (self.repeats, local.shape[dim] // self.repeats)), dim + 1
+        longest = max(self.held(rank) for rank in ranks)
+        if local.shape[dim] < longest:
+            local = functional.pad(local, [0, 0] * (local.dim() - dim - 1) + [0, longest - local.shape[dim]])
+        parts = self.axis.all_gather(local.contiguous())
+        found: list[tuple[int, Tensor]] = []
+        for rank in ranks:
+            at = 0
+            for begin, end in self.of_rank(rank):
+                found.append((begin, parts[rank].narrow(dim, at, end - begin)))
+                at += end - begin
+        in_order = [each for _, each in sorted(found, key=lambda each: each[0])]
+        whole = torch.cat(in_order, dim) if in_order else parts[0].narrow(dim, 0, 0)
+        return whole.flatten(self.dim, dim) if self.repeats > 1 else whole
+
+
+def _joined(pieces: Sequence[Range]) -> list[Range]:
+    """Ranges in rising order, without empty ones; neighbours become one."""
+    found: list[Range] = []
+    for begin, end in pieces:
+        if begin < end:
+            if found and found[-1][1] == begin:
+                found[-1] = found[-1][0], end
+            else:
+                found.append((begin, end))
+    return found

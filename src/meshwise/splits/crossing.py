@@ -1,0 +1,154 @@
+"""The ways between whole tensors and split ones, each with its gradient (Megatron-LM, arXiv:1909.08053).
+
+A whole tensor is the same on all ranks of the axis, and so is its gradient. The gradient of a split one is split alike.
+
+    enter     a whole tensor is about to be used with parts      backward: the ranks' gradients are added
+    add_up    the ranks' values are added to a whole             backward: each rank's is that of the whole
+    gather    a split tensor becomes whole                       backward: each rank takes its part
+    scatter   each rank takes its part of a whole                backward: the parts are gathered
+    sum apart    the ranks' values are added, each takes a part  backward: spread
+    spread       a split tensor is used whole, with parts        backward: sum apart
+
+Each is the other's backward, so that they can be differentiated twice.
+
+Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, FunctionCtx
+
+from meshwise.compat.reducer import version
+from meshwise.compat.torch_function import on_parts
+from meshwise.splits.axis import Axis, SplitPart
+from meshwise.splits.tensor import LEVELS, SplitTensor, at_level, is_split, level_of, parts_of, split, split_again
+
+_entered: list[dict[tuple[int, str, int], tuple[Tensor, Tensor]]] = []
+"""What has entered in each scope that is open, by the whole tensor's id, the axis and the tensor's version."""
+
+
+@contextlib.contextmanager
+def entering_once() -> Iterator[None]:
+    """Inside, what enters several times does so once: its gradients are added up over the ranks together. A block that
+    runs again in the backward begins anew, so that it does the same again."""
+    _entered.append({})
+    try:
+        yield
+    finally:
+        _entered.pop()
+
+
+def enter(whole: Tensor, axis: Axis) -> Tensor:
+    """`whole`, about to be used with parts."""
+    if not (whole.requires_grad and torch.is_grad_enabled()):
+        return whole
+    return _once(whole, "enter", axis, axis.name)
+
+
+def spread(tensor: Tensor, axis: Axis) -> Tensor:
+    """A tensor, split or not, whole and about to be used with parts of others: gathered and entered in one."""
+    if not is_split(tensor):
+        return enter(tensor, axis)
+    return _once(tensor, "spread", tensor.part, axis.name)
+
+
+def _once(tensor: Tensor, way: str, where: Any, axis: str) -> Tensor:
+    if not _entered:
+        return _crossed(tensor, way, where)
+    key = id(tensor), axis, version(tensor)
+    if key not in _entered[-1]:
+        _entered[-1][key] = tensor, _crossed(tensor, way, where)
+    return _entered[-1][key][1]
+
+
+def add_up(value: Tensor, axis: Axis) -> Tensor:
+    """The sum over the ranks, whole."""
+    return _crossed(value, "add up", axis)
+
+
+def add_apart(value: Tensor, axis: Axis) -> Tensor:
+    """The sum over the ranks; its positions, dim 1, are divided where the axis says so."""
+    if not axis.sequence or value.dim() != 3 or value.shape[1] < axis.size:
+        return add_up(value, axis)
+    part = SplitPart(axis, 1, value.shape[1])
+    return split(_crossed(value, "sum apart", part), part)
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The whole of a split tensor; any other as it is."""
+    while is_split(tensor):
+        tensor = _crossed(tensor, "gather", tensor.part)
+    return tensor
+
+
+def gather_over(axis: str, tensor: Tensor) -> Tensor:
+    """Whole along one axis; along others it stays split."""
+    level = LEVELS.index(axis)
+    with at_level(level):
+        whole = gather(tensor)
+    return split_again(whole, [part for part in parts_of(tensor) if level_of(part) != level])
+
+
+def scatter(whole: Tensor, part: SplitPart) -> SplitTensor:
+    """This rank's part of a whole tensor, split."""
+    return split(_crossed(whole, "scatter", part), part)
+
+
+def _crossed(tensor: Tensor, way: str, where: Axis | SplitPart) -> Tensor:
+    """Along one axis. What the tensor is split along within it stays so, but where both divide one dim."""
+    if not isinstance(tensor, SplitTensor):
+        return through(_Crossing, tensor, way, where)
+    level = LEVELS.index(where.axis.name if isinstance(where, SplitPart) else where.name)
+    for part in parts_of(tensor, level):
+        if isinstance(where, SplitPart) and part.dim == where.dim:
+            tensor = gather_over(part.axis.name, tensor)
+    return kept_within(level, tensor, through(_Crossing, tensor, way, where))
+
+
+def kept_within(level: int, tensor: Tensor, made: Tensor) -> Tensor:
+    """What was made of `tensor` in memory, split within this level as `tensor` is."""
+    found = split_again(made, parts_of(tensor, level))
+    if isinstance(found, SplitTensor) and getattr(tensor, "of_parameter", False):
+        found.of_parameter = True  # type: ignore[attr-defined]
+    return found
+
+
+def through(function: Any, *given: Any) -> Tensor:
+    """What an autograd function gives of what lies in memory."""
+    with on_parts():
+        made: Tensor = function.apply(*given)
+    return made
+
+
+class _Crossing(Function):
+    """One of `WAYS`. where: an axis, or a part."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: Tensor, way: str, where: Any) -> Tensor:
+        ctx.way, ctx.where = way, where  # type: ignore[attr-defined]
+        return _WAYS[way][0](tensor, where)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return through(_Crossing, gradient, _WAYS[ctx.way][1], ctx.where), None, None
+
+
+def _added_up(value: Tensor, axis: Axis) -> Tensor:
+    return axis.all_reduce(value.clone(memory_format=torch.contiguous_format))
+
+
+_WAYS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
+    "enter": (lambda whole, axis: whole.view_as(whole), "add up"),
+    "add up": (_added_up, "enter"),
+    "gather": (lambda local, part: part.gathered(local), "scatter"),
+    "scatter": (lambda whole, part: part.slice_of(whole), "gather"),
+    "sum apart": (lambda value, part: part.summed(value), "spread"),
+    "spread": (lambda local, part: part.gathered(local), "sum apart"),
+}
+"""What each way does, and its backward."""

@@ -1,0 +1,135 @@
+"""Operators that make each element of the elements at its place: they run on parts that are divided alike.
+
+Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshwise.compat.torch_function import called, on_parts
+from meshwise.splits.rule import NoRule, Rule, given, moved, split_in, with_parts_of
+from meshwise.splits.tensor import at_level, is_split, level_of, parts_of, split, split_again, whole_shape
+
+UNARY = """abs absolute acos acosh asin asinh atan atanh ceil clamp clamp_max clamp_min clip cos cosh celu deg2rad
+digamma elu erf
+erfc erfinv exp exp2 expm1 fix floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu
+lgamma log log10 log1p log2 logical_not logit logsigmoid mish nan_to_num neg negative positive reciprocal relu relu6
+round rsqrt selu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink trunc
+bitwise_not threshold hardshrink _threshold"""
+BINARY = """add addcdiv addcmul atan2 bitwise_and bitwise_or bitwise_xor copysign div divide eq floor_divide fmax
+fmin fmod ge greater greater_equal gt heaviside hypot le lerp less less_equal logaddexp logical_and logical_or
+logical_xor lt masked_fill maximum minimum mul multiply ne not_equal polar pow remainder rsub sub subtract true_divide
+where xlogy"""
+DUNDER = """__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __pow__
+__rpow__
+__mod__ __and__ __or__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __neg__ __abs__ __invert__ __floordiv__"""
+IN_PLACE = "__iadd__ __isub__ __imul__ __itruediv__ __ipow__"
+CASTS = "bfloat16 bool byte clone contiguous cpu cuda detach double float half int long short to type type_as"
+LIKE = "zeros_like ones_like full_like empty_like"
+PLAIN = """dim element_size get_device is_complex is_contiguous is_cuda is_floating_point is_inference is_signed
+ndimension new_empty new_full new_ones new_tensor new_zeros requires_grad_ retain_grad data_ptr storage_offset detach_
+untyped_storage __get__ __set__ __hash__ record_stream is_pinned"""
+
+
+def _same_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Of one operand or several, with broadcasting."""
+    if "out" in kwargs or (len(args) + len(kwargs) == 1 and called(func) == "where"):
+        raise NoRule
+    operands = [*args, *kwargs.values()]
+    splits = split_in(operands)
+    dims = max(each.dim() for each in operands if isinstance(each, Tensor))
+    first = max(splits, key=lambda each: whole_shape(each).numel())  # as on every rank
+    like = moved(first.part, first.part.dim - first.dim() + dims)
+    new = [with_parts_of(each, like, dims) for each in operands]
+    return given(func(*new[: len(args)], **dict(zip(kwargs, new[len(args) :], strict=True))), like)
+
+
+def _in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Into the first operand, which is split."""
+    first = args[0]
+    if not is_split(first):
+        raise NoRule
+    new = [first, *(with_parts_of(each, first.part, first.dim()) for each in args[1:])]
+    func(*new, **{name: with_parts_of(each, first.part, first.dim()) for name, each in kwargs.items()})
+    return first
+
+
+def _cast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    first = args[0]
+    if not is_split(first):  # a plain tensor.to(split one)
+        return func(*args, **kwargs)
+    return given(func(*args, **kwargs), first.part)
+
+
+def _plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    shape = whole_shape(args[0])
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return shape if dim is None else shape[dim]
+
+
+def _numel(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    return whole_shape(args[0]).numel()
+
+
+def _length(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    return whole_shape(args[0])[0]
+
+
+def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Draws the mask of the whole, as one device does, and takes the part of it."""
+    values = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
+    x, p, training = values["input"], values.get("p", 0.5), values.get("training", True)
+    if not is_split(x):
+        raise NoRule
+    if not training or p == 0:
+        return x
+    mask = functional.dropout(torch.ones(whole_shape(x), dtype=x.dtype, device=x.device), p, True)
+    part = x.part
+    if values.get("inplace"):
+        x.mul_(part.slice_of(mask))
+        return x
+    return split(x * part.slice_of(mask), part)
+
+
+def _hook(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A hook on the gradient finds it split as its tensor, at all levels."""
+    tensor, hook = args[0], args[1]
+    parts = sorted(parts_of(tensor), key=level_of)
+
+    def hooked(gradient: Tensor) -> Any:
+        found = hook(split_again(gradient.view_as(gradient), parts))
+        if not isinstance(found, Tensor):
+            return found
+        for part in parts:
+            with at_level(level_of(part)):
+                found = with_parts_of(found, part, found.dim())
+        with on_parts():
+            return found.view(gradient.shape)
+
+    with on_parts():
+        return func(tensor, hooked)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys([*UNARY.split(), *BINARY.split(), *DUNDER.split()], _same_place),
+    **dict.fromkeys([f"{name}_" for name in [*UNARY.split(), *BINARY.split(), "copy", "zero", "fill"]], _in_place),
+    **dict.fromkeys(IN_PLACE.split(), _in_place),
+    **dict.fromkeys([*CASTS.split(), *LIKE.split()], _cast),
+    **dict.fromkeys(PLAIN.split(), _plain),
+    "size": _size,
+    "numel": _numel,
+    "nelement": _numel,
+    "__len__": _length,
+    "dropout": _dropout,
+    "register_hook": _hook,
+}

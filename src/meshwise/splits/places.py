@@ -1,0 +1,88 @@
+"""Places along the split dim: a range of them, one of them, some before and behind, several tensors one after another.
+
+Each rank keeps what it holds, so that nothing is sent; parts become of unequal length. Of parts of several runs
+(`Part.repeats`) only whole runs are taken out.
+
+Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from meshwise.splits.axis import Range, SplitPart
+from meshwise.splits.crossing import add_up, scatter
+from meshwise.splits.rule import NoRule
+from meshwise.splits.tensor import SplitTensor, is_split, whole_shape
+
+
+def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
+    """This rank's part of the places from `begin` to `end`: of a part of several runs, those that lie between."""
+    part = x.part
+    if part.repeats > 1:
+        run, held = part.run, part.own // part.repeats
+        if begin % run or end % run or begin == end:
+            raise NoRule
+        new = replace(part, length=end - begin, repeats=(end - begin) // run)
+        return x.narrow(part.dim, begin // run * held, new.own), new
+    first = sum(min(e, begin) - min(b, begin) for b, e in part.of_rank(part.axis.rank))
+    new = part.divided(
+        [[(max(b, begin) - begin, min(e, end) - begin) for b, e in each] for each in _pieces(part)], end - begin
+    )
+    return x.narrow(part.dim, first, new.own), new
+
+
+def row(x: SplitTensor, place: int) -> Tensor:
+    """What lies at one place, whole, without the split dim."""
+    part = _one_run(x.part)
+    if not -part.length <= place < part.length:
+        raise NoRule  # torch says so
+    local, _ = cut(x, place % part.length, place % part.length + 1)
+    return add_up(local.sum(part.dim, dtype=local.dtype), part.axis)
+
+
+def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitPart]:
+    """This rank's share of constant padding, whose numbers before and behind the split dim stand at `at`."""
+    before, behind = pads[at : at + 2]
+    if _one_run(part).length == 0 or before < 0 or behind < 0:
+        raise NoRule
+    new, own = [], part.axis.rank
+    for rank, each in enumerate(_pieces(part)):
+        first, last = any(b == 0 for b, _ in each), any(e == part.length for _, e in each)
+        pieces = [(b + before, e + before) for b, e in each]
+        pieces = [(0, before), *pieces] if first else pieces
+        new.append([*pieces, (part.length + before, part.length + before + behind)] if last else pieces)
+        if rank == own:
+            pads = [*pads[:at], before if first else 0, behind if last else 0, *pads[at + 2 :]]
+    return pads, part.divided(new, part.length + before + behind)
+
+
+def joined(tensors: Sequence[Tensor], like: SplitPart) -> tuple[Tensor, SplitPart]:
+    """Tensors one after the other along the split dim of `like`; of whole ones each rank takes a part."""
+    dim, length, parts = like.dim, 0, []
+    pieces: list[list[Range]] = [[] for _ in range(like.axis.size)]
+    for each in tensors:
+        if is_split(each) and each.part.dim != dim:
+            raise NoRule
+        long = whole_shape(each)[dim]
+        part = _one_run(each.part) if is_split(each) else SplitPart(like.axis, dim, long)
+        for rank, held in enumerate(_pieces(part)):
+            pieces[rank] += [(b + length, e + length) for b, e in held]
+        parts.append((each, part))
+        length += long
+    local = torch.cat([each if is_split(each) else scatter(each, part) for each, part in parts], dim)
+    return local, like.divided(pieces, length)
+
+
+def _pieces(part: SplitPart) -> list[tuple[Range, ...]]:
+    return [part.of_rank(rank) for rank in range(part.axis.size)]
+
+
+def _one_run(part: SplitPart) -> SplitPart:
+    if part.repeats > 1:
+        raise NoRule
+    return part

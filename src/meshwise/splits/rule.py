@@ -1,0 +1,87 @@
+"""What rules are made of: the parts that operands have, and how operands of one operator are brought together.
+
+Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from meshwise.splits.axis import SplitPart
+from meshwise.splits.crossing import enter, gather, scatter
+from meshwise.splits.tensor import SplitTensor, is_split, split, whole_shape
+
+Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+"""Carries out a function on split tensors. Raises NoRule, before it has done anything, for what it has no way to do."""
+
+
+class NoRule(Exception):
+    """The operator must find the whole."""
+
+
+def part_of(thing: Any) -> SplitPart | None:
+    """Which part of a whole `thing` is; None of what is whole."""
+    return thing.part if is_split(thing) else None
+
+
+def split_in(things: Sequence[Any]) -> list[SplitTensor]:
+    """The split tensors among `things`."""
+    return [thing for thing in things if is_split(thing)]
+
+
+def numbers(args: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes or dims, given one by one or as one tuple."""
+    one = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
+    return tuple(int(each) for each in one)
+
+
+def first_split(args: Sequence[Any]) -> SplitTensor:
+    """The first argument. Raises NoRule where it is not split."""
+    if not is_split(args[0]):
+        raise NoRule
+    return args[0]
+
+
+def positive(dim: Any, dims: int) -> int:
+    """A dim that may be counted from the end."""
+    if not isinstance(dim, int):
+        raise NoRule
+    return dim % dims
+
+
+def moved(part: SplitPart, dim: int, length: int | None = None) -> SplitPart:
+    """The part, of another dim; of a plain one, of another length too."""
+    return replace(part, dim=dim, length=part.length if length is None else length)
+
+
+def given(result: Any, part: SplitPart) -> Any:
+    """What an operator gave of parts, as split tensors."""
+    if isinstance(result, Tensor):
+        return split(result, part)
+    return type(result)([given(each, part) for each in result]) if isinstance(result, tuple | list) else result
+
+
+def only_split(args: Sequence[Any], kwargs: Mapping[str, Any], first: Any) -> None:
+    """Raises NoRule where more than `first` is split."""
+    if any(is_split(thing) and thing is not first for thing in (*args, *kwargs.values())):
+        raise NoRule
+
+
+def with_parts_of(operand: Any, like: SplitPart, dims: int) -> Any:
+    """An operand of an elementwise operator whose result of `dims` dims is split as `like` says."""
+    if not isinstance(operand, Tensor):
+        return operand
+    from_end = like.dim - dims
+    shape = whole_shape(operand)
+    part = part_of(operand)
+    if part is not None:
+        if part.dim - len(shape) == from_end and part.alike(like):
+            return operand
+        operand = gather(operand)
+    if len(shape) < -from_end or shape[from_end] == 1 != like.length:
+        return enter(operand, like.axis)
+    return scatter(operand, moved(like, from_end + len(shape)))

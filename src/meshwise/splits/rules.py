@@ -1,0 +1,166 @@
+"""What an operator does with split tensors: which run on the parts, and that all others find the whole.
+
+A rule gives what the operator gives of the whole, split or not, with right gradients; nothing else decides correctness.
+So a program is right under any placement of its parameters, and rules only spare communication. Each is held against
+the operator itself in tests/splits/test_split_rules.py.
+
+Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from meshwise.compat.torch_function import called, change_arguments_of_functions, on_parts, written_out
+from meshwise.compat.tree import map_kind
+from meshwise.spec.words import some
+from meshwise.splits import along, attention, elementwise, losses, products, shapes
+from meshwise.splits.crossing import gather, scatter
+from meshwise.splits.rule import NoRule, Rule
+from meshwise.splits.tensor import SplitTensor, at_level, dispatch_with, is_split, levels_below, split, whole_shape
+
+RULES: dict[str, Rule] = {
+    name: rule
+    for room in (elementwise, shapes, along, products, losses, attention)
+    for name, rule in room.RULES.items()
+}
+"""By the name of the function, as torch calls it."""
+WRITTEN_OUT = {"multi_head_attention_forward"}
+"""Functions of Python, whose operators have rules."""
+READS = {
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__format__",
+    "__repr__",
+    "__array__",
+    "__reduce_ex__",
+    "item",
+}
+READS |= {"item", "numpy", "tolist"}
+"""What takes values out of tensors."""
+gathered: Counter[str] = Counter()
+"""How often an operator without a rule found a split tensor, by its name."""
+_large: set[str] = set()
+"""Those that found activations: tensors of three dims or more."""
+
+
+def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    name = called(func)
+    if name in WRITTEN_OUT:
+        return written_out(func)(*args, **kwargs)
+    levels = levels_below((*args, *kwargs.values()))
+    if len(levels) > 1:
+        with at_level(levels[0]):
+            return _on_parts(name, func, args, kwargs)
+    with on_parts():
+        if not levels:  # what a rule calls on its parts, which are whole within it
+            return func(*args, **kwargs)
+        with at_level(levels[0]):
+            return _on_parts(name, func, args, kwargs)
+
+
+def _on_parts(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if name.startswith("."):
+        return _property(name, func, args)
+    rule = RULES.get(name)
+    if rule is not None:
+        try:
+            return rule(func, args, kwargs)
+        except NoRule:
+            pass
+    _count(name, args)
+    return _on_the_whole(name, func, args, kwargs)
+
+
+def _property(name: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
+    tensor = args[0]
+    if name == ".shape":
+        return whole_shape(tensor)
+    if name in (".T", ".mT", ".H", ".mH", ".real", ".imag"):
+        return getattr(gather(tensor), name[1:])
+    if name == ".nbytes":
+        return whole_shape(tensor).numel() * tensor.element_size()
+    found = func(*args)
+    if name in (".data", ".grad") and isinstance(found, Tensor) and found.shape == tensor.shape:
+        return split(found, tensor.part)
+    return found
+
+
+def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Gather what is split, and call the function. What it writes in place goes back into the parts."""
+    whole: dict[int, Tensor] = {}
+
+    def of(thing: SplitTensor) -> Tensor:
+        if not is_split(thing):
+            return thing
+        if id(thing) not in whole:
+            if name in READS:  # which some ranks may do alone, and wait for ever
+                thing.part.axis.meet(name)
+            found = gather(thing)
+            whole[id(thing)] = found.clone() if thing is written else found
+        return whole[id(thing)]
+
+    first = args[0] if args else None
+    written = first if writes_in_place(name) else None
+    new_args, new_kwargs = map_kind(SplitTensor, of, (tuple(args), dict(kwargs)))
+    result = func(*new_args, **new_kwargs)
+    if is_split(first) and written is not None:
+        first.copy_(scatter(whole[id(first)], first.part))
+        return first if result is whole[id(first)] else result
+    return result
+
+
+def writes_in_place(name: str) -> bool:
+    """Whether a function of this name writes into its first argument."""
+    dunder = name.startswith("__") and name.endswith("__")
+    return (
+        name == "__setitem__"
+        or (dunder and name[2] == "i" and name[2:-2] in IN_PLACE)
+        or (name.endswith("_") and not dunder)
+    )
+
+
+IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"}
+
+
+def prepare() -> None:
+    """To be called before a model has split tensors: autograd functions of the user are given wholes from now on, and
+    what is gathered is counted anew."""
+    _give_functions_wholes()
+    gathered.clear()
+    _large.clear()
+
+
+def said() -> list[str]:
+    """What was gathered of the activations of a model, as a sentence for the user to read; none where nothing was."""
+    names = sorted(_large, key=lambda name: (-gathered[name], name))
+    text = f"whole on every rank, for want of a rule for parts: {some(names)}. Exact, and not divided."
+    return [text] if names else []
+
+
+@functools.cache
+def _give_functions_wholes() -> None:
+    change_arguments_of_functions(_whole_arguments)
+
+
+def _whole_arguments(name: str, args: Sequence[Any]) -> Sequence[Any]:
+    """What an autograd function of the user is given: wholes."""
+    if any(is_split(each) for each in args):
+        _count(name, args)
+    return [gather(each) for each in args]
+
+
+def _count(name: str, args: Sequence[Any]) -> None:
+    gathered[name] += 1
+    if name != "__reduce_ex__" and any(is_split(each) and each.is_floating_point() and each.dim() > 2 for each in args):
+        _large.add(name)
+
+
+dispatch_with(_dispatch)

@@ -1,0 +1,1 @@
+from meshwise.tracking import tracking as tracking

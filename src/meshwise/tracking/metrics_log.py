@@ -1,0 +1,185 @@
+"""The log of a run's losses and metrics: to the launcher, metrics.jsonl and trackers as they become known.
+
+Losses stay on the device until a log step. `sync` then gathers those of all steps since the last one from all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from meshwise.engine.weighing import Losses, totals_of
+from meshwise.machine.memory import used_bytes
+from meshwise.records import folder as names
+from meshwise.records.files import Record, read_lines
+from meshwise.spec.errors import LossError
+from meshwise.spec.words import ranks_text
+from meshwise.spec.world import World
+from meshwise.tracking.loss_ledger import LossLedger, noted
+from meshwise.tracking.trackers import Tracker
+from meshwise.tracking.tracking import Point, Tracking
+from meshwise.transfer import collectives
+from meshwise.workers.environment import attempt
+
+Send = Callable[..., None]
+"""`send(kind, **facts)`: a message about the run, to whoever shows it."""
+LIVE_EVERY = 0.2  # seconds between messages to the live view
+
+
+class MetricsLog:
+    """Writes the losses and metrics that the run reached. Rank 0 writes, for all ranks."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        send: Send | None,
+        world: World,
+        trackers: Sequence[str | Tracker] = (),
+        *,
+        scaled: bool,
+    ) -> None:
+        """folder: of the run; None writes no file, and TensorBoard's events are in every folder where it is installed.
+        scaled: whether a loss scaler skips steps that are not finite."""
+        self._folder, self._send, self._world, self._scaled = folder, send, world, scaled
+        self.pending: list[tuple[int, int, Losses]] = []
+        """The epoch, the number and the losses of steps since the last `sync`, on their device."""
+        self.note_losses: Callable[[int, int, Losses], None] | None = None
+        """Notes a step's losses before its update, where they outlive this rank: others may come to the end of it."""
+        self._last_finite: tuple[int, float] | None = None
+        self.live_due = math.inf if send is None else 0.0
+        """When another message to the live view is due, by `time.monotonic`."""
+        self.last_loss: float | None = None
+        self.losses: list[float] = []
+        self.evaluated = -1
+        """The newest step whose evaluation is written."""
+        usual = ["tensorboard"] if folder is not None and find_spec("tensorboard") else []
+        first = world.rank == 0
+        self.tracking = Tracking(folder if first else None, [*usual, *trackers] if first else (), self.note)
+
+    def begin(self, step: int) -> None:
+        """Open the trackers of a run that has `step` behind it, and remove what was written after that.
+        Collective."""
+        if self._folder is not None and self._world.rank == 0:
+            names.keep_metrics(self._folder, attempt(), lambda record: record.get("step", 0) <= step)
+        self.tracking.open(step)
+        if self._folder is not None and self._world.rank == 0:
+            self._write_noted(self._folder, step)
+            lines = read_lines(self._folder / names.METRICS)
+            self.evaluated = max([line["step"] for line in lines if "test" in line and "step" in line], default=-1)
+        if self._world.size > 1:  # waits for rank 0: opening takes seconds, which would count as the first step's
+            self.evaluated = collectives.broadcast_object(self.evaluated)
+
+    def keep_pending(self) -> bool:
+        """Keep what waits for `sync` where it outlives this process: a run that goes on after this step has it. False
+        where the disk has no room for it."""
+        if self._folder is None:
+            return False
+        try:
+            ledger = LossLedger(self._folder, self._world.rank)
+        except OSError:
+            return False
+        if self._world.kind == "cpu":  # the step of an accelerator is not waited for
+            self.note_losses = ledger.note
+        return True
+
+    def _write_noted(self, folder: Path, step: int) -> None:
+        """Write the losses up to `step` that ranks which are gone had noted and not written."""
+        lines = read_lines(folder / names.METRICS)
+        first = max([line["step"] for line in lines if "loss" in line and "step" in line], default=0) + 1
+        found = list(noted(folder, self._world.size, first, step))
+        if found:
+            self._write([(epoch, number) for epoch, number, _ in found], [of_ranks for _, _, of_ranks in found])
+
+    def sync(self) -> None:
+        """Gather the losses since the last time from all ranks, check them and write them. Collective.
+
+        Raises LossError for a loss that is not finite, with the step and the ranks where it began.
+        """
+        if not self.pending:
+            return
+        pending, self.pending = self.pending, []
+        totals = _gather([losses for _, _, losses in pending])
+        self.losses += self._write([(epoch, step) for epoch, step, _ in pending], totals)
+        self.last_loss = self.losses[-1]
+
+    def _write(self, steps: Sequence[tuple[int, int]], totals: Sequence[Tensor]) -> list[float]:
+        """Write the losses of these steps (epoch, number), of which all ranks' are known; returns them."""
+        records: list[Record] = []
+        points: list[Point] = []
+        found: list[float] = []
+        for (epoch, step), of_ranks in zip(steps, totals, strict=True):
+            total, weight = of_ranks.sum(0).tolist()
+            loss = total / weight if weight else math.nan
+            self._check_finite(loss, step, of_ranks)
+            records.append({"epoch": epoch + 1, "step": step, "loss": loss})
+            points.append(({"train/loss": loss}, step))
+            found.append(loss)
+        self.tracking.write(records, points)
+        return found
+
+    def add_evaluation(
+        self, epoch: int, epochs: int, step: int, metrics: dict[str, float], *, best: bool = False, inside: bool = False
+    ) -> None:
+        """Write and send the metrics of an evaluation. inside: in the middle of the epoch."""
+        point = {f"test/{name}": value for name, value in metrics.items()}, step
+        self.evaluated = step
+        self.tracking.write([{"epoch": epoch + 1, "step": step, "test": metrics}], [point])
+        if self._world.rank == 0:
+            where = {"inside": step} if inside else {}
+            self.send("evaluated", epoch=epoch + 1, epochs=epochs, metrics=metrics, best=best, **where)
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Send a message to whoever shows the run, if anybody does."""
+        if self._send is not None:
+            self._send(kind, **facts)
+
+    def note(self, text: str) -> None:
+        """Send a line for the user."""
+        self.send("note", text=text)
+
+    def tell(self, text: str) -> None:
+        """Send a line for the user that the run's record and its report keep too, once for all ranks."""
+        if self._world.rank == 0:
+            self.send("told", text=text)
+
+    def live_is_due(self) -> bool:
+        """Whether it is time for another message to the live view."""
+        now = time.monotonic()
+        if now < self.live_due:
+            return False
+        self.live_due = now + LIVE_EVERY
+        return True
+
+    def send_memory(self) -> None:
+        """Send the bytes that this rank uses now."""
+        self.send("memory", bytes=used_bytes(self._world.device))
+
+    def close(self) -> None:
+        """Close the trackers."""
+        self.tracking.close()
+
+    def _check_finite(self, loss: float, step: int, of_ranks: Tensor) -> None:
+        if math.isfinite(loss):
+            self._last_finite = (step, loss)
+        elif not self._scaled:  # float16: the loss scaler skips such a step by itself
+            bad = [rank for rank, (total, _) in enumerate(of_ranks.tolist()) if not math.isfinite(total)]
+            before = (
+                f"it was {self._last_finite[1]:.4g} in step {self._last_finite[0]}"
+                if self._last_finite
+                else "it was never finite"
+            )
+            raise LossError(
+                f"step {step}: the loss is {loss} on {ranks_text(bad)}; "
+                f"{before}. Lower the learning rate, clip with clip_norm, or look at the samples of that step."
+            )
+
+
+def _gather(losses: list[Losses]) -> list[Tensor]:
+    """For each step the weighted loss and the weight of each rank, (ranks, 2)."""
+    return list(collectives.all_gather(totals_of(losses), of="losses").cpu().unbind(1))

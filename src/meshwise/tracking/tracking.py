@@ -1,0 +1,283 @@
+"""Where a run's numbers go: metrics.jsonl and the trackers, on rank 0; and `mw.log`, which gives a program's own."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from torch import Tensor
+
+from meshwise.process import session
+from meshwise.records import folder as names
+from meshwise.records.claims import is_over, newest
+from meshwise.records.files import Record, append_lines, read_lines
+from meshwise.spec.errors import UsageError
+from meshwise.spec.json_values import json_value
+from meshwise.spec.user_code import user_place
+from meshwise.spec.words import error_text
+from meshwise.tracking.trackers import OpenTracker, Tracker, check_trackers, open_tracker
+from meshwise.workers.environment import LOG, RUN_FOLDER, attempt
+from meshwise.workers.join import rank_context
+
+COMPARED = 3
+"""Calls of each line of `mw.log` that the launcher compares over the ranks."""
+Point = tuple[Mapping[str, float], int]
+"""Values by name, and their step."""
+
+
+class Tracking:
+    """Writes on rank 0 what a run measures. A tracker that fails is left out from then on, and said once."""
+
+    def __init__(self, folder: Path | None, trackers: Iterable[str | Tracker], notify: Callable[[str], None]) -> None:
+        """folder: of the run; None keeps no metrics.jsonl, and named trackers write into the working folder."""
+        self._folder, self._notify = folder, notify
+        self._wanted = list(dict.fromkeys(trackers))
+        self._open: list[OpenTracker] = []
+        self._unwritten: list[Record] = []
+        self.found = self.written = 0
+        """Lines of metrics.jsonl: those of earlier attempts, and its own."""
+        self._held: BinaryIO | None = None
+        """metrics.jsonl as this attempt of the run began it: a later attempt, on other machines, makes it anew."""
+        self._over = False
+
+    def open(self, step: int) -> None:
+        """Open the trackers. step: the last one that the run has behind it."""
+        self._hold()
+        self._open_now(self._wanted, step)
+
+    def _hold(self) -> None:
+        if self._folder is None:
+            return
+        path, claimed = self._folder / names.METRICS, newest(self._folder) > 0
+        if claimed:  # of this attempt's own, before a later one can make it
+            with contextlib.suppress(OSError):
+                path.open("xb").close()
+        if path.is_file():
+            if self._held is not None:
+                self._held.close()
+            self._held = path.open("rb")
+        self._over = claimed and is_over(self._folder, attempt())  # asked last: it may be the file of a later one
+
+    def add(self, trackers: Iterable[str | Tracker], step: int) -> None:
+        """Open these too, but for those that it has."""
+        new = [tracker for tracker in dict.fromkeys(trackers) if tracker not in self._wanted]
+        self._wanted += new
+        self._open_now(new, step)
+
+    def _open_now(self, trackers: Iterable[str | Tracker], step: int) -> None:
+        for wanted in trackers:
+            with self._optional(wanted if isinstance(wanted, str) else "tracker"):
+                self._open.append(open_tracker(wanted, self._folder or Path(), step))
+
+    def write(self, records: Sequence[Record], points: Iterable[Point]) -> None:
+        """Append the records to metrics.jsonl, and give each tracker the points."""
+        self._write(self._folder, records)
+        points = list(points)
+        for tracker in [*self._open]:
+            with self._optional(tracker.name, tracker):
+                for values, step in points:
+                    tracker.track(values, step)
+
+    def _write(self, folder: Path | None, records: Sequence[Record]) -> None:
+        """Append to metrics.jsonl; what a full disk does not take waits for the next time."""
+        if folder is None:
+            return
+        first, records = not self._unwritten, [*self._unwritten, *map(json_value, records)]
+        try:
+            if self._held is None:
+                self._hold()
+            if self._over:
+                return
+            append_lines(folder / names.METRICS, records, self._held)
+            if self._held is None:
+                self._hold()
+        except OSError as error:
+            self._unwritten = records
+            if first:
+                where = folder / names.METRICS
+                self._notify(
+                    f"{where}: {error.strerror}. The run goes on, and its numbers are written when they can be."
+                )
+        else:
+            self.written += len(records)
+            self._unwritten = []
+
+    def cut(self, lines: int) -> None:
+        """Take from metrics.jsonl what earlier attempts wrote behind its first `lines`."""
+        if self._folder is not None and lines < self.found:
+            _cut(self._folder, lines, self.found)
+            self.found = lines
+            self._hold()
+
+    def close(self) -> None:
+        """Close the trackers, and write what is left."""
+        if self._unwritten:
+            self._write(self._folder, ())
+        if self._unwritten:
+            self._notify(f"{len(self._unwritten)} lines of {names.METRICS} could not be written, and are lost.")
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+        while self._open:
+            tracker = self._open.pop()
+            with self._optional(tracker.name):
+                tracker.close()
+
+    @contextlib.contextmanager
+    def _optional(self, name: str, tracker: OpenTracker | None = None) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a training is worth more than its pictures
+            if tracker is not None:
+                self._open.remove(tracker)
+            self._notify(f"log={name} failed and is left out; the run goes on. {error_text(error)}")
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where `mw.log` writes. step: the one that is worked on, None where that is not known. kept: whether it writes."""
+
+    tracking: Tracking
+    step: Callable[[], int | None]
+    kept: bool = True
+
+
+_targets: list[_Target] = []
+"""That of the script, where it has logged, and those of what runs inside it."""
+_calls: Counter[str] = Counter()
+
+
+@contextlib.contextmanager
+def log_into(tracking: Tracking, step: Callable[[], int | None], *, kept: bool = True) -> Iterator[None]:
+    """`mw.log` in the with-body writes to `tracking`."""
+    target = _Target(tracking, step, kept)
+    _targets.append(target)
+    try:
+        yield
+    finally:
+        _targets.remove(target)
+
+
+def nowhere() -> contextlib.AbstractContextManager[None]:
+    """`mw.log` in the with-body writes nothing."""
+    return log_into(Tracking(None, (), lambda text: None), lambda: None, kept=False)
+
+
+def has_logged() -> bool:
+    """Whether this process has called `mw.log`."""
+    return bool(_calls)
+
+
+def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any) -> None:
+    """Keep numbers of the program: `mw.log(loss=loss, lr=lr)`. They go to metrics.jsonl in the run's folder, from there
+    to reports and `meshwise runs`, and to the trackers of `meshwise run --log wandb`.
+
+    values: numbers by names that are no words of Python: `mw.log({"val/accuracy": accuracy})`. A tensor of one number
+    is read, which waits for its device. Rank 0's are kept; call it on every rank, or under `if mw.is_main():`. Where
+    ranks log other values, that is said once a line: log what `mw.backward` returns, or `mw.mean(value)`.
+    step: by default the optimizer step that is worked on, counted from the start of the process: a script that goes on
+    from a saved state gives its own; without mw.distribute the calls of this line. Without a run's folder or a tracker
+    (MESHWISE_RUN, MESHWISE_LOG) nothing is kept. UsageError for what is no number.
+    """
+    numbers = {name: _number(name, value) for name, value in ({**(values or {}), **named}).items()}
+    session.show(", ".join(f"{name} {value!r}" for name, value in numbers.items()))
+    place, context = user_place(), rank_context()
+    _calls[place] += 1
+    if context.channel is not None and context.world.size > 1 and _calls[place] <= COMPARED:
+        context.channel.send("logged", where=place, call=_calls[place], values=numbers)
+    target = _target()
+    if context.world.rank == 0:
+        at = target.step() if step is None else step
+        at = _calls[place] if at is None else at
+        target.tracking.write([{**numbers, "step": at}], [(numbers, at)])
+
+
+def log_to(*trackers: str | Tracker) -> None:
+    """What `mw.log` is given from now on goes there too: `mw.log_to(track)`, `mw.log_to("wandb")`.
+
+    trackers: functions of your own, `track(values, step)`, called on rank 0 with a dict of numbers by name, or
+    `tensorboard`, `wandb`, `mlflow`, as with `meshwise run --log`. Call it on every rank. One that fails is said once
+    and left out. UsageError for a name of no tracker, and for one that is not installed.
+    """
+    for tracker in trackers:
+        if not (isinstance(tracker, str) or callable(tracker)):
+            raise UsageError(f"mw.log_to: {tracker!r} is no tracker. Use a function track(values, step), or 'wandb'.")
+    check_trackers([tracker for tracker in trackers if isinstance(tracker, str)])
+    target = _target()
+    if target.kept and rank_context().world.rank == 0:
+        target.tracking.add(trackers, target.step() or 0)
+
+
+def logged() -> dict[str, Any]:
+    """How much of metrics.jsonl is there, for a state of this moment: the run's folder, and lines."""
+    folder = _folder()
+    if folder is None:
+        return {}
+    lines = _targets[0].tracking.found + _targets[0].tracking.written if _targets else _lines(folder)
+    return {"run": str(folder.resolve()), "lines": lines}
+
+
+def go_on_after(state: Mapping[str, Any]) -> None:
+    """The program goes on from a state with what `logged` gave then: what this run wrote after it is of steps that are
+    done again, and goes from metrics.jsonl. What this process has written stays."""
+    folder = _folder()
+    if folder is None or rank_context().world.rank != 0 or state.get("run") != str(folder.resolve()):
+        return
+    if _targets:
+        _targets[0].tracking.cut(state["lines"])
+    elif state["lines"] < (found := _lines(folder)):
+        _cut(folder, state["lines"], found)
+
+
+def _cut(folder: Path, first: int, last: int) -> None:
+    numbers = itertools.count()
+    with contextlib.suppress(OSError):  # a full disk: they stay
+        names.keep_metrics(folder, attempt(), lambda record: not first <= next(numbers) < last)
+
+
+def _lines(folder: Path | None) -> int:
+    return 0 if folder is None else len(read_lines(folder / names.METRICS))
+
+
+def _folder() -> Path | None:
+    return Path(os.environ[RUN_FOLDER]) if RUN_FOLDER in os.environ else None
+
+
+def _target() -> _Target:
+    if not _targets:
+        _targets.append(_of_script(rank_context().world.rank == 0))
+    return _targets[-1]
+
+
+def _of_script(first: bool) -> _Target:
+    """Where a script's numbers go, by its environment."""
+    wanted = [name for name in os.environ.get(LOG, "").split(",") if name]
+    check_trackers(wanted)
+    folder = _folder()
+    if folder is not None and first and newest(folder):
+        names.keep_metrics(folder, attempt())  # a file of this attempt's own
+    tracking = Tracking(folder, wanted if first else (), session.tell)
+    tracking.open(0)
+    tracking.found = _lines(folder) if first else 0
+    atexit.register(tracking.close)
+    return _Target(tracking, lambda: session.default_engine().phases.step if session.has_begun() else None)
+
+
+def _number(name: str, value: Any) -> float:
+    if name == "step":
+        raise UsageError("mw.log: 'step' is the step itself. Give it as mw.log(..., step=n).")
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        if value.size != 1 if isinstance(value, np.ndarray) else isinstance(value, Tensor) and value.numel() != 1:
+            raise UsageError(f"mw.log: {name} has {tuple(value.shape)} numbers. Log one, such as its mean().")
+        value = value.item()
+    if not isinstance(value, int | float):
+        raise UsageError(f"mw.log: {name} is a {type(value).__name__}, not a number.")
+    return float(value) if isinstance(value, bool) else value

@@ -1,0 +1,60 @@
+"""Steps that a script takes with other gradients than it thinks are refused, or noted, for the right reason
+(training/script_steps.py, engine/program.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshwise as mw
+from meshwise.process.session import default_engine, end_sessions
+from tests.pool import CaseFailed
+
+
+def train(*mistakes: str) -> list[str]:
+    """Two steps of a script; returns what was noted."""
+    end_sessions()
+    torch.manual_seed(0)
+    model: Any = nn.Linear(2, 1)
+    model = nn.parallel.DistributedDataParallel(model) if "DDP" in mistakes else model
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, data = mw.distribute(model, optimizer, data)
+    optimizer.step()  # before the loop: some programs prepare state so
+    for (x,) in data:
+        if "nothing" not in mistakes:
+            mw.backward(model(x).mean())
+        if "closure" in mistakes:
+            optimizer.step(lambda x=x: mw.backward(model(x).mean()))
+        else:
+            optimizer.step()
+        if "twice" in mistakes:
+            optimizer.step()
+        optimizer.zero_grad()
+    found = default_engine().notes
+    end_sessions()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("twice", "called twice after one mw.backward"),
+        ("DDP", "mw.distribute was given a DistributedDataParallel. Remove that wrapper"),
+    ],
+)
+def test_a_mistake_is_refused_for_the_right_reason(mistake: str, says: str, pool: Any) -> None:
+    with pytest.raises(CaseFailed, match=says) as failed:
+        pool(2).run(train, mistake)
+    assert "instead of loss.backward" not in failed.value.text
+
+
+def test_a_step_without_any_backward_is_noted_with_its_line() -> None:
+    first = train.__code__.co_firstlineno
+    (note,) = train("nothing")
+    assert note.endswith(f"test_step_mistakes.py:{first + 16}: this step changes nothing: mw.backward(loss) was not "
+                         "called before it.")  # fmt: skip
+    assert train() == [] and train("nothing", "closure") == []

@@ -1,0 +1,54 @@
+"""Steps with gradients that are not finite are skipped, and leave nothing behind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from meshwise.job.not_finite import MOST_IN_A_ROW, SkippedSteps
+from meshwise.spec.errors import LossError
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+def step(model: nn.Module, skipped: SkippedSteps, value: float, number: int = 1) -> bool:
+    skipped.step_begins()
+    model.zero_grad()
+    x = torch.randn(5, 4)
+    x[0, 0] = value
+    model(x).pow(2).sum().backward()
+    return skipped.skips(number, [])
+
+
+def test_a_finite_step_is_taken(model: nn.Module) -> None:
+    said: list[str] = []
+    assert step(model, SkippedSteps(model, said.append), 1.0) is False
+    assert not said and model[1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_buffers_are_as_before_a_step_that_is_skipped(value: float, model: nn.Module) -> None:
+    said: list[str] = []
+    skipped = SkippedSteps(model, said.append)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert step(model, skipped, value, 40) is True
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert said == ["step 40 is skipped: its gradients are not finite."]
+    assert skipped.note().startswith("1 step skipped")
+    assert step(model, skipped, 1.0, 41) is False
+
+
+def test_a_run_whose_every_step_is_skipped_ends(model: nn.Module) -> None:
+    said: list[str] = []
+    skipped = SkippedSteps(model, said.append)
+    with pytest.raises(LossError, match="20 steps in a row are not finite"):
+        for number in range(MOST_IN_A_ROW + 1):
+            step(model, skipped, math.nan, number)
+    assert len(said) == 1 and skipped.count == MOST_IN_A_ROW + 1

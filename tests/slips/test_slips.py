@@ -1,0 +1,502 @@
+"""Slips of a script that trains on: what is summed twice, divided twice, or counted for a rank alone is said with its
+line; the right way to write the same is not.
+
+Of slips/summed_twice.py, slips/divided_batch.py, slips/counted_parts.py, slips/own_loss.py and
+slips/user_source.py. Each case is a small program on two devices. The line that must be named is marked `# here`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+from meshwise.process.session import default_engine
+
+Case = Callable[["Program"], Any]
+MISTAKES: list[tuple[Case, str]] = []
+RIGHT: list[Case] = []
+TWICE = "that is of all ranks already, so it is left as it is"
+RATIO = "mw.mean of a ratio of sums"
+DIVIDED = "is 8 divided by the number of ranks"
+RUNNING = "running adds up losses times this rank's part of each batch"
+BUFFER = "buffer keeps samples of this rank alone"
+OWN = "loss is the loss of this rank's own samples here. Write loss = mw.backward(loss)"
+
+
+class Program:
+    """What a small program has before its loops; 23 samples are batches of 8, 8 and 7."""
+
+    def __init__(self, samples: int = 23) -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        x = torch.randn(samples, 6)
+        self.data = TensorDataset(x, (x.sum(1) > 0).long())
+        self.model: Any = nn.Linear(6, 2)
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.loader: Any = DataLoader(self.data, batch_size=8)
+        self.model, self.optimizer, self.loader = mw.distribute(self.model, self.optimizer, self.loader)
+
+    def right(self, x: Tensor, y: Tensor) -> int:
+        return int((self.model(x).argmax(1) == y).sum())
+
+    def backward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = mw.backward(F.cross_entropy(self.model(x), y))
+        self.step()
+        return loss
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def mistake(text: str) -> Callable[[Case], Case]:
+    def add(case: Case) -> Case:
+        MISTAKES.append((case, text))
+        return case
+
+    return add
+
+
+def right(case: Case) -> Case:
+    RIGHT.append(case)
+    return case
+
+
+# The loss of this rank's samples, where that of the batch was given back and dropped.
+
+
+@mistake(OWN)
+def a_loss_that_is_printed(p: Program) -> None:
+    for step, (x, y) in enumerate(p.loader):
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        if step % 2 == 0:
+            print(f"step {step}, loss {loss.item():.4f}")  # here
+
+
+@mistake(OWN)
+def a_loss_that_ends_the_loop(p: Program) -> None:
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        if loss.item() < 0:  # here
+            break
+
+
+@mistake(OWN)
+def a_loss_that_is_shown_by_a_bar(p: Program) -> None:
+    bar = SimpleNamespace(set_postfix=lambda **values: None)
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        bar.set_postfix(loss=loss.item())  # here
+
+
+@mistake(OWN)
+def a_mean_of_losses_that_is_printed(p: Program) -> None:
+    total = 0.0
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        total += loss.item()
+    print(f"mean loss {total / len(p.loader):.4f}")  # here
+
+
+@right
+def the_loss_that_is_given_back(p: Program) -> None:
+    total = 0.0
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        loss = mw.backward(loss)
+        p.step()
+        total += loss.item()
+        print(f"loss {loss.item():.4f}, so far {total}")
+        if loss.item() < 0:
+            break
+
+
+@right
+def a_loss_that_is_joined_over_the_ranks(p: Program) -> None:
+    total, losses = 0.0, []
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        total += loss.item() * len(x)
+        losses.append(loss.item())
+        print(mw.mean(loss.item(), weight=len(x)))
+    print(mw.sum(total) / len(p.data), mw.mean(sum(losses)))
+
+
+@right
+def a_loss_that_each_rank_prints_as_its_own(p: Program) -> None:
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        print(f"rank {mw.rank()}: {loss.item():.4f}")
+        if not torch.isfinite(loss):
+            raise ValueError("a loss that is not finite")
+
+
+# Sums of sums.
+
+
+@mistake(TWICE)
+def in_the_loop_and_after_it(p: Program) -> float:
+    correct = 0
+    for x, y in p.loader:
+        correct += mw.sum(p.right(x, y))
+    return mw.sum(correct)  # here
+
+
+@mistake(TWICE)
+def one_in_the_other(p: Program) -> float:
+    correct = torch.zeros((), dtype=torch.int64)
+    for x, y in p.loader:
+        correct = correct + mw.sum(mw.sum(torch.tensor(p.right(x, y))))  # here
+    return correct.item()
+
+
+@mistake(TWICE)
+def through_another_name(p: Program) -> float:
+    total = 0.0
+    for x, y in p.loader:
+        total += float(mw.sum(p.right(x, y)))
+    found = total / 2
+    return 2 * mw.sum(torch.tensor(found)).item()  # here
+
+
+@right
+def only_after_it(p: Program) -> float:
+    correct = 0
+    for x, y in p.loader:
+        correct += p.right(x, y)
+    return mw.sum(correct)
+
+
+@right
+def a_mean_times_a_sum(p: Program) -> float:
+    total = 0.0
+    for x, y in p.loader:
+        total += mw.mean((p.model(x).argmax(1) == y).float().mean()).item() * mw.sum(len(y))
+    return round(total)
+
+
+@right
+def a_name_for_both(p: Program) -> float:
+    correct = 0
+    for x, y in p.loader:
+        correct += mw.sum(p.right(x, y))
+    first, correct = correct, 0
+    for x, y in p.loader:
+        correct += p.right(x, y)
+    assert first == mw.sum(correct)
+    return first
+
+
+@right
+def the_number_of_ranks(p: Program) -> float:
+    ranks = 1
+    assert mw.sum(ranks) == mw.world_size() and mw.sum(1) == mw.world_size()
+    return only_after_it(p)
+
+
+@mistake(RATIO)
+def a_mean_of_ratios(p: Program) -> None:
+    for x, y in p.loader:
+        q = p.model(x).softmax(1)[:, 1].detach()
+        dice = 2 * (q * y).sum() / (q.sum() + y.sum())
+        mw.mean(dice)  # here
+
+
+@right
+def ratios_of_sums(p: Program) -> None:
+    for x, y in p.loader:
+        q = p.model(x).softmax(1)[:, 1].detach()
+        print(2 * mw.sum((q * y).sum()) / mw.sum(q.sum() + y.sum()))
+        mw.mean((q * y).sum() / (q + y).sum(), weight=(q + y).sum())
+        mw.mean(((q[:, None] * y[:, None]).sum(1) / (q + y + 1)).mean())
+        mw.mean(q.sum() / len(q))
+
+
+# Batches.
+
+
+@mistake(DIVIDED)
+def by_the_number_of_ranks(p: Program) -> None:
+    mw.distribute(DataLoader(p.data, batch_size=8 // mw.world_size()))  # here
+
+
+@mistake(DIVIDED)
+def by_a_variable_of_the_environment(p: Program) -> None:
+    batch, ranks = 8, int(os.environ.get("WORLD_SIZE", "1"))
+    each = max(1, int(batch / ranks))
+    loader = DataLoader(p.data, each, shuffle=True)  # here
+    mw.distribute(loader)
+
+
+def loaders(data: Any, ranks: int) -> tuple[Any, Any]:
+    batch = 8
+    return DataLoader(data, batch_size=batch // mw.world_size()), DataLoader(data, batch)  # here
+
+
+@mistake(DIVIDED)
+def in_a_function(p: Program) -> None:
+    first, second = loaders(p.data, mw.world_size())
+    mw.distribute(first, second)
+
+
+@right
+def a_share_that_no_loader_gets(p: Program) -> None:
+    batch = 8
+    each = batch // mw.world_size()
+    mw.distribute(DataLoader(p.data, batch_size=batch))
+    mw.distribute(DataLoader(p.data, batch_size=each * mw.world_size()))
+    print(each)
+
+
+@right
+def a_part_for_another_reason(p: Program) -> None:
+    batch, chunks = 8, 2
+    mw.distribute(DataLoader(p.data, batch_size=batch // chunks))
+
+
+# Running losses.
+
+
+@mistake(RUNNING)
+def the_whole_loss_times_a_part(p: Program) -> None:
+    running, seen = 0.0, 0
+    for x, y in p.loader:
+        loss = mw.backward(F.cross_entropy(p.model(x), y))
+        p.step()
+        running += loss.item() * len(x)  # here
+        seen += len(x)
+    print(running / seen)
+
+
+@mistake(RUNNING)
+def divided_by_all(p: Program) -> None:
+    running = 0.0
+    for batch in p.loader:
+        x, y = batch
+        n = x.size(0)
+        loss = mw.backward(F.cross_entropy(p.model(x), y))
+        p.step()
+        running += n * float(loss)  # here
+    mean = running / len(p.data)
+    print(f"{mean:.3f}")
+
+
+@mistake(RUNNING)
+def of_this_rank(p: Program) -> None:
+    running = 0.0
+    for _, (x, y) in enumerate(p.loader):
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        running += loss.item() * x.shape[0]  # here
+    print(running)
+
+
+@right
+def summed_in_the_loop(p: Program) -> None:
+    running = 0.0
+    for x, y in p.loader:
+        loss = mw.backward(F.cross_entropy(p.model(x), y))
+        p.step()
+        n = mw.sum(len(x))
+        running += loss.item() * n
+    print(running / len(p.data))
+
+
+@right
+def summed_after_the_loop(p: Program) -> None:
+    running, seen = 0.0, 0
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        running += loss.item() * len(x)
+        seen += len(x)
+    total = torch.tensor([running, seen])
+    print(mw.sum(total))
+
+
+@right
+def returned_and_summed(p: Program) -> None:
+    def epoch() -> float:
+        running = 0.0
+        for x, y in p.loader:
+            loss = F.cross_entropy(p.model(x), y)
+            mw.backward(loss)
+            p.step()
+            running += loss.item() * len(x)
+        return running
+
+    print(mw.sum(epoch()))
+
+
+@right
+def equal_parts(_: Program) -> None:
+    p = Program(24)
+    running, seen = 0.0, 0
+    for x, y in p.loader:
+        loss = mw.backward(F.cross_entropy(p.model(x), y))
+        p.step()
+        running += loss.item() * len(x)
+        seen += len(x)
+    print(running / seen)
+
+
+@right
+def progress(p: Program) -> None:
+    seen, total = 0, 0.0
+    for x, y in p.loader:
+        loss = mw.backward(F.cross_entropy(p.model(x), y))
+        p.step()
+        seen += len(x)
+        total += loss.item()
+        print(f"[{seen}/{len(p.data)}] {total}")
+
+
+# Buffers.
+
+
+@mistake(BUFFER)
+def of_samples(p: Program) -> None:
+    buffer: deque[Any] = deque(maxlen=6)
+    for x, y in p.loader:
+        buffer.extend(zip(x, y, strict=True))  # here
+        mw.backward(F.cross_entropy(p.model(x), y))
+        random.sample(buffer, 3)
+        p.step()
+
+
+@mistake(BUFFER)
+def of_a_list(p: Program) -> None:
+    buffer: list[Any] = []
+    for x, y in p.loader:
+        for row, label in zip(x, y, strict=True):  # here
+            buffer.append((row, label))
+        del buffer[:-6]
+        picked = random.sample(buffer, 3)
+        mw.backward(F.cross_entropy(p.model(torch.stack([row for row, _ in picked])), y[:3]))
+        p.step()
+
+
+class Memory:
+    """As programs write it. whole: it keeps batches, each rank its part of the same ones."""
+
+    def __init__(self, most: int, whole: bool = False) -> None:
+        self.kept: deque[Any] = deque(maxlen=most)
+        self.whole = whole
+
+    def push(self, x: Tensor, y: Tensor) -> None:
+        for each in [(x, y)] if self.whole else zip(x, y, strict=True):
+            self.kept.append(each)
+
+    def sample(self, number: int) -> tuple[Tensor, Tensor]:
+        picked = random.sample(self.kept, number)
+        join = torch.cat if self.whole else torch.stack
+        return join([x for x, _ in picked]), join([y for _, y in picked])
+
+
+@mistake(BUFFER)
+def of_a_class(p: Program) -> None:
+    buffer = Memory(6)
+    for x, y in p.loader:
+        buffer.push(x, y)  # here
+        old, labels = buffer.sample(3)
+        mw.backward(F.cross_entropy(p.model(x), y) + F.cross_entropy(p.model(old), labels))
+        p.step()
+
+
+@right
+def of_whole_batches(p: Program) -> None:
+    buffer = Memory(2, whole=True)
+    for x, y in p.loader:
+        buffer.push(x, y)
+        mw.backward(F.cross_entropy(*map(torch.cat, zip((p.model(x), y), (p.model(x), y), strict=True))))
+        buffer.sample(1)
+        p.step()
+
+
+@right
+def of_a_class_that_is_never_full(p: Program) -> None:
+    buffer = Memory(600)
+    for x, y in p.loader:
+        buffer.push(x, y)
+        buffer.sample(3)
+        mw.backward(F.cross_entropy(p.model(x), y))
+        p.step()
+
+
+@right
+def one_that_is_never_full(p: Program) -> None:
+    buffer: deque[Any] = deque(maxlen=600)
+    for x, y in p.loader:
+        buffer.extend(zip(x, y, strict=True))
+        picked = random.sample(buffer, 3)
+        mw.backward(F.cross_entropy(p.model(torch.stack([row for row, _ in picked])), y[:3]))
+        p.step()
+
+
+@right
+def recent_losses(p: Program) -> None:
+    recent: deque[float] = deque(maxlen=2)
+    for x, y in p.loader:
+        recent.append(p.backward(x, y).item())
+        mw.backward(F.cross_entropy(p.model(x), y))
+        p.step()
+        print(sum(recent) / len(recent), random.choice(recent))
+
+
+def said(case: Case) -> tuple[Any, list[str]]:
+    result = case(Program())
+    return result, default_engine().notes
+
+
+def line_of(case: Case) -> int:
+    lines, first = inspect.getsourcelines(loaders if case is in_a_function else case)
+    return first + next(number for number, line in enumerate(lines) if line.rstrip().endswith("# here"))
+
+
+@pytest.mark.parametrize("case, text", MISTAKES, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_slip_is_said_with_its_line(case: Case, text: str, pool: Any) -> None:
+    (_, notes), (_, others) = pool(2).run(said, case)
+    assert [f"test_slips.py:{line_of(case)}: " in note and text in note for note in notes] == [True], notes
+    assert others == notes, "what was said of the program is known on every rank"
+
+
+@pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.__name__)
+def test_what_is_right_is_no_alarm(case: Case, pool: Any) -> None:
+    ranks = pool(2).run(said, case)
+    assert [notes for _, notes in ranks] == [[], []]
+
+
+SUMS = [in_the_loop_and_after_it, one_in_the_other, through_another_name, only_after_it, a_mean_times_a_sum]
+
+
+@pytest.mark.parametrize("case", SUMS, ids=lambda case: case.__name__)
+def test_and_the_sum_is_that_of_one_device(case: Case, pool: Any) -> None:
+    want = only_after_it(Program())
+    assert 0 < want < 23
+    assert [result for result, _ in pool(2).run(said, case)] == [want] * 2
