@@ -60,8 +60,6 @@ FLOORS = {
     "__init__": 22,
 }
 # Imports of a higher floor that are to go: file -> rooms. They may only become fewer.
-UPWARD: dict[str, set[str]] = {}
-
 WITHOUT_TORCH = {"spec", "records", "schedulers", "terminal"}
 # What starts without torch: its imports at the top of a file, and what those import in turn. A command waits for torch,
 # which takes a second or more, where it is used: torch is imported in a function, or a file of `api` on its first use.
@@ -164,9 +162,9 @@ def own_imports(source: Source) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def lower_floors_only(source: Source) -> Iterator[str]:
-    floor, upward = FLOORS.get(source.room), UPWARD.get(source.path, set())
+    floor = FLOORS.get(source.room)
     for node, room in own_imports(source):
-        if floor is None or room == source.room or room in upward:
+        if floor is None or room == source.room:
             continue
         if room not in FLOORS:
             yield f"{source.at(node)}: imports {room}, which has no floor"
@@ -442,12 +440,6 @@ def test_a_reason_that_is_not_needed_is_found(tmp_path: Path) -> None:
     (tmp_path / "spec" / "b.py").write_text("x = 1\n")
     reasons = {"spec/a.py": "long", "spec/b.py": "short by now", "spec/gone.py": "gone"}
     assert outdated(reasons, read_sources(tmp_path)) == ["spec/b.py", "spec/gone.py"]
-
-
-def test_every_import_upward_is_still_there() -> None:
-    found = {s.path: {room for _, room in own_imports(s)} for s in own_sources() if s.path in UPWARD}
-    gone = {path: rooms - found.get(path, set()) for path, rooms in UPWARD.items()}
-    assert not any(gone.values()), f"no such import any more: remove it from UPWARD: {gone}"
 
 
 def test_every_floor_has_a_room() -> None:

@@ -1,5 +1,5 @@
 """Steps that a script takes with other gradients than it thinks are refused, or noted, for the right reason
-(training/script_steps.py, engine/program.py)."""
+(guards/changeless_steps.py, engine/program.py)."""
 
 from __future__ import annotations
 

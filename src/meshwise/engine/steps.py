@@ -37,7 +37,10 @@ from meshwise.workers.worker import in_progress
 Batch = TypeVar("Batch")
 AS_WRITTEN = [
     f"meshwise.{name}"
-    for name in ("training", "transfer", "timeline", "workers", "parallel.data", "parallel.step_hooks", "compat")
+    for name in (
+        *("engine", "guards", "slips", "autograd", "script", "job", "process", "data", "recording", "tracking"),
+        *("injection", "transfer", "timeline", "workers", "parallel.data", "parallel.step_hooks", "compat"),
+    )
 ]
 """What torch.compile leaves as it is, where the program compiles a function that has a step in it."""
 
