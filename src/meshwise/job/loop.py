@@ -247,7 +247,7 @@ def _train_epoch(run: JobRun) -> bool:
             run.spikes is not None and _has_spiked(run)
         ):
             _save(run)
-        if run.replicas.every and run.replicas.is_due(state.step):
+        if state.step >= run.replicas.look and run.replicas.is_due(state.step):
             run.replicas.compare(state)
     log.sync()
     if run.engine.stopped:

@@ -8,6 +8,7 @@ one flipped bit shows: 2.3 GB/s on one core of a Xeon.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -25,7 +26,9 @@ class ReplicaCheck:
     """Compares the replicas of a run under `plan`. every: steps between; 0 compares nothing."""
 
     def __init__(self, plan: Plan, every: int) -> None:
-        self.every = every if plan.data > 1 else 0
+        self._every = every if plan.data > 1 else 0
+        self.look: float = 0 if self._every else math.inf
+        """The next step after which `is_due` is worth asking."""
         self._apart = plan.devices // plan.data  # ranks of one replica; the axis of the replicas is the outermost
         self._state_too = not plan.state_divided
         self._own: set[str] | None = None  # buffers of which each replica has its own
@@ -33,11 +36,12 @@ class ReplicaCheck:
 
     def is_due(self, step: int) -> bool:
         """Whether it is time after this step."""
-        return self.every > 0 and step % self.every == 0
+        self.look = step - step % self._every + self._every if self._every else math.inf
+        return self._every > 0 and step % self._every == 0
 
     def compare(self, state: RunState) -> None:
         """Collective. Raises ReplicaError on all ranks where replicas have parted, with the ranks and the tensors."""
-        if self.every == 0 or self._compared == state.step:
+        if self._every == 0 or self._compared == state.step:
             return
         self._compared = state.step
         mine = dict(self._hashes(state))
