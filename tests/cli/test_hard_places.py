@@ -69,7 +69,10 @@ def test_a_run_or_a_check_ends_well(line: str, tmp_path: Path) -> None:
     assert shell(f"export TMPDIR={tmp_path}/tmp; {line}", tmp_path)[0] == 0
 
 
-@pytest.mark.parametrize("verb", ["plan mlp --machine 2xcpu", "report RUN", "report RUN --json"])
+@pytest.mark.parametrize(
+    "verb",
+    [pytest.param("plan mlp --machine 2xcpu", marks=pytest.mark.slow), "report RUN", "report RUN --json"],
+)
 @pytest.mark.parametrize("end", ["| true", ">&-", "2>/dev/full"])
 @pytest.mark.parametrize("limit", ["-n 64", pytest.param("-f 8", marks=pytest.mark.slow)])
 def test_a_plan_or_a_report_ends_well(
@@ -92,7 +95,8 @@ def test_a_plan_or_a_report_ends_well(
         (f"ulimit -f 8; meshwise {CHECK}", 1, "Files may not grow further here. Raise the limit: ulimit -f unlimited."),
         ("ulimit -f 8; meshwise plan mlp --machine 2xcpu --page plan.html", 1, "cannot be written: File too large."),
         (f"ulimit -n 40; meshwise {SMALL}", 2, "48 files or more, and this limit is 40. Raise it: ulimit -n 4096."),
-        (f"ulimit -n 12; meshwise {SMALL}", 1, "too many files are open for this limit. Raise it: ulimit -n 4096."),
+        (f"ulimit -n 12; meshwise {SMALL}", 2, "48 files or more, and this limit is 12. Raise it: ulimit -n 4096."),
+        (f"ulimit -n 5; meshwise {SMALL}", 1, "too many files are open for this limit. Raise it: ulimit -n 4096."),
     ],
 )
 def test_a_command_ends_with_a_sentence(line: str, code: int, said: str, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def train(*mistakes: str) -> list[str]:
     optimizer.step()  # before the loop: some programs prepare state so
     for (x,) in data:
         if "nothing" not in mistakes:
-            mw.backward(model(x).mean())
+            mw.backward(model(x).mean(), -1 if "weight" in mistakes else None)
         if "closure" in mistakes:
             optimizer.step(lambda x=x: mw.backward(model(x).mean()))
         else:
@@ -43,6 +43,7 @@ def train(*mistakes: str) -> list[str]:
     ("mistake", "says"),
     [
         ("twice", "called twice after one mw.backward"),
+        ("weight", "A loss was given with weight=-1. Give how many items its mean is over"),
         ("DDP", "mw.distribute was given a DistributedDataParallel. Remove that wrapper"),
     ],
 )

@@ -75,6 +75,12 @@ def test_a_weight_is_exact_in_float64(weight: Any) -> None:
     assert int(found.item()) == 2**53 - 1
 
 
+@pytest.mark.parametrize("weight", [-1, -0.5, float("nan"), float("inf")])
+def test_a_number_that_counts_nothing_is_no_weight(weight: float) -> None:
+    with pytest.raises(UsageError, match=f"with weight={weight}. Give how many items its mean is over: 0 or more"):
+        split_weight((torch.tensor(1.0), weight), EIGHT, "a loss")
+
+
 def test_a_mean_over_nothing_counts_nothing_although_it_is_no_number() -> None:
     logits = torch.randn(3, 4, requires_grad=True)
     mean, weight = split_weight((nn.functional.cross_entropy(logits, torch.full((3,), -100)), 0), THREE, "a loss")

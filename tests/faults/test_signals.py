@@ -143,6 +143,7 @@ def test_a_loop_of_ones_own_that_srun_started_ends_on_all_ranks_after_the_same_s
     ends = [line for output in outputs for line in output.splitlines() if line.startswith("ended after")]
     assert len(ends) == 2 and len(set(ends)) == 1, outputs
     assert "Traceback" not in "".join(outputs)
+    assert "ends after the same step; no state is saved\n" in "".join(outputs)
 
 
 OWN_LOOP = """
@@ -169,7 +170,7 @@ for step in range(100_000):
 @pytest.mark.parametrize(
     ("saves", "tells", "said"),
     [
-        (False, False, ""),
+        (False, False, "no state is saved: the script has not called mw.checkpoint."),
         (True, True, ""),
         (
             True,
@@ -186,4 +187,5 @@ def test_a_ctrl_c_ends_a_loop_without_a_loader(saves: bool, tells: bool, said: s
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == INTERRUPTED, run.output
     assert "stopped by Ctrl-C after step" in run.output and said in run.output
+    assert ("mw.checkpoint" in run.output) is not saves
     assert bool(list(state.glob("step-*"))) is (saves and tells)

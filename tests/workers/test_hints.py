@@ -37,6 +37,16 @@ def loader_and_optimizer_swapped() -> None:
         optimizer.step()
 
 
+def a_word_for_the_loss() -> None:
+    mw.backward("loss")  # type: ignore[arg-type]
+
+
+def a_list_for_the_loss() -> None:
+    _, _, loader = mw.distribute(*given())
+    for _ in loader:
+        mw.backward([torch.ones(())])  # type: ignore[arg-type]
+
+
 def a_module_of_the_model() -> None:
     given()[0].module.state_dict()  # type: ignore[union-attr]
 
@@ -96,6 +106,8 @@ HINTS = {
     mps_elsewhere: NO_DEVICE.format("mps"),
     model_and_optimizer_swapped: "in the order in which it was given",
     loader_and_optimizer_swapped: "in the order in which it was given",
+    a_word_for_the_loss: "mw.backward takes the loss, a tensor of one number, and was given this: str.",
+    a_list_for_the_loss: "mw.backward takes the loss, a tensor of one number, and was given this: list.",
     a_module_of_the_model: "meshwise does not wrap the model: use model instead of model.module.",
     ddp: "Remove DistributedDataParallel",
     a_loss_without_a_model: "output[mask].sum() / max(n, 1)",

@@ -237,10 +237,13 @@ def unpadded(mean: Tensor, weight: Tensor | float | None, samples: int) -> tuple
 
 
 def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
-    """`weight` as a detached float64 scalar on the device of `like` (float32 where the device has no float64)."""
+    """`weight` as a detached float64 scalar on the device of `like` (float32 where the device has no float64). Raises
+    UsageError for a number that counts nothing; what a tensor holds is not read."""
     dtype = _dtype_of_weights(like)
     if isinstance(weight, Tensor):
         return weight.detach().to(device=like.device, dtype=dtype).reshape(())
+    if not 0 <= weight < float("inf"):
+        raise UsageError(f"A loss was given with weight={weight:g}. Give how many items its mean is over: 0 or more.")
     return torch.tensor(float(weight), dtype=dtype, device=like.device)
 
 

@@ -125,6 +125,8 @@ class Viewer:
         if not self.stopped:
             self.stopped = f"stopped by {stop_text(self._halt.signal)}{where}"
             self._view.print(self.stopped)
+            if not self._restarts.resumable:
+                self._view.print("no state is saved: the script has not called mw.checkpoint.")
 
     def _keep(self, facts: Mapping[str, Any]) -> None:
         if facts and self._machines and (folder := _record_folder(self._restarts, self._machines)):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import distributed
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwise.spec.words import text_of
 
 DDP_FILE = distributed.__file__
+BACKWARD = "meshwise.training.distribute", "backward"
 _NO_GROUP = "Default process group has not been initialized"
 _FORKED_LOADER = "Cannot re-initialize CUDA in forked subprocess"
 _NO_GRAPH = "element 0 of tensors does not require grad"
@@ -72,6 +73,9 @@ def hint(error: BaseException) -> str:
         return "A worker sees its own device alone. Leave the index out: .to('cuda'), or x.device."
     if isinstance(error, TypeError | AttributeError) and _is_swapped(error, text):
         return "mw.distribute gives things back in the order in which it was given them: compare the left side."
+    loss = [f.f_locals["loss"] for f in _frames(error) if (f.f_globals.get("__name__"), f.f_code.co_name) == BACKWARD]
+    if loss and not isinstance(loss[0], Tensor):
+        return f"mw.backward takes the loss, a tensor of one number, and was given this: {type(loss[0]).__name__}."
     return ""
 
 

@@ -113,11 +113,11 @@ def _ask(store: Any, world: World, gate: StepGate, number: int) -> None:
     if store is None:
         gate.signal = number
         gate.set_last(gate.freeze())
-        _say(number)
+        _say(number, gate)
     else:
         with contextlib.suppress(RuntimeError):  # the first rank, which keeps the store, is gone
             if store.compare_set(STOP, "", mine).decode() == mine:
-                _say(number)
+                _say(number, gate)
     if not gate.reached.wait(PATIENCE):  # it may never come to a step again
         what = f"stopped by {stop_text(number)}: rank {world.rank} came to no further step in {seconds_text(PATIENCE)}"
         print(f"{what} and is ended.", file=sys.stderr, flush=True)
@@ -159,5 +159,6 @@ def _end(follower: threading.Thread) -> None:
     follower.join(LINGER + ROUND)
 
 
-def _say(number: int) -> None:
-    print(f"stopped by {stop_text(number)}: every rank ends after the same step", file=sys.stderr, flush=True)
+def _say(number: int, gate: StepGate) -> None:
+    end = "" if gate.saves else "; no state is saved"
+    print(f"stopped by {stop_text(number)}: every rank ends after the same step{end}", file=sys.stderr, flush=True)

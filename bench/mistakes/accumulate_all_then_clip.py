@@ -1,0 +1,23 @@
+"""Both backwards of a window are in mw.accumulate, and its gradients are clipped before the step. Expected: right."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(96, 4)
+Y = X.sum(1, keepdim=True)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(TensorDataset(X, Y), batch_size=16)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for number, (x, y) in enumerate(loader, 1):
+    with mw.accumulate():
+        loss = mw.backward((model(x) - y).square().mean() / 2)
+    if number % 2 == 0:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        mw.print(f"step {number // 2}: loss {loss.item():.5f} norm {norm.item():.5f}")

@@ -1,0 +1,23 @@
+"""Behind each epoch the model runs once more, with dropout, on the batch that the loop gave last. Expected: said."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+torch.manual_seed(0)
+X = torch.randn(99, 4)
+Y = X.sum(1, keepdim=True)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=True)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for epoch in range(2):
+    for x, y in loader:
+        mw.backward((model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        guess = model(x).mean()
+    mw.print(f"epoch {epoch}: a guess {guess.item():.5f}")
