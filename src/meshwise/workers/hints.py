@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwise.spec.words import text_of
 
 DDP_FILE = distributed.__file__
-BACKWARD = "meshwise.training.distribute", "backward"
+BACKWARD = "meshwise.script.distribute", "backward"
 _NO_GROUP = "Default process group has not been initialized"
 _FORKED_LOADER = "Cannot re-initialize CUDA in forked subprocess"
 _NO_GRAPH = "element 0 of tensors does not require grad"
