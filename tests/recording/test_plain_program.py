@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from meshwise.timeline.run_report import Report
 from meshwise.timeline.spans import KINDS
 from meshwise.timeline.timeline import Timeline
 from meshwise.workers.environment import RUN_FOLDER
+from meshwise.workers.gate import StepGate
+from meshwise.workers.join import rank_context
 
 Program = Callable[[], Any]
 
@@ -301,3 +304,13 @@ def test_training_in_processes_of_its_own_is_not_recorded_and_said(
     ordinary(epochs=1)
     plain_program.tell_if_unseen("train.py")
     assert lines == [line]
+
+
+def test_a_stop_that_came_while_the_process_started_interrupts_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for its own end, or for the minute after which the launcher ends it."""
+    gate = StepGate()
+    monkeypatch.setattr(plain_program, "rank_context", lambda: replace(rank_context(), gate=gate))
+    gate.freeze()
+    gate.set_last(0)
+    with pytest.raises(KeyboardInterrupt):
+        plain_program.begin(lambda text: None)

@@ -50,6 +50,8 @@ def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = Non
     process group, which only those do that do not use our verbs."""
     context = rank_context()
     context.gate.interrupts = True
+    if context.gate.stopped:  # while this process started
+        raise KeyboardInterrupt
     _programs.append(PlainProgram(context.world, own_group, say))
 
 

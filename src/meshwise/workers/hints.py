@@ -50,7 +50,7 @@ def hint(error: BaseException) -> str:
     text = text_of(error)
     if isinstance(error, OSError) and error.errno in _OF_SYSTEM:
         return _OF_SYSTEM[error.errno]
-    if isinstance(error, AttributeError) and text.endswith("has no attribute 'module'") and _is_module(error):
+    if isinstance(error, AttributeError) and error.name == "module" and isinstance(error.obj, nn.Module):
         return "meshwise does not wrap the model: use model instead of model.module."
     if _NO_GROUP in text:
         if any(frame.f_code.co_filename == DDP_FILE for frame in _frames(error)):
@@ -77,10 +77,6 @@ def hint(error: BaseException) -> str:
     if loss and not isinstance(loss[0], Tensor):
         return f"mw.backward takes the loss, a tensor of one number, and was given this: {type(loss[0]).__name__}."
     return ""
-
-
-def _is_module(error: AttributeError) -> bool:
-    return isinstance(error.obj, nn.Module)
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:
