@@ -53,6 +53,12 @@ def test_a_mistake_is_refused_for_the_right_reason(mistake: str, says: str, pool
     assert "instead of loss.backward" not in failed.value.text
 
 
+def test_a_weight_that_counts_nothing_is_refused_on_one_device_too() -> None:
+    with pytest.raises(mw.UsageError, match="weight=-1"):
+        train("weight")
+    end_sessions()
+
+
 def test_a_step_without_any_backward_is_noted_with_its_line() -> None:
     first = train.__code__.co_firstlineno
     (note,) = train("nothing")

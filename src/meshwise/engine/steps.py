@@ -28,7 +28,15 @@ from meshwise.engine.engine import NOTHING, Engine
 from meshwise.engine.loops import LoopRead
 from meshwise.engine.waiting_gradients import keeping
 from meshwise.engine.watcher import Watcher
-from meshwise.engine.weighing import StepWeights, check_loss, check_said, mean_of_sum, refuse_joined_sum, unpadded
+from meshwise.engine.weighing import (
+    StepWeights,
+    as_weight,
+    check_loss,
+    check_said,
+    mean_of_sum,
+    refuse_joined_sum,
+    unpadded,
+)
 from meshwise.parallel.step_hooks import Order, subscribe
 from meshwise.parallel.trial import is_by_numbers
 from meshwise.workers.verb_log import came_to
@@ -141,7 +149,7 @@ def _run_backward(
     """before: what the loss was before a loss scaler."""
     reduction, reads = engine.program.reduction, engine.reads
     if reduction is None:
-        return _alone(engine, loss, before)
+        return _alone(engine, loss, before, weight)
     if len(reads.round) > 1:
         reads.check_one_share("mw.backward", weighed=summed or weight is not None)
     if part is None or loss.numel() != 1:
@@ -181,8 +189,10 @@ def _means_of_sums(engine: Engine, own: Tensor, before: Tensor, part: BatchSlice
     return mean_of_sum(own, part, part.total), mean_of_sum(before, part, part.total)
 
 
-def _alone(engine: Engine, loss: Tensor, before: Tensor) -> Tensor:
+def _alone(engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None) -> Tensor:
     """On one device, and on several where a model is gone, which is refused."""
+    if weight is not None:
+        as_weight(weight, before)  # refuses what counts nothing
     program = engine.program
     program.check_has_models()
     program.plain(loss).backward()
