@@ -1,6 +1,6 @@
 """Mistakes that begin late: what a run says of them, by where they begin, beside another checkout.
 
-    python bench/guards.py [--against CHECKOUT] [--devices 2xcpu,3xcpu]
+    python bench/guards.py [--against CHECKOUT] [--devices 2xcpu,3xcpu] [--parts FOLDER]
 
 Each mistake begins at a step, in the second epoch, in a loop at another place, in a second program of the process, on
 one rank alone, or at the uneven tail of an epoch. Kept are the lines that are said and the error, without places and
@@ -209,23 +209,26 @@ def one(mistake: str, begins: str, devices: str) -> Any:
     return {"said": ranks[0]["said"], "error": next((rank["error"] for rank in ranks if rank["error"]), "")}
 
 
-def look(devices: str) -> dict[str, Any]:
-    """All of this checkout."""
-    found: dict[str, Any] = {}
+def look(devices: str, file: Path) -> None:
+    """All of this checkout; what the file has already is not run again."""
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for mistake in MISTAKES:
         for begins in BEGINS:
-            found[f"{mistake}, {begins}, {devices}"] = one(mistake, begins, devices)
-            print(".", end="", file=sys.stderr, flush=True)
-    return found
+            name = f"{mistake}, {begins}, {devices}"
+            if name not in found:
+                found[name] = one(mistake, begins, devices)
+                file.write_text(json.dumps(found))
 
 
-def of_checkout(root: Path, devices: str) -> dict[str, Any]:
-    """What a checkout says, in a process of its own."""
+def of_checkout(root: Path, devices: str, parts: Path) -> dict[str, Any]:
+    """What a checkout says, in a process of its own. parts: a folder that keeps what is known, for a run that is cut
+    off."""
+    file = parts / f"{root.resolve().name}-{devices}.json"
+    words = [sys.executable, __file__, "--look", str(file), "--devices", devices]
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "found.json"
-        words = [sys.executable, __file__, "--look", str(file), "--devices", devices]
-        subprocess.run(words, check=True, cwd=folder, env=os.environ | {"PYTHONPATH": str(root / "src")})
-        found: dict[str, Any] = json.loads(file.read_text())
+        environment = os.environ | {"PYTHONPATH": str(root / "src")}
+        subprocess.run(words, check=True, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+    found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
@@ -234,19 +237,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--against", type=Path)
     parser.add_argument("--devices", default="2xcpu,3xcpu")
+    parser.add_argument("--parts", type=Path, default=Path(tempfile.gettempdir()) / "meshwise-guards")
     parser.add_argument("--look", type=Path)
     options = parser.parse_args()
     if options.look:
-        options.look.write_text(json.dumps(look(options.devices)))
+        look(options.devices, options.look)
         return
+    options.parts.mkdir(parents=True, exist_ok=True)
     from keep import keep
 
     result: dict[str, Any] = {"found": {}, "less than the other checkout": {}}
     for devices in options.devices.split(","):
-        here = of_checkout(ROOT, devices)
+        here = of_checkout(ROOT, devices, options.parts)
         result["found"] |= here
         if options.against:
-            for name, before in of_checkout(options.against, devices).items():
+            for name, before in of_checkout(options.against, devices, options.parts).items():
                 now = here[name]
                 less = [line for line in before["said"] if line not in now["said"]]
                 if less or (before["error"] and not now["error"]):
