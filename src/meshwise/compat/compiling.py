@@ -50,12 +50,11 @@ def is_used() -> bool:
 
 def pass_by(modules: Iterable[str]) -> None:
     """Let the compiler, where it is imported, leave the code of these modules as it is: what is compiled breaks its
-    graph around a call of it. Read in torch 2.11, 2.13 and 2.15: `_dynamo/trace_rules.py`."""
+    graph around a call of it. Read in torch 2.13: `_dynamo/trace_rules.py`."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
-    if rules is not None and not _passed_by:
-        for name in modules:
-            _passed_by.append(name)
-            rules.add(name)
+    for name in modules if rules is not None and not _passed_by else ():
+        rules.add(name)
+        _passed_by.append(name)
 
 
 @contextlib.contextmanager

@@ -1,12 +1,11 @@
 """The engine: a plan applied to a program's models, and everything that a training loop needs of it.
 
-A script's loop and a job are the same engine's; `mw.distribute` uses the default one (see session.py), a job makes its
-own. They differ in how they enter it:
+A script's loop and a job are the same engine's; `mw.distribute` uses the default one (see process/session.py), a job
+makes its own. They differ in how they enter it:
 
-    steps.backward(engine, loss)         a script, which ran the forward itself
-    microbatches.compute(engine, loss)   a job: forward and backward of all microbatches of a step, so that a schedule
-                                         may order them, a rehearsal run them on fake tensors and a recovery run them
-                                         again
+    engine/steps.py, backward   a script, which ran the forward itself
+    job/step.py, compute        a job: forward and backward of all microbatches of a step, so that a schedule may order
+                                them, a rehearsal run them on fake tensors and a recovery run them again
 
 What a step needs is called here; what looks on listens (events.py), and leaves when it has seen enough.
 """

@@ -40,8 +40,7 @@ class When(enum.IntEnum):
 
     GUARD = 1  # first: refuses a step before anybody has changed something for it
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
-    DRAWS = 3  # what an optimizer draws is for parameters, not for a rank's samples
-    PHASE = 4  # what the others do belongs to the phase before
+    PHASE = 3  # what the others do belongs to the phase before
 
 
 @dataclass(eq=False)

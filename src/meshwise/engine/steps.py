@@ -6,7 +6,7 @@
     backward    gradients are averaged over the ranks while it runs (parallel/data.py), and the loss travels with them
     optimizer   the program's own: every rank makes the same step
 
-A job runs the forwards and backwards of its microbatches itself (microbatches.py).
+A job runs the forwards and backwards of its microbatches itself (job/step.py).
 Tested in tests/script/test_distribute.py.
 """
 

@@ -40,7 +40,6 @@ from meshwise.compat.tree import tensors_in
 from meshwise.engine.engine import Engine
 from meshwise.engine.loops import LoopRead
 from meshwise.parallel.batch_norm import is_joined
-from meshwise.spec.user_code import user_place
 from meshwise.transfer.foreign import Foreign
 
 MISSING = (
@@ -143,11 +142,12 @@ class UnsummedLoops:
         """A loop over a distributed loader begins, at the user's line that is running, or has done with its first
         batch."""
         if loop.given == 0:
-            self._begin(loop, user_place())
+            self._begin(loop)
         elif loop.given == 1 and loop in self._open:
             self._open[loop].first_batch_ends()
 
-    def _begin(self, read: LoopRead, place: str) -> None:
+    def _begin(self, read: LoopRead) -> None:
+        place = read.place
         self._say_waiting(lambda waiting: waiting.place != place and not self._is_kept(waiting))
         loop = self._open[read] = Loop(place, read.loader, self._models(), prepares=not self._training)
         self._expects(self)

@@ -1,4 +1,5 @@
-"""The microbatches of a job's step: forward and backward of each, in turn or as stages of a pipeline take them.
+"""A step of a job: forward and backward of its microbatches, in turn or as stages of a pipeline take them, and the
+optimizer's step.
 
 Tested in tests/job/test_plans_in_a_loop.py and tests/parallel/test_pipeline.py.
 """
@@ -34,7 +35,6 @@ from meshwise.recovery.state import RunState
 from meshwise.timeline.recorder import current
 from meshwise.timeline.spans import stage_name
 from meshwise.transfer import collectives
-from meshwise.transfer.collectives import all_reduce
 
 NOTHING = contextlib.nullcontext()
 
@@ -208,7 +208,8 @@ def train_step(
     An optimizer that needs a closure (LBFGS) runs the loss as often as it likes, each time with the same draws; the
     losses are then those before the step.
     """
-    current().samples += parts[0][1].total
+    recorder = current()
+    recorder.samples += parts[0][1].total
     if job.collate is not None and engine.program.backwards < STEPS_OF_A_JOB:
         engine.carried.compare_batches(parts, f"job '{job.name}'")
     if needs_closure(state.optimizer):
@@ -218,7 +219,7 @@ def train_step(
     losses = _compute(engine, job, state, parts)
     if known is not None:
         known(losses)
-    with current().span("optimizer"):
+    with recorder.span("optimizer"):
         if skipped is None or not skipped.skips(state.step + 1, losses):
             _update(engine, job, state)
         elif skipped.is_step:
@@ -245,7 +246,7 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
         state.model.zero_grad()
         found.append(_compute(engine, job, state, parts))
         _clip(engine, job, state)
-        total, weight = all_reduce(total_of(found[-1]), of="the loss").unbind()
+        total, weight = collectives.all_reduce(total_of(found[-1]), of="the loss").unbind()
         return total / weight
 
     with current().span("optimizer"):
@@ -278,7 +279,7 @@ def _clip(engine: Engine, job: Job, state: RunState) -> None:
         state.scaler.scale(torch.zeros((), device=engine.program.device))  # it begins with what it scales first
         state.scaler.unscale_(state.optimizer)
         for found in found_infinite(state.scaler, state.optimizer):
-            all_reduce(local_of(found), "max", pipeline.pipe.group, of="the loss scaler's decision")
+            collectives.all_reduce(local_of(found), "max", pipeline.pipe.group, of="the loss scaler's decision")
     if job.clip_norm is not None and pipeline is not None:
         pipeline.holding.clip(job.clip_norm)
     elif job.clip_norm is not None:  # gradient clipping: exact under shard, since DTensors give the norm of the whole

@@ -43,7 +43,7 @@ from meshwise.transfer.agreement import agree
 CARRIED = 1 + 32  # numbers that travel with the gradients: the loss, and what the engine lets travel with it
 _skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
 _made = itertools.count()  # every rank makes its reductions in the same order
-_IS_TRAINED, _GRADIENT = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
+_IS_TRAINED = operator.attrgetter("requires_grad")
 LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter that is new to the reduction
 
 DROPOUT_NOTE = "dropout: each rank draws its own masks, keyed by (seed, step, rank)."
@@ -107,12 +107,12 @@ class DataParallel:
         """
         self._backwards += 1
         before: dict[int, tuple[Tensor, int]] = {}
-        trained, grads = list(map(_IS_TRAINED, self._parameters)), map(_GRADIENT, self._parameters)
+        trained = list(map(_IS_TRAINED, self._parameters))
         if trained != self._trained:  # frozen or thawed, by the same program on every rank: start over
             self._trained, self._groups, self._grouped = trained, [], set()
-        for p, grad in zip(self._parameters, grads, strict=True):
-            if grad is not None:
-                before[id(p)] = grad, reducer.version(grad)
+        for p in self._parameters:
+            if p.grad is not None:
+                before[id(p)] = p.grad, reducer.version(p.grad)
         if factor is not None and not whole:
             self._set_aside(before)
         groups, buckets = self._groups if reduce else [], 0

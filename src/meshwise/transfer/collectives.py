@@ -105,19 +105,23 @@ def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
 
 def _begin_looked_at(tensor: Tensor, group: Group) -> Future[object]:
     """A sum that is of a dtype or a layout of its own, or that somebody logs."""
-    watch = Stopwatch(tensor.device) if OPEN else None
-    took: list[Seconds] = []
-
-    def seconds() -> float:
-        begun.wait()
-        return took[0]() if callable(took[0]) else took[0]
-
+    watch, took = Stopwatch(tensor.device) if OPEN else None, list[Seconds]()
     with _ours():
         begun = backend.begin_sum(tensor, group)
-    if watch is not None:
-        begun = begun.then(lambda done: took.append(watch.stop()) or done.value())  # type: ignore[func-returns-value]
-        _log("all-reduce", tensor.nbytes, tensor.device, None, seconds)
-    return begun
+    if watch is None:
+        return begun
+
+    def stopped(done: Future[object]) -> object:
+        took.append(watch.stop())
+        return done.value()
+
+    def seconds() -> float:
+        timed.wait()
+        return took[0]() if callable(took[0]) else took[0]
+
+    timed = begun.then(stopped)
+    _log("all-reduce", tensor.nbytes, tensor.device, None, seconds)
+    return timed
 
 
 def all_reduce_mean(tensor: Tensor, *, of: str = "") -> Tensor:
