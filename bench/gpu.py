@@ -1,4 +1,4 @@
-"""Everything of this project that needs a GPU, in parts of at most eight minutes, the one that is worth most first.
+"""Everything of this project that needs a GPU, in parts of a few minutes, the one that is worth most first.
 
     PYTHONPATH=src python bench/gpu.py [PART ...]         the parts that bench/results/gpu.json lacks, or those named
     PYTHONPATH=src python bench/gpu.py --small [PART ...]  a trial on the fake CUDA (tests/cuda): nothing is kept
@@ -9,6 +9,7 @@ Each part is kept when it is done, and a part that fails does not end the others
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import statistics
@@ -169,18 +170,53 @@ def script(path: str) -> str:
     return words("run", "--devices", "1xcuda", str(HERE.parent / path))[-300:]
 
 
-def values() -> dict[str, Any]:
-    """Losses of built-in jobs beside a plain loop's on the same GPU; plans of one device proved in float64."""
-    names = ("mnist-mlp",) if SMALL else ("mnist-mlp", "mnist-cnn", "gpt")
-    apart = {name: largest_difference(name) for name in names}
-    plans = {name: {repr(plan): under_plan(name, plan) for plan in PLANS} for name in names[1:]}
-    equal = sum(found.get("equal", False) for each in plans.values() for found in each.values())
-    total = sum(map(len, plans.values()))
-    claims = {
-        f"losses of {', '.join(apart)} are those of a plain loop": f"at most {max(apart.values()):.1e} apart",
-        "plans of one device compute what a plain loop computes": f"{equal} of {total} equal in float64",
+def losses() -> dict[str, Any]:
+    """Losses of built-in jobs beside a plain loop's on the same GPU."""
+    apart = {
+        name: largest_difference(name) for name in (("mnist-mlp",) if SMALL else ("mnist-mlp", "mnist-cnn", "gpt"))
     }
-    return {"largest relative difference to a plain loop": apart, "plans": plans, "claims": claims}
+    claims = {f"losses of {', '.join(apart)} are those of a plain loop": f"at most {max(apart.values()):.1e} apart"}
+    return {"largest relative difference to a plain loop": apart, "claims": claims}
+
+
+def plans(name: str, first: int, last: int) -> dict[str, Any]:
+    """Plans of one device, proved in float64."""
+    found = {repr(plan): under_plan(name, plan) for plan in PLANS[first : 1 if SMALL else last]}
+    equal = sum(each.get("equal", False) for each in found.values())
+    which = f"{name}, plans {first + 1} to {last} of one device, compute what a plain loop computes"
+    return {"plans": found, "claims": {which: f"{equal} of {len(found)} equal in float64"}}
+
+
+def scripts() -> dict[str, Any]:
+    """A script with the two lines beside itself without them, in the ways that exist on a GPU alone."""
+    found: dict[str, Any] = {}
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # products that are the same each time
+    for way in WAYS[: 2 if SMALL else None]:
+        with tempfile.TemporaryDirectory() as folder:
+            ours, plain = Path(folder) / "ours.json", Path(folder) / "plain.json"
+            file = str(HERE / "gpu_script.py")
+            bare = [sys.executable, file, way, str(plain), "plain"]
+            told = words("run", "--devices", "1xcuda", file, way, str(ours), may_fail=True)
+            done = subprocess.run(bare, capture_output=True, text=True, timeout=200)
+            if not (ours.exists() and plain.exists()):
+                found[way] = {"ours": None if ours.exists() else told[-1500:], "plain": done.stderr[-800:]}
+                continue
+            a, b = json.loads(ours.read_text()), json.loads(plain.read_text())
+            found[way] = {"steps": len(a), "apart": max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))}
+    apart = {way: each["apart"] for way, each in found.items() if "apart" in each}
+    said = f"{len(apart)} of {len(found)} run, at most {max(apart.values(), default=0):.1e} apart"
+    return {"ways": found, "claims": {"losses of a script with the two lines are those without": said}}
+
+
+WAYS = ("plain", "bf16", "fp16", "clip", "fused", "stream", "compile", "reduce-overhead", "graph")
+
+
+def tests() -> dict[str, Any]:
+    """The tests that want an accelerator, without the fake."""
+    where = [str(HERE.parent / "tests" / room) for room in ("transfer", "recovery")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu or cuda", "-rfs", *where]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, timeout=300)
+    return {"said": done.stdout[-6000:] + done.stderr[-500:]}
 
 
 RACE = """
@@ -331,7 +367,13 @@ def timeline() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "starts": starts,
-    "values": values,
+    "losses": losses,
+    "scripts": scripts,
+    "tests": tests,
+    "plans 1": lambda: plans("mnist-cnn", 0, 6),
+    "plans 2": lambda: plans("mnist-cnn", 6, 12),
+    "plans 3": lambda: plans("gpt", 0, 6),
+    "plans 4": lambda: plans("gpt", 6, 12),
     "races": races,
     "overhead": overhead,
     "forecast 1": lambda: forecast(0, 7),
@@ -357,8 +399,7 @@ def main() -> None:
     os.environ["MESHWISE_SMALL_GPU_JOBS"] = str(int(options.small))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])
     path = RESULTS / "gpu.json"
-    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not options.small else {}
-    kept |= {"gpus": torch.cuda.device_count(), "claims": kept.get("claims", {})}
+    kept = json.loads(path.read_text()) if path.exists() and not options.small else {}
     for part in options.parts or [part for part in PARTS if part not in kept]:
         begin = time.perf_counter()
         try:
@@ -366,11 +407,19 @@ def main() -> None:
         except Exception:  # one part that fails must not end the others
             found = {"failed": traceback.format_exc()[-3000:]}
         found["seconds"] = round(time.perf_counter() - begin, 1)
-        kept["claims"] |= found.pop("claims", {})
         print(part, json.dumps(found, indent=1, default=str)[:4000], flush=True)
         if not options.small:
-            keep("gpu", {name: value for name, value in kept.items() if name != "machine"} | {part: found})
-            kept[part] = found
+            add(path, part, found)
+
+
+def add(path: Path, part: str, found: dict[str, Any]) -> None:
+    """Keep a part beside the others, which other processes may be adding now."""
+    with open(RESULTS / "gpu.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        claims = kept.pop("claims", {}) | found.pop("claims", {})
+        kept.pop("machine", None)
+        keep("gpu", kept | {"gpus": torch.cuda.device_count(), "claims": claims, part: found})
 
 
 if __name__ == "__main__":

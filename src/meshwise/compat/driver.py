@@ -5,6 +5,8 @@ driver keeps is private, and so is whether a forked process may ask it. `torch.c
 use. Read in torch 2.11, 2.13 and 2.15: `cuda/__init__.py`, `csrc/cuda/Module.cpp`.
 """
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -44,8 +46,13 @@ def hold_stream(seconds: float) -> bool:
 
 
 def pin(memory: Tensor) -> bool:
-    """Pin host memory that is there already; whether that was done. Without it copies wait for themselves."""
-    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+    """Pin host memory that is there already; whether that was done: files on a disk cannot be. Without it copies wait
+    for themselves."""
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which would be the user's
+        torch.empty(1, device="cuda").neg_()
+    return False
 
 
 def unpin(memory: Tensor) -> None:
