@@ -91,14 +91,15 @@ def plain_losses(job: Job) -> list[float]:
     return losses
 
 
-def largest_difference(name: str) -> float:
-    """Between our losses and the plain loop's over the first steps, relative."""
+def largest_difference(name: str) -> tuple[float, float]:
+    """Between our losses and the plain loop's over the first steps, relative; and between two plain loops."""
     job = replace(find_job(name), epochs=1, test=None)
     with tempfile.TemporaryDirectory() as out:
         summary = mw.run(job, devices="1xcuda", out=out, log_every=10)
         lines = (Path(summary.folder) / "metrics.jsonl").read_text().splitlines()
     ours = [json.loads(line)["loss"] for line in lines[:STEPS]]
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, plain_losses(job), strict=False))
+    plain, again = plain_losses(job), plain_losses(job)
+    return tuple(max(abs(a - b) / abs(b) for a, b in zip(each, plain, strict=False)) for each in (ours, again))
 
 
 def under_plan(name: str, plan: Plan) -> dict[str, Any]:
@@ -133,10 +134,12 @@ def peaks_of(name: str, plan: Plan) -> dict[str, Any]:
 
 def words(*command: str, may_fail: bool = False) -> str:
     """What `meshwise …` prints, in a folder of its own."""
+    begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-m", "meshwise", *command], cwd=folder, capture_output=True, text=True, timeout=450
         )
+    print(f"{time.perf_counter() - begin:.1f} s: meshwise {' '.join(command)}", flush=True)
     if done.returncode and not may_fail:
         raise RuntimeError(
             f"meshwise {' '.join(command)}: exit {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
@@ -175,23 +178,27 @@ def losses() -> dict[str, Any]:
     apart = {
         name: largest_difference(name) for name in (("mnist-mlp",) if SMALL else ("mnist-mlp", "mnist-cnn", "gpt"))
     }
-    claims = {f"losses of {', '.join(apart)} are those of a plain loop": f"at most {max(apart.values()):.1e} apart"}
-    return {"largest relative difference to a plain loop": apart, "claims": claims}
+    said = ", ".join(f"{name} {ours:.1e} ({itself:.1e})" for name, (ours, itself) in apart.items())
+    claims = {"losses of our loop and a plain one (of two plain ones), the largest relative difference": said}
+    return {"ours to a plain loop, that to itself": apart, "claims": claims}
 
 
 def plans(name: str, first: int, last: int) -> dict[str, Any]:
     """Plans of one device, proved in float64."""
-    found = {repr(plan): under_plan(name, plan) for plan in PLANS[first : 1 if SMALL else last]}
+    found = {}
+    for plan in PLANS[first : 1 if SMALL else last]:
+        found[repr(plan)] = under_plan(name, plan)
+        print(name, plan, found[repr(plan)], flush=True)
     equal = sum(each.get("equal", False) for each in found.values())
     which = f"{name}, plans {first + 1} to {last} of one device, compute what a plain loop computes"
     return {"plans": found, "claims": {which: f"{equal} of {len(found)} equal in float64"}}
 
 
-def scripts() -> dict[str, Any]:
+def scripts(ways: tuple[str, ...]) -> dict[str, Any]:
     """A script with the two lines beside itself without them, in the ways that exist on a GPU alone."""
     found: dict[str, Any] = {}
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # products that are the same each time
-    for way in WAYS[: 2 if SMALL else None]:
+    for way in ways:
         with tempfile.TemporaryDirectory() as folder:
             ours, plain = Path(folder) / "ours.json", Path(folder) / "plain.json"
             file = str(HERE / "gpu_script.py")
@@ -203,12 +210,13 @@ def scripts() -> dict[str, Any]:
                 continue
             a, b = json.loads(ours.read_text()), json.loads(plain.read_text())
             found[way] = {"steps": len(a), "apart": max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))}
+            print(way, found[way], flush=True)
     apart = {way: each["apart"] for way, each in found.items() if "apart" in each}
     said = f"{len(apart)} of {len(found)} run, at most {max(apart.values(), default=0):.1e} apart"
-    return {"ways": found, "claims": {"losses of a script with the two lines are those without": said}}
-
-
-WAYS = ("plain", "bf16", "fp16", "clip", "fused", "stream", "compile", "reduce-overhead", "graph")
+    return {
+        "ways": found,
+        "claims": {f"losses of a script with the two lines are those without ({', '.join(ways)})": said},
+    }
 
 
 def tests() -> dict[str, Any]:
@@ -368,7 +376,8 @@ def timeline() -> dict[str, Any]:
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "starts": starts,
     "losses": losses,
-    "scripts": scripts,
+    "scripts": lambda: scripts(("plain", "bf16", "fp16", "clip", "fused", "stream")),
+    "graphs": lambda: scripts(("compile", "reduce-overhead", "graph")),
     "tests": tests,
     "plans 1": lambda: plans("mnist-cnn", 0, 6),
     "plans 2": lambda: plans("mnist-cnn", 6, 12),
@@ -414,7 +423,7 @@ def main() -> None:
 
 def add(path: Path, part: str, found: dict[str, Any]) -> None:
     """Keep a part beside the others, which other processes may be adding now."""
-    with open(RESULTS / "gpu.lock", "w") as lock:
+    with (RESULTS / "gpu.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         kept = json.loads(path.read_text()) if path.exists() else {}
         claims = kept.pop("claims", {}) | found.pop("claims", {})

@@ -3,6 +3,7 @@ how a machine comes to the others (workers/node_options.py)."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +54,10 @@ def end(one: Machines) -> None:
     """A machine is gone."""
     one._meeting.close()
     one._store.close()
-    time.sleep(0.05)  # its thread lets go of the link
+    doors = [t for t in threading.enumerate() if t.name.endswith(f" {one._store.port}")]
+    for thread in doors:  # they hold the port, and the links
+        thread.join(30)
+    time.sleep(0.05)  # the others hear that the links are closed
     if one.nodes.listener:
         one.nodes.listener.close()
 
