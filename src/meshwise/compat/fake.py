@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -217,6 +218,17 @@ def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
     if issubclass(kind, subclass):
         return kind
     return type(subclass.__name__, (subclass, kind), {}) if issubclass(kind, FakeTensor) else subclass
+
+
+@contextlib.contextmanager
+def failing_quietly() -> Iterator[None]:
+    """torch logs each operator that fails on fake tensors, with its traceback: not those of the body, a trial."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def real_values() -> contextlib.AbstractContextManager[Any]:
