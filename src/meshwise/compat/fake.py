@@ -166,9 +166,14 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor) and not getattr(value.fake_mode, "stands_for_real", False)
 
 
+def is_rehearsed(tensor: Tensor) -> bool:
+    """Whether it is a fake tensor of a rehearsal."""
+    return isinstance(tensor, FakeTensor) and not is_fake(tensor)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor is of no kind of its own: one of a rehearsal stands for a plain one."""
-    return type(tensor) is Tensor or (type(tensor) is FakeTensor and not is_fake(tensor))
+    return type(tensor) is Tensor or (type(tensor) is FakeTensor and is_rehearsed(tensor))
 
 
 def rehearsing() -> bool:
