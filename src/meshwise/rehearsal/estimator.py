@@ -67,6 +67,7 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
         notes, samples = (*steps[0].notes, *_cells(steps[0])), program.batch_size
         used = replace(machine, devices=machine.devices[: plan.devices])  # their workers share the cores of a host
         prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described
+        notes = (*notes, *prices.notes)
         memory = max((memory_of(each, prices, cap) for each in traces), key=lambda memory: memory.filled)
         if not isinstance(program, Script):
             held = next(each.step.held for each in traces if each.step.rank == memory.rank)
