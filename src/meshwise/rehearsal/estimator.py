@@ -138,7 +138,7 @@ def memory_of(traced: Trace, prices: Prices, cap: int | None) -> MemoryEstimate:
         spread, reserved = FIGURES["allocated"].spread, peak.bytes
         total = Range(reserved, reserved / spread, reserved * spread)
     else:
-        reserved = reserved_on(works, device.part)
+        reserved = reserved_on(works, device.part, capacity)
         taken = device_total(reserved, traced.step)
         total = Range(taken.bytes, taken.low, taken.high)
     return MemoryEstimate(traced.step.rank, total, peak.bytes, peak.split, reserved, host, capacity)
