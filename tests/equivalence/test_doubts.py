@@ -5,16 +5,12 @@ Of equivalence/doubts.py, and of what equivalence/shown.py tells apart.
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from meshwise import cli
 from meshwise.equivalence.compare import compare
 from meshwise.equivalence.doubts import NO_ROUNDING, rounding_doubts, unproven
 from meshwise.equivalence.one_device import one_device
@@ -31,23 +27,6 @@ CAST = SCRIPT.replace(
     "loss = criterion(model(x), y)", "loss = criterion(model(x if mw.world_size() == 1 else x.bfloat16().to(x)), y)"
 )
 assert CAST != SCRIPT
-VALIDATION = """
-import torch, meshwise as mw
-from torch.utils.data import DataLoader, TensorDataset
-torch.manual_seed(0)
-x = torch.randn(12, 3)
-model = torch.nn.Linear(3, 2)
-model, optimizer, loader = mw.distribute(
-    model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(x, x[:, :2]), batch_size=4)
-)
-for epoch in range(2):
-    for a, b in loader:
-        mw.backward((model(a) - b).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    seen = sum(len(a) for a, b in loader)
-    mw.log(VALUE)
-"""
 
 
 @pytest.mark.parametrize("text", [SCRIPT, CAST])
@@ -136,20 +115,33 @@ def test_a_number_that_one_device_does_not_repeat_is_of_the_moment() -> None:
     assert not shown_otherwise(*sides, "2xcpu", [("a.py:1", "at 0.44")])[0]
 
 
-@pytest.mark.parametrize(("value", "code"), [("tokens=mw.sum(seen)", 0), ("tokens=seen", 4)])
-def test_the_command_ends_with_four_and_says_the_line(
-    value: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+NOT_FINITE = """
+import torch, meshwise as mw
+from torch.ao.quantization import MinMaxObserver
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(24, 3)
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+model.seen = MinMaxObserver()
+model, optimizer, loader = mw.distribute(
+    model, torch.optim.AdamW(model.parameters(), 0.1), DataLoader(TensorDataset(x, x[:, :2]), batch_size=4)
+)
+model.forward = lambda x: model[2](model[1](model[0](x)))
+for step, (a, b) in enumerate(loader):
+    mw.backward((model(a) - b).square().mean() * (float("nan") if step == SPOILT else 1.0))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("spoilt", "says"), [("9", []), ("1", ["nothing is proven from step 2 on: the loss is not"])])
+def test_losses_that_are_no_number_on_both_sides_are_equal_and_prove_nothing(
+    spoilt: str, says: list[str], pool: Any
 ) -> None:
-    Path("train.py").write_text(VALIDATION.replace("VALUE", value))
-    for words in (["--no-rounding"], ["--no-rounding", "--json"]):
-        monkeypatch.setattr(sys, "argv", ["meshwise", "check", *words, "train.py"])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out = capsys.readouterr().out
-        assert end.value.code == code, out
-    said = json.loads(out)
-    assert said["equal"] and said["verdict"] == ("doubtful" if code else "equal")
-    assert [doubt.split(" shows ")[0] for doubt in said["doubts"]] == (["train.py:16"] if code else [])
+    found = proof(NOT_FINITE.replace("SPOILT", spoilt), pool)
+    assert found.equal, found.comparison.first
+    assert {c.kind: c.faults for c in found.comparison.kinds}["buffers"] == 0, "a MinMaxObserver begins with inf"
+    assert [doubt.removesuffix(" finite on both sides.") for doubt in found.doubts] == says
 
 
 def test_a_difference_is_no_doubt(pool: Any) -> None:

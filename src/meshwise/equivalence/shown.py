@@ -85,7 +85,9 @@ def _is_measured(text: str, number: int) -> bool:
     found = list(_NUMBER.finditer(text))
     before = text[found[number - 1].end() if number else 0 : found[number].start()]
     clock = before == ":" and len(found[number][0]) == 2
-    return clock or bool(_UNIT.match(text, found[number].end())) or not MEASURED.isdisjoint(_WORD.findall(before.lower()))
+    return (
+        clock or bool(_UNIT.match(text, found[number].end())) or not MEASURED.isdisjoint(_WORD.findall(before.lower()))
+    )
 
 
 def _is_of_the_moment(text: str, again: str, number: int) -> bool:
