@@ -19,7 +19,7 @@ from meshwise.equivalence.shown import shown_otherwise
 from meshwise.equivalence.trace import CheckSpec
 from meshwise.spec.dtypes import dtypes_of
 from meshwise.spec.plan import Plan
-from tests.equivalence.jobs_to_check import job_of, layers
+from tests.equivalence.jobs_to_check import checked, job_of, layers
 from tests.equivalence.script_sides import as_it_was, proof  # noqa: F401  # the fixture
 from tests.equivalence.scripts import SCRIPT
 
@@ -43,6 +43,13 @@ def test_a_cast_of_one_side_alone_is_doubtful(text: str, pool: Any) -> None:
 def test_a_plan_in_low_precision_is_judged_by_that(pool: Any) -> None:
     found = proof(SCRIPT, pool, Plan(data=2, precision="bf16"), rounding=True)
     assert found.verdict is Verdict.EQUAL, found.doubts
+
+
+@pytest.mark.parametrize("name", ["plain", "weighed"])  # clipped, and not
+def test_gradients_are_shown_without_the_scale_of_a_job_in_fp16(name: str, pool: Any) -> None:
+    found = checked(pool, name, Plan(data=2, precision="fp16"), steps=2, rounding=True)
+    rounding = {each.kind: each.plan for each in found.rounding}
+    assert found.verdict is Verdict.EQUAL and rounding["gradients"] < 0.1 and rounding["gradient norm"] < 0.1
 
 
 def test_what_was_not_looked_at_is_said(pool: Any) -> None:

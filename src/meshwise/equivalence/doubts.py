@@ -27,7 +27,10 @@ NO_ROUNDING = (
     "not looked at (--no-rounding): the plan's own precision, where a cast to a lower one shows that one side alone "
     "makes."
 )
-OTHER_STEPS = "not looked at: the plan's own precision, in which this script makes another number of steps."
+OTHER_STEPS = (
+    "not looked at: the plan's own precision, in which another number of steps is made. A loss scaler leaves out those "
+    "that overflow."
+)
 
 
 def rounding_doubts(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
