@@ -71,7 +71,6 @@ PLANS = (
 
 def plain_losses(job: Job) -> list[float]:
     """The first losses of a loop that a user would write on one GPU."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(job.seed)
     model, losses = job.model().cuda(), []
     optimizer = job.optimizer(model.parameters())
