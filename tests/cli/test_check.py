@@ -147,6 +147,20 @@ def test_what_is_doubtful_is_four_and_says_the_line(
     assert [doubt.split(" shows ")[0] for doubt in said["doubts"]] == lines
 
 
+def test_ranks_that_wait_for_each_other_are_ended_with_their_lines(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwise.api.check.HANG_LIMIT", 6.0)
+    extra = "if mw.rank() == 1:\n            torch.distributed.all_reduce(torch.ones(1))\n        optimizer.step()"
+    (tmp_path / "own.py").write_text(VALIDATION.replace("VALUE", "a=1").replace("optimizer.step()", extra))
+    code, out, err = check("--no-rounding", "own.py")
+    assert code == 1 and not out
+    last = err.splitlines()[-1]
+    assert last.startswith("No progress for ") and "Every rank must call the same" in last
+    assert "rank 1 stands at own.py:14 in <module>; rank 0 waits for it in optimizer.step" in last
+    assert "rank 0 stands at own.py:15 in <module>" in last
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -36,9 +36,10 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.transfer.collectives import gather_objects
+from meshwise.workers import heartbeat
 from meshwise.workers.verb_log import came_to
 
-GRACE = 60.0  # seconds in which all ranks must come to the same place of the program
+GRACE = 60.0  # seconds in which all ranks must come to the same place of the program, where no launcher looks
 
 
 class EngineWatcher:
@@ -318,7 +319,10 @@ class EngineWatcher:
         self._meetings += 1
         key = f"meshwise/check/{self._meetings}/{where}"
         default_store().add(key, 1)
-        if not wait_for_all(key, self._world.size, GRACE):
+        beat = heartbeat.enter(where, f"{','.join(map(str, range(self._world.size)))}/check")
+        came = wait_for_all(key, self._world.size, GRACE if heartbeat.current() is None else math.inf)
+        heartbeat.leave(beat)
+        if not came:
             raise UsageError(
                 f"rank {self._world.rank} came to {where} (after step {self._loops.made}), and other ranks of the "
                 "script did not. Every rank must run the same loop: look for what depends on mw.rank()."
