@@ -35,6 +35,16 @@ class OwnBatchNorm(nn.Module):
         return x - x.mean(0)
 
 
+class OwnWeights(nn.Module):
+    # No layer that tensor parallel knows.
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 6, 3))
+
+    def forward(self, x):
+        return torch.einsum("bi,eio->bo", x, self.experts)
+
+
 def normed():
     return nn.Sequential(nn.Linear(6, 8), OwnBatchNorm(), nn.Linear(8, 3))
 
@@ -53,6 +63,7 @@ def optimizer(parameters):
 
 
 job = Job("dropped", model, loss, optimizer, rows, rows, batch_size=8)
+own = Job("own", OwnWeights, loss, optimizer, rows, rows, batch_size=8)
 batch_norm = Job("normed", normed, loss, optimizer, rows, rows, batch_size=8)
 """
 
@@ -117,6 +128,17 @@ def test_what_differs_is_one_and_says_why(check: Check) -> None:
     assert out.startswith("different: module outputs in 1, step 1, by ")
     assert "module    1 (OwnBatchNorm)" in out
     assert "cause     batch-norm statistics" in out and "because   1 is a OwnBatchNorm" in out
+
+
+@pytest.mark.parametrize(("job", "warned"), [("own", True), ("job", False)])
+def test_a_plan_that_divides_nothing_is_warned_of_above_the_verdict(job: str, warned: bool, check: Check) -> None:
+    code, out, err = check(f"train.py:{job}", "--set", "tensor=2", "--no-rounding", "--steps", 2)
+    assert code == 0, out + err
+    first, _, rest = " ".join(out.split()).partition("equal: Plan(tensor=2)")
+    assert first.startswith("warning: this plan divides little: tensor=2: 0% of the") == warned and rest
+    if warned:
+        assert "experts (OwnWeights)" in first and "expert=2, which divides stacked experts, or shard=2" in first
+    assert "divides little" not in rest
 
 
 def test_every_figure_is_in_the_json(check: Check, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from meshwise.equivalence.trace import CheckSpec, Draws, StepTrace
 from meshwise.guards.undistributed import UndistributedLoops
 from meshwise.guards.unsummed import UnsummedLoops
 from meshwise.job.job import Job
+from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
@@ -130,6 +131,7 @@ class EngineWatcher:
         self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.tracer = ModelTracer(self._model, self._seed, self._drawn, upcast=self._spec.in_float64)
         trace = self.found.trace = self.tracer.trace
+        trace.notes = tuple(note for note in self._engine.notes if note.startswith(UNDIVIDED))
         trace.rank_divergence = across_ranks.start_diverges(trace)
         if any(gather_objects(across_ranks.cannot_train(trace.rank_divergence))):
             raise ScriptEnds
