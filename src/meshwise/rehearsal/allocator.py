@@ -229,8 +229,8 @@ class Total:
 
 
 def reserved_on(works: Sequence[Work], name: str, capacity: int | None = None) -> int:
-    """Bytes that the allocator holds after these steps on a part of this name, cuBLAS's workspace with them. capacity: of
-    the device, on which what is cached goes back before an allocation fails."""
+    """Bytes that the allocator holds after these steps on a part of this name, cuBLAS's workspace with them. capacity:
+    of the device, on which what is cached goes back before an allocation fails."""
     known = part(name)
     first = [workspace(known.architecture if known else "")]
     reserved = replay(works, first=first).reserved

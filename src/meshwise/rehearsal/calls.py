@@ -29,7 +29,7 @@ LEAST, MOST = 0.1, 1.0
 def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """The call of a torch operator as JSON: its name with the overload, tensors by their sizes; empty where an argument
     is of a kind that cannot be written, or drawn."""
-    given = named_arguments(func, args, kwargs)
+    given = named_arguments(func, tuple(args), dict(kwargs))
     held = {name: one for name in UNDRAWN if isinstance(one := given.get(name), Tensor)}
     if "workspace" in held or any(one.numel() for one in held.values()):
         return ""
