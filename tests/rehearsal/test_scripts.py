@@ -17,7 +17,7 @@ from meshwise.jobs.script import run_script_file
 from meshwise.rehearsal.scripts import Script, known_script, trace_script
 from meshwise.rehearsal.trace import trace
 from meshwise.rehearsal.work import Launch, Operation
-from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan
 
 SCRIPT = """
@@ -193,6 +193,15 @@ def test_it_ends_though_it_catches_every_exception(script):
     catches = SCRIPT.replace("for x, y in loader:", "while True:\n  for x, y in loader:").replace("\n    ", "\n      ")
     text = catches.replace("\n      # changed", "\n      try:\n          pass\n      except Exception:\n          pass")
     assert any(isinstance(event, Launch) for event in trace_script(script(text), Plan())[0].step.events)
+
+
+def test_a_plain_script_is_refused_after_its_first_steps(script):
+    plain = SCRIPT.replace("mw.distribute(model, optimizer, loader)", "model, optimizer, loader")
+    plain = plain.replace("mw.backward(loss)", "loss.backward()")
+    assert plain.count("for x, y in loader:") == 1
+    text = plain.replace("for x, y in loader:", "for x, y in (batch for _ in iter(int, 1) for batch in loader):")
+    with pytest.raises(UsageError, match=r"never gives a model to mw\.distribute"):
+        trace_script(script(text), Plan())
 
 
 REFUSED = {

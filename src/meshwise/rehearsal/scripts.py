@@ -28,6 +28,7 @@ from unittest.mock import patch
 import numpy
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from meshwise.compat.fake import real_values
@@ -118,7 +119,7 @@ class _Loop(Places):
         self.notes, self.batch_size, self.batch_norms = engine.notes, 0, False
         self._record, self._engine = record, engine
         self._held: Any = ()
-        self._asked = self._batch = 0
+        self._asked = self._batch = self._alone = 0
         self._trained = self._stepped = False
         self._known: set[int] = set()
         engine.events.listen(self, When.WATCH, only=("step_begins", "step_ends"))
@@ -167,6 +168,12 @@ class _Loop(Places):
         self._record.tell(state_of(optimizer), "optimizer")
         self.phase, self._stepped = "other", self._trained
 
+    def stepped(self) -> None:
+        """An optimizer made a step. Raises RehearsalEnds where several have, and no model was given to distribute."""
+        self._alone += not self._engine.has_applied
+        if self._alone > STEPS and not self._engine.has_applied:
+            raise RehearsalEnds
+
     def number(self, dtype: torch.dtype) -> float | None:
         """What a number is taken for that the program reads outside of its model."""
         if dtype == torch.bool:
@@ -183,7 +190,7 @@ def _rehearsed(script: Script, plan: Plan, kind: str, rank: int = 0) -> _Loop:
             loop = record.places = _Loop(record, engine)
             before = make_current(loop)
             try:
-                with mode, cuda_by_name(kind != "cpu"), guessing(loop.number), fake_without_values():
+                with mode, cuda_by_name(kind != "cpu"), guessing(loop.number), fake_without_values(), _steps_seen(loop):
                     _run(script, loop, said)
             finally:
                 make_current(before)
@@ -195,6 +202,16 @@ def _rehearsed(script: Script, plan: Plan, kind: str, rank: int = 0) -> _Loop:
             "device = 'cuda' if torch.cuda.is_available() else 'cpu', model.to(device). Or plan for a CPU: 4xcpu."
         )
     return loop
+
+
+@contextmanager
+def _steps_seen(loop: _Loop) -> Iterator[None]:
+    """Let `loop.stepped` know of each step of any optimizer, also of one that was never given to mw.distribute."""
+    handle = register_optimizer_step_post_hook(lambda *unused: loop.stepped())
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _run(script: Script, loop: _Loop, said: io.StringIO) -> None:
