@@ -9,6 +9,7 @@ any number of times. Read in torch 2.11, 2.13 and 2.15: `nn/parallel/distributed
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,17 +17,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket, Store  # type: ignore[attr-defined]
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwise.compat.fake import rehearsing
 
+_GRADIENT = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
-Hook = Callable[[GradBucket], torch.futures.Future[Tensor]]
+Hook = Callable[[Any], torch.futures.Future[Tensor] | None]
+"""Given a full bucket; gives when it is reduced, or None where it is already."""
 
 
-class _PlainBucket:
-    """What a hook is given of a `GradBucket`."""
+class PlainBucket:
+    """What a hook is given of a `GradBucket`; and all of a reducer, where the parameters fit one: it is full when the
+    backward is over, so that there is nothing to overlap, and DDP's hooks would cost more than a small sum."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
@@ -44,6 +50,18 @@ class _PlainBucket:
     def parameters(self) -> list[nn.Parameter]:
         return self._parameters
 
+    def reduce(self, hook: Hook) -> bool:
+        """Reduce what `.grad` of each parameter holds, by `hook`; False where one holds nothing."""
+        gradients = list(map(_GRADIENT, self._parameters))
+        if not all(map(operator.is_not, gradients, itertools.repeat(None))):
+            return False
+        torch._foreach_copy_(self._views, gradients)
+        begun = hook(self)
+        if begun is not None:
+            begun.wait()
+        torch._foreach_copy_(gradients, self._views)
+        return True
+
 
 class PlainReducer:
     """DDP's reducer in Python, for fake tensors, on which its C++ cannot run: the same buckets in the same order, the
@@ -55,9 +73,8 @@ class PlainReducer:
     def __init__(self, ready: Sequence[nn.Parameter], bucket_mb: int, hook: Hook) -> None:
         """ready: the parameters in the order in which a backward reaches them."""
         self._hook = hook
-        # A cap that is given holds for the first bucket too.
-        found, _ = dist._compute_bucket_assignment_by_size(list(ready), [bucket_mb << 20])  # type: ignore[attr-defined]
-        self._buckets = [_PlainBucket([ready[index] for index in bucket]) for bucket in found]
+        found = _assigned(ready, bucket_mb)
+        self._buckets = [PlainBucket([ready[index] for index in bucket]) for bucket in found]
         self._armed, self._waiting, self._begun = False, [0] * len(found), list[torch.futures.Future[Tensor]]()
         for number, bucket in enumerate(self._buckets):
             for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -86,13 +103,23 @@ class PlainReducer:
                 p.grad.copy_(view)
 
 
+def _assigned(ready: Sequence[Tensor], bucket_mb: int) -> list[list[int]]:
+    """The indices of the parameters of each bucket. A cap that is given holds for the first bucket too."""
+    found, _ = dist._compute_bucket_assignment_by_size(list(ready), [bucket_mb << 20])  # type: ignore[attr-defined]
+    return found
+
+
 def make_reducer(
     parameters: Sequence[nn.Parameter], bucket_mb: int, hook: Hook, group: Any = None
-) -> DistributedDataParallel | PlainReducer:
-    """A DDP over `parameters` alone, whose buckets are reduced by `hook` over `group`. Broadcasts those of rank 0.
+) -> DistributedDataParallel | PlainReducer | PlainBucket:
+    """What reduces `parameters` by `hook` over `group`: one bucket, or a DDP over them alone.
 
     Collective. Raises RuntimeError where this torch has no reducer to arm.
     """
+    if all(type(p.data) in (Tensor, FakeTensor) for p in parameters) and len(_assigned(parameters, bucket_mb)) == 1:
+        if not rehearsing():
+            _verify_param_shape_across_processes(group or dist.group.WORLD, list(parameters))  # type: ignore[arg-type]
+        return PlainBucket(parameters[::-1])
     if rehearsing():
         return PlainReducer(parameters[::-1], bucket_mb, hook)
     holder = nn.Module()

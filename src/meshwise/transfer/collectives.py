@@ -29,6 +29,7 @@ from torch.futures import Future
 from meshwise.compat import collectives as backend
 from meshwise.compat.collectives import Group as Group
 from meshwise.compat.collectives import Pairs
+from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.timeline.recorder import current
 from meshwise.timeline.spans import collective_name
@@ -71,6 +72,24 @@ def begin_sum(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
 def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
     """Begin to average `tensor` over all ranks, in place; the future gives it. Dividing first keeps fp16 in range."""
     return _begin_sum(tensor, of, mean=True)
+
+
+def mean_now(tensor: Tensor, *, of: str = "") -> None:
+    """Average `tensor` over all ranks, in place: for a thread that has nothing to do meanwhile, which a sum on the host
+    then need not wake. `dist.all_reduce` takes as long as a small sum to come to the group."""
+    group, name, recorder = DIVIDING[0] or dist.group.WORLD, collective_name("all-reduce", of), current()
+    if group is None or foreign.OPEN or OPEN or has_streams(tensor.device) or tensor.dtype not in backend.PLAIN:
+        begin_mean(tensor, of=of).wait()
+        return
+    key = key_of(DIVIDING[0])
+    entered[key] += 1
+    beat, (code, number, start) = enter(name, key), recorder.begin_collective(name)
+    recorder.dtypes[code, tensor.nbytes] = tensor.dtype
+    try:
+        group.allreduce([tensor.div_(group.size())]).wait()
+    finally:
+        recorder.add(code, start, recorder.mark(), tensor.nbytes, number)
+        leave(beat)
 
 
 def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
