@@ -9,7 +9,6 @@ any number of times. Read in torch 2.11, 2.13 and 2.15: `nn/parallel/distributed
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,10 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwise.compat.fake import rehearsing
 
-_GRADIENT = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
-Hook = Callable[[Any], torch.futures.Future[Tensor] | None]
-"""Given a full bucket; gives when it is reduced, or None where it is already."""
+Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
 class PlainBucket:
@@ -36,31 +33,19 @@ class PlainBucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
-        self._parameters = list(parameters)
-        self._buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        parts = self._buffer.split([p.numel() for p in parameters])
-        self._views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+        self.members = list(parameters)
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        parts = self.flat.split([p.numel() for p in parameters])
+        self.views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
     def buffer(self) -> Tensor:
-        return self._buffer
+        return self.flat
 
     def gradients(self) -> list[Tensor]:
-        return self._views
+        return self.views
 
     def parameters(self) -> list[nn.Parameter]:
-        return self._parameters
-
-    def reduce(self, hook: Hook) -> bool:
-        """Reduce what `.grad` of each parameter holds, by `hook`; False where one holds nothing."""
-        gradients = list(map(_GRADIENT, self._parameters))
-        if not all(map(operator.is_not, gradients, itertools.repeat(None))):
-            return False
-        torch._foreach_copy_(self._views, gradients)
-        begun = hook(self)
-        if begun is not None:
-            begun.wait()
-        torch._foreach_copy_(gradients, self._views)
-        return True
+        return self.members
 
 
 class PlainReducer:
@@ -90,7 +75,7 @@ class PlainReducer:
         view.copy_(p.grad)
         self._waiting[number] -= 1
         while len(self._begun) < len(self._buckets) and not self._waiting[len(self._begun)]:
-            self._begun.append(self._hook(self._buckets[len(self._begun)]))  # type: ignore[arg-type]
+            self._begun.append(self._hook(self._buckets[len(self._begun)]))
             if len(self._begun) == len(self._buckets):
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 

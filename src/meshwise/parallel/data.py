@@ -45,6 +45,7 @@ from meshwise.transfer.agreement import agree
 CARRIED = 1 + 32  # numbers that travel with the gradients: the loss, and what the engine lets travel with it
 _skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
 _made = itertools.count()  # every rank makes its reductions in the same order
+_GRADIENT = operator.attrgetter("grad")
 _IS_TRAINED = operator.attrgetter("requires_grad")
 LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter that is new to the reduction
 
@@ -127,7 +128,9 @@ class DataParallel:
         self._factor, self._calls = factor, 0
         carrier, order = self._loss_carrier if self._groups[:1] == groups[:1] != [] else None, list[int]()
         if carrier is not None:
-            sent = carrier.new_zeros(CARRIED) if value is None or factor is not None else _sent(value, carrier)
+            sent = value if value is not None and factor is None else carrier.new_zeros(1)
+            if sent.shape != carrier.shape or sent.dtype is not carrier.dtype:
+                sent = F.pad(sent.reshape(-1).to(carrier), (0, CARRIED - sent.numel()))
             if isinstance(groups[0].ddp, PlainBucket):
                 carrier.grad = sent
                 loss.backward()
@@ -139,7 +142,7 @@ class DataParallel:
             loss.backward()
         if self._calls < self._buckets:
             only = groups[0].ddp if len(groups) == 1 and not before else None
-            if not isinstance(only, PlainBucket) or not only.reduce(self._on_bucket):
+            if not isinstance(only, PlainBucket) or not self._reduce(only):
                 self._complete(groups, before)
         if factor is not None:
             self._finish_unarmed(groups, factor)
@@ -201,19 +204,30 @@ class DataParallel:
         self._agree("loss", [name for g in groups for name in g.names[-1:]])
         return groups
 
-    def _on_bucket(self, bucket: GradBucket | PlainBucket) -> torch.futures.Future[Tensor] | None:
+    def _on_bucket(self, bucket: GradBucket | PlainBucket) -> torch.futures.Future[Tensor]:
         """Called by the reducer when a bucket is ready."""
         self._calls += 1
         buffer = bucket.buffer()
         if self._factor is not None or self._kept:
             self._weigh(bucket)
         if self._dtype is None or self._dtype == buffer.dtype:
-            if isinstance(bucket, PlainBucket):
-                collectives.mean_now(buffer, of="gradients")
-                return None
             return collectives.begin_mean(buffer, of="gradients")
         mean = collectives.begin_mean(stored_in(buffer, self._dtype), of="gradients")
         return mean.then(lambda done: buffer.copy_(done.value()))
+
+    def _reduce(self, bucket: PlainBucket) -> bool:
+        """Average what `.grad` of its parameters holds; False where one holds nothing."""
+        gradients = list(map(_GRADIENT, bucket.members))
+        if not all(map(operator.is_not, gradients, itertools.repeat(None))):
+            return False
+        torch._foreach_copy_(bucket.views, gradients)
+        if self._factor is None and not self._kept and self._dtype is None:
+            self._calls += 1
+            collectives.mean_now(bucket.flat, of="gradients")
+        else:
+            self._on_bucket(bucket).wait()
+        torch._foreach_copy_(gradients, bucket.views)
+        return True
 
     def _weigh(self, bucket: GradBucket | PlainBucket) -> None:
         """Multiply by the factor, and add what was set aside."""
@@ -235,7 +249,7 @@ class DataParallel:
         missed_by_all = self._take_part(missing, before) if missing else None
         for group in armed:
             if isinstance(group.ddp, PlainBucket):
-                group.ddp.reduce(self._on_bucket)
+                self._reduce(group.ddp)
         if missed_by_all is not None:
             missed_by_all()
 
@@ -318,7 +332,7 @@ class DataParallel:
         ]  # autograd runs the newest node first: the last term's gradient is ready first
         torch.stack(terms).sum().backward()
         if isinstance(group.ddp, PlainBucket):
-            group.ddp.reduce(self._on_bucket)
+            self._reduce(group.ddp)
 
     def _agree(self, what: str, names: Iterable[str]) -> None:
         """All ranks must come here with the same names before any of them enters a collective for them."""
@@ -338,12 +352,6 @@ def _loss_carrier(first: nn.Parameter) -> nn.Parameter:
     """A parameter whose gradient is what travels with the gradients."""
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
     return nn.Parameter(torch.zeros(CARRIED, dtype=dtype, device=first.device))
-
-
-def _sent(value: Tensor, carrier: nn.Parameter) -> Tensor:
-    """The gradient of the carrier: `value`, with zeros behind it."""
-    value = value if value.dtype is carrier.dtype else value.to(carrier)
-    return value if value.numel() == CARRIED else F.pad(value.reshape(-1), (0, CARRIED - value.numel()))
 
 
 def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int) -> bool:
