@@ -56,6 +56,24 @@ job = Job("dropped", model, loss, optimizer, rows, rows, batch_size=8)
 batch_norm = Job("normed", normed, loss, optimizer, rows, rows, batch_size=8)
 """
 
+VALIDATION = """
+import torch, meshwise as mw
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(12, 3)
+model = torch.nn.Linear(3, 2)
+model, optimizer, loader = mw.distribute(
+    model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(x, x[:, :2]), batch_size=4)
+)
+for epoch in range(2):
+    for a, b in loader:
+        mw.backward((model(a) - b).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = sum(len(a) for a, b in loader)
+    mw.log(VALUE)
+"""
+
 
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Check:
@@ -80,6 +98,7 @@ def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
 def test_what_is_equal_is_zero(check: Check) -> None:
     code, out, err = check("train.py:job", "--set", "accumulate=2", "--devices", "2xcpu", "--perturb")
     assert code == 0, out + err
+    assert "doubt" not in out and "not looked at" not in out
     assert "CPUs have no streams to follow: --devices 2xcuda looks for races between streams too" in err
     lines = out.splitlines()
     assert lines[0].startswith("equal: Plan(data=2, accumulate=2) computes what one device computes")
@@ -94,6 +113,7 @@ def test_what_is_equal_is_zero(check: Check) -> None:
 def test_what_differs_is_one_and_says_why(check: Check) -> None:
     code, out, err = check("train.py:batch_norm", "--no-rounding")
     assert code == 1, out + err
+    assert "not looked at (--no-rounding)" in out
     assert out.startswith("different: module outputs in 1, step 1, by ")
     assert "module    1 (OwnBatchNorm)" in out
     assert "cause     batch-norm statistics" in out and "because   1 is a OwnBatchNorm" in out
@@ -107,6 +127,24 @@ def test_every_figure_is_in_the_json(check: Check, tmp_path: Path) -> None:
     assert said["first"]["module"] == "1" and said["cause"]["name"] == "batch-norm statistics"
     assert {kind["kind"] for kind in said["compared"]} <= set(KINDS)
     assert all(set(d) == {"kind", "step", "name", "relative", "absolute", "facts"} for d in said["differences"])
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict", "lines"),
+    [
+        ("tokens=mw.sum(seen)", "equal", []),
+        ("tokens=seen", "doubtful", ["own.py:16"]),
+    ],
+)
+def test_what_is_doubtful_is_four_and_says_the_line(
+    value: str, verdict: str, lines: list[str], check: Check, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(VALIDATION.replace("VALUE", value))
+    code, out, err = check("--no-rounding", "--json", "own.py")
+    said = json.loads(out)
+    assert code == (4 if lines else 0), out + err
+    assert said["equal"] and said["verdict"] == verdict
+    assert [doubt.split(" shows ")[0] for doubt in said["doubts"]] == lines
 
 
 @pytest.mark.parametrize(

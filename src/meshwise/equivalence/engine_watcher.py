@@ -190,11 +190,13 @@ class EngineWatcher:
         if self._job is None:
             self._begin_forward()
 
-    def loss_known(self, loss: Tensor, own: Tensor) -> None:
-        """The global loss of the backwards since the last one that reduced, and this rank's own."""
+    def loss_known(self, loss: Tensor, own: Tensor, scale: float = 1.0) -> None:
+        """The global loss of the backwards since the last one that reduced, and this rank's own. scale: of a job's loss
+        scaler, which is in the gradients still."""
         if self.tracer is not None:
             if self._job is not None:  # complete by now: what stages of a pipeline share is added up last
-                self.tracer.step.gradients = gradients_of(self._model)
+                gradients = gradients_of(self._model)
+                self.tracer.step.gradients = {name: g / scale for name, g in gradients.items()}
             self.tracer.step.loss += float(loss)
             if self._batch is not None and self._batch[0].samples:
                 self.tracer.step.rank_losses.append(float(own))

@@ -43,9 +43,11 @@ def verdict(proof: Proof) -> list[Text]:
     run = f"{plural(len(proof.batches), 'step')} of {batches} samples"
     first = proof.comparison.first
     if first is None:
-        text = f"equal: {proof.plan} computes what one device computes, in {run}"
+        word, style = ("equal, but doubtful", "bold yellow") if proof.doubts else ("equal", "bold green")
+        text = f"{word}: {proof.plan} computes what one device computes, in {run}"
         return [
-            Text(text, "bold green"),
+            Text(text, style),
+            *(Text(f"but       {doubt}", "yellow") for doubt in proof.doubts),
             Text(f"no difference above {_limit()} in float64, relative to the size of a tensor", "dim"),
         ]
     where = f"step {first.step}" if first.step else "before the first step"
