@@ -23,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwise.compat.fake import rehearsing
 
+copy_each = torch._foreach_copy_
+"""Each tensor of a list over one of another."""
 _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 

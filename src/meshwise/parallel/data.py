@@ -32,7 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.compat import reducer
 from meshwise.compat.complex_numbers import stored_in
-from meshwise.compat.reducer import PlainBucket
+from meshwise.compat.reducer import PlainBucket, copy_each
 from meshwise.parallel.reduction import SKIPPED, reached_parameters, reduced_in
 from meshwise.parallel.shard_units import roots_of
 from meshwise.parallel.skipped import parameters_that_may_be_skipped
@@ -103,11 +103,8 @@ class DataParallel:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """`Reduction.backward`.
-
-        value: with `piggyback_loss` it travels with the gradients, as the gradient of a parameter of its own: a
-            collective for it alone would cost more than a step of a small model can hide.
-        """
+        """`Reduction.backward`. value: with `piggyback_loss` it travels as the gradient of a parameter of its own: a
+        collective for it alone would cost more than a step of a small model can hide."""
         self._backwards += 1
         before: dict[int, tuple[Tensor, int]] = {}
         trained = list(map(_IS_TRAINED, self._parameters))
@@ -220,13 +217,13 @@ class DataParallel:
         gradients = list(map(_GRADIENT, bucket.members))
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
-        torch._foreach_copy_(bucket.views, gradients)
+        copy_each(bucket.views, gradients)
         if self._factor is None and not self._kept and self._dtype is None:
             self._calls += 1
             collectives.mean_now(bucket.flat, of="gradients")
         else:
             self._on_bucket(bucket).wait()
-        torch._foreach_copy_(gradients, bucket.views)
+        copy_each(gradients, bucket.views)
         return True
 
     def _weigh(self, bucket: GradBucket | PlainBucket) -> None:
