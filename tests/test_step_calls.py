@@ -17,7 +17,7 @@ CEILING = {
     "script, two workers": (17, 54, 539, 70, 5),
 }
 """Files, functions, lines of these, calls of ours, calls of Python's library for ours (Python 3.11): only lowered.
-Raised once, by 4 and 6 lines, when the end of a sum (19 lines) came from a thread, uncounted, to the one that counts."""
+Raised once, by 4 and 6 lines, when the end of a sum (19 lines) came from a thread, uncounted, to this one."""
 
 
 @pytest.mark.parametrize("program", CEILING)
