@@ -35,6 +35,16 @@ class OwnBatchNorm(nn.Module):
         return x - x.mean(0)
 
 
+class OwnWeights(nn.Module):
+    # No layer that tensor parallel knows.
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 6, 3))
+
+    def forward(self, x):
+        return torch.einsum("bi,eio->bo", x, self.experts)
+
+
 def normed():
     return nn.Sequential(nn.Linear(6, 8), OwnBatchNorm(), nn.Linear(8, 3))
 
@@ -53,6 +63,7 @@ def optimizer(parameters):
 
 
 job = Job("dropped", model, loss, optimizer, rows, rows, batch_size=8)
+own = Job("own", OwnWeights, loss, optimizer, rows, rows, batch_size=8)
 batch_norm = Job("normed", normed, loss, optimizer, rows, rows, batch_size=8)
 """
 
@@ -119,6 +130,17 @@ def test_what_differs_is_one_and_says_why(check: Check) -> None:
     assert "cause     batch-norm statistics" in out and "because   1 is a OwnBatchNorm" in out
 
 
+@pytest.mark.parametrize(("job", "warned"), [("own", True), ("job", False)])
+def test_a_plan_that_divides_nothing_is_warned_of_above_the_verdict(job: str, warned: bool, check: Check) -> None:
+    code, out, err = check(f"train.py:{job}", "--set", "tensor=2", "--no-rounding", "--steps", 2)
+    assert code == 0, out + err
+    first, _, rest = " ".join(out.split()).partition("equal: Plan(tensor=2)")
+    assert first.startswith("warning: this plan divides little: tensor=2: 0% of the") == warned and rest
+    if warned:
+        assert "experts (OwnWeights)" in first and "expert=2, which divides stacked experts, or shard=2" in first
+    assert "divides little" not in rest
+
+
 def test_every_figure_is_in_the_json(check: Check, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("data = 2\n")
     code, out, _ = check("train.py:batch_norm", "--plan", "plan.toml", "--json", "--steps", 2, "--no-rounding")
@@ -145,6 +167,20 @@ def test_what_is_doubtful_is_four_and_says_the_line(
     assert code == (4 if lines else 0), out + err
     assert said["equal"] and said["verdict"] == verdict
     assert [doubt.split(" shows ")[0] for doubt in said["doubts"]] == lines
+
+
+def test_ranks_that_wait_for_each_other_are_ended_with_their_lines(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwise.api.check.HANG_LIMIT", 6.0)
+    extra = "if mw.rank() == 1:\n            torch.distributed.all_reduce(torch.ones(1))\n        optimizer.step()"
+    (tmp_path / "own.py").write_text(VALIDATION.replace("VALUE", "a=1").replace("optimizer.step()", extra))
+    code, out, err = check("--no-rounding", "own.py")
+    assert code == 1 and not out
+    last = err.splitlines()[-1]
+    assert last.startswith("No progress for ") and "Every rank must call the same" in last
+    assert "rank 1 stands at own.py:14 in <module>; rank 0 waits for it in optimizer.step" in last
+    assert "rank 0 stands at own.py:15 in <module>" in last
 
 
 @pytest.mark.parametrize(

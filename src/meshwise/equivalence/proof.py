@@ -14,6 +14,7 @@ from meshwise.equivalence.noise import noise_of
 from meshwise.equivalence.shown import shown_otherwise
 from meshwise.equivalence.trace import CheckSpec, Trace
 from meshwise.parallel.data import DROPOUT_NOTE
+from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.plan import Plan
 
 ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evaluation")
@@ -49,7 +50,7 @@ class Proof:
     in the order in which things happen, None when there is none. module: that of the first difference; empty where it
     has none. cause: the likely cause of it, with the evidence. rounding: of each side in the plan's own precision;
     empty where it was not asked for. notes: what the plan says of itself, and what was not looked at. doubts: figures
-    that differ though all that is compared in float64 is equal, a sentence each.
+    that differ though all that is compared in float64 is equal, a sentence each. warnings: a plan that divides little.
     """
 
     job: str
@@ -62,6 +63,7 @@ class Proof:
     rounding: tuple[Rounding, ...] = ()
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -97,6 +99,7 @@ def prove(
     same_steps = len(rounded) == 2 and all(len(trace.steps) == len(reference.steps) for trace in rounded)
     of_rounded = [compare(reference, trace) for trace in rounded] if same_steps else []
     looked = bool(of_rounded) or spec.plan.precision == "fp64"
+    warnings = tuple(note for note in actual.notes if note.startswith(UNDIVIDED))
     doubts = (*unproven(reference), *wrong, *rounding_doubts(of_rounded, spec.plan.dtypes))
     return Proof(
         job,
@@ -108,11 +111,13 @@ def prove(
         cause_of(comparison, reference, actual, spec.plan),
         tuple(_rounding(of_rounded)),
         (
-            *(note for note in actual.notes if note != DROPOUT_NOTE),  # it is keyed in a check
+            # dropout is keyed in a check
+            *(note for note in actual.notes if note != DROPOUT_NOTE and note not in warnings),
             *(harmless if comparison.equal else [*wrong, *harmless]),
             *([] if looked else [OTHER_STEPS if rounded else NO_ROUNDING]),
         ),
         doubts if comparison.equal else (),
+        warnings,
     )
 
 

@@ -32,4 +32,5 @@ def check_dict(proof: Proof) -> dict[str, Any]:
         "rounding": json_value(proof.rounding, str),
         "notes": list(proof.notes),
         "doubts": list(proof.doubts),
+        "warnings": list(proof.warnings),
     }

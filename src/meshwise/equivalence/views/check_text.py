@@ -34,7 +34,8 @@ def _lines(proof: Proof, screen: Screen) -> list[Text]:
         rounding += screen.wrap(Text(text, "dim"))
     notes = [*(f"not compared: {text}" for text in proof.comparison.left_out), *proof.notes]
     shown = screen.wrap(*(Text(text, "yellow") for text in notes))
-    return spaced([screen.wrap(*verdict(proof)), compared, rounding, shown], None)
+    warned = screen.wrap(*(Text(f"warning: {text}", "yellow") for text in proof.warnings))
+    return spaced([warned, screen.wrap(*verdict(proof)), compared, rounding, shown], None)
 
 
 def verdict(proof: Proof) -> list[Text]:
