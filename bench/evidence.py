@@ -17,12 +17,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "bench/results", ROOT / "docs/evidence.md"
 NONE = {
-    "step times, bandwidths, overlap, and memory that the allocator reserves on a GPU": "predicted "
-    "([accuracy.md](accuracy.md)); `bench/gpu.py` measures them where a GPU is",
+    "step times, overlap, and memory that the allocator reserves on a GPU": "predicted ([accuracy.md](accuracy.md)); "
+    "two configurations were measured on one GPU (R5 above), none on several",
     "fragmentation, expandable segments": "the fake's memory is the host's",
-    "kernels of a GPU: Triton, `compile`, flash attention, cuDNN": "the fake computes by the CPU's kernels; `compile` "
-    "is refused there",
-    "CUDA graphs": "refused by the fake",
+    "kernels of a GPU and CUDA graphs on several devices": "the fake computes by the CPU's kernels, and refuses "
+    "`compile` and graphs; on one GPU they were run (R5 above)",
     "access between devices (`peer`), memory that processes share": "refused by the fake; copies go by the host",
 }
 HEAD = """# What is known of devices, and how

@@ -22,7 +22,7 @@ torch.manual_seed(0)
 torch.use_deterministic_algorithms(mode=True)
 torch.backends.cudnn.benchmark = False
 tokens = torch.randint(WORDS, (STEPS * BATCH, LENGTH + 1))
-loader = DataLoader(TensorDataset(tokens), batch_size=BATCH, shuffle=True, pin_memory=True, num_workers=2)
+loader = DataLoader(TensorDataset(tokens), batch_size=BATCH, shuffle=True, pin_memory=way != "graph", num_workers=2)
 model = Transformer(2, WIDTH, LENGTH, causal=True).cuda()
 fused = {"fused": True} if way == "fused" else {"capturable": True} if way == "graph" else {}
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3, **fused)

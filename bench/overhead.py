@@ -64,19 +64,19 @@ def our_step(job: Job, recorder: Recorder, log_every: int = 100) -> Step:
 
 
 def slices(job: Job) -> Iterator[Any]:
-    """This rank's part of each batch, by hand."""
+    """This rank's part of each batch on its device, by hand."""
     world = join().world
     data = job.data()
     order = epoch_order(0, 0, len(data))
     for start in range(0, len(order), job.batch_size):
         first, last = part(start, min(start + job.batch_size, len(order)), world.size, world.rank)
-        yield data.batch(order[first:last])
+        yield tuple(tensor.to(world.device) for tensor in data.batch(order[first:last]))
 
 
 def hand_step(job: Job, log_every: int = 100) -> Step:
     """The loop that a user writes by hand, with DistributedDataParallel on several ranks."""
     torch.manual_seed(0)
-    model: Any = job.model()
+    model: Any = job.model().to(join().world.device)
     if join().world.size > 1:
         model = DistributedDataParallel(model)
     optimizer = job.optimizer(model.parameters())
@@ -111,13 +111,13 @@ class _Rows(Dataset[Any]):
 def two_lines_step(job: Job) -> Step:
     """A loop of one's own with mw.distribute and mw.backward."""
     torch.manual_seed(0)
-    model = job.model()
+    model = job.model().to(join().world.device)
     loader = DataLoader(_Rows(job.data()), batch_size=job.batch_size, shuffle=True)
     model, optimizer, loader = mw.distribute(model, job.optimizer(model.parameters()), loader)
-    batches = iter(loader)
+    batches, device = iter(loader), join().world.device
 
     def step() -> None:
-        batch = next(batches)
+        batch = tuple(tensor.to(device) for tensor in next(batches))
         loss = job.loss(model, batch)
         if isinstance(loss, tuple):
             mw.backward(loss[0], weight=loss[1])

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
-from meshwise.spec.exit_codes import FAILED, INTERRUPTED, MEANINGS
+from meshwise.spec.exit_codes import DOUBTFUL, FAILED, INTERRUPTED, MEANINGS
 from meshwise.spec.user_code import name_line
 from meshwise.spec.words import printable
 from meshwise.terminal import last_words
@@ -35,6 +35,10 @@ EXIT_CODES = {
     ): f"{MEANINGS[str(FAILED)]}: the culprit's rank and traceback are shown once; bench: a path corrupts data; "
     "check: the plan differs; plan: no plan fits for certain",
     "3": "bench: a device or a path is far slower than its model usually is",
+    str(
+        DOUBTFUL
+    ): "check: equal in float64, but figures beside it differ: the rounding of one side alone, a number that "
+    "the script shows, or losses that are not finite",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,16 @@ class OwnBatchNorm(nn.Module):
         return x - x.mean(0)
 
 
+class OwnWeights(nn.Module):
+    # No layer that tensor parallel knows.
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 6, 3))
+
+    def forward(self, x):
+        return torch.einsum("bi,eio->bo", x, self.experts)
+
+
 def normed():
     return nn.Sequential(nn.Linear(6, 8), OwnBatchNorm(), nn.Linear(8, 3))
 
@@ -53,7 +64,26 @@ def optimizer(parameters):
 
 
 job = Job("dropped", model, loss, optimizer, rows, rows, batch_size=8)
+own = Job("own", OwnWeights, loss, optimizer, rows, rows, batch_size=8)
 batch_norm = Job("normed", normed, loss, optimizer, rows, rows, batch_size=8)
+"""
+
+VALIDATION = """
+import torch, meshwise as mw
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(12, 3)
+model = torch.nn.Linear(3, 2)
+model, optimizer, loader = mw.distribute(
+    model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(x, x[:, :2]), batch_size=4)
+)
+for epoch in range(2):
+    for a, b in loader:
+        mw.backward((model(a) - b).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = sum(len(a) for a, b in loader)
+    mw.log(VALUE)
 """
 
 
@@ -80,8 +110,14 @@ def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
 def test_what_is_equal_is_zero(check: Check) -> None:
     code, out, err = check("train.py:job", "--set", "accumulate=2", "--devices", "2xcpu", "--perturb")
     assert code == 0, out + err
+    assert "doubt" not in out and "not looked at" not in out
     assert "CPUs have no streams to follow: --devices 2xcuda looks for races between streams too" in err
     lines = out.splitlines()
+    verdict = " ".join(lines[: lines.index("")])
+    band = (
+        r"in fp32 rounding alone moves, in 3 steps and on one device too: loss \S+, parameters \S+, evaluation \S+\. "
+    )
+    assert re.search(band + "It grows over an epoch, and is no fault.$", verdict), verdict
     assert lines[0].startswith("equal: Plan(data=2, accumulate=2) computes what one device computes")
     table = lines[lines.index("") + 1 :]
     table = table[: table.index("")]
@@ -94,9 +130,21 @@ def test_what_is_equal_is_zero(check: Check) -> None:
 def test_what_differs_is_one_and_says_why(check: Check) -> None:
     code, out, err = check("train.py:batch_norm", "--no-rounding")
     assert code == 1, out + err
+    assert "not looked at (--no-rounding)" in out and "rounding alone" not in out
     assert out.startswith("different: module outputs in 1, step 1, by ")
     assert "module    1 (OwnBatchNorm)" in out
     assert "cause     batch-norm statistics" in out and "because   1 is a OwnBatchNorm" in out
+
+
+@pytest.mark.parametrize(("job", "warned"), [("own", True), ("job", False)])
+def test_a_plan_that_divides_nothing_is_warned_of_above_the_verdict(job: str, warned: bool, check: Check) -> None:
+    code, out, err = check(f"train.py:{job}", "--set", "tensor=2", "--no-rounding", "--steps", 2)
+    assert code == 0, out + err
+    first, _, rest = " ".join(out.split()).partition("equal: Plan(tensor=2)")
+    assert first.startswith("warning: this plan divides little: tensor=2: 0% of the") == warned and rest
+    if warned:
+        assert "experts (OwnWeights)" in first and "expert=2, which divides stacked experts, or shard=2" in first
+    assert "divides little" not in rest
 
 
 def test_every_figure_is_in_the_json(check: Check, tmp_path: Path) -> None:
@@ -107,6 +155,38 @@ def test_every_figure_is_in_the_json(check: Check, tmp_path: Path) -> None:
     assert said["first"]["module"] == "1" and said["cause"]["name"] == "batch-norm statistics"
     assert {kind["kind"] for kind in said["compared"]} <= set(KINDS)
     assert all(set(d) == {"kind", "step", "name", "relative", "absolute", "facts"} for d in said["differences"])
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict", "lines"),
+    [
+        ("tokens=mw.sum(seen)", "equal", []),
+        ("tokens=seen", "doubtful", ["own.py:16"]),
+    ],
+)
+def test_what_is_doubtful_is_four_and_says_the_line(
+    value: str, verdict: str, lines: list[str], check: Check, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(VALIDATION.replace("VALUE", value))
+    code, out, err = check("--no-rounding", "--json", "own.py")
+    said = json.loads(out)
+    assert code == (4 if lines else 0), out + err
+    assert said["equal"] and said["verdict"] == verdict
+    assert [doubt.split(" shows ")[0] for doubt in said["doubts"]] == lines
+
+
+def test_ranks_that_wait_for_each_other_are_ended_with_their_lines(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwise.api.check.HANG_LIMIT", 6.0)
+    extra = "if mw.rank() == 1:\n            torch.distributed.all_reduce(torch.ones(1))\n        optimizer.step()"
+    (tmp_path / "own.py").write_text(VALIDATION.replace("VALUE", "a=1").replace("optimizer.step()", extra))
+    code, out, err = check("--no-rounding", "own.py")
+    assert code == 1 and not out
+    last = err.splitlines()[-1]
+    assert last.startswith("No progress for ") and "Every rank must call the same" in last
+    assert "rank 1 stands at own.py:14 in <module>; rank 0 waits for it in optimizer.step" in last
+    assert "rank 0 stands at own.py:15 in <module>" in last
 
 
 @pytest.mark.parametrize(

@@ -364,6 +364,33 @@ def test_what_is_not_a_number_is_a_fault() -> None:
     assert first is not None and (first.kind, first.name) == ("parameters", "2.bias")
 
 
+def test_what_is_not_finite_on_both_sides_is_equal_and_hides_nothing() -> None:
+    job = job_of(layers)
+    one, other = one_device(job, CheckSpec(Plan(), steps=1)), one_device(job, CheckSpec(Plan(), steps=1))
+    for side in (one, other):
+        step = side.steps[0]
+        step.loss = step.learning_rates["group 0"] = math.nan
+        step.gradients["2.bias"][1] = step.parameters["2.bias"][1] = math.nan
+        step.buffers["seen.min_val"] = torch.tensor([math.inf, 1.0], dtype=torch.float64)
+        step.buffers["seen.max_val"] = torch.tensor(-math.inf, dtype=torch.float64)
+        rows = next(output for output in step.outputs if output.module == "2").sketches
+        rows["0"][1], rows["whole"][0, 0] = math.nan, math.inf
+        rows["0"][2] *= 1 + (side is other) * 1e-14
+    assert compare(one, other).equal
+    for change in ("gradients", "parameters"):
+        value = getattr(other.steps[0], change)["2.bias"]
+        value[0] *= 1 + 1e-6
+        first = compare(one, other).first
+        assert first is not None and first.name == "2.bias" and first.relative < 1e-5
+        value[0] /= 1 + 1e-6
+    other.steps[0].buffers["seen.min_val"][1] += 1e-6
+    first = compare(one, other).first
+    assert first is not None and first.name == "seen.min_val" and 0.9e-6 < first.relative < 1.1e-6
+    other.steps[0].buffers["seen.min_val"][0] = -math.inf
+    first = compare(one, other).first
+    assert first is not None and math.isinf(first.relative)
+
+
 def test_every_cause_says_what_it_means() -> None:
     assert all(text and not text.endswith(".") for text in (kind.meaning for kind in CauseKind))
 

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from meshwise.compat.fake import FakeTensors
+from meshwise.job.job import Job
 from meshwise.parallel.offload_state import OffloadedState
 from meshwise.parallel.shard_refusals import check_steps_on_parts
 from meshwise.parallel.trial import unlike_by_parameters
 from meshwise.parallel.zero1 import DividedOptimizer
+from meshwise.rehearsal.trace import trace
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from tests.parallel.applied import apply_with, backward
@@ -114,6 +118,35 @@ BY_PARAMETERS: dict[Any, str] = {
     Noisy: "its numbers differ by",
     Raising: r"a trial on small matrices raised KeyError: 'ema'",
 }
+
+
+class SignOfMean(Stepping):
+    """As Lion: each number by itself."""
+
+    def update(self, p: Tensor, gradient: Tensor, every: list[Tensor]) -> Tensor:
+        return self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(gradient, 0.1).sign()
+
+
+def of_fakes(kind: Any) -> str:
+    with FakeTensors(lambda f, args, kwargs, run: run(), stands_for_real=True):
+        return unlike_by_parameters(kind(model().parameters()))
+
+
+@pytest.mark.parametrize("kind", BY_PARAMETERS)
+def test_a_rehearsal_knows_the_same_of_an_optimizer(kind: Any) -> None:
+    found = of_fakes(kind)
+    assert bool(found) == bool(BY_PARAMETERS[kind]) and BY_PARAMETERS[kind] in found
+
+
+def rehearsed_under_shard(kind: Any) -> None:
+    rows = torch.zeros(8, 6).double(), torch.zeros(8, 3).double()
+    trace(Job("own", model, lambda m, batch: F.mse_loss(m(batch[0]), batch[1]), kind, lambda: rows, 4), Plan(shard=2))
+
+
+def test_an_optimizer_of_the_programs_own_is_rehearsed_under_shard() -> None:
+    rehearsed_under_shard(SignOfMean)
+    with pytest.raises(PlanError, match=r"ClippedTogether may make another step .* its numbers differ by"):
+        rehearsed_under_shard(ClippedTogether)
 
 
 @pytest.mark.parametrize("kind", BY_PARAMETERS)

@@ -47,10 +47,13 @@ def second_step(job, plan):
         engine.close()
 
 
-def recorded(job, plan):
-    """Every event of the second step on this rank: (name, shapes, dtypes, start, end), in the order of their starts."""
+def recorded(job, plan, watch=lambda: lambda: None):
+    """Every event of the second step on this rank: (name, shapes, dtypes, start, end), in the order of their starts.
+    watch: is called before the step, and what it gives after it."""
     with second_step(job, plan) as step, profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+        end = watch()
         step()
+        end()
     mine = threading_id(found)
     return [
         (e.name(), e.shapes(), e.dtypes(), e.start_ns(), e.end_ns())

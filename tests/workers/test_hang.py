@@ -175,6 +175,41 @@ def test_a_hang_ends_the_run_at_its_limit(ranks: Callable[..., Ranks]) -> None:
     assert not first.over and last.over and "Ended after 5 s without progress." in last.text
 
 
+def test_where_steps_are_few_a_rank_that_computes_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check: as long as any load lets it take, and no longer than the limit where nobody does anything."""
+    two = Ranks(tmp_path, monkeypatch, 60.0)
+    two.watch = HangWatch(tmp_path, 60.0, idle=True)
+    busy = True
+    monkeypatch.setattr("meshwise.workers.idle._seconds", lambda pid: 0.1 * two.now if busy else 0.0)
+    monkeypatch.setattr("meshwise.workers.idle.children_of", lambda pid: [])
+
+    def told(seconds: float) -> list[hang.Hang]:
+        found = []
+        for _ in range(round(seconds / 0.25)):
+            two.now += 0.25
+            found.append(two.watch.look({0: 2**30, 1: 2**30 + 1}))
+        return [each for each in found if each]
+
+    two.beats[0].enter("all-reduce of gradients", "0,1/")
+    assert told(600) == []
+    busy = False
+    first, last, *_ = told(75)
+    assert not first.over and last.over and "rank 0 waits for it in all-reduce" in last.text
+    assert "rank 1 does not say where" in last.text and "rank 0 does not say where" in last.text
+    assert "look for what depends on the rank" in last.text and "--hang-limit" not in last.text
+
+
+def test_where_steps_are_few_all_ranks_may_stand_in_what_nobody_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = Ranks(tmp_path, monkeypatch, 60.0)
+    two.watch = HangWatch(tmp_path, 60.0, idle=True)
+    over = next(each for each in two.told(70) if each.over)
+    assert over.text.startswith("No progress for 60") and "rank 0 is in" in over.text and "rank 1 is in" in over.text
+
+
 def test_a_launcher_that_was_stopped_itself_has_not_heard_a_silence(ranks: Callable[..., Ranks]) -> None:
     two = ranks()
     two.beats[0].enter("all-reduce of gradients", "0,1/")

@@ -49,6 +49,7 @@ from meshwise.terminal.notebook import shown_by
 from meshwise.tracking.tracking import nowhere
 from meshwise.workers.environment import PLAN_FILE, started_by_launcher
 from meshwise.workers.failure import user_traceback
+from meshwise.workers.hang import HANG_LIMIT
 from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 from meshwise.workers.listeners import Listeners
@@ -173,7 +174,7 @@ def _traces(
     """What the program did in each pass: what is checked, and the random draws that it follows."""
     if not program.alone and slots[0].device == "cpu" and wanted[0][1] is None:
         return [_in_this_process(program, spec, passes) for spec, _ in wanted]
-    listeners, found = Listeners(passes.received), list[ProgramTrace]()
+    listeners, found = Listeners(passes.received, hang_limit=HANG_LIMIT, idle=True), list[ProgramTrace]()
     for group in [[each] for each in wanted] if program.alone else [wanted]:
         passes.begin()
         found += launch(_in_worker, (program.trace, group), slots, listeners=listeners, preload=PRELOAD)[0]

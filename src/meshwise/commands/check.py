@@ -16,6 +16,7 @@ from meshwise import api
 from meshwise.api.check_options import CheckOptions
 from meshwise.commands.command_line import ScriptCommand, from_dataclass
 from meshwise.equivalence import views
+from meshwise.spec.exit_codes import DONE, DOUBTFUL, FAILED
 from meshwise.spec.units import plural
 
 LONGEST_NAME = 80
@@ -33,7 +34,7 @@ def check(
 ) -> None:
     """Prove that the plan computes what one device computes, or name the first module that does not, and why.
 
-    Exit code 0: equal. 1: different. 2: refused.
+    Exit code 0: equal. 1: different. 2: refused. 4: equal in float64, but doubtful: a figure beside it differs.
 
     \b
     meshwise check --devices 3xcpu train.py     your script, three workers
@@ -48,7 +49,7 @@ def check(
         print(json.dumps(views.check_dict.check_dict(proof), indent=2))
     else:
         Console().print(views.check_text.check_text(proof), soft_wrap=True)
-    raise typer.Exit(0 if proof.equal else 1)
+    raise typer.Exit({"equal": DONE, "doubtful": DOUBTFUL, "different": FAILED}[proof.verdict.value])
 
 
 @contextmanager

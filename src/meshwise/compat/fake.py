@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -165,9 +166,14 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor) and not getattr(value.fake_mode, "stands_for_real", False)
 
 
+def is_rehearsed(tensor: Tensor) -> bool:
+    """Whether it is a fake tensor of a rehearsal."""
+    return isinstance(tensor, FakeTensor) and not is_fake(tensor)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor is of no kind of its own: one of a rehearsal stands for a plain one."""
-    return type(tensor) is Tensor or (type(tensor) is FakeTensor and not is_fake(tensor))
+    return type(tensor) is Tensor or (type(tensor) is FakeTensor and is_rehearsed(tensor))
 
 
 def rehearsing() -> bool:
@@ -217,6 +223,17 @@ def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
     if issubclass(kind, subclass):
         return kind
     return type(subclass.__name__, (subclass, kind), {}) if issubclass(kind, FakeTensor) else subclass
+
+
+@contextlib.contextmanager
+def failing_quietly() -> Iterator[None]:
+    """torch logs each operator that fails on fake tensors, with its traceback: not those of the body, a trial."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def real_values() -> contextlib.AbstractContextManager[Any]:

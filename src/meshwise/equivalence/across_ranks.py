@@ -20,7 +20,7 @@ from meshwise.data.keyed import Rows
 from meshwise.data.order import BatchSlice
 from meshwise.equivalence.model_state import buffers_of, optimizer_state_of, parameters_of
 from meshwise.equivalence.sketches import sketch
-from meshwise.equivalence.tolerance import finite, precision_of
+from meshwise.equivalence.tolerance import apart, finite, precision_of
 from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
 from meshwise.spec.world import World
 from meshwise.transfer import stages
@@ -70,8 +70,8 @@ def tensors_diverge(
         held = [sketches[name] for sketches in ranks if name in sketches]
         most = LACKS
         if (divided or len(held) == len(ranks)) and all(other.shape == held[0].shape for other in held):
-            apart = max(finite(float((other - held[0]).norm())) for other in held)
-            most = apart / max(float(held[0].norm()), TINY) if apart > 0 else 0.0
+            far = max(finite(float(apart(other, held[0]).norm())) for other in held)
+            most = far / _length(held[0]) if far > 0 else 0.0
         if most > 0:
             found[kind, name] = most
     return found
@@ -169,10 +169,10 @@ def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], Divergence]:
     for rank, outputs in to_rank_0((get_rank(), own), _alike()):
         first = {output.key: output for output in found.setdefault(rank, outputs)}
         for output in outputs:
-            apart = _apart(first[output.key], output) if output.key in first else LACKS
-            if apart > 0:
+            far = _apart(first[output.key], output) if output.key in first else LACKS
+            if far > 0:
                 key = "module outputs", output.module
-                differ[key] = max(apart, differ.get(key, 0.0))
+                differ[key] = max(far, differ.get(key, 0.0))
     return [output for outputs in found.values() for output in outputs], differ
 
 
@@ -183,7 +183,11 @@ def _apart(first: Output, other: Output) -> float:
     pairs = [(first.sketches[layout], other.sketches[layout]) for layout in first.sketches]
     if any(a.shape != b.shape for a, b in pairs):
         return LACKS
-    return max((finite(float((a - b).norm()) / max(float(a.norm()), TINY)) for a, b in pairs), default=0.0)
+    return max((finite(float(apart(a, b).norm()) / _length(a)) for a, b in pairs), default=0.0)
+
+
+def _length(sketch: Tensor) -> float:
+    return max(float(sketch.nan_to_num(0.0, 0.0, 0.0).norm()), TINY)
 
 
 def _join_stages(step: StepTrace) -> None:

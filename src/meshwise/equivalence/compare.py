@@ -23,7 +23,7 @@ from torch import Tensor
 from meshwise.data.keyed import GENERATOR
 from meshwise.equivalence.noise import note_noise
 from meshwise.equivalence.outputs import output_difference
-from meshwise.equivalence.tolerance import FLOOR, LIMIT, finite, largest, ratio
+from meshwise.equivalence.tolerance import FLOOR, LIMIT, apart, finite, largest, ratio
 from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
 from meshwise.spec.words import some
 
@@ -243,9 +243,10 @@ def _numbers(kind: str, step: int, mine: Mapping[str, float], others: Mapping[st
     """Numbers by name; what one side lacks is not a number there."""
     for name in sorted(mine.keys() | others.keys()):
         one, plan = mine.get(name, math.nan), others.get(name, math.nan)
-        apart = 0.0 if one == plan else finite(abs(one - plan))
-        relative = finite(apart / max(abs(one), torch.finfo(torch.float64).tiny)) if apart else 0.0
-        yield Difference(kind, step, name, relative, apart, {"one device": one, "the plan": plan})
+        alike = one == plan or (name in mine and name in others and math.isnan(one) and math.isnan(plan))
+        far = 0.0 if alike else finite(abs(one - plan))
+        relative = finite(far / max(abs(one), torch.finfo(torch.float64).tiny)) if far else 0.0
+        yield Difference(kind, step, name, relative, far, {"one device": one, "the plan": plan})
 
 
 def _tensors(
@@ -269,12 +270,12 @@ def _tensors(
             shapes = {"one device": tuple(a.shape), "the plan": tuple(b.shape)}
             yield Difference(kind, step, name, math.inf, 0.0, shapes)
             continue
-        apart = (a - b).abs()
-        if noise and name in noise and noise[name].shape == apart.shape:
-            apart = apart.masked_fill(noise[name], 0.0)
-        relative = ratio(apart, torch.tensor(max(largest([a]), FLOOR * most), dtype=torch.float64))
+        far = apart(a, b).abs()
+        if noise and name in noise and noise[name].shape == far.shape:
+            far = far.masked_fill(noise[name], 0.0)
+        relative = ratio(far, torch.tensor(max(largest([a]), FLOOR * most), dtype=torch.float64))
         more = facts(a, b) if facts is not None and not relative <= LIMIT else {}
-        yield Difference(kind, step, name, relative, finite(largest([apart])), more)
+        yield Difference(kind, step, name, relative, finite(float(far.max())) if far.numel() else 0.0, more)
 
 
 def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:

@@ -31,14 +31,16 @@ from meshwise.equivalence.trace import CheckSpec, Draws, StepTrace
 from meshwise.guards.undistributed import UndistributedLoops
 from meshwise.guards.unsummed import UnsummedLoops
 from meshwise.job.job import Job
+from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.transfer.collectives import gather_objects
+from meshwise.workers import heartbeat
 from meshwise.workers.verb_log import came_to
 
-GRACE = 60.0  # seconds in which all ranks must come to the same place of the program
+GRACE = 60.0  # seconds in which all ranks must come to the same place of the program, where no launcher looks
 
 
 class EngineWatcher:
@@ -129,6 +131,7 @@ class EngineWatcher:
         self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.tracer = ModelTracer(self._model, self._seed, self._drawn, upcast=self._spec.in_float64)
         trace = self.found.trace = self.tracer.trace
+        trace.notes = tuple(note for note in self._engine.notes if note.startswith(UNDIVIDED))
         trace.rank_divergence = across_ranks.start_diverges(trace)
         if any(gather_objects(across_ranks.cannot_train(trace.rank_divergence))):
             raise ScriptEnds
@@ -190,11 +193,13 @@ class EngineWatcher:
         if self._job is None:
             self._begin_forward()
 
-    def loss_known(self, loss: Tensor, own: Tensor) -> None:
-        """The global loss of the backwards since the last one that reduced, and this rank's own."""
+    def loss_known(self, loss: Tensor, own: Tensor, scale: float = 1.0) -> None:
+        """The global loss of the backwards since the last one that reduced, and this rank's own. scale: of a job's loss
+        scaler, which is in the gradients still."""
         if self.tracer is not None:
             if self._job is not None:  # complete by now: what stages of a pipeline share is added up last
-                self.tracer.step.gradients = gradients_of(self._model)
+                gradients = gradients_of(self._model)
+                self.tracer.step.gradients = {name: g / scale for name, g in gradients.items()}
             self.tracer.step.loss += float(loss)
             if self._batch is not None and self._batch[0].samples:
                 self.tracer.step.rank_losses.append(float(own))
@@ -316,7 +321,10 @@ class EngineWatcher:
         self._meetings += 1
         key = f"meshwise/check/{self._meetings}/{where}"
         default_store().add(key, 1)
-        if not wait_for_all(key, self._world.size, GRACE):
+        beat = heartbeat.enter(where, f"{','.join(map(str, range(self._world.size)))}/check")
+        came = wait_for_all(key, self._world.size, GRACE if heartbeat.current() is None else math.inf)
+        heartbeat.leave(beat)
+        if not came:
             raise UsageError(
                 f"rank {self._world.rank} came to {where} (after step {self._loops.made}), and other ranks of the "
                 "script did not. Every rank must run the same loop: look for what depends on mw.rank()."

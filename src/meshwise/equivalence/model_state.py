@@ -74,7 +74,7 @@ def local_norms(model: nn.Module) -> dict[str, float]:
 def local_sum(model: nn.Module) -> float:
     """Of the parameters that this rank has, or its parts of them: another after each update."""
     own = (p.to_local() if isinstance(p, DTensor) else p for _, p in named_parameters(model))
-    return math.fsum(float(as_real(p.detach()).double().sum()) for p in own)
+    return math.fsum(float(as_real(p.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for p in own)
 
 
 def tied_in(model: nn.Module) -> list[tuple[str, ...]]:

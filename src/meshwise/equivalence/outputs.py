@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwise.equivalence.tolerance import FLOOR, LIMIT, ratio
+from meshwise.equivalence.tolerance import FLOOR, LIMIT, apart, largest, ratio
 from meshwise.equivalence.trace import Output
 
 
@@ -75,6 +75,7 @@ def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[f
 
 
 def _rows_difference(mine: Tensor, other: Tensor) -> tuple[float, float]:
-    lengths, difference = mine.norm(dim=1), (other - mine).norm(dim=1)
-    scale = lengths.clamp(min=FLOOR * float(lengths.max()) if len(lengths) else 0.0)
+    """Of sketches: what is not finite in a row makes its sketch so, on both sides."""
+    lengths, difference = mine.norm(dim=1), apart(other, mine).norm(dim=1)
+    scale = lengths.nan_to_num(0.0, 0.0).clamp(min=FLOOR * largest([lengths]))
     return ratio(difference, scale), float(difference.max()) if len(difference) else 0.0

@@ -29,6 +29,8 @@ class Passes:
             self.begin()
         elif message["kind"] == "checked":
             self._progress(f"{self._number()}, step {message['step']} of {self._steps}")
+        elif message["kind"] == "note":
+            self._notify(f"{self._number()}: {message['text']}")
 
     def _number(self) -> str:
         return f"pass {self._running} of {len(self._what)}"

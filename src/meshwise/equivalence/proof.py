@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.compare import Comparison, compare
 from meshwise.equivalence.diagnosis import cause_of, module_of
+from meshwise.equivalence.doubts import NO_ROUNDING, OTHER_STEPS, rounding_doubts, unproven
 from meshwise.equivalence.noise import noise_of
 from meshwise.equivalence.shown import shown_otherwise
 from meshwise.equivalence.trace import CheckSpec, Trace
 from meshwise.parallel.data import DROPOUT_NOTE
+from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.plan import Plan
 
 ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evaluation")
 """Kinds whose rounding is reported."""
+
+
+class Verdict(Enum):
+    """What a check says. DOUBTFUL: equal in all that is compared in float64, and some other figure differs."""
+
+    EQUAL = "equal"
+    DOUBTFUL = "doubtful"
+    DIFFERENT = "different"
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,8 @@ class Proof:
     batches: samples of each step. comparison: everything that was compared; `comparison.first` is the first difference
     in the order in which things happen, None when there is none. module: that of the first difference; empty where it
     has none. cause: the likely cause of it, with the evidence. rounding: of each side in the plan's own precision;
-    empty where it was not asked for. notes: what the plan says of itself, and lines that show other numbers.
+    empty where it was not asked for. notes: what the plan says of itself, and what was not looked at. doubts: figures
+    that differ though all that is compared in float64 is equal, a sentence each. warnings: a plan that divides little.
     """
 
     job: str
@@ -50,6 +62,13 @@ class Proof:
     cause: Cause | None
     rounding: tuple[Rounding, ...] = ()
     notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the plan is equal, equal with doubts, or different: what the exit code says."""
+        return Verdict.DIFFERENT if not self.equal else Verdict.DOUBTFUL if self.doubts else Verdict.EQUAL
 
     @property
     def equal(self) -> bool:
@@ -76,6 +95,12 @@ def prove(
             reference = again(replace(spec, noise=noise))
             comparison = compare(reference, actual)
             first = comparison.first
+    wrong, harmless = shown_otherwise(reference.shown, actual.shown, devices, rounded[0].shown if rounded else ())
+    same_steps = len(rounded) == 2 and all(len(trace.steps) == len(reference.steps) for trace in rounded)
+    of_rounded = [compare(reference, trace) for trace in rounded] if same_steps else []
+    looked = bool(of_rounded) or spec.plan.precision == "fp64"
+    warnings = tuple(note for note in actual.notes if note.startswith(UNDIVIDED))
+    doubts = (*unproven(reference), *wrong, *rounding_doubts(of_rounded, spec.plan.dtypes))
     return Proof(
         job,
         spec.plan,
@@ -84,18 +109,23 @@ def prove(
         comparison,
         module_of(first, comparison) if first is not None else "",
         cause_of(comparison, reference, actual, spec.plan),
-        tuple(_rounding(reference, rounded)),
+        tuple(_rounding(of_rounded)),
         (
-            *(note for note in actual.notes if note != DROPOUT_NOTE),  # it is keyed in a check
-            *shown_otherwise(reference.shown, actual.shown, devices),
+            # dropout is keyed in a check
+            *(note for note in actual.notes if note != DROPOUT_NOTE and note not in warnings),
+            *(harmless if comparison.equal else [*wrong, *harmless]),
+            *([] if looked else [OTHER_STEPS if rounded else NO_ROUNDING]),
         ),
+        doubts if comparison.equal else (),
+        warnings,
     )
 
 
-def _rounding(reference: Trace, rounded: Sequence[Trace]) -> Iterator[Rounding]:
-    if not rounded or any(len(trace.steps) != len(reference.steps) for trace in rounded):
-        return  # what a script computes may decide how many steps it makes
-    one, plan = ({c.kind: c.largest.relative for c in compare(reference, trace).kinds} for trace in rounded)
+def _rounding(rounded: Sequence[Comparison]) -> Iterator[Rounding]:
+    """rounded: one device and the plan, or nothing."""
+    if not rounded:
+        return
+    one, plan = ({c.kind: c.largest.relative for c in side.kinds} for side in rounded)
     for kind in ROUNDED:
         if kind in one and kind in plan:
             yield Rounding(kind, one[kind], plan[kind])

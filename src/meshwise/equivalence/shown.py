@@ -4,26 +4,58 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 
 Shown = Sequence[tuple[str, str]]
 """Lines of the script, such as train.py:31, and what each shows, in order."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_WORD = re.compile(r"[a-z]+")
 _CLOSE = Decimal("1e-6")  # of the number's size: both sides compute in float64
+MOMENT = Decimal("0.1")  # of the number's size: no rounding of a few steps
+_UNIT = re.compile(
+    r"\s*([kmgt]?i?b|bytes|[nuµm]?s|secs?|seconds?|mins?|minutes?|m|h|hours?|devices?|ranks?|workers?|gpus?|processes)"
+    r"(?![a-z])|\s*[a-z]*\s*(/|per)\s*(s|sec|second|min|minute)(?![a-z])|:\d",
+    re.IGNORECASE,
+)
+MEASURED = {
+    *("time", "elapsed", "took", "eta", "duration", "sec", "secs", "seconds", "ms", "dt", "fps", "speed", "throughput"),
+    *(
+        "memory",
+        "mem",
+        "allocated",
+        "reserved",
+        "rss",
+        "devices",
+        "device",
+        "rank",
+        "ranks",
+        "world",
+        "workers",
+        "gpus",
+    ),
+}
 
 
-def shown_otherwise(one: Shown, many: Shown, devices: str) -> Iterator[str]:
-    """A sentence for each line of the script that shows other numbers on `devices` than on one device."""
-    ours, theirs = _by_line(one), _by_line(many)
-    for line in ours.keys() & theirs.keys():
-        for text, other in zip(ours[line], theirs[line], strict=False):
-            if not _alike(text, other):
-                yield (
-                    f"{line} shows {other[:100]!r} on {devices} and {text[:100]!r} on one device. Harmless where it is "
-                    "a time or memory; else it counts this rank's samples alone: use mw.sum(total) / mw.sum(count)."
-                )
+def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) -> tuple[list[str], list[str]]:
+    """Sentences, one for each line of the script that shows other numbers on `devices` than on one device: those that
+    should be one number, and those of a time, of memory or of the devices themselves. again: the lines of one device
+    in another precision, where a number that is another altogether is of the moment."""
+    wrong, harmless = list[str](), list[str]()
+    ours, theirs, once_more = map(_by_line, (one, many, again))
+    for line in sorted(ours.keys() & theirs.keys()):
+        for place, (text, other) in enumerate(zip(ours[line], theirs[line], strict=False)):
+            apart = _apart(text, other)
+            if not apart:
+                continue
+            says = f"{line} shows {other[:100]!r} on {devices} and {text[:100]!r} on one device"
+            repeated = once_more[line][place] if len(once_more.get(line, ())) > place else text
+            if all(_is_measured(text, n) or _is_of_the_moment(text, repeated, n) for n in apart):
+                harmless.append(f"{says}: a time, memory or devices.")
+            else:
+                wrong.append(f"{says}. It counts this rank's samples alone: use mw.sum(total) / mw.sum(count).")
                 break
+    return wrong, list(dict.fromkeys(harmless))
 
 
 def _by_line(shown: Shown) -> dict[str, list[str]]:
@@ -33,12 +65,35 @@ def _by_line(shown: Shown) -> dict[str, list[str]]:
     return found
 
 
-def _alike(text: str, other: str) -> bool:
-    """Whether the numbers in both are the same but for the last digit that is shown."""
+def _apart(text: str, other: str) -> list[int]:
+    """Which numbers differ, by more than the last digit that is shown; none where they are not as many."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
-    return len(numbers) != len(others) or all(map(_close, map(Decimal, numbers), map(Decimal, others)))
+    if len(numbers) != len(others):
+        return []
+    return [n for n, pair in enumerate(zip(numbers, others, strict=True)) if not _close(*map(Decimal, pair))]
 
 
 def _close(a: Decimal, b: Decimal) -> bool:
+    if a.as_tuple().exponent == b.as_tuple().exponent == 0:  # counts
+        return a == b
     last = Decimal(1).scaleb(max(int(a.as_tuple().exponent), int(b.as_tuple().exponent)))
     return abs(a - b) <= max(last, _CLOSE * abs(a))
+
+
+def _is_measured(text: str, number: int) -> bool:
+    """Whether the words at a number say that it is a time, memory or of the devices."""
+    found = list(_NUMBER.finditer(text))
+    before = text[found[number - 1].end() if number else 0 : found[number].start()]
+    clock = before == ":" and len(found[number][0]) == 2
+    return (
+        clock or bool(_UNIT.match(text, found[number].end())) or not MEASURED.isdisjoint(_WORD.findall(before.lower()))
+    )
+
+
+def _is_of_the_moment(text: str, again: str, number: int) -> bool:
+    """Whether one device has another number there when it runs once more."""
+    numbers, others = _NUMBER.findall(text), _NUMBER.findall(again)
+    if len(numbers) != len(others):
+        return False
+    a, b = Decimal(numbers[number]), Decimal(others[number])
+    return not _close(a, b) and abs(a - b) > MOMENT * max(abs(a), abs(b))

@@ -20,8 +20,18 @@ def ratio(difference: Tensor, scale: Tensor) -> float:
 
 
 def largest(tensors: Iterable[Tensor]) -> float:
-    """The largest absolute value of those that are floating; 0 where there is none."""
-    return max((float(t.abs().max()) for t in tensors if t.numel() and t.is_floating_point()), default=0.0)
+    """The largest absolute value of those that are floating, of finite ones; 0 where there is none."""
+    return max((float(t.abs().masked_fill(~t.isfinite(), 0.0).max()) for t in tensors if _has_size(t)), default=0.0)
+
+
+def _has_size(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.is_floating_point()
+
+
+def apart(mine: Tensor, other: Tensor) -> Tensor:
+    """How far elements are apart: not at all where both are the same infinity, or no number."""
+    alike = (mine == other) | (mine.isnan() & other.isnan())
+    return (mine - other).masked_fill(alike, 0.0)
 
 
 def finite(value: float) -> float:

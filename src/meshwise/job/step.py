@@ -66,7 +66,8 @@ def compute(engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> Los
     if engine.watcher is not None:
         own = total_of(losses)
         total, weighed = collectives.all_reduce(own.clone()).unbind()
-        engine.watcher.loss_known(total / weighed, own[0] / own[1])
+        scale = float(loss.scale(torch.ones_like(total)))
+        engine.watcher.loss_known(total / weighed, own[0] / own[1], scale)
     return losses
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.plan import Plan
+from meshwise.spec.words import some
 from meshwise.spec.world import World
 from meshwise.splits import rules
 from meshwise.splits.axis import Axis, MeshAxis, SplitPart
@@ -41,6 +43,11 @@ from meshwise.transfer import stages
 from meshwise.transfer.reading import look_out, meet, together
 
 AXIS = "tensor"
+LITTLE = 0.5
+"""A smaller share of the parameters saves little memory and work."""
+UNDIVIDED = "this plan divides little: "
+"""How a note of such a plan begins."""
+SPLIT = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
 
 def _apply(setup: Setup) -> None:
@@ -76,9 +83,31 @@ def _apply(setup: Setup) -> None:
                 put_forward(module, functools.partial(_run, owners, axis, around, module.forward))
                 if has_pre_hooks(module) and parameters_in(module):
                     around_pre_hooks(module, functools.partial(_localise, [module], axis), _put_back)
-    total = sum(p.numel() for p in known.values())
-    divided = sum(p.numel() for p in known.values() if isinstance(p, DTensor) and not p.placements[0].is_replicate())
-    setup.notes.append(f"tensor={mesh.size()}: {divided / max(total, 1):.0%} of the parameters are split.")
+    setup.notes.append(_share(setup.model, mesh.size()))
+
+
+def _share(model: nn.Module, ranks: int) -> str:
+    """How much of the parameters is split; where that is little, what is not, and what would be needed."""
+    split_of: dict[bool, int] = {False: 0, True: 0}
+    whole: Counter[str] = Counter()
+    stacked = False
+    for name, p in model.named_parameters():
+        is_split = isinstance(p, DTensor) and not p.placements[0].is_replicate()
+        split_of[is_split] += p.numel()
+        if not is_split:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            whole[f"{name} ({type(owner).__name__})"] += p.numel()
+            stacked |= p.dim() == 3 and not isinstance(owner, SPLIT)
+    share = split_of[True] / max(sum(split_of.values()), 1)
+    text = f"tensor={ranks}: {share:.0%} of the parameters are split."
+    if share >= LITTLE:
+        return text
+    needed = f"expert={ranks}, which divides stacked experts, or " if stacked else ""
+    return (
+        f"{UNDIVIDED}{text} Whole on every rank: {some([name for name, _ in whole.most_common()])}. Split are weights "
+        f"of nn.Linear, nn.Embedding, nn.Conv1d to nn.Conv3d and nn.MultiheadAttention, where {ranks} divides them: "
+        f"write others as such. Or take a plan with {needed}shard={ranks}, which divides any parameter."
+    )
 
 
 def _gathered(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

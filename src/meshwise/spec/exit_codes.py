@@ -6,7 +6,8 @@ import os
 import signal
 from collections.abc import Mapping
 
-DONE, FAILED, USAGE, AGAIN, NO_PROGRESS, INTERRUPTED = 0, 1, 2, 85, 93, 130
+DONE, FAILED, USAGE, DOUBTFUL, AGAIN, NO_PROGRESS, INTERRUPTED = 0, 1, 2, 4, 85, 93, 130
+"""DOUBTFUL is of `meshwise check` alone: equal in float64, and a figure that it does not compare there differs."""
 TIME_LIMIT = int(getattr(signal, "SIGALRM", 14))
 """Stands for the time limit of a run, among the signals that stop one."""
 JOINS = 0

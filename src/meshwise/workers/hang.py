@@ -7,7 +7,8 @@ take, of
     a rank for which another waits in a collective        in every program
     a rank for which nobody waits, or all of them         in the loop of a job alone, where only phases take time
 
-A rank that waits is never blamed before the one for which it waits. What may take how long is told in `patience`.
+A rank that waits is never blamed before the one for which it waits. What may take how long is told in `patience`. Where
+steps are too few to tell (a check), a silence counts while the rank computes nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from meshwise.spec.words import ranks_text
 from meshwise.workers.far_beats import Far
 from meshwise.workers.heartbeat import PEERS, Beat, CollectiveCall, beat_path, read_beat, read_beats, stack_path
+from meshwise.workers.idle import Idleness
 from meshwise.workers.stuck import STATES, Standing, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between two looks
@@ -159,9 +161,11 @@ def _members(collective: CollectiveCall) -> set[int]:
 class HangWatch:
     """Follows the beats of ranks on this machine."""
 
-    def __init__(self, folder: Path, limit: float | None) -> None:
-        """folder: where they beat. limit: seconds of silence after which a run is ended; None never ends one."""
+    def __init__(self, folder: Path, limit: float | None, *, idle: bool = False) -> None:
+        """folder: where they beat. limit: seconds of silence after which a run is ended; None never ends one. idle: a
+        rank is silent while its process computes nothing, whatever it does, and all of them may be."""
         self._folder, self._limit = folder, limit
+        self._idleness = Idleness() if idle else None
         self._looked = time.monotonic()
         self._beats: dict[int, int] = {}
         self._silence: defaultdict[int, float] = defaultdict(float)
@@ -191,6 +195,8 @@ class HangWatch:
         beats = {rank: each.beat for rank, each in far.items()}
         beats |= {rank: read_beat(beat_path(self._folder, rank)) for rank in pids}
         stall = find_stall(beats, [*silent, *(rank for rank, each in far.items() if each.silence)])
+        if stall is None and self._idleness is not None and len(silent) == len(beats):
+            stall = Stall(silent, {})
         stall = None if stall is None else _of_stopped(stall, beats, [*self._stopped(pids, far)])
         if stall is None or (far and min(stall.ranks) not in pids):
             return None
@@ -198,6 +204,8 @@ class HangWatch:
         is_stopped = (pid := pids[first]) is not None and state_of(pid) == "T"
         message = stall.inside and stall.collective is not None and _is_message(stall.collective)
         ask, end = patience(beats[first], self._longest, limit, stopped=is_stopped, message=message)
+        if self._idleness is not None:
+            ask, end = limit / 4, limit
         step = beats[first].step or None
         return self._told(first, ask, end, step, lambda seconds: self._explain(stall, beats, pids, seconds))
 
@@ -209,7 +217,7 @@ class HangWatch:
         if seconds < ask or (first in self._said and not over):
             return None
         self._said.add(first)
-        why = f" {_ended(end, self._limit)}" if over and self._limit is not None else ""
+        why = f" {self._ended(end, self._limit)}" if over and self._limit is not None else ""
         return Hang(first, f"{explain(seconds)}{why}", step, over)
 
     def _listen(self, pids: Mapping[int, int | None], passed: float) -> Hang | None:
@@ -217,7 +225,7 @@ class HangWatch:
         went_on = None
         for rank in pids:
             count = read_beats(beat_path(self._folder, rank))
-            if count == self._beats.get(rank):
+            if count == self._beats.get(rank) and not self._computes(pids[rank]):
                 self._silence[rank] += passed
                 continue
             self._beats[rank], seconds = count, self._silence.pop(rank, 0.0)
@@ -228,6 +236,18 @@ class HangWatch:
                 self._said.remove(rank)
                 went_on = Hang(rank, f"rank {rank} goes on after {seconds:.1f} s.", stalls=False)
         return went_on
+
+    def _ended(self, seconds: float, limit: float) -> str:
+        longer = "" if seconds > limit else " --hang-limit 10min waits longer."
+        if self._idleness is not None:
+            longer = " Every rank must call the same, in the same order: look for what depends on the rank."
+        return f"Ended after {seconds:.0f} s without progress.{longer}"
+
+    def _stands(self, rank: int, pid: int | None) -> str:
+        return "" if pid is None else standing(pid, stack_path(self._folder, rank)).told()
+
+    def _computes(self, pid: int | None) -> bool:
+        return self._idleness is not None and self._idleness.computes(pid, self._looked)
 
     def _explain(self, stall: Stall, beats: Mapping[int, Beat], pids: Mapping[int, int | None], seconds: float) -> str:
         where = {rank: self._where(rank, beats[rank], pids.get(rank)) for rank in stall.ranks[:3]}
@@ -242,13 +262,18 @@ class HangWatch:
             inside = f"{ranks_text(stall.ranks)} {verb} in {_named(stall.collective)}"
             away = sorted(_members(stall.collective) - beats.keys())
             why = f"for which {ranks_text(away)} of another machine may be missing" if away else "and it does not end"
-            return f"No progress for {seconds:.1f} s{step}: {inside}, {why}: look at the link between them."
+            look = "look at the link between them"
+            if self._idleness is not None and not away:
+                look = f"or some rank has called one that others have not. {'; '.join(what).capitalize()}"
+            return f"No progress for {seconds:.1f} s{step}: {inside}, {why}: {look}."
         told = f"No progress for {seconds:.1f} s{step}: {'; '.join(what)}"
         if stall.waiting:
             ago = (time.perf_counter_ns() - min(wait.at for wait in stall.waiting.values())) / 1e9
             first = min(stall.waiting.values(), key=lambda wait: wait.at)
             verb = "waits" if len(stall.waiting) == 1 else "wait"
             told += f"; {ranks_text(sorted(stall.waiting))} {verb} for it in {_named(first)} since {ago:.1f} s"
+            here = [rank for rank in sorted(stall.waiting) if pids.get(rank) is not None][:3]
+            told += "".join(f"; rank {rank} {self._stands(rank, pids[rank])}" for rank in here)
         return f"{told}."
 
     def here(self, pids: Mapping[int, int | None]) -> dict[int, Far]:
@@ -269,6 +294,8 @@ class HangWatch:
         phase = f"is in its phase {beat.phase}" if beat.phase else "has begun no step"
         if pid is None:
             return phase
+        if self._idleness is not None:
+            return self._stands(rank, pid)
         stack = stack_path(self._folder, rank)
         own = standing(pid, stack)
         child = stuck_child(pid, stack) if beat.phase == "data" and not own.state else None
@@ -296,8 +323,3 @@ def _named(collective: CollectiveCall) -> str:
     if _is_message(collective):
         return collective.name
     return f"{collective.name} (collective {collective.number})"
-
-
-def _ended(seconds: float, limit: float) -> str:
-    longer = "" if seconds > limit else " --hang-limit 10min waits longer."
-    return f"Ended after {seconds:.0f} s without progress.{longer}"

@@ -114,7 +114,7 @@ class _Launcher:
         self._token = secrets.token_hex(16)
         self._channel = LauncherChannel(self._token, lambda rank, message: self._inbox.put((rank, message)))
         self._parting = PartingWatch(scratch, range(self.first_rank, self.first_rank + local_size))
-        self._hangs, self._far = HangWatch(scratch, listeners.hang_limit), FarBeats(nodes)
+        self._hangs, self._far = HangWatch(scratch, listeners.hang_limit, idle=listeners.idle), FarBeats(nodes)
         self._compared: dict[str, Callable[..., str]] = {"writes": WrittenFiles().add, "logged": LoggedValues().add}
         self._halting: dict[int, int] | None = None
         self._last: int | None = None

@@ -19,7 +19,8 @@ class Listeners:
     output: `(stream, text)` for every line that rank 0 prints; stream is `stdout` or `stderr`.
     look: called several times a second.
     log: opens what a rank prints into, in the run folder.
-    hang_limit: after so many seconds a rank that does not go on ends the run; None: it is told of alone.
+    hang_limit: after so many seconds a rank that does not go on ends the run; None: it is told of alone. idle: such a
+    rank computes nothing (see hang.py).
     """
 
     message: Callable[[int, Message], None] = lambda rank, message: None
@@ -27,3 +28,4 @@ class Listeners:
     look: Callable[[], None] = lambda: None
     log: Callable[[Path, int], BinaryIO] = open_log
     hang_limit: float | None = None
+    idle: bool = False

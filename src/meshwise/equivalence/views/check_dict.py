@@ -17,6 +17,7 @@ def check_dict(proof: Proof) -> dict[str, Any]:
     """The proof as plain values."""
     c, cause = proof.comparison, proof.cause
     return {
+        "verdict": proof.verdict.value,
         "equal": proof.equal,
         "job": proof.job,
         "plan": json_value(changed(proof.plan), str),
@@ -30,4 +31,6 @@ def check_dict(proof: Proof) -> dict[str, Any]:
         "left_out": list(c.left_out),
         "rounding": json_value(proof.rounding, str),
         "notes": list(proof.notes),
+        "doubts": list(proof.doubts),
+        "warnings": list(proof.warnings),
     }

@@ -17,6 +17,8 @@ from meshwise.spec.units import count_text, plural
 from meshwise.terminal.screen import Drawn, Screen, spaced
 from meshwise.terminal.table import table_lines
 
+OF_BAND = ("loss", "parameters", "evaluation")
+
 
 def check_text(proof: Proof, width: int | None = None) -> RenderableType:
     """The proof, at most `width` characters wide (None: as wide as the console)."""
@@ -34,7 +36,8 @@ def _lines(proof: Proof, screen: Screen) -> list[Text]:
         rounding += screen.wrap(Text(text, "dim"))
     notes = [*(f"not compared: {text}" for text in proof.comparison.left_out), *proof.notes]
     shown = screen.wrap(*(Text(text, "yellow") for text in notes))
-    return spaced([screen.wrap(*verdict(proof)), compared, rounding, shown], None)
+    warned = screen.wrap(*(Text(f"warning: {text}", "yellow") for text in proof.warnings))
+    return spaced([warned, screen.wrap(*verdict(proof)), compared, rounding, shown], None)
 
 
 def verdict(proof: Proof) -> list[Text]:
@@ -43,10 +46,13 @@ def verdict(proof: Proof) -> list[Text]:
     run = f"{plural(len(proof.batches), 'step')} of {batches} samples"
     first = proof.comparison.first
     if first is None:
-        text = f"equal: {proof.plan} computes what one device computes, in {run}"
+        word, style = ("equal, but doubtful", "bold yellow") if proof.doubts else ("equal", "bold green")
+        text = f"{word}: {proof.plan} computes what one device computes, in {run}"
         return [
-            Text(text, "bold green"),
+            Text(text, style),
+            *(Text(f"but       {doubt}", "yellow") for doubt in proof.doubts),
             Text(f"no difference above {_limit()} in float64, relative to the size of a tensor", "dim"),
+            *_band(proof),
         ]
     where = f"step {first.step}" if first.step else "before the first step"
     name = f" in {first.name}" if first.name else ""
@@ -59,6 +65,16 @@ def verdict(proof: Proof) -> list[Text]:
         lines.append(Text(f"cause     {proof.cause.name}: {proof.cause.kind.meaning}"))
         lines.append(Text(f"because   {proof.cause.evidence}"))
     return lines
+
+
+def _band(proof: Proof) -> list[Text]:
+    """What rounding alone does to this program, on one device too: what a run under the plan may be off by."""
+    sizes = [f"{each.kind} {_size(each.one_device)}" for each in proof.rounding if each.kind in OF_BAND]
+    if not sizes:
+        return []
+    steps, precision = plural(len(proof.batches), "step"), proof.plan.precision
+    text = f"in {precision} rounding alone moves, in {steps} and on one device too: {', '.join(sizes)}"
+    return [Text(f"{text}. It grows over an epoch, and is no fault.", "dim")]
 
 
 def _limit() -> str:

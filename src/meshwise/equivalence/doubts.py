@@ -1,0 +1,63 @@
+"""What makes a plan doubtful that is equal in float64: figures that both sides have, and that nothing there compares.
+
+A cast that one side alone makes is lifted in float64: in the plan's own precision it shows as a rounding of another
+size. Numbers that a script computes itself are in no trace. After a loss that is not finite, nothing is proven.
+
+Tested in tests/equivalence/test_doubts.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from meshwise.equivalence.compare import Comparison
+from meshwise.equivalence.trace import Trace
+from meshwise.spec.dtypes import Dtypes
+
+TIMES = 100.0
+"""So many times the rounding of one device, and of the precision itself (1.2e-5 in fp32), is none of a plan: sums in
+another order differ by less, a cast to bfloat16 or float16 by more."""
+FIRST_STEP = ("loss", "gradients")
+"""Kinds that are judged, in the first step alone: later ones follow from the updates, which Adam makes of noise too."""
+EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+NO_ROUNDING = (
+    "not looked at (--no-rounding): the plan's own precision, where a cast to a lower one shows that one side alone "
+    "makes."
+)
+OTHER_STEPS = (
+    "not looked at: the plan's own precision, in which another number of steps is made. A loss scaler leaves out those "
+    "that overflow."
+)
+
+
+def rounding_doubts(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
+    """A sentence for each kind that the plan rounds as one device does not. rounded: one device and the plan in the
+    plan's precision, each against float64; or nothing."""
+    if not rounded:
+        return
+    least = max(torch.finfo(EPS[name]).eps for name in dtypes.by_field.values())
+    for kind in FIRST_STEP:
+        one, plan = (_in_first_step(side, kind) for side in rounded)
+        if plan > TIMES * max(one, least) and not (math.isinf(plan) and dtypes.scaled):  # that skips such a step
+            yield (
+                f"rounding of the {kind} in step 1 is {plan:.1e} under the plan and {one:.1e} on one device, in the "
+                "same precision: something is cast to a lower precision under the plan alone, or overflows there."
+            )
+
+
+def _in_first_step(side: Comparison, kind: str) -> float:
+    return max((d.relative for d in side.differences if d.kind == kind and d.step == 1), default=0.0)
+
+
+def unproven(one: Trace) -> Iterator[str]:
+    """From which step on one device has no numbers to be compared."""
+    for number, step in enumerate(one.steps, 1):
+        wrong = [] if math.isfinite(step.loss) else ["the loss"]
+        for kind, named in (("the gradient of", step.gradients), ("", step.parameters)):
+            wrong += [f"{kind} {name}".strip() for name, t in named.items() if not bool(t.isfinite().all())]
+        if wrong:
+            yield f"nothing is proven from step {number} on: {wrong[0]} is not finite on both sides."
+            return

@@ -1,0 +1,42 @@
+"""Whether a process computes, by the time that the kernel has given it and what it has started: also where it beats no
+more, and however many others want the cores.
+
+Tested in tests/workers/test_idle.py.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from meshwise.workers.stuck import children_of
+
+WINDOW = 5.0  # seconds between two looks
+SHARE = 0.02  # of a core: one that computes has more with thirty others on two cores; one that polls has less
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+class Idleness:
+    """Of several processes, each looked at again and again."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, float]] = {}
+
+    def computes(self, pid: int | None, now: float) -> bool:
+        """Whether it has computed since the last look at it, by `now`; False between two looks too."""
+        if pid is None:
+            return False
+        used = sum(map(_seconds, (pid, *children_of(pid))))
+        at, before = self._seen.setdefault(pid, (now, used))
+        if now - at < WINDOW:
+            return False
+        self._seen[pid] = now, used
+        return used - before > SHARE * (now - at)
+
+
+def _seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS
