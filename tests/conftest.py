@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshwise.rehearsal import timing
 from meshwise.workers.fork_server import LISTENS
 from tests import fork_server, left_over
 from tests.faults import runs
@@ -79,6 +80,14 @@ BUDGET = {
     "": 35,  # the files of no room
 }
 """Seconds of each room in `make test` on two quiet cores. A room over its budget is shown, and fails nothing."""
+
+
+@pytest.fixture(autouse=True)
+def operators_timed_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators are timed in a process beside this one only where a test may start one."""
+    if "processes" not in request.fixturenames:
+        here = timing.timed_here
+        monkeypatch.setattr(timing, "timed", lambda *call: (*here(*call), ""))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import random
 import pytest
 from rehearsal.works import computes, gathers, receives, sends, work
 
-from meshwise.rehearsal.allocator import Replayed, device_total, replay, rounded, segment_size, workspace
+from meshwise.rehearsal.allocator import Replayed, device_total, replay, reserved_on, rounded, segment_size, workspace
 from meshwise.rehearsal.work import Allocate, Event, Free
 
 MIB = 1 << 20
@@ -163,3 +163,17 @@ def test_the_device_holds_more_than_the_allocator_s_segments() -> None:
     total = device_total(10 << 30, several)
     assert total.parts["communicators"] == 2 * (1 << 29) + (1 << 28)
     assert total.low < total.bytes == sum(total.parts.values()) < total.high
+
+
+@pytest.mark.parametrize(("largest", "fits"), [(50, True), (70, True), (79, False), (90, False)])
+def test_a_device_gives_cached_segments_back_before_it_is_full(largest: int, fits: bool) -> None:
+    """Without its capacity it would hold all three, one beside the other, whatever is used at a time."""
+    events: list[Event] = []
+    for number, size in enumerate((30, 40, largest)):
+        events += [Allocate(number, size << 30, "temporary"), Free(number)]
+    own = work(*events)
+    capacity = 80 << 30
+    assert reserved_on([own], "H100") >= (70 + largest) << 30
+    within = reserved_on([own], "H100", capacity)
+    assert (device_total(within, own).high <= capacity) == fits
+    assert fits or within >= largest << 30

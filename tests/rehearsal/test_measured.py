@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from rehearsal.works import work
 
 from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.words import machine_from_words
-from meshwise.rehearsal import measured
+from meshwise.rehearsal import measured, timing
 from meshwise.rehearsal.calls import bytes_of, call_of, made
 from meshwise.rehearsal.measured import OperatorTimes, prices_here
 from meshwise.rehearsal.memory import memory_curve, with_inside
@@ -25,6 +27,8 @@ from meshwise.rehearsal.work import CollectiveOperation, Launch, Operation
 from meshwise.spec.machine import Machine
 
 aten = torch.ops.aten
+DIES = "import os, torch; torch.ops.os = os; "
+"""In the process that times: an operator `os.abort`."""
 
 
 def result(call: str) -> torch.Tensor:
@@ -85,7 +89,7 @@ def test_operators_are_measured_once_and_remembered(tmp_path: Path, monkeypatch:
     assert times.measure([own]) == 0
     first = times(matmul(64))
     assert first is not None and first > 0 and times.program is not None
-    monkeypatch.setattr(measured, "made", lambda call: pytest.fail("it is known"))
+    monkeypatch.setattr(timing, "timed", lambda *call: pytest.fail("it is known"))
     again = OperatorTimes(threads=1, folder=tmp_path)
     assert again.measure([own]) == 0 and again(matmul(64)) == first and again(matmul(9)) is None
     other = OperatorTimes(threads=2, folder=tmp_path)
@@ -98,6 +102,27 @@ def test_what_does_not_run_here_is_passed_over(tmp_path: Path) -> None:
     huge = matmul(1 << 22)
     assert times.measure([work(Launch(wrong), Launch(huge), Launch(matmul(4)))]) == 0
     assert times(wrong) is None and times(huge) is None and times(matmul(4)) is not None
+
+
+def test_an_operator_on_memory_that_another_fills_has_no_call() -> None:
+    """oneDNN's LSTM reads pointers in its workspace: with drawn numbers there the process ends."""
+    part = torch.rand(3, 4)
+    named = [one.name for one in aten.mkldnn_rnn_layer_backward.default._schema.arguments]
+    assert call_of(aten.mkldnn_rnn_layer_backward.default, (), dict.fromkeys(named, part)) == ""
+    empty = torch.empty(0)
+    assert call_of(aten.mkldnn_rnn_layer_backward.default, (), {"workspace": empty}) == ""
+    assert call_of(aten.batch_norm_backward.default, (), {"reserve": empty}) != ""
+
+
+def test_an_operator_that_ends_its_process_is_named_and_the_others_are_timed(tmp_path: Path, processes: Any) -> None:
+    ends = Operation("aten.mm", (), (), 0, 1 << 40, 0, json.dumps(["os.abort", [], {}]))
+    own = work(Launch(ends), Launch(matmul(16)), kind="cpu", ranks=1)
+    with patch.object(timing, "SERVE", DIES + timing.SERVE):
+        timing._child.cache_clear()
+        prices = prices_here(machine_from_words("1xcpu"), [own], folder=tmp_path)
+    assert prices.notes == ("aten.mm ended the process that timed it (SIGABRT): it is priced by the bytes it moves.",)
+    price = prices.of(matmul(16), 0)
+    assert price is not None and price.origin == MEASURED
 
 
 def test_a_budget_that_is_spent_leaves_some(tmp_path: Path) -> None:

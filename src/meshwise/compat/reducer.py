@@ -16,33 +16,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket, Store  # type: ignore[attr-defined]
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwise.compat.fake import rehearsing
 
+copy_each = torch._foreach_copy_
+"""Each tensor of a list over one of another."""
 _VERSION = operator.attrgetter("_version")
-Hook = Callable[[GradBucket], torch.futures.Future[Tensor]]
+Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
-class _PlainBucket:
-    """What a hook is given of a `GradBucket`."""
+class PlainBucket:
+    """What a hook is given of a `GradBucket`; and all of a reducer, where the parameters fit one: it is full when the
+    backward is over, so that there is nothing to overlap, and DDP's hooks would cost more than a small sum."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
-        self._parameters = list(parameters)
-        self._buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        parts = self._buffer.split([p.numel() for p in parameters])
-        self._views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+        self.members = list(parameters)
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        parts = self.flat.split([p.numel() for p in parameters])
+        self.views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
     def buffer(self) -> Tensor:
-        return self._buffer
+        return self.flat
 
     def gradients(self) -> list[Tensor]:
-        return self._views
+        return self.views
 
     def parameters(self) -> list[nn.Parameter]:
-        return self._parameters
+        return self.members
 
 
 class PlainReducer:
@@ -55,9 +60,8 @@ class PlainReducer:
     def __init__(self, ready: Sequence[nn.Parameter], bucket_mb: int, hook: Hook) -> None:
         """ready: the parameters in the order in which a backward reaches them."""
         self._hook = hook
-        # A cap that is given holds for the first bucket too.
-        found, _ = dist._compute_bucket_assignment_by_size(list(ready), [bucket_mb << 20])  # type: ignore[attr-defined]
-        self._buckets = [_PlainBucket([ready[index] for index in bucket]) for bucket in found]
+        found = _assigned(ready, bucket_mb)
+        self._buckets = [PlainBucket([ready[index] for index in bucket]) for bucket in found]
         self._armed, self._waiting, self._begun = False, [0] * len(found), list[torch.futures.Future[Tensor]]()
         for number, bucket in enumerate(self._buckets):
             for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -73,7 +77,7 @@ class PlainReducer:
         view.copy_(p.grad)
         self._waiting[number] -= 1
         while len(self._begun) < len(self._buckets) and not self._waiting[len(self._begun)]:
-            self._begun.append(self._hook(self._buckets[len(self._begun)]))  # type: ignore[arg-type]
+            self._begun.append(self._hook(self._buckets[len(self._begun)]))
             if len(self._begun) == len(self._buckets):
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
@@ -86,13 +90,23 @@ class PlainReducer:
                 p.grad.copy_(view)
 
 
+def _assigned(ready: Sequence[Tensor], bucket_mb: int) -> list[list[int]]:
+    """The indices of the parameters of each bucket. A cap that is given holds for the first bucket too."""
+    found, _ = dist._compute_bucket_assignment_by_size(list(ready), [bucket_mb << 20])  # type: ignore[attr-defined]
+    return found
+
+
 def make_reducer(
     parameters: Sequence[nn.Parameter], bucket_mb: int, hook: Hook, group: Any = None
-) -> DistributedDataParallel | PlainReducer:
-    """A DDP over `parameters` alone, whose buckets are reduced by `hook` over `group`. Broadcasts those of rank 0.
+) -> DistributedDataParallel | PlainReducer | PlainBucket:
+    """What reduces `parameters` by `hook` over `group`: one bucket, or a DDP over them alone.
 
     Collective. Raises RuntimeError where this torch has no reducer to arm.
     """
+    if all(type(p.data) in (Tensor, FakeTensor) for p in parameters) and len(_assigned(parameters, bucket_mb)) == 1:
+        if not rehearsing():
+            _verify_param_shape_across_processes(group or dist.group.WORLD, list(parameters))  # type: ignore[arg-type]
+        return PlainBucket(parameters[::-1])
     if rehearsing():
         return PlainReducer(parameters[::-1], bucket_mb, hook)
     holder = nn.Module()

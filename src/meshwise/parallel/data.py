@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parameter import UninitializedParameter
@@ -31,6 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.compat import reducer
 from meshwise.compat.complex_numbers import stored_in
+from meshwise.compat.reducer import PlainBucket, copy_each
 from meshwise.parallel.reduction import SKIPPED, reached_parameters, reduced_in
 from meshwise.parallel.shard_units import roots_of
 from meshwise.parallel.skipped import parameters_that_may_be_skipped
@@ -43,6 +45,7 @@ from meshwise.transfer.agreement import agree
 CARRIED = 1 + 32  # numbers that travel with the gradients: the loss, and what the engine lets travel with it
 _skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
 _made = itertools.count()  # every rank makes its reductions in the same order
+_GRADIENT = operator.attrgetter("grad")
 _IS_TRAINED = operator.attrgetter("requires_grad")
 LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter that is new to the reduction
 
@@ -52,11 +55,11 @@ DROPOUT_NOTE = "dropout: each rank draws its own masks, keyed by (seed, step, ra
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters that one DDP reducer averages, in the order in which a backward reaches them."""
+    """Parameters that one reducer averages, in the order in which a backward reaches them."""
 
     parameters: list[nn.Parameter]
     names: list[str]
-    ddp: nn.parallel.DistributedDataParallel | reducer.PlainReducer
+    ddp: nn.parallel.DistributedDataParallel | reducer.PlainReducer | PlainBucket
     buckets: int
 
 
@@ -82,7 +85,7 @@ class DataParallel:
         self._groups: list[_Group] = []
         self._grouped = set[int]()  # ids of their parameters
         self._trained: list[bool] = []
-        self._calls = 0
+        self._calls = self._buckets = 0  # of this backward: reduced so far, and all
         self._key = f"meshwise/data/{collectives.group_key()}/{next(_made)}"
         self._backwards = 0
         self._factor: Callable[[], Tensor] | None = None
@@ -100,11 +103,8 @@ class DataParallel:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """`Reduction.backward`.
-
-        value: with `piggyback_loss` it travels with the gradients, as the gradient of a parameter of its own: a
-            collective for it alone would cost more than a step of a small model can hide.
-        """
+        """`Reduction.backward`. value: with `piggyback_loss` it travels as the gradient of a parameter of its own: a
+        collective for it alone would cost more than a step of a small model can hide."""
         self._backwards += 1
         before: dict[int, tuple[Tensor, int]] = {}
         trained = list(map(_IS_TRAINED, self._parameters))
@@ -115,24 +115,32 @@ class DataParallel:
                 before[id(p)] = p.grad, reducer.version(p.grad)
         if factor is not None and not whole:
             self._set_aside(before)
-        groups, buckets = self._groups if reduce else [], 0
+        groups, self._buckets = self._groups if reduce else [], 0
         if len(groups) > 1:
             groups = self._reached(loss)
         for group in groups:
-            reducer.arm(group.ddp)
-            buckets += group.buckets
+            if not isinstance(group.ddp, PlainBucket):
+                reducer.arm(group.ddp)
+            self._buckets += group.buckets
         self._factor, self._calls = factor, 0
-        carrier = self._loss_carrier if self._groups[:1] == groups[:1] != [] else None
+        carrier, order = self._loss_carrier if self._groups[:1] == groups[:1] != [] else None, list[int]()
         if carrier is not None:
-            sent = torch.zeros(()) if value is None or factor is not None else value.reshape(-1)
-            loss = loss + (carrier[: sent.numel()] * sent.to(carrier)).sum()
-        if reduce and not self._groups:
+            sent = value if value is not None and factor is None else carrier.new_zeros(1)
+            if sent.shape != carrier.shape or sent.dtype is not carrier.dtype:
+                sent = F.pad(sent.reshape(-1).to(carrier), (0, CARRIED - sent.numel()))
+            if isinstance(groups[0].ddp, PlainBucket):
+                carrier.grad = sent
+                loss.backward()
+            else:
+                torch.autograd.backward((loss, carrier), (None, sent))
+        elif reduce and not self._groups:
             order = self._watched(loss)
         else:
-            order = []
             loss.backward()
-        if self._calls < buckets:
-            self._complete(groups, before)
+        if self._calls < self._buckets:
+            only = groups[0].ddp if len(groups) == 1 and not before else None
+            if not isinstance(only, PlainBucket) or not self._reduce(only):
+                self._complete(groups, before)
         if factor is not None:
             self._finish_unarmed(groups, factor)
         if reduce and len(self._grouped) < len(self._parameters):
@@ -144,7 +152,8 @@ class DataParallel:
             mean, self._loss_carrier.grad = self._loss_carrier.grad, None
         if value is None or carrier is None or factor is not None or mean is None:
             return None if value is None else collectives.all_reduce_mean(value.clone(), of="the loss")
-        return mean[: value.numel()].view(value.shape).to(value.dtype)
+        same = mean.shape == value.shape and mean.dtype is value.dtype
+        return mean if same else mean[: value.numel()].view(value.shape).to(value.dtype)
 
     def _set_aside(self, before: Mapping[int, tuple[Tensor, int]]) -> None:
         """What waits is not multiplied by the factor of this backward."""
@@ -192,7 +201,7 @@ class DataParallel:
         self._agree("loss", [name for g in groups for name in g.names[-1:]])
         return groups
 
-    def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def _on_bucket(self, bucket: GradBucket | PlainBucket) -> torch.futures.Future[Tensor]:
         """Called by the reducer when a bucket is ready."""
         self._calls += 1
         buffer = bucket.buffer()
@@ -203,7 +212,21 @@ class DataParallel:
         mean = collectives.begin_mean(stored_in(buffer, self._dtype), of="gradients")
         return mean.then(lambda done: buffer.copy_(done.value()))
 
-    def _weigh(self, bucket: GradBucket) -> None:
+    def _reduce(self, bucket: PlainBucket) -> bool:
+        """Average what `.grad` of its parameters holds; False where one holds nothing."""
+        gradients = list(map(_GRADIENT, bucket.members))
+        if not all(map(operator.is_not, gradients, itertools.repeat(None))):
+            return False
+        copy_each(bucket.views, gradients)
+        if self._factor is None and not self._kept and self._dtype is None:
+            self._calls += 1
+            collectives.mean_now(bucket.flat, of="gradients")
+        else:
+            self._on_bucket(bucket).wait()
+        copy_each(gradients, bucket.views)
+        return True
+
+    def _weigh(self, bucket: GradBucket | PlainBucket) -> None:
         """Multiply by the factor, and add what was set aside."""
         if self._factor is not None:
             bucket.buffer().mul_(self._factor().to(bucket.buffer().dtype))
@@ -212,26 +235,41 @@ class DataParallel:
                 gradient.add_(self._kept.pop(id(p)))
 
     def _complete(self, armed: list[_Group], before: Mapping[int, tuple[Tensor, int]]) -> None:
-        """Take part with zero for the parameters that this rank's loss did not reach, so that nobody waits for them.
-
-        Each missing parameter is counted in the store first. When the reduction is over all ranks have counted, so a
-        parameter that all of them missed is known, and its `grad` stays what it was. before: what there was of them by
-        the parameter's id, and how often it had been written.
-        """
+        """Reduce what no hook has reduced. before: what there was of the parameters by their id, and how often it had
+        been written."""
         missing = [
             (name, p)
             for group in armed
             for name, p in zip(group.names, group.parameters, strict=True)
-            if _untouched(p, *before.get(id(p), (None, 0)))
+            if p.grad is None or (before and _untouched(p, *before.get(id(p), (None, 0))))
         ]
+        missed_by_all = self._take_part(missing, before) if missing else None
+        for group in armed:
+            if isinstance(group.ddp, PlainBucket):
+                self._reduce(group.ddp)
+        if missed_by_all is not None:
+            missed_by_all()
+
+    def _take_part(
+        self, missing: Sequence[tuple[str, nn.Parameter]], before: Mapping[int, tuple[Tensor, int]]
+    ) -> Callable[[], None]:
+        """Take part with zero for the parameters that this rank's loss did not reach, so that nobody waits for them.
+
+        Each missing parameter is counted in the store first. When the reduction is over all ranks have counted, so a
+        parameter that all of them missed is known, and its `grad` stays what it was: by what is returned.
+        """
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
         for key, (_, p) in zip(keys, missing, strict=True):
             store.add(key, int(id(p) not in before))  # what an earlier backward of the step has left counts
         torch.stack([(p * 0).sum().real.float() for _, p in missing]).sum().backward()
-        for key, (_, p) in zip(keys, missing, strict=True):
-            if store.add(key, 0) == collectives.world_size() and id(p) not in before:
-                p.grad = None
+
+        def missed_by_all() -> None:
+            for key, (_, p) in zip(keys, missing, strict=True):
+                if store.add(key, 0) == collectives.world_size() and id(p) not in before:
+                    p.grad = None
+
+        return missed_by_all
 
     def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor]) -> None:
         """Weigh what no reducer has weighed, and put back the gradients that were set aside."""
@@ -280,15 +318,18 @@ class DataParallel:
 
     def _replay(self, group: _Group, gradients: Sequence[Tensor | None]) -> None:
         """Reduce `gradients` by a backward made for it: the gradient of sum(p * conj(g)) with respect to p is g."""
-        self._factor, self._calls, self._kept = None, 0, {}
+        self._factor, self._calls, self._buckets, self._kept = None, 0, 0, {}
         for p in group.parameters:
             p.grad = None
-        reducer.arm(group.ddp)
+        if not isinstance(group.ddp, PlainBucket):
+            reducer.arm(group.ddp)
         terms = [
             (p * (torch.zeros_like(p) if g is None else g.conj())).sum().real.float()
             for p, g in reversed(list(zip(group.parameters, gradients, strict=True)))
         ]  # autograd runs the newest node first: the last term's gradient is ready first
         torch.stack(terms).sum().backward()
+        if isinstance(group.ddp, PlainBucket):
+            self._reduce(group.ddp)
 
     def _agree(self, what: str, names: Iterable[str]) -> None:
         """All ranks must come here with the same names before any of them enters a collective for them."""

@@ -228,10 +228,20 @@ class Total:
     parts: Mapping[str, int]
 
 
-def reserved_on(works: Sequence[Work], name: str) -> int:
-    """Bytes that the allocator holds after these steps on a part of this name, cuBLAS's workspace with them."""
+def reserved_on(works: Sequence[Work], name: str, capacity: int | None = None) -> int:
+    """Bytes that the allocator holds after these steps on a part of this name, cuBLAS's workspace with them. capacity:
+    of the device, on which what is cached goes back before an allocation fails."""
     known = part(name)
-    return replay(works, first=[workspace(known.architecture if known else "")]).reserved
+    first = [workspace(known.architecture if known else "")]
+    reserved = replay(works, first=first).reserved
+    if capacity is None or device_total(reserved, works[-1]).high <= capacity:
+        return reserved
+    others = device_total(0, works[-1])
+    for cap in (int((capacity - others.high) / FIGURES["reserved"].spread), capacity - others.low):
+        within = replay(works, cap, first)
+        if within.failed is None:
+            return within.reserved
+    return reserved
 
 
 def workspace(architecture: str) -> int:

@@ -12,18 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.compat.dispatch import named_arguments
+
 _WORDS: dict[type, str] = {
     torch.dtype: "dtype",
     torch.layout: "layout",
     torch.memory_format: "memory_format",
 }
+UNDRAWN = ("workspace", "reserve", "reserveSpace", "philox_seed", "rng_state")
+"""Arguments that only the operator before can fill: drawn numbers end the process (oneDNN's LSTM, whose workspace has
+no elements on fake tensors). Others that are empty are not read."""
 LEAST, MOST = 0.1, 1.0
 """Between these lie the elements: none is zero, subnormal or negative, so that no operator is slower for its values."""
 
 
 def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """The call of a torch operator as JSON: its name with the overload, tensors by their sizes; empty where an argument
-    is of a kind that cannot be written."""
+    is of a kind that cannot be written, or drawn."""
+    given = named_arguments(func, tuple(args), dict(kwargs))
+    held = {name: one for name in UNDRAWN if isinstance(one := given.get(name), Tensor)}
+    if "workspace" in held or any(one.numel() for one in held.values()):
+        return ""
     try:
         return json.dumps([str(func), [_told(one) for one in args], {key: _told(one) for key, one in kwargs.items()}])
     except TypeError:

@@ -67,6 +67,7 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
         notes, samples = (*steps[0].notes, *_cells(steps[0])), program.batch_size
         used = replace(machine, devices=machine.devices[: plan.devices])  # their workers share the cores of a host
         prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described
+        notes = (*notes, *prices.notes)
         memory = max((memory_of(each, prices, cap) for each in traces), key=lambda memory: memory.filled)
         if not isinstance(program, Script):
             held = next(each.step.held for each in traces if each.step.rank == memory.rank)
@@ -137,7 +138,7 @@ def memory_of(traced: Trace, prices: Prices, cap: int | None) -> MemoryEstimate:
         spread, reserved = FIGURES["allocated"].spread, peak.bytes
         total = Range(reserved, reserved / spread, reserved * spread)
     else:
-        reserved = reserved_on(works, device.part)
+        reserved = reserved_on(works, device.part, capacity)
         taken = device_total(reserved, traced.step)
         total = Range(taken.bytes, taken.low, taken.high)
     return MemoryEstimate(traced.step.rank, total, peak.bytes, peak.split, reserved, host, capacity)

@@ -1,4 +1,4 @@
-"""Operators measured at their shapes on this processor: each is run with real tensors, timed, and remembered.
+"""Operators measured at their shapes on this processor: each is run with real tensors (timing.py), and remembered.
 
 Where several workers share the processor, as many threads do the same at once, since they share its memory too.
 Remembered by torch's version, the processor, threads, workers and the call, in the user's cache folder. What an
@@ -11,42 +11,30 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
-import math
 import os
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from types import MappingProxyType
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwise.compat.allocated import allocations_of
 from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.discovery.host_facts import host_facts
 from meshwise.machine.measure.compute import memory_rate
-from meshwise.machine.memory import free_bytes
 from meshwise.records.files import write_text
-from meshwise.rehearsal.calls import bytes_of, made
+from meshwise.rehearsal import timing
 from meshwise.rehearsal.fakes.world import fake_world
 from meshwise.rehearsal.prices import Prices
+from meshwise.rehearsal.timing import median_of, threads_set
 from meshwise.rehearsal.work import Operation, Work
 from meshwise.spec.machine import Machine
 
-REPEATS, LONGEST = 7, 0.05
-"""Calls of an operator that are timed, fewer where they take more seconds than LONGEST together, but at least two."""
-COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
-"""Calls behind a write of FLUSHED bytes, which empties the caches, of operators on more than IN_CACHE bytes: in a step
-some of their tensors were just made and others long ago."""
-INSIDE_FROM = 16 << 10
-"""Bytes of an operator's tensors from which on it is looked at what it allocates inside."""
 ADAM = 7
 """Operators of a step of torch's Adam on one parameter without weight decay: lerp_, mul_, addcmul_, sqrt, div, add_,
 addcdiv_."""
@@ -67,6 +55,8 @@ class OperatorTimes:
         self.path = (folder or cache_folder()) / f"operators-{name}.json"
         self._facts = facts
         self._seconds, self._inside = _read(self.path)
+        self.ended: dict[str, str] = {}
+        """What is to be said of calls that ended their process."""
 
     def __call__(self, operation: Operation) -> float | None:
         """Seconds of an operator that was measured; None for another."""
@@ -79,7 +69,7 @@ class OperatorTimes:
     def memory_rate(self) -> float:
         """Bytes a second that a copy reads and writes."""
         if MEMORY_RATE not in self._seconds:
-            with _threads(self.threads):
+            with threads_set(self.threads):
                 self._remember({MEMORY_RATE: memory_rate(torch.device("cpu"), 0.1)})
         return self._seconds[MEMORY_RATE]
 
@@ -96,13 +86,15 @@ class OperatorTimes:
     def measure(self, works: Iterable[Work], budget: float = 20.0) -> int:
         """Measure the operators of these steps that are not known, what takes most of the steps first, for about
         `budget` seconds; how many are left. What cannot be run here is passed over."""
+        works, known = list(works), {**self._seconds, **self.ended}
+        waiting = [operation for operation in _most_first(works) if operation.call not in known]
+        if waiting and budget:
+            timing.begin()  # its start is none of the budget
         end = time.perf_counter() + budget
-        works = list(works)
-        waiting = [operation for operation in _most_first(works) if operation.call not in self._seconds]
         found: dict[str, float] = {}
         inside: dict[str, int] = {}
         left = len(waiting)
-        with _threads(self.threads), torch.no_grad():
+        with threads_set(self.threads), torch.no_grad():
             if self.program is None:
                 found[PROGRAM] = program_seconds()
             if self.dtensor is None and any(work.dtensors for work in works):
@@ -111,11 +103,13 @@ class OperatorTimes:
                 if time.perf_counter() > end:
                     break
                 left -= 1
-                seconds = _timed(operation.call, self.workers - 1)
+                seconds, taken, how = timing.timed(operation.call, self.threads, self.workers - 1)
+                if how:
+                    self.ended[operation.call] = f"{operation.name} ended the process that timed it ({how})"
                 if seconds is not None:
                     found[operation.call] = seconds
-                    if taken := _taken_inside(operation.call):
-                        inside[operation.call] = taken
+                if taken:
+                    inside[operation.call] = taken
         self._remember(found, inside)
         return left
 
@@ -153,7 +147,19 @@ def prices_here(
     rate = device.memory_rate or times.memory_rate()
     devices = tuple(each if each.memory_rate else replace(each, memory_rate=rate) for each in machine.devices)
     described, crowd = replace(machine, devices=devices), max(workers / cores, 1.0)
-    return Prices(described, {device.part: times}, times.program, times.dtensor, crowd, times.inside)
+    return Prices(
+        described, {device.part: times}, times.program, times.dtensor, crowd, times.inside, said(times, works)
+    )
+
+
+def said(times: OperatorTimes, works: Iterable[Work]) -> tuple[str, ...]:
+    """Of operators of these steps that ended their process."""
+    calls = {launch.what.call for work in works for launch in work.launches if isinstance(launch.what, Operation)}
+    return tuple(
+        dict.fromkeys(
+            f"{why}: it is priced by the bytes it moves." for call, why in times.ended.items() if call in calls
+        )
+    )
 
 
 def cache_folder() -> Path:
@@ -169,7 +175,7 @@ def program_seconds() -> float:
     model = torch.nn.Sequential(*(module for layer in layers for module in (layer, torch.nn.ReLU())))
     batch = torch.rand(4, width)
     with torch.enable_grad():
-        step = _median_of(lambda: model(batch).sum().backward(), 30)
+        step = median_of(lambda: model(batch).sum().backward(), 30)
     # Forward: t, addmm, relu; backward: threshold, two mm, sum. Views launch nothing and count as the program's.
     left, bias = torch.rand(width, width), torch.rand(width)
     each = [
@@ -181,7 +187,7 @@ def program_seconds() -> float:
         lambda: torch.ops.aten.sum.dim_IntList(batch, [0], True),
         lambda: torch.ops.aten.add_.Tensor(left, left),
     ]
-    alone = sum(_median_of(call, 30) for call in each)
+    alone = sum(median_of(call, 30) for call in each)
     return max(step / depth - alone, 0.0) / len(each)
 
 
@@ -194,7 +200,7 @@ def dtensor_seconds() -> float:
             parameter = torch.nn.Parameter(made())
             parameter.grad = made()
             optimizer = torch.optim.Adam([parameter], foreach=False)
-            return _median_of(optimizer.step, 30)
+            return median_of(optimizer.step, 30)
 
         part = torch.rand(16)
         return max(seconds(lambda: DTensor.from_local(part, mesh, [Shard(0)])) - seconds(part.clone), 0.0) / ADAM
@@ -205,78 +211,6 @@ def _most_first(works: Iterable[Work]) -> list[Operation]:
     counts = Counter(launch.what for work in works for launch in work.launches if isinstance(launch.what, Operation))
     callable_here = [operation for operation in counts if operation.call]
     return sorted(callable_here, key=lambda one: -counts[one] * (one.flops / 10 + one.read + one.written))
-
-
-def _timed(call: str, others: int = 0) -> float | None:
-    """Seconds of a call while as many others do the same, half-way between caches that hold its tensors and caches that
-    do not; None where it cannot be made, or would take more than a quarter of the free memory."""
-    size = bytes_of(call)
-    if size * (1 + others) > free_bytes(torch.device("cpu")) // 4:
-        return None
-    try:
-        operator = made(call)
-        if size <= IN_CACHE:
-            return _median_of(operator, REPEATS)
-        with _at_once(call, others):
-            seconds = _median_of(operator, REPEATS)
-            flushed = torch.ones(FLUSHED // 4)
-            return math.sqrt(seconds * max(_median_of(operator, COLD, lambda: flushed.add_(1)), seconds))
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError, NotImplementedError):
-        return None
-
-
-@contextlib.contextmanager
-def _at_once(call: str, others: int) -> Iterator[None]:
-    """While the body runs, threads do the same on tensors of their own."""
-    over = threading.Event()
-
-    def work() -> None:
-        with torch.no_grad(), contextlib.suppress(Exception):  # what it raises, the one that is timed raises too
-            operator = made(call)
-            while not over.is_set():
-                operator()
-
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(others)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
-
-
-def _taken_inside(call: str) -> int:
-    """Bytes that a call allocates beside what it gives, at most at once, by torch's own events of its allocator."""
-    if bytes_of(call) < INSIDE_FROM:
-        return 0
-    totals = list(itertools.accumulate(allocations_of(made(call))))
-    return max(max(totals, default=0) - max(totals[-1:], default=0), 0)
-
-
-def _median_of(call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:
-    """By the thread's own clock where one thread computes, which what else the machine does cannot slow."""
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    call()
-    seconds: list[float] = []
-    while len(seconds) < 2 or (len(seconds) < repeats and sum(seconds) < LONGEST):
-        if before is not None:
-            before()
-        start = clock()
-        call()
-        seconds.append(clock() - start)
-    return median(seconds)
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, int]]:

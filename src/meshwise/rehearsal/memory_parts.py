@@ -56,7 +56,7 @@ def memory_parts(first: Work, step: Work, device: Device) -> MemoryParts:
     host = max((memory_curve(work, on_host=True).peak for work in works), key=lambda peak: peak.bytes)
     outside: dict[str, int] = {}
     if step.kind != "cpu":
-        reserved = reserved_on(works, device.part)
+        reserved = reserved_on(works, device.part, device.memory)
         outside = {"held by the allocator": reserved - most.peak.bytes}
         outside |= {name: size for name, size in device_total(reserved, step).parts.items() if name != "reserved"}
     launches = _next_launches(most.work)

@@ -64,12 +64,13 @@ class Prices:
         dtensor: float | None = None,
         crowd: float = 1.0,
         inside: Callable[[Operation], int] = lambda operation: 0,
+        notes: tuple[str, ...] = (),
     ) -> None:
         """known: measured seconds of operators, by the name of the device's part. program: seconds that Python, modules
         and autograd add to each operator of a CPU worker; dtensor: that DTensor adds to one of its optimizer. crowd:
         workers that share one core, at least 1.
-        inside: measured bytes that an operator allocates for its own while it runs."""
-        self.machine, self._crowd, self.inside = machine, crowd, inside
+        inside: measured bytes that an operator allocates for its own while it runs. notes: what is to be said."""
+        self.machine, self._crowd, self.inside, self.notes = machine, crowd, inside, notes
         self._program, self._dtensor = program, dtensor or 0.0
         self._known = known or {}
         self._operations: dict[tuple[int, Operation], Priced | None] = {}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,11 +29,12 @@ from torch.futures import Future
 from meshwise.compat import collectives as backend
 from meshwise.compat.collectives import Group as Group
 from meshwise.compat.collectives import Pairs
+from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.timeline.recorder import current
 from meshwise.timeline.spans import collective_name
 from meshwise.transfer import foreign
-from meshwise.transfer.comm_log import OPEN, note
+from meshwise.transfer.comm_log import OPEN
 from meshwise.transfer.groups import DIVIDING, key_of
 from meshwise.transfer.groups import device_of as device_of
 from meshwise.transfer.groups import divide_among as divide_among
@@ -44,12 +45,10 @@ from meshwise.transfer.groups import group_key as group_key
 from meshwise.transfer.groups import group_of as group_of
 from meshwise.transfer.groups import ranks_of as ranks_of
 from meshwise.transfer.groups import world_size as world_size
-from meshwise.transfer.stopwatch import Seconds, Stopwatch
+from meshwise.transfer.looked_at import EVERYONE, Ends, begin_looked_at, log, ours
+from meshwise.transfer.stopwatch import Stopwatch
 from meshwise.workers.heartbeat import PEERS, enter, leave
 
-Ends = tuple[int | None, int | None]
-"""The rank of the group that the bytes come from and the one that they go to; None for all of its ranks."""
-EVERYONE: Ends = (None, None)
 _HOST = torch.device("cpu")
 _NOTHING = nullcontext()
 entered: Counter[str] = Counter()
@@ -71,6 +70,24 @@ def begin_sum(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
 def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
     """Begin to average `tensor` over all ranks, in place; the future gives it. Dividing first keeps fp16 in range."""
     return _begin_sum(tensor, of, mean=True)
+
+
+def mean_now(tensor: Tensor, *, of: str = "") -> None:
+    """Average `tensor` over all ranks, in place: for a thread that has nothing to do meanwhile, which a sum on the host
+    then need not wake. `dist.all_reduce` takes as long as a small sum to come to the group."""
+    group, name, recorder = DIVIDING[0] or dist.group.WORLD, collective_name("all-reduce", of), current()
+    if group is None or foreign.OPEN or OPEN or has_streams(tensor.device) or tensor.dtype not in backend.PLAIN:
+        begin_mean(tensor, of=of).wait()
+        return
+    key = key_of(DIVIDING[0])
+    entered[key] += 1
+    beat, (code, number, start) = enter(name, key), recorder.begin_collective(name)
+    recorder.dtypes[code, tensor.nbytes] = tensor.dtype
+    try:
+        group.allreduce([tensor.div_(group.size())]).wait()
+    finally:
+        recorder.add(code, start, recorder.mark(), tensor.nbytes, number)
+        leave(beat)
 
 
 def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
@@ -96,32 +113,11 @@ def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
         return tensor
 
     if foreign.OPEN or OPEN or tensor.dtype not in backend.PLAIN or not tensor.is_contiguous():
-        return _begin_looked_at(tensor, group).then(ended)
+        return begin_looked_at(tensor, group).then(ended)
     work = dist.all_reduce(tensor.detach(), group=group, async_op=True)
     assert work is not None  # this rank is a member of the group
     future: Future[Tensor] = work.get_future().then(ended)
     return future
-
-
-def _begin_looked_at(tensor: Tensor, group: Group) -> Future[object]:
-    """A sum that is of a dtype or a layout of its own, or that somebody logs."""
-    watch, took = Stopwatch(tensor.device) if OPEN else None, list[Seconds]()
-    with _ours():
-        begun = backend.begin_sum(tensor, group)
-    if watch is None:
-        return begun
-
-    def stopped(done: Future[object]) -> object:
-        took.append(watch.stop())
-        return done.value()
-
-    def seconds() -> float:
-        timed.wait()
-        return took[0]() if callable(took[0]) else took[0]
-
-    timed = begun.then(stopped)
-    _log("all-reduce", tensor.nbytes, tensor.device, None, seconds)
-    return timed
 
 
 def all_reduce_mean(tensor: Tensor, *, of: str = "") -> Tensor:
@@ -189,7 +185,7 @@ def send(tensor: Tensor, target: int, group: Group = None) -> None:
 def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[], None]:
     """Begin to send `tensor` to rank `target`, which calls `receive`; what is returned waits until it is sent."""
     _check_rank("send", "target", target, group)
-    with _ours():
+    with ours():
         await_sent = backend.begin_send(tensor, target, group or dividing())
 
     def wait() -> None:
@@ -259,7 +255,7 @@ def recorded(
     """Record the body of a with-statement as a collective that this rank waits for: on an accelerator in another
     stream, unless `lane` says otherwise."""
     beat, where = _enter(group, kind), lane or current().overlapped_lane
-    with _ours(), current().collective(kind, size, where, numbered=_is_of_all(group), dtype=dtype):
+    with ours(), current().collective(kind, size, where, numbered=_is_of_all(group), dtype=dtype):
         yield
     leave(beat)
 
@@ -281,11 +277,11 @@ def _run(
     beat = _enter(group, kind, of, ends)
     numbered = None in ends and _is_of_all(group)
     dtype = moved[0].dtype if moved else None
-    with _ours(), current().collective(collective_name(kind, of), size, numbered=numbered, dtype=dtype):
+    with ours(), current().collective(collective_name(kind, of), size, numbered=numbered, dtype=dtype):
         call(group or dividing())
     leave(beat)
     if watch is not None:
-        _log(kind, size, device, group, watch.stop(), ends)
+        log(kind, size, device, group, watch.stop(), ends)
 
 
 def _is_of_all(group: Group) -> bool:
@@ -306,21 +302,8 @@ def _enter(group: Group, kind: str, of: str = "", ends: Ends = EVERYONE) -> int:
     return enter(collective_name(kind, of), key)
 
 
-def _ours() -> AbstractContextManager[None]:
-    """What the body begins is not the program's, for who counts."""
-    return foreign.ours() if foreign.OPEN else _NOTHING
-
-
 def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _log(kind: str, size: int, device: torch.device, group: Group, seconds: Seconds, ends: Ends = EVERYONE) -> None:
-    group = group or dividing()
-    ranks = dist.get_process_group_ranks(group)
-    several = "all ranks" if group is None else f"ranks {','.join(map(str, ranks))}"
-    source, target = (several if end is None else f"rank {ranks[end]}" for end in ends)
-    note(kind, source, target, size, backend.backend_of(device, group), seconds)
 
 
 def _check_rank(verb: str, what: str, rank: int, group: Group) -> None:

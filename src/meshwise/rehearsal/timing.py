@@ -1,0 +1,167 @@
+"""Operators timed on real tensors in a process beside this one: what would end its process ends that one, and is named.
+
+Where several workers share the processor, as many threads do the same at once, since they share its memory too.
+
+Tested in tests/rehearsal/test_measured.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import torch
+
+from meshwise.compat.allocated import allocations_of
+from meshwise.machine.memory import free_bytes
+from meshwise.rehearsal.calls import bytes_of, made
+
+REPEATS, LONGEST = 7, 0.05
+"""Calls of an operator that are timed, fewer where they take more seconds than LONGEST together, but at least two."""
+COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
+"""Calls behind a write of FLUSHED bytes, which empties the caches, of operators on more than IN_CACHE bytes: in a step
+some of their tensors were just made and others long ago."""
+INSIDE_FROM = 16 << 10
+"""Bytes of an operator's tensors from which on it is looked at what it allocates inside."""
+SERVE = "from meshwise.rehearsal.timing import serve; serve()"
+
+
+def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, int, str]:
+    """Seconds of a call, with `threads` threads, while as many others do the same, None where it cannot be made; bytes
+    that it takes inside; and how it ended its process, empty where it did not."""
+    child = _child()
+    if child.poll() is not None:  # at rest, by someone else
+        _child.cache_clear()
+        child = _child()
+    assert child.stdin is not None and child.stdout is not None
+    answer = ""
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(json.dumps([call, threads, others]) + "\n")
+        child.stdin.flush()
+        answer = child.stdout.readline()
+    if answer:
+        seconds, inside = json.loads(answer)
+        return seconds, inside, ""
+    _child.cache_clear()
+    code = child.wait()
+    child.stdin.close()
+    child.stdout.close()
+    return None, 0, signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def begin() -> None:
+    """Return when the process beside this one is there."""
+    timed("", 1)
+
+
+def serve() -> None:
+    """Time what is asked for, a line of JSON a call, until there is no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # an operator may print
+    for line in sys.stdin:
+        call, threads, others = json.loads(line)
+        print(json.dumps(timed_here(call, threads, others)), file=answers, flush=True)
+
+
+def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, int]:
+    """As `timed`, in this process."""
+    with threads_set(threads), torch.no_grad():
+        seconds = _timed(call, others) if call else None
+        return seconds, 0 if seconds is None else _taken_inside(call)
+
+
+@functools.cache
+def _child() -> subprocess.Popen[str]:
+    """It ends with this process, whose end closes what it reads. Operators that a program registers are not there."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVE],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def _timed(call: str, others: int = 0) -> float | None:
+    """Seconds of a call while as many others do the same, half-way between caches that hold its tensors and caches that
+    do not; None where it cannot be made, or would take more than a quarter of the free memory."""
+    size = bytes_of(call)
+    if size * (1 + others) > free_bytes(torch.device("cpu")) // 4:
+        return None
+    try:
+        operator = made(call)
+        if size <= IN_CACHE:
+            return median_of(operator, REPEATS)
+        with _at_once(call, others):
+            seconds = median_of(operator, REPEATS)
+            flushed = torch.ones(FLUSHED // 4)
+            return math.sqrt(seconds * max(median_of(operator, COLD, lambda: flushed.add_(1)), seconds))
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+
+
+@contextlib.contextmanager
+def _at_once(call: str, others: int) -> Iterator[None]:
+    """While the body runs, threads do the same on tensors of their own."""
+    over = threading.Event()
+
+    def work() -> None:
+        with torch.no_grad(), contextlib.suppress(Exception):  # what it raises, the one that is timed raises too
+            operator = made(call)
+            while not over.is_set():
+                operator()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(others)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def _taken_inside(call: str) -> int:
+    """Bytes that a call allocates beside what it gives, at most at once, by torch's own events of its allocator."""
+    if bytes_of(call) < INSIDE_FROM:
+        return 0
+    totals = list(itertools.accumulate(allocations_of(made(call))))
+    return max(max(totals, default=0) - max(totals[-1:], default=0), 0)
+
+
+def median_of(call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:
+    """By the thread's own clock where one thread computes, which what else the machine does cannot slow."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    call()
+    seconds: list[float] = []
+    while len(seconds) < 2 or (len(seconds) < repeats and sum(seconds) < LONGEST):
+        if before is not None:
+            before()
+        start = clock()
+        call()
+        seconds.append(clock() - start)
+    return median(seconds)
+
+
+@contextlib.contextmanager
+def threads_set(count: int) -> Iterator[None]:
+    """torch's own number of threads, during the body."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

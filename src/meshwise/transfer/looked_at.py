@@ -1,0 +1,60 @@
+"""A collective that somebody looks at: a row of each open `comm_log`, and what is ours for who counts the program's.
+
+Tested in tests/transfer/test_comm_log.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from meshwise.compat import collectives as backend
+from meshwise.compat.collectives import Group
+from meshwise.transfer import foreign
+from meshwise.transfer.comm_log import OPEN, note
+from meshwise.transfer.groups import dividing
+from meshwise.transfer.stopwatch import Seconds, Stopwatch
+
+Ends = tuple[int | None, int | None]
+"""The rank of the group that the bytes come from and the one that they go to; None for all of its ranks."""
+EVERYONE: Ends = (None, None)
+_NOTHING = nullcontext()
+
+
+def ours() -> AbstractContextManager[None]:
+    """What the body begins is not the program's, for who counts."""
+    return foreign.ours() if foreign.OPEN else _NOTHING
+
+
+def log(kind: str, size: int, device: torch.device, group: Group, seconds: Seconds, ends: Ends = EVERYONE) -> None:
+    """A row of each open `comm_log`."""
+    group = group or dividing()
+    ranks = dist.get_process_group_ranks(group)
+    several = "all ranks" if group is None else f"ranks {','.join(map(str, ranks))}"
+    source, target = (several if end is None else f"rank {ranks[end]}" for end in ends)
+    note(kind, source, target, size, backend.backend_of(device, group), seconds)
+
+
+def begin_looked_at(tensor: Tensor, group: Group) -> Future[object]:
+    """A sum that is of a dtype or a layout of its own, or that somebody logs."""
+    watch, took = Stopwatch(tensor.device) if OPEN else None, list[Seconds]()
+    with ours():
+        begun = backend.begin_sum(tensor, group)
+    if watch is None:
+        return begun
+
+    def stopped(done: Future[object]) -> object:
+        took.append(watch.stop())
+        return done.value()
+
+    def seconds() -> float:
+        timed.wait()
+        return took[0]() if callable(took[0]) else took[0]
+
+    timed = begun.then(stopped)
+    log("all-reduce", tensor.nbytes, tensor.device, None, seconds)
+    return timed
