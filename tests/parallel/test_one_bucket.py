@@ -1,0 +1,63 @@
+"""Parameters that fit one bucket are averaged behind the backward: what DDP's reducer makes of them, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwise.compat import reducer
+from meshwise.parallel.data import DataParallel
+from meshwise.transfer import collectives
+
+WAYS = ("whole", "missed by all", "missed by one", "first by none", "kept", "weighed", "kept and weighed")
+STEPS = 4
+
+
+def trained(way: str, ddp: bool) -> list[Tensor | None]:
+    """In a worker: gradients, parameters and means after each step."""
+    assigned = reducer._assigned
+    if ddp:
+        reducer._assigned = lambda ready, bucket_mb: [[0], [1]]  # said to be two buckets: DDP makes them
+    try:
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Linear(5, 5) for _ in range(3)).double()
+        reduction = DataParallel(list(model.named_parameters()), bucket_mb=25, piggyback_loss=True)
+        found: list[Tensor | None] = []
+        rank = collectives.get_rank()
+        for step in range(STEPS):
+            torch.manual_seed(10 * step + rank)
+            for reduce in (False, True) if way.startswith("kept") else (True,):
+                loss = loss_of(model, way, step, rank)
+                factor = (lambda step=step: torch.tensor(1.5 + step)) if way.endswith("weighed") and reduce else None
+                value = loss.detach() if factor is None else None
+                mean = reduction.backward(loss, reduce=reduce, factor=factor, value=value if reduce else None)
+                found.append(mean)
+            if step == 0:
+                kinds = [type(group.ddp) for group in reduction._groups]
+                assert (reducer.PlainBucket in kinds) is not ddp, kinds
+            for p in model.parameters():
+                found += [None if p.grad is None else p.grad.clone(), p.detach().clone()]
+                if p.grad is not None:
+                    p.data -= 0.1 * p.grad
+                p.grad = None
+        return found
+    finally:
+        reducer._assigned = assigned
+
+
+def loss_of(model: nn.ModuleList, way: str, step: int, rank: int) -> Tensor:
+    x = torch.randn(4, 5, dtype=torch.float64)
+    a, b, c = (layer(x).square().mean() for layer in model)
+    missed = (way == "missed by all" and step == 2) or (way == "missed by one" and step >= 1 and rank == 1)
+    return a + c if missed or (way == "first by none" and step == 0) else a + b * 2 + c
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_bucket_is_what_ddp_makes_of_it(size: int, pool: Any) -> None:
+    for way in WAYS:
+        for own, theirs in zip(pool(size).run(trained, way, False), pool(size).run(trained, way, True), strict=True):
+            for number, (a, b) in enumerate(zip(own, theirs, strict=True)):
+                assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), (way, number, a, b)
