@@ -1,10 +1,12 @@
 """Mistakes that begin late: what a run says of them, by where they begin, beside another checkout.
 
-    python bench/guards.py [--against CHECKOUT] [--devices 2xcpu,3xcpu] [--parts FOLDER]
+    python bench/guards.py [--against CHECKOUT] [--devices 2xcpu,3xcpu] [--begins "step 3,resume"] [--parts FOLDER]
 
 Each mistake begins at a step, in the second epoch, in a loop at another place, in a second program of the process, on
-one rank alone, or at the uneven tail of an epoch. Kept are the lines that are said and the error, without places and
-numbers. The claim: nothing that the other checkout says, or refuses, is missing here, and nothing hangs.
+one rank alone, at the uneven tail of an epoch, or where a stopped run goes on. Two mistakes at once, rank 0's and the
+others', begin at a step. Kept are the lines that are said and the errors, without places and numbers; what the last
+result has of other rows stays. The claim: nothing that the other checkout says, or refuses, is missing here, two
+mistakes end in the one sentence that they ended in there, and nothing hangs.
 """
 
 from __future__ import annotations
@@ -27,15 +29,28 @@ from torch.utils.data import DataLoader, TensorDataset
 
 ROOT = Path(__file__).parents[1]
 STEPS = 58  # of an epoch: 230 samples in batches of 4
-BEGINS = ("step 1", "step 3", "step 9", "step 50", "epoch 2", "second loop", "second program", "tail", "one rank")
+BEGINS = (
+    "step 1",
+    "step 3",
+    "step 9",
+    "step 50",
+    "epoch 2",
+    "second loop",
+    "second program",
+    "tail",
+    "one rank",
+    "resume",
+)
+STOPS = 25  # steps of a run that another goes on from: it saves each 10
 Loss = Callable[["Program", Tensor, Tensor, bool], Any]
 
 
 class Program:
     """A small program that trains, with a mistake from some moment on."""
 
-    def __init__(self, mw: Any, begins: str) -> None:
-        self.mw, self.begins, self.step, self.epoch, self.loop, self.number = mw, begins, 0, 1, 1, 1
+    def __init__(self, mw: Any, begins: str, folder: str) -> None:
+        self.mw, self.begins, self.folder = mw, begins, folder
+        self.step, self.epoch, self.loop, self.number, self.resumed = 0, 1, 1, 1, False
 
     def make(self) -> None:
         """Its things, new ones in a second program."""
@@ -46,6 +61,9 @@ class Program:
         self.loader: Any = DataLoader(TensorDataset(x, x.sum(1).long() % 3), batch_size=4)
         made = self.mw.distribute(self.model, self.optimizer, self.loader)
         self.model, self.optimizer, self.loader = made
+        if self.begins == "resume":
+            things = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
+            self.resumed = self.mw.checkpoint(self.folder, every=10, **things).restored
 
     @property
     def bad(self) -> bool:
@@ -59,6 +77,7 @@ class Program:
             "second program": self.number >= 2,
             "tail": self.step % STEPS == 0,
             "one rank": self.mw.rank() == 1,
+            "resume": self.resumed,
         }[self.begins]
 
     def train(self, one_step: Loss, epochs: int) -> None:
@@ -67,6 +86,8 @@ class Program:
             for x, y in self.loader:
                 self.step += 1
                 one_step(self, x, y, self.bad)
+                if self.begins == "resume" and not self.resumed and self.step == STOPS:
+                    return
             self.epoch += 1
 
     def run(self, one_step: Loss) -> None:
@@ -172,14 +193,29 @@ MISTAKES = {
     f.__name__[1:]: f for f in (_summed, _coupled, _classes, _by_hand, _rates, _noise, _not_finite, _changeless, _made)
 }
 MISTAKES |= {f.__name__[1:]: f for f in (_foreign_step, _evaluated)}
+TWO = (("summed", "coupled"), ("coupled", "summed"), ("summed", "rates"), ("made", "summed"), ("noise", "classes"))
+TWO += (("by_hand", "summed"), ("summed", "changeless"), ("not_finite", "summed"))
+
+
+def steps_of(mistake: str) -> Loss:
+    """What each rank does in a step."""
+    first, _, second = mistake.partition(" beside ")
+    return lambda p, x, y, bad: MISTAKES[second if second and p.mw.rank() else first](p, x, y, bad)
+
+
+def cells(begins: list[str]) -> list[tuple[str, str]]:
+    """Each mistake, and where it begins. Two at once begin at steps alone."""
+    two = [f"{first} beside {second}" for first, second in TWO]
+    found = [(mistake, where) for where in begins for mistake in MISTAKES]
+    return found + [(mistake, where) for where in begins if where.startswith("step") for mistake in two]
 
 
 def told(text: str) -> str:
     """A line without what differs between checkouts: places and numbers."""
-    return re.sub(r"\d[\d.e-]*", "N", re.sub(r"\S+\.py:\d+", "HERE", text))[:160]
+    return re.sub(r"\d[\d.e-]*", "N", re.sub(r"\S+\.py:\d+|\S+/state", "HERE", text))[:160]
 
 
-def case(mistake: str, begins: str) -> dict[str, Any]:
+def case(mistake: str, begins: str, folder: str) -> dict[str, Any]:
     """What is said of it on this rank."""
     import meshwise as mw
 
@@ -190,8 +226,10 @@ def case(mistake: str, begins: str) -> dict[str, Any]:
 
     error = ""
     try:
-        Program(mw, begins).run(MISTAKES[mistake])
+        Program(mw, begins, folder).run(steps_of(mistake))
     except Exception as raised:
+        if " beside " in mistake:
+            raise  # what the launcher says of it, alone
         error = f"{type(raised).__name__}: {raised}"
     notes = sorted({told(note) for note in default_engine().notes})
     end_sessions()
@@ -202,29 +240,30 @@ def one(mistake: str, begins: str, devices: str) -> Any:
     """In a run of its own, which ends as one."""
     import meshwise as mw
 
-    try:
-        ranks = mw.launch(case, mistake, begins, devices=devices)
-    except mw.MeshwiseError as error:
-        return {"said": [], "error": told(str(error))}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for _ in range(2 if begins == "resume" else 1):
+                ranks = mw.launch(case, mistake, begins, f"{folder}/state", devices=devices)
+        except mw.MeshwiseError as error:
+            return {"said": [], "error": told(str(error))}
     return {"said": ranks[0]["said"], "error": next((rank["error"] for rank in ranks if rank["error"]), "")}
 
 
-def look(devices: str, file: Path) -> None:
+def look(devices: str, begins: list[str], file: Path) -> None:
     """All of this checkout; what the file has already is not run again."""
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    for mistake in MISTAKES:
-        for begins in BEGINS:
-            name = f"{mistake}, {begins}, {devices}"
-            if name not in found:
-                found[name] = one(mistake, begins, devices)
-                file.write_text(json.dumps(found))
+    for mistake, where in cells(begins):
+        name = f"{mistake}, {where}, {devices}"
+        if name not in found:
+            found[name] = one(mistake, where, devices)
+            file.write_text(json.dumps(found))
 
 
-def of_checkout(root: Path, devices: str, parts: Path) -> dict[str, Any]:
+def of_checkout(root: Path, devices: str, begins: str, parts: Path) -> dict[str, Any]:
     """What a checkout says, in a process of its own. parts: a folder that keeps what is known, for a run that is cut
     off."""
     file = parts / f"{root.resolve().name}-{devices}.json"
-    words = [sys.executable, __file__, "--look", str(file), "--devices", devices]
+    words = [sys.executable, __file__, "--look", str(file), "--devices", devices, "--begins", begins]
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"PYTHONPATH": str(root / "src")}
         subprocess.run(words, check=True, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
@@ -237,28 +276,33 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--against", type=Path)
     parser.add_argument("--devices", default="2xcpu,3xcpu")
+    parser.add_argument("--begins", default=",".join(BEGINS))
     parser.add_argument("--parts", type=Path, default=Path(tempfile.gettempdir()) / "meshwise-guards")
     parser.add_argument("--look", type=Path)
     options = parser.parse_args()
     if options.look:
-        look(options.devices, options.look)
+        look(options.devices, options.begins.split(","), options.look)
         return
     options.parts.mkdir(parents=True, exist_ok=True)
-    from keep import keep
+    from keep import RESULTS, keep
 
-    result: dict[str, Any] = {"found": {}, "less than the other checkout": {}}
+    less_than = "less than the other checkout"
+    last: dict[str, Any] = json.loads((RESULTS / "guards.json").read_text())
+    result: dict[str, Any] = {"found": last["found"], less_than: last[less_than]}
     for devices in options.devices.split(","):
-        here = of_checkout(ROOT, devices, options.parts)
+        here = of_checkout(ROOT, devices, options.begins, options.parts)
         result["found"] |= here
         if options.against:
-            for name, before in of_checkout(options.against, devices, options.parts).items():
+            for name, before in of_checkout(options.against, devices, options.begins, options.parts).items():
                 now = here[name]
                 less = [line for line in before["said"] if line not in now["said"]]
-                if less or (before["error"] and not now["error"]):
-                    result["less than the other checkout"][name] = {"before": before, "now": now}
+                if less or (
+                    before["error"] and (" beside " in name or not now["error"]) and before["error"] != now["error"]
+                ):
+                    result[less_than][name] = {"before": before, "now": now}
     quiet = [name for name, facts in result["found"].items() if not facts["said"] and not facts["error"]]
     print(f"\n{len(result['found'])} mistakes; nothing is said of {len(quiet)}: {quiet}")
-    print(f"less than the other checkout: {json.dumps(result['less than the other checkout'], indent=1)}")
+    print(f"less than the other checkout: {json.dumps(result[less_than], indent=1)}")
     result["nothing is said of"] = quiet
     keep("guards", result)
 

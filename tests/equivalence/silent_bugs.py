@@ -352,7 +352,7 @@ def not_reduced(word: str) -> Plant:
 def hooks_are_lost(patch: Any) -> None:
     """From the second step on nobody reduces."""
     done = [0]
-    replaced(patch, "guard of steps", lambda *arguments: None)
+    replaced(patch, "guard of steps", lambda *arguments: True)
 
     def backward(real: Any, self: Any, loss: Tensor, *, reduce: bool, **more: Any) -> Any:
         done[0] += reduce
@@ -588,7 +588,7 @@ def optimizer_of_old_parameters(patch: Any) -> None:
         for group in optimizer.param_groups:
             group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
 
-    replaced(patch, "guard of steps", lambda *arguments: None)
+    replaced(patch, "guard of steps", lambda *arguments: True)
     at_start(patch, after=swap)
 
 

@@ -65,7 +65,7 @@ def unguarded(change: Callable[[Any, Any], None]) -> Plant:
     """A step that the engine itself would refuse: the check finds it too."""
 
     def plant(patch: Any) -> None:
-        replaced(patch, "guard of steps", lambda *arguments: None)
+        replaced(patch, "guard of steps", lambda *arguments: True)
         at_start(patch, after=change)
 
     return plant

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.spec.user_code import user_frame
+
 NONE, MEAN, SUM = 0, 1, 2  # aten/src/ATen/core/Reduction.h
 KNOWN = {
     "NllLossBackward0": "cross entropy",
@@ -182,12 +184,30 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
                 return "class_weights[y].sum()"
             counted = float(node._saved_total_weight)
             if weights is None and counted % max(samples, 1) and node._saved_target.numel() >= samples:  # of all rows
-                return f"(y != {signed(ignored)}).sum()"
+                return _count(node._saved_target, counted, signed(ignored))
         if kind == "DivBackward0" and _is_divided_sum(node, samples):
             return "…"
         if kind in SUMS or kind in FACTORS or kind == "MulBackward1":
             following += _below(node)
     return ""
+
+
+def _count(target: Tensor, counted: float, ignored: int) -> str:
+    """What gives the number of targets that count, in the names of the program's own lines where it has such."""
+    frame = user_frame()
+    own = {} if frame is None else dict(frame.f_locals)
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and value.numel()}
+    same = [n for n, t in tensors.items() if t.numel() == target.numel() and t.data_ptr() == target.data_ptr()]
+    name = same[0] if same else "y"
+    if counted < target.numel():
+        return f"({name} != {ignored}).sum()"
+    for each, value in own.items():
+        if isinstance(value, list | tuple) and all(isinstance(n, int) for n in value) and sum(value) == counted:
+            return f"sum({each})"
+    for each, value in tensors.items():
+        if each not in same and value.dtype in (torch.bool, torch.int64, torch.int32) and int(value.sum()) == counted:
+            return f"{each}.sum()"
+    return f"{name}.numel()"
 
 
 def signed(number: int) -> int:

@@ -203,9 +203,9 @@ def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
     """What to say of a mean that is known to be over other items than samples; empty of another."""
     weight = uneven_mean(loss, samples)
     return weight and (
-        f"{where}: this loss is not a mean over samples (classes have weights, targets are ignored, or it is "
-        "divided by a count of its own), and the ranks have unequal parts of what it is over. Say how much this rank's "
-        f"is over: {f'{verb}weight={weight})' if verb.startswith('mw.') else f'return loss, {weight}'}."
+        f"{where}: this loss is not a mean over samples (classes have weights, samples have other numbers of targets, "
+        "or it is divided by a count of its own), and the ranks have unequal parts of what it is over. Say how much "
+        f"this rank's is over: {f'{verb}weight={weight})' if verb.startswith('mw.') else f'return loss, {weight}'}."
     )
 
 

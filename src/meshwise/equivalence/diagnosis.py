@@ -24,6 +24,8 @@ from meshwise.spec.words import some
 
 ranks_differ = Evidence.ranks_differ
 SAY_SUM = "mw.backward(loss, reduction='sum'), or Job(reduction='sum')"
+OF_SUM = f"is your loss a sum over samples? Say {SAY_SUM}. Else leave out what divides it by the ranks."
+OF_MEAN = f"is your loss a mean over samples? Leave out {SAY_SUM}, or what multiplies it by the ranks."
 
 
 def module_of(difference: Difference, comparison: Comparison) -> str:
@@ -86,8 +88,7 @@ def _random_before(evidence: Evidence) -> str:
     unkeyed = sorted(evidence.reference.unkeyed | evidence.actual.unkeyed)
     if not unkeyed or begins is not first:
         return ""
-    name = first.name or "the model"
-    return f"{name} is the first module; before it ranks draw different numbers: {some(unkeyed)}."
+    return f"{first.name or 'the model'} is the first module; before it ranks draw different numbers: {some(unkeyed)}."
 
 
 def _outputs_are_equal(evidence: Evidence) -> bool:
@@ -96,15 +97,14 @@ def _outputs_are_equal(evidence: Evidence) -> bool:
 
 def _sum_and_mean(evidence: Evidence) -> str:
     """A sum over samples taken for a mean is divided by the ranks; a mean taken for a sum is multiplied by them."""
-    one, plan = (evidence.first.facts[side] for side in ("one device", "the plan"))
-    ranks = evidence.plan.devices
+    (one, plan), ranks = (evidence.first.facts[side] for side in ("one device", "the plan")), evidence.plan.devices
     text = f"module outputs are equal, the loss is {evidence.both_numbers()}"
     if not _outputs_are_equal(evidence) or ranks == 1:
         return ""
     if near(plan, one / ranks):
-        return f"{text}, that divided by the number of ranks: is your loss a sum over samples? Say {SAY_SUM}."
+        return f"{text}, that divided by the number of ranks: {OF_SUM}"
     if near(plan, one * ranks):
-        return f"{text}, that times the number of ranks: is your loss a mean over samples? Leave out {SAY_SUM}."
+        return f"{text}, that times the number of ranks: {OF_MEAN}"
     return ""
 
 

@@ -1,0 +1,130 @@
+"""Memory of a run on two CPU workers beside torchrun's DDP: all of its processes, and the largest of them.
+
+    python bench/memory_beside.py [--rounds 3] [--source CHECKOUT]
+
+MNIST's tutorial network, an epoch in batches of 512: DDP by hand under torchrun, the same script with our two lines,
+and our job, with and without states in memory that outlives a worker. Pages that processes share count once: the
+sum of PSS over the command and all that it starts; and of the largest process what is its own (USS). Both are the most
+that was seen, every 100 ms; the figures are medians of the rounds. Goal: at most 1.05 without redundancy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "src" / "meshwise" / "jobs" / "data" / "mnist"
+SCRIPT = """import gzip, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+{begin}
+def read(name, head):
+    with gzip.open(f"{{sys.argv[1]}}/train-{{name}}-ubyte.gz") as file:
+        return torch.frombuffer(bytearray(file.read()[head:]), dtype=torch.uint8)
+data = TensorDataset(read("images-idx3", 16).view(-1, 784), read("labels-idx1", 8))
+model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+{distribute}
+for x, y in loader:
+    loss = nn.functional.cross_entropy(model(x / 255), y.long())
+    {backward}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+HAND = SCRIPT.format(
+    begin="import torch.distributed as dist\ndist.init_process_group('gloo')",
+    distribute="model = nn.parallel.DistributedDataParallel(model)\n"
+    "loader = DataLoader(data, 256, sampler=torch.utils.data.DistributedSampler(data))",
+    backward="loss.backward()",
+)
+OURS = SCRIPT.format(
+    begin="import meshwise as mw",
+    distribute="model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(data, 512, shuffle=True))",
+    backward="mw.backward(loss)",
+)
+TORCHRUN = "torchrun, DDP by hand"
+
+
+def processes(root: int) -> list[int]:
+    """A process and all that it has started."""
+    found, ahead = [], [root]
+    while ahead:
+        found.append(ahead.pop())
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{found[-1]}/task").iterdir():
+                ahead += map(int, (task / "children").read_text().split())
+    return found
+
+
+def memory_of(process: int) -> tuple[int, int]:
+    """Bytes of PSS and USS."""
+    lines = (line.split() for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()[1:])
+    kilobytes = {words[0]: int(words[1]) for words in lines}
+    return kilobytes["Pss:"] << 10, (kilobytes["Private_Clean:"] + kilobytes["Private_Dirty:"]) << 10
+
+
+def most(words: list[str], folder: Path, source: Path) -> tuple[int, int]:
+    """The most that a command and its processes hold at once, in PSS; and the largest of them, in USS."""
+    environment = os.environ | {"PYTHONPATH": str(source / "src"), "OMP_NUM_THREADS": "1"}
+    began = subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    whole = largest = 0
+    while began.poll() is None:
+        seen = []
+        for process in processes(began.pid):
+            with contextlib.suppress(OSError, KeyError):
+                seen.append(memory_of(process))
+        whole, largest = max(whole, sum(pss for pss, _ in seen)), max(largest, *(uss for _, uss in seen), 0)
+        time.sleep(0.1)
+    if began.returncode:
+        raise SystemExit(f"{words} ended with {began.returncode}")
+    return whole, largest
+
+
+def main() -> None:
+    """Measure by turns, print, keep."""
+    from keep import keep
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--source", type=Path, default=ROOT)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "hand.py").write_text(HAND)
+        (folder / "ours.py").write_text(OURS)
+        run = [sys.executable, "-m", "meshwise", "run", "--devices", "2xcpu"]
+        runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        commands = {TORCHRUN: [*runner, "hand.py", str(DATA)]}
+        job = [*run, "--epochs", "1", "--batch-size", "512", "mnist-mlp"]
+        commands |= {
+            "script": [*run, "ours.py", str(DATA)],
+            "job": job,
+            "job, --redundancy 0": [*job, "--redundancy", "0"],
+        }
+        seen: dict[str, list[tuple[int, int]]] = {name: [] for name in commands}
+        for _ in range(options.rounds):
+            for name, words in commands.items():
+                seen[name].append(most(words, folder, options.source))
+                print(name, seen[name][-1], flush=True)
+    rows: dict[str, Any] = {}
+    for name, rounds in seen.items():
+        whole, largest = (statistics.median(column) for column in zip(*rounds, strict=True))
+        rows[name] = {"sum of PSS, MB": whole / 1e6, "largest USS, MB": largest / 1e6, "rounds": rounds}
+        for figure in ("sum of PSS, MB", "largest USS, MB"):
+            rows[name][f"{figure[:-4]}, of torchrun's"] = round(rows[name][figure] / rows[TORCHRUN][figure], 3)
+        print(name, {key: value for key, value in rows[name].items() if key != "rounds"})
+    keep("memory_beside", {"goal": "at most 1.05 without redundancy", "measured": rows})
+
+
+if __name__ == "__main__":
+    main()
