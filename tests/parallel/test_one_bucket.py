@@ -12,7 +12,16 @@ from meshwise.compat import reducer
 from meshwise.parallel.data import DataParallel
 from meshwise.transfer import collectives
 
-WAYS = ("whole", "missed by all", "missed by one", "first by none", "kept", "weighed", "kept and weighed")
+WAYS = (
+    "whole",
+    "missed by all",
+    "missed by one",
+    "first by none",
+    "kept",
+    "weighed",
+    "kept and weighed",
+    "kept and frozen",
+)
 STEPS = 4
 
 
@@ -30,6 +39,7 @@ def trained(way: str, ddp: bool) -> list[Tensor | None]:
         for step in range(STEPS):
             torch.manual_seed(10 * step + rank)
             for reduce in (False, True) if way.startswith("kept") else (True,):
+                model[1].requires_grad_(not (reduce and way.endswith("frozen")))
                 loss = loss_of(model, way, step, rank)
                 factor = (lambda step=step: torch.tensor(1.5 + step)) if way.endswith("weighed") and reduce else None
                 value = loss.detach() if factor is None else None
@@ -58,6 +68,8 @@ def loss_of(model: nn.ModuleList, way: str, step: int, rank: int) -> Tensor:
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_bucket_is_what_ddp_makes_of_it(size: int, pool: Any) -> None:
     for way in WAYS:
-        for own, theirs in zip(pool(size).run(trained, way, False), pool(size).run(trained, way, True), strict=True):
+        ours = pool(size).run(trained, way, False)
+        for own, theirs in zip(ours, pool(size).run(trained, way, True), strict=True):
+            assert all(a is None or torch.equal(a, b) for a, b in zip(own, ours[0], strict=True)), (way, "parted")
             for number, (a, b) in enumerate(zip(own, theirs, strict=True)):
                 assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), (way, number, a, b)

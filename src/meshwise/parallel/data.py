@@ -293,6 +293,10 @@ class DataParallel:
         else:
             everyone = collectives.gather_objects([*order, *fresh])
             fresh = list(dict.fromkeys(index for reached in everyone for index in reached))  # in rank 0's order
+        fresh, frozen = [i for i in fresh if self._trained[i]], [i for i in fresh if not self._trained[i]]
+        for p in (self._parameters[i] for i in frozen if self.unreduced):  # no backward brings them to a reducer
+            p.grad = collectives.all_reduce_mean(torch.zeros_like(p) if p.grad is None else p.grad, of="gradients")
+        self._grouped |= {id(self._parameters[i]) for i in frozen}
         later = [i for i, (_, p) in enumerate(self._named) if p.requires_grad and p in _skipped and i not in fresh]
         later = later if fresh and not self._groups else []  # a rank may reach them alone, at another time
         if fresh:
