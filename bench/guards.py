@@ -295,6 +295,7 @@ def main() -> None:
         if options.against:
             for name, before in of_checkout(options.against, devices, options.begins, options.parts).items():
                 now = here[name]
+                result[less_than].pop(name, None)
                 less = [line for line in before["said"] if line not in now["said"]]
                 if less or (
                     before["error"] and (" beside " in name or not now["error"]) and before["error"] != now["error"]

@@ -46,7 +46,7 @@ def trained(way: str, ddp: bool) -> list[Tensor | None]:
                 mean = reduction.backward(loss, reduce=reduce, factor=factor, value=value if reduce else None)
                 found.append(mean)
             if step == 0:
-                kinds = [type(group.ddp) for group in reduction._groups]
+                kinds = [type(group.reducer) for group in reduction._groups]
                 assert (reducer.PlainBucket in kinds) is not ddp, kinds
             for p in model.parameters():
                 found += [None if p.grad is None else p.grad.clone(), p.detach().clone()]

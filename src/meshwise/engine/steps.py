@@ -3,7 +3,8 @@
     batch       asked for, and given while all ranks go on
     forward     the program's own, on this rank's part of the batch
     weigh       a mean over this rank's samples becomes its share of the mean over the batch
-    backward    gradients are averaged over the ranks while it runs (parallel/data.py), and the loss travels with them
+    backward    gradients are averaged over the ranks while it runs, or behind it where they fit one bucket
+                (parallel/data.py), and the loss travels with them
     optimizer   the program's own: every rank makes the same step
 
 A job runs the forwards and backwards of its microbatches itself (job/step.py).

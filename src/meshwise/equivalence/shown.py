@@ -20,21 +20,10 @@ _UNIT = re.compile(
 )
 MEASURED = {
     *("time", "elapsed", "took", "eta", "duration", "sec", "secs", "seconds", "ms", "dt", "fps", "speed", "throughput"),
-    *(
-        "memory",
-        "mem",
-        "allocated",
-        "reserved",
-        "rss",
-        "devices",
-        "device",
-        "rank",
-        "ranks",
-        "world",
-        "workers",
-        "gpus",
-    ),
+    *("memory", "mem", "allocated", "reserved", "rss"),
+    *("devices", "device", "rank", "ranks", "world", "workers", "gpus"),
 }
+"""Words before a number of a time, of memory, or of the devices."""
 
 
 def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) -> tuple[list[str], list[str]]:

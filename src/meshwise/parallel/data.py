@@ -1,12 +1,13 @@
 """Data parallel: every rank holds the whole model and takes its slice of each batch; gradients are averaged.
 
-DistributedDataParallel does the reducing, driven from outside, so that the model stays what it is.
+DistributedDataParallel does the reducing, driven from outside, so that the model stays what it is. Parameters that fit
+one bucket need no reducer of its kind: it would be full when the backward is over, and is averaged then.
 
     first backward    nothing is armed; every rank learns which parameters its loss reached and in which order. Ranks
                       compare notes, a reducer is made for the parameters reached anywhere, its bucket rebuild is played
                       through, and the gradients at hand are reduced by it. From here on buckets never change: a resumed
                       run adds up in the same order.
-    every backward    the reducer is armed, buckets are averaged while the backward still runs.
+    every backward    the reducer is armed, buckets are averaged while the backward still runs; the only one behind it.
     a parameter that this rank's loss did not reach takes part with zero; one that no rank reached keeps its `grad`.
     a parameter reached for the first time later gets a reducer of its own.
 
@@ -59,7 +60,7 @@ class _Group:
 
     parameters: list[nn.Parameter]
     names: list[str]
-    ddp: nn.parallel.DistributedDataParallel | reducer.PlainReducer | PlainBucket
+    reducer: nn.parallel.DistributedDataParallel | reducer.PlainReducer | PlainBucket
     buckets: int
 
 
@@ -119,8 +120,8 @@ class DataParallel:
         if len(groups) > 1:
             groups = self._reached(loss)
         for group in groups:
-            if not isinstance(group.ddp, PlainBucket):
-                reducer.arm(group.ddp)
+            if not isinstance(group.reducer, PlainBucket):
+                reducer.arm(group.reducer)
             self._buckets += group.buckets
         self._factor, self._calls = factor, 0
         carrier, order = self._loss_carrier if self._groups[:1] == groups[:1] != [] else None, list[int]()
@@ -128,7 +129,7 @@ class DataParallel:
             sent = value if value is not None and factor is None else carrier.new_zeros(1)
             if sent.shape != carrier.shape or sent.dtype is not carrier.dtype:
                 sent = F.pad(sent.reshape(-1).to(carrier), (0, CARRIED - sent.numel()))
-            if isinstance(groups[0].ddp, PlainBucket):
+            if isinstance(groups[0].reducer, PlainBucket):
                 carrier.grad = sent
                 loss.backward()
             else:
@@ -138,7 +139,7 @@ class DataParallel:
         else:
             loss.backward()
         if self._calls < self._buckets:
-            only = groups[0].ddp if len(groups) == 1 and not before else None
+            only = groups[0].reducer if len(groups) == 1 and not before else None
             if not isinstance(only, PlainBucket) or not self._reduce(only):
                 self._complete(groups, before)
         if factor is not None:
@@ -245,8 +246,8 @@ class DataParallel:
         ]
         missed_by_all = self._take_part(missing, before) if missing else None
         for group in armed:
-            if isinstance(group.ddp, PlainBucket):
-                self._reduce(group.ddp)
+            if isinstance(group.reducer, PlainBucket):
+                self._reduce(group.reducer)
         if missed_by_all is not None:
             missed_by_all()
 
@@ -313,27 +314,27 @@ class DataParallel:
             names, parameters = ["the loss", *names], [self._loss_carrier, *parameters]
         gradients = [p.grad for p in parameters]
         # DDP expects gradients in the reverse of the order in which it is given the parameters.
-        ddp = reducer.make_reducer(parameters[::-1], self._bucket_mb, self._on_bucket, collectives.dividing())
-        group = _Group(parameters, names, ddp, 0)
+        made = reducer.make_reducer(parameters[::-1], self._bucket_mb, self._on_bucket, collectives.dividing())
+        group = _Group(parameters, names, made, 0)
         for _ in range(2):  # DDP rebuilds its buckets before its second iteration
             self._replay(group, [None] * len(parameters))
         self._replay(group, gradients)
-        return _Group(parameters, names, ddp, self._calls)
+        return _Group(parameters, names, made, self._calls)
 
     def _replay(self, group: _Group, gradients: Sequence[Tensor | None]) -> None:
         """Reduce `gradients` by a backward made for it: the gradient of sum(p * conj(g)) with respect to p is g."""
         self._factor, self._calls, self._buckets, self._kept = None, 0, 0, {}
         for p in group.parameters:
             p.grad = None
-        if not isinstance(group.ddp, PlainBucket):
-            reducer.arm(group.ddp)
+        if not isinstance(group.reducer, PlainBucket):
+            reducer.arm(group.reducer)
         terms = [
             (p * (torch.zeros_like(p) if g is None else g.conj())).sum().real.float()
             for p, g in reversed(list(zip(group.parameters, gradients, strict=True)))
         ]  # autograd runs the newest node first: the last term's gradient is ready first
         torch.stack(terms).sum().backward()
-        if isinstance(group.ddp, PlainBucket):
-            self._reduce(group.ddp)
+        if isinstance(group.reducer, PlainBucket):
+            self._reduce(group.reducer)
 
     def _agree(self, what: str, names: Iterable[str]) -> None:
         """All ranks must come here with the same names before any of them enters a collective for them."""

@@ -70,12 +70,11 @@ def unlike_by_parameters(optimizer: Optimizer) -> str:
 
 def unlike_on_parts(optimizer: Optimizer) -> str:
     """Why a step on the parts of divided parameters is not that on whole ones; empty where it is. Collective."""
-    return "" if is_by_numbers(optimizer) else _first_that_runs(optimizer, _on_parts)
+    return "" if is_by_numbers(optimizer) else _first_that_runs(optimizer, _on_rows if rehearsing() else _on_parts)
 
 
 def _first_that_runs(optimizer: Optimizer, compare: Callable[[Optimizer, torch.dtype], str]) -> str:
     why = ""
-    compare = _on_rows if compare is _on_parts and rehearsing() else compare
     for dtype in TOLERANCE:
         try:
             with real_values(), _own_random_numbers(), torch.enable_grad():

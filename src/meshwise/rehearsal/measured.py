@@ -1,6 +1,5 @@
 """Operators measured at their shapes on this processor: each is run with real tensors (timing.py), and remembered.
 
-Where several workers share the processor, as many threads do the same at once, since they share its memory too.
 Remembered by torch's version, the processor, threads, workers and the call, in the user's cache folder. What an
 operator allocates inside is measured with it, and what a program adds to it (Python, modules, autograd), once.
 

@@ -170,9 +170,10 @@ class _Loop(Places):
 
     def stepped(self) -> None:
         """An optimizer made a step. Raises RehearsalEnds where several have, and no model was given to distribute."""
-        self._alone += not self._engine.has_applied
-        if self._alone > STEPS and not self._engine.has_applied:
-            raise RehearsalEnds
+        if not self._engine.has_applied:
+            self._alone += 1
+            if self._alone > STEPS:
+                raise RehearsalEnds
 
     def number(self, dtype: torch.dtype) -> float | None:
         """What a number is taken for that the program reads outside of its model."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,7 +50,6 @@ from meshwise.transfer.stopwatch import Stopwatch
 from meshwise.workers.heartbeat import PEERS, enter, leave
 
 _HOST = torch.device("cpu")
-_NOTHING = nullcontext()
 entered: Counter[str] = Counter()
 """How many collectives this rank has entered, by `group_key`. Ranks of a group enter them in one order."""
 

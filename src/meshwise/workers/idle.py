@@ -7,9 +7,8 @@ Tested in tests/workers/test_idle.py.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from meshwise.workers.stuck import children_of
+from meshwise.workers.stuck import children_of, stat_of
 
 WINDOW = 5.0  # seconds between two looks
 SHARE = 0.02  # of a core: one that computes has more with thirty others on two cores; one that polls has less
@@ -35,8 +34,4 @@ class Idleness:
 
 
 def _seconds(pid: int) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    return sum(map(int, stat_of(pid)[11:13])) / _TICKS  # of the program, and of the kernel for it

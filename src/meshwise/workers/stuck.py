@@ -75,14 +75,19 @@ def state_of(pid: int) -> str:
     """The kernel's letter for what the process does; empty where that is not known. D only of one that stays in it: a
     page that is read from a disk takes milliseconds."""
     for _ in range(LOOKS):
-        try:
-            letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return ""
+        letter = next(iter(stat_of(pid)), "")
         if letter != "D":
             break
         time.sleep(SETTLED)
     return letter
+
+
+def stat_of(pid: int) -> list[str]:
+    """What the kernel counts of a process, from its letter on (proc_pid_stat(5), field 3); empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def children_of(pid: int) -> list[int]:
