@@ -1,11 +1,14 @@
 """Silent bugs of other frameworks, played here, and clean runs: what `meshwise check` says of them by default.
 
-    python bench/silent_bugs.py [--minutes M] [--clean 200] [--only WORD] [--again]
+    python bench/silent_bugs.py [--year 2026] [--minutes M] [--clean 200] [--only WORD] [--again]
 
 Claims: at least 95 % of the bugs are found, at least 90 % with the right module and 80 % with the right cause, and
 nothing is found in clean runs. Each bug, and what would be right of it, stands in tests/equivalence/silent_bugs.py;
 clean runs are cases of tests/equivalence/plans_to_check.py on two devices and of decoders.py, each with a seed of its
 own. What the last result has is kept, so that the script goes on where it was stopped; `--again` begins anew.
+
+`--year 2026`: another list, of threads of 2025 and 2026 (tests/equivalence/silent_bugs_2026.csv), whose clean runs are
+the same scripts without the bugs. What the first play of it said stays in its result, as `first`, beside the last one.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,11 +28,14 @@ from equivalence import Pools, commit
 from keep import RESULTS, keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from meshwise.equivalence.proof import Proof
+from meshwise.spec import errors
+from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
-from tests.equivalence import decoders
+from tests.equivalence import decoders, silent_bugs, silent_bugs_2026
 from tests.equivalence.jobs_to_check import checked
 from tests.equivalence.plans_to_check import cases
-from tests.equivalence.silent_bugs import NOT_PLAYED, SILENT, judged
+from tests.equivalence.silent_bugs import NOT_PLAYED, SILENT
 from tests.pool import CaseFailed
 
 UNEQUAL = {"decoder, two words ahead": "data", "experts, counted": "data", "decoder, a number is read": "data"}
@@ -37,6 +44,60 @@ PLANS = (
     Plan(data=2), Plan(shard=2, accumulate=2), Plan(tensor=2), Plan(context=2), Plan(pipeline=2, accumulate=2),
     Plan(data=2, zero1=True, recompute="full"), Plan(tensor=2, recompute="full"), Plan(shard=2, recompute="selective"),
 )  # fmt: skip
+RIGHT = ("found", "kind right", "module right", "cause right")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A bug to play. told: what the result says of it beside what was found."""
+
+    name: str
+    of: str
+    told: dict[str, Any]
+    judged: Callable[[Pools], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class List:
+    """A list of bugs and of clean runs: name of a run -> what proves it."""
+
+    name: str
+    size: int
+    rows: list[Row]
+    clean: dict[str, Callable[[Pools], Proof]]
+
+
+def first_list(clean: int) -> List:
+    """That of tests/equivalence/silent_bugs.py. Its size counts the rows that are not played."""
+    rows = []
+    for bug in sorted(SILENT, key=lambda bug: (bug.plan.devices, bug.job)):
+        told = {key: value for key, value in asdict(bug).items() if key not in ("plant", "row")}
+        rows.append(
+            Row(
+                bug.row, bug.of, {**told, "plan": repr(bug.plan)}, lambda pools, bug=bug: silent_bugs.judged(bug, pools)
+            )
+        )
+    runs = {
+        f"{name}, {plan!r}, seed {seed}": lambda pools, case=(name, plan, seed): checked(
+            pools, case[0], case[1], seed=case[2]
+        )
+        for name, plan, seed in clean_runs(clean)
+    }
+    return List("silent_bugs", 80, rows, runs)
+
+
+def list_of_2026() -> List:
+    """That of tests/equivalence/silent_bugs_2026.csv."""
+    threads = silent_bugs_2026.threads()
+    rows = [
+        Row(each.row, each.of, asdict(each), lambda pools, each=each: silent_bugs_2026.judged(each, pools))
+        for each in threads
+    ]
+    runs = {
+        name: lambda pools, case=case: silent_bugs_2026.played(*case, pools)
+        for name, case in silent_bugs_2026.twins().items()
+    }
+    return List("silent_bugs_2026", len(threads), rows, runs)
 
 
 def clean_runs(count: int) -> list[tuple[str, Plan, int]]:
@@ -54,81 +115,96 @@ def _is_right(name: str, plan: Plan) -> bool:
     return staged and not (samples_apart and name in UNEQUAL)
 
 
-def clean(pools: Pools, name: str, plan: Plan, seed: int) -> dict[str, Any]:
-    """Whether a check of a job that is right says so."""
+def clean(prove: Callable[[Pools], Proof], pools: Pools) -> dict[str, Any]:
+    """Whether a check of what is right says so."""
     cloudpickle.register_pickle_by_value(decoders)
-    about: dict[str, Any] = {"job": name, "plan": repr(plan), "seed": seed, "commit": commit()}
     try:
-        proof = checked(pools, name, plan, seed=seed)
-    except CaseFailed as failed:
-        if failed.kind != "PlanError":
-            return {**about, "failed": f"{failed.kind}: {failed.text}"}
-        return {**about, "refused": failed.text}
+        proof = prove(pools)
+    except (CaseFailed, MeshwiseError) as failed:
+        return {"commit": commit(), "refused" if _is_ours(failed) else "failed": str(failed)}
     first = proof.comparison.first
-    return {**about, "equal": proof.equal, "said": "" if first is None else f"{first.kind} of {first.name!r}"}
+    said = "; ".join(proof.doubts) if first is None else f"{first.kind} of {first.name!r}"
+    return {"commit": commit(), "equal": proof.equal and not proof.doubts, "said": said}
 
 
-def summary(bugs: dict[str, Any], runs: dict[str, Any]) -> dict[str, Any]:
+def _is_ours(failed: Exception) -> bool:
+    """Whether a failure is a sentence of ours, on this process or on a worker."""
+    return isinstance(failed, MeshwiseError) or (isinstance(failed, CaseFailed) and hasattr(errors, failed.kind))
+
+
+def counts(bugs: dict[str, Any]) -> dict[str, Any]:
+    """How many rows are right in what; those that are not of a list of others ("also") are left out."""
+    of_list = [found for row, found in bugs.items() if not row.startswith("also")]
+    return {"played": len(of_list), **{key: sum(found[key] for found in of_list) for key in RIGHT}}
+
+
+def summary(listed: List, bugs: dict[str, Any], runs: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     """The counts, and each row that is not right in all."""
-    of_list = [found for row, found in bugs.items() if row.startswith("SB")]
-    share = {key: sum(found[key] for found in of_list) for key in ("found", "module right", "cause right")}
-    missed = {row: found["said"] for row, found in bugs.items() if not all(found[key] for key in share)}
-    checked_runs = [run for run in runs.values() if "equal" in run]
+    share = ("found", "cause right") if first else ("found", "module right", "cause right")
+    checked_runs = [run | {"run": name} for name, run in runs.items() if "equal" in run]
     return {
-        "rows of the list": 80,
-        "played": len(of_list),
-        **share,
+        "rows of the list": listed.size,
+        **({"the first play": counts(first)} if first else {}),
+        **counts(bugs),
         "clean runs": len(checked_runs),
         "false alarms": [run for run in checked_runs if not run["equal"]],
         "refused": sum("refused" in run for run in runs.values()),
-        "failed": [run for run in runs.values() if "failed" in run],
-        "missed in some way": missed,
+        "failed": [run | {"run": name} for name, run in runs.items() if "failed" in run],
+        "missed in some way": {row: found["said"] for row, found in bugs.items() if not all(found[k] for k in share)},
     }
 
 
-def play(options: argparse.Namespace, pools: Pools, bugs: dict[str, Any], ends: float) -> None:
+def judged(row: Row, pools: Pools) -> dict[str, Any]:
+    """What a check says of a row. Where it refuses a script with a sentence, the bug is found: the exit code is not 0."""
+    try:
+        return row.judged(pools)
+    except (CaseFailed, TimeoutError, MeshwiseError) as failed:
+        refused = "when" in row.told and _is_ours(failed)
+        said = f"{'refused' if refused else 'failed'}: {str(failed)[-400:]}"
+        return dict.fromkeys(RIGHT, False) | {"found": refused, "said": said}
+
+
+def play(listed: List, options: argparse.Namespace, pools: Pools, bugs: dict[str, Any], ends: float) -> None:
     """The rows that are asked for and not known yet, until the time is over."""
-    left = [bug for bug in SILENT if (options.only in bug.of if options.only else bug.row not in bugs)]
-    for bug in sorted(left, key=lambda bug: (bug.plan.devices, bug.job)):
-        if time.monotonic() > ends:
-            break
-        try:
-            found = judged(bug, pools)
-        except (CaseFailed, TimeoutError) as failed:
-            found = dict.fromkeys(("found", "kind right", "module right", "cause right"), False)
-            found["said"] = f"failed: {str(failed)[-400:]}"
-        told = {key: value for key, value in asdict(bug).items() if key not in ("plant", "row")}
-        bugs[bug.row] = {**told, "plan": repr(bug.plan), **found, "commit": commit()}
-        print(
-            bug.row, *(key for key in ("found", "module right", "cause right") if found[key]), found["said"], flush=True
-        )
+    for row in listed.rows:
+        asked = options.only in (row.name, "") or options.only in row.of
+        if (not options.only and row.name in bugs) or not asked or time.monotonic() > ends:
+            continue
+        bugs[row.name] = {**row.told, **judged(row, pools), "commit": commit()}
+        found = bugs[row.name]
+        print(row.name, *(key for key in ("found", *RIGHT[2:]) if found[key]), found["said"], flush=True)
 
 
 def main() -> None:
     """Run what is left, as long as there is time."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--year", type=int, choices=(2026,))
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--clean", type=int, default=200)
     parser.add_argument("--only", default="")
     parser.add_argument("--again", action="store_true")
     options = parser.parse_args()
-    path = RESULTS / "silent_bugs.json"
-    known = json.loads(path.read_text()) if path.exists() and not options.again else {}
-    bugs: dict[str, Any] = known.get("bugs", {})
-    runs: dict[str, Any] = known.get("runs", {})
+    listed = list_of_2026() if options.year else first_list(options.clean)
+    path = RESULTS / f"{listed.name}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    first: dict[str, Any] = known.get("first", {})
+    bugs: dict[str, Any] = {} if options.again else known.get("bugs", {})
+    runs: dict[str, Any] = {} if options.again else known.get("runs", {})
     ends, pools = time.monotonic() + 60 * options.minutes, Pools()
     try:
-        play(options, pools, bugs, ends)
-        for name, plan, seed in [] if options.only else clean_runs(options.clean):
-            key = f"{name}, {plan!r}, seed {seed}"
-            if key not in runs and time.monotonic() < ends:
-                runs[key] = clean(pools, name, plan, seed)
-                said = {k: v for k, v in runs[key].items() if k in ("equal", "refused", "failed", "said")}
-                print(key, said, flush=True)
+        play(listed, options, pools, bugs, ends)
+        for name, prove in {} if options.only else listed.clean.items():
+            if name not in runs and time.monotonic() < ends:
+                runs[name] = clean(prove, pools)
+                print(name, {key: value for key, value in runs[name].items() if key != "commit"}, flush=True)
     finally:
-        keep("silent_bugs", {"summary": summary(bugs, runs), "bugs": bugs, "not played": NOT_PLAYED, "runs": runs})
+        if options.year:
+            first = bugs | first
+        beside = {"first": first} if options.year else {"not played": NOT_PLAYED}
+        result = {"summary": summary(listed, bugs, runs, first), "bugs": bugs, "runs": runs}
+        keep(listed.name, result | beside)
         pools.close()
-    print(json.dumps(summary(bugs, runs), indent=1))
+    print(json.dumps(summary(listed, bugs, runs, first), indent=1))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwise.compat.torch_function import on_parts
+from meshwise.equivalence.proof import Proof
 from meshwise.spec.plan import Plan
 from meshwise.splits import rules
 from meshwise.splits.axis import MeshAxis, SplitPart
@@ -874,18 +875,26 @@ def judged(bug: Silent, pool: Any) -> dict[str, Any]:
     says."""
     cloudpickle.register_pickle_by_value(decoders)
     proof = checked(pool, bug.job, bug.plan, plant=_planted(bug.plant))
-    first, cause = proof.comparison.first, proof.cause
-    if first is None or cause is None:
-        return {"found": False, "kind right": False, "module right": False, "cause right": False, "said": "equal"}
-    within = (bug.module,) if isinstance(bug.module, str) else bug.module or ()
+    return rightness(proof, bug.kind, bug.module, bug.cause)
+
+
+def rightness(proof: Proof, kind: Words, module: Words | None, cause: Words) -> dict[str, Any]:
+    """What is right of a proof, where these are what a person would say. Found is what exits with another code than 0."""
+    first, named = proof.comparison.first, proof.cause
+    if first is None or named is None:
+        said = "; ".join(proof.doubts) or "equal"
+        return {
+            "found": bool(proof.doubts), "kind right": False, "module right": False, "cause right": False, "said": said,
+        }  # fmt: skip
+    within = (module,) if isinstance(module, str) else module or ()
     where = f"{proof.module}."
     return {
         "found": True,
-        "kind right": fair(first.kind, bug.kind),
+        "kind right": fair(first.kind, kind),
         "module right": not within or any(where.startswith(f"{name}.") or not name for name in within),
-        "cause right": fair(cause.name, bug.cause),
-        "said": f"{first.kind} of {first.name!r} in step {first.step}, module {proof.module!r}, {cause.name}: "
-        f"{cause.evidence}",
+        "cause right": fair(named.name, cause),
+        "said": f"{first.kind} of {first.name!r} in step {first.step}, module {proof.module!r}, {named.name}: "
+        f"{named.evidence}",
     }
 
 

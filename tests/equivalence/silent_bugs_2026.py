@@ -7,11 +7,24 @@ below, with the lines replaced that its thread is about. `bench/silent_bugs.py -
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
+import sys
+import tempfile
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+from meshwise.equivalence.proof import Proof
+from meshwise.process.session import end_sessions
 from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
+from tests.equivalence import silent_bugs
+from tests.equivalence.script_sides import proof
+from tests.equivalence.seams import Training, after_microbatch, around
+from tests.equivalence.silent_bugs import PIPELINE, Plant, Silent, rightness
 
 HEAD = """
 import copy
@@ -184,7 +197,9 @@ NORMED = (
 
 class Attention""",
     )
-    .replace("        self.documents =", "        self.norm = nn.Parameter(torch.ones(width))\n        self.documents =")
+    .replace(
+        "        self.documents =", "        self.norm = nn.Parameter(torch.ones(width))\n        self.documents ="
+    )
     .replace("Gather.apply(self.k(x))", "NormedKeys.apply(self.k(x), self.norm)")
 )
 
@@ -582,8 +597,7 @@ CHOSEN = """class Clips(Dataset):
         return 32
 
     def __getitem__(self, index):
-        number = self.random.randrange(32)
-        return x[number], y[number]
+        return data[self.random.randrange(32)]
 
 
 """
@@ -652,8 +666,8 @@ BUGS = {
     "P12": bug(ORDERED.replace("stop, first = 0, 1", "stop, first = 0, 2"), RELOAD, RELOAD + "        list(loader)\n"),
     "P14": bug(ORDERED, RELOAD, "        loader.load_state_dict(first)\n"),
     "P15": bug(
-        ORDERED, "step, stop, first = 0, 1,", "step, stop, first = 0, 2,",
-        RELOAD, "        loader.load_state_dict(first)\n",
+        ORDERED, RELOAD,
+        "        loader.load_state_dict(loader.state_dict() if stop == 1 else first)\n        stop += 1\n",
     ),
     "P16": bug(PARTS, "        return gradient - ctx.saved_tensors[0].exp() * total\n", "        return gradient\n", plan=TENSOR),
     "P17": bug(PARTS, "AddUp.apply(F.linear(h, down)) + 0.5", "AddUp.apply(F.linear(h, down) + 0.5)", plan=TENSOR),
@@ -798,6 +812,49 @@ BUGS = {
 """Row of the list -> its script."""
 
 
+def resumes_where_one_rank_was(patch: Any) -> None:
+    resumed: list[bool] = []
+
+    def unpack(real: Any, *given: Any) -> None:
+        real(*given)
+        resumed.append(True)
+
+    def slice_of(real: Any, *given: Any) -> Any:
+        return real(*given[:-1], World(0, given[-1].size) if resumed else given[-1])
+
+    around(patch, "saved state is loaded", unpack)
+    around(patch, "slice of a rank", slice_of)
+
+
+def nothing_is_reduced(patch: Any) -> None:
+    def backward(real: Any, self: Any, loss: Any, *, reduce: bool, **more: Any) -> Any:
+        return real(self, loss, reduce=False, **more)
+
+    around(patch, "backward of replicas", backward)
+
+
+def copies_of_a_tie(patch: Any) -> None:
+    around(patch, "gradients of ties", lambda real, self: None)
+
+
+def thrown_away_between_microbatches(patch: Any) -> None:
+    def wipe(training: Training, last: bool) -> None:
+        for p in () if last else training.model.parameters():
+            p.grad = None
+
+    after_microbatch(patch, wipe)
+
+
+JOBS: dict[str, tuple[Plant, str, Plan]] = {
+    "P13": (resumes_where_one_rank_was, "plain", Plan(data=2)),
+    "P20": (nothing_is_reduced, "plain", Plan(data=2)),
+    "P28": (nothing_is_reduced, "decoder, clipped", Plan(data=2)),
+    "P42": (copies_of_a_tie, "decoder, tied", PIPELINE),
+    "P43": (thrown_away_between_microbatches, "decoder", PIPELINE),
+}
+"""Row of the list -> what goes wrong in a job of ours, where a script cannot: plant, job, plan."""
+
+
 @dataclass(frozen=True)
 class Thread:
     """A row of the list. kinds, causes: each is fair."""
@@ -815,3 +872,52 @@ def threads() -> list[Thread]:
     with Path(__file__).with_suffix(".csv").open(newline="") as file:
         rows = list(csv.reader(file))[1:]
     return [Thread(*row[:4], *(tuple(words.split("|")) for words in row[4:])) for row in rows]
+
+
+def judged(thread: Thread, pool: Any) -> dict[str, Any]:
+    """Check the program of a row with the bug in it, and what is right of what it says."""
+    if thread.row in JOBS:
+        plant, job, plan = JOBS[thread.row]
+        return silent_bugs.judged(
+            Silent(thread.row, thread.of, plant, job, plan, thread.kinds, None, thread.causes), pool
+        )
+    bug = BUGS[thread.row]
+    return rightness(played(bug.wrong(), bug.plan, pool), thread.kinds, None, thread.causes)
+
+
+def played(text: str, plan: Plan, pool: Any) -> Proof:
+    """The proof of a script, in a folder of its own, with the options that a check has by default."""
+    pool(plan.devices)  # its workers start in a folder that stays
+    argv, path = list(sys.argv), list(sys.path)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        end_sessions()
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                return proof(text, pool, plan, size=plan.devices, rounding=True)
+        finally:
+            end_sessions()
+            sys.argv, sys.path = argv, path
+
+
+def twins() -> dict[str, tuple[str, Plan]]:
+    """Programs without the bugs: those of each row, and some under other plans."""
+    found = {bug.right() + repr(bug.plan): (row, bug.right(), bug.plan) for row, bug in reversed(BUGS.items())}
+    named = {row: (text, plan) for row, text, plan in reversed(found.values())}
+    beside = {
+        f"{name}, {plan!r}": (HEAD + base, plan) for (name, base), plan in product(UNDER_OTHERS.items(), OTHER_PLANS)
+    }
+    return named | beside
+
+
+UNDER_OTHERS = {
+    "batch norm under Adam": with_model("", "nn.BatchNorm1d(16)").replace("AdamW", "Adam"),
+    "texts": TOKENS,
+    "accumulated": WINDOWS,
+    "resumed": RESUMED,
+    "an average of weights": AVERAGED,
+    "a mixture": BALANCED,
+}
+OTHER_PLANS = (
+    Plan(data=2, precision="bf16"), Plan(shard=2, precision="fp16"), Plan(shard=2, precision="bf16"),
+    Plan(data=2, precision="fp16"), Plan(data=2, zero1=True), Plan(shard=2, recompute="full"),
+)  # fmt: skip
