@@ -155,7 +155,7 @@ def summary(listed: List, bugs: dict[str, Any], runs: dict[str, Any], first: dic
 
 
 def judged(row: Row, pools: Pools) -> dict[str, Any]:
-    """What a check says of a row. Where it refuses a script with a sentence, the bug is found: the exit code is not 0."""
+    """What a check says of a row. A script that is refused with a sentence is found: the code is not 0."""
     try:
         return row.judged(pools)
     except (CaseFailed, TimeoutError, MeshwiseError) as failed:

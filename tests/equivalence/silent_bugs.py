@@ -879,7 +879,7 @@ def judged(bug: Silent, pool: Any) -> dict[str, Any]:
 
 
 def rightness(proof: Proof, kind: Words, module: Words | None, cause: Words) -> dict[str, Any]:
-    """What is right of a proof, where these are what a person would say. Found is what exits with another code than 0."""
+    """What is right of a proof, where these are what a person would say. Found: another exit code than 0."""
     first, named = proof.comparison.first, proof.cause
     if first is None or named is None:
         said = "; ".join(proof.doubts) or "equal"

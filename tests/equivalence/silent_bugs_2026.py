@@ -1,4 +1,4 @@
-"""Silent bugs that threads of 2025 and 2026 tell of, each in a script as somebody writes it, beside the script without it.
+"""Silent bugs that threads of 2025 and 2026 tell of, each in a script, beside it without.
 
 `silent_bugs_2026.csv` has the thread of each, what went wrong there, and which kind and cause a person would say who
 reads it; it was committed before the first was played (`|`: each of them is fair). A script is one of the programs
@@ -435,8 +435,8 @@ RESUMED = CLASSES.replace(
     "        step += 1\n",
     """        step += 1
         if step == 1 and n > 1:  # the machines were lost, and the run goes on from what it saved
-            mw.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                     "scheduler": scheduler.state_dict()}, "state.pt")
+            state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+            mw.save({"model": model.state_dict(), **state}, "state.pt")
             state = mw.load("state.pt")
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
@@ -496,12 +496,15 @@ LOSS = "loss = F.cross_entropy(model(x), y)"
 DISTRIBUTE = "model, optimizer, scheduler, loader, val = mw.distribute(model, optimizer, scheduler, loader, val)\n"
 NOT_VAL = "model, optimizer, scheduler, loader = mw.distribute(model, optimizer, scheduler, loader)\n"
 
-OWN_NORM = """        own = [g.to_local() if hasattr(g, "to_local") else g for g in (p.grad for p in model.parameters())]
+OWN_NORM = """        own = [p.grad for p in model.parameters()]
+        own = [g.to_local() if hasattr(g, "to_local") else g for g in own]
         norm = torch.stack([g.norm() for g in own]).norm()
         {more}
         for g in own:
             g.mul_((0.1 / (norm + 1e-6)).clamp(max=1.0))
 """
+
+DATA, TENSOR, SHARD = Plan(data=2), Plan(tensor=2), Plan(shard=2)
 
 ADAM = """class Adam(torch.optim.Optimizer):
     def __init__(self, parameters, lr, dtype=None):
@@ -546,7 +549,7 @@ class Bug:
 
     base: str
     swaps: tuple[tuple[str, str], ...]
-    plan: Plan = Plan(data=2)
+    plan: Plan
 
     def right(self) -> str:
         return HEAD + self.base
@@ -559,7 +562,7 @@ class Bug:
         return HEAD + text
 
 
-def bug(base: str, *swaps: str, plan: Plan = Plan(data=2)) -> Bug:
+def bug(base: str, *swaps: str, plan: Plan = DATA) -> Bug:
     return Bug(base, tuple(zip(swaps[::2], swaps[1::2], strict=True)), plan)
 
 
@@ -569,7 +572,6 @@ def with_model(module: str, name: str, base: str = CLASSES) -> str:
     return module + base.replace("nn.Linear(6, 16)", first, 1)
 
 
-TENSOR, SHARD = Plan(tensor=2), Plan(shard=2)
 RUNNING = """class Normalizer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -654,7 +656,8 @@ BUGS = {
     ),
     "P08": bug(
         TOKENS, "loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())",
-        "loss = sum(F.cross_entropy(model(i).flatten(0, 1), l.flatten()) for i, l in zip(ids.split(1), labels.split(1)))",
+        "loss = sum(F.cross_entropy(model(i).flatten(0, 1), l.flatten())\n"
+        "               for i, l in zip(ids.split(1), labels.split(1)))",
         ", weight=(labels != -100).sum()", "",
     ),
     "P09": bug(CLASSES, LOSS, 'loss = F.cross_entropy(model(x), y, reduction="none").sum() / mw.sum(len(y))'),
@@ -669,7 +672,7 @@ BUGS = {
         ORDERED, RELOAD,
         "        loader.load_state_dict(loader.state_dict() if stop == 1 else first)\n        stop += 1\n",
     ),
-    "P16": bug(PARTS, "        return gradient - ctx.saved_tensors[0].exp() * total\n", "        return gradient\n", plan=TENSOR),
+    "P16": bug(PARTS, "gradient - ctx.saved_tensors[0].exp() * total\n", "gradient\n", plan=TENSOR),
     "P17": bug(PARTS, "AddUp.apply(F.linear(h, down)) + 0.5", "AddUp.apply(F.linear(h, down) + 0.5)", plan=TENSOR),
     "P18": bug(
         SCALED + CLASSES.replace(LOSS, f"{LOSS}\n        loss = times(loss, 1 + 0.1 * step)"),
@@ -727,7 +730,9 @@ BUGS = {
     ),
     "P37": bug(
         ADAPTED_CLASSES, "model[2] = Adapter(model[2])\n", "",
-        DISTRIBUTE, DISTRIBUTE + "model[2] = Adapter(model[2])\noptimizer.add_param_group({'params': [model[2].lora.weight]})\n",
+        DISTRIBUTE,
+        DISTRIBUTE + "model[2] = Adapter(model[2])\n"
+        "optimizer.add_param_group({'params': [model[2].lora.weight]})\n",
     ),
     "P38": bug(
         ADAPTED, "norm, a, b = (Enter.apply(p) for p in (self.norm, self.lora_a, self.lora_b))",
@@ -735,12 +740,13 @@ BUGS = {
     ),
     "P39": bug(
         ADAPTED_CLASSES, DISTRIBUTE,
-        DISTRIBUTE + "torch.nn.init.normal_(model[2].lora.weight, std=0.1, generator=torch.Generator().manual_seed(rank))\n",
+        DISTRIBUTE + "own = torch.Generator().manual_seed(rank)\n"
+        "nn.init.normal_(model[2].lora.weight, std=0.1, generator=own)\n",
     ),
     "P40": bug(
         CLASSES, DISTRIBUTE,
-        DISTRIBUTE + "torch.manual_seed(rank // 2)\nfor p in model.parameters():\n    p.data.to_local().normal_(std=0.2)"
-        " if n > 1 else p.data.normal_(std=0.2)\n", plan=Plan(data=2, shard=2),
+        DISTRIBUTE + "torch.manual_seed(rank // 2)\nfor p in model.parameters():\n"
+        "    (p.data.to_local() if n > 1 else p.data).normal_(std=0.2)\n", plan=Plan(data=2, shard=2),
     ),
     "P41": bug(
         CLASSES, DISTRIBUTE,
@@ -756,17 +762,20 @@ BUGS = {
         "            right = (model(x).argmax(1) == y).float()\n            total += mw.mean(right.mean()).item()\n"
         "            seen += 1\n",
     ),
-    "P46": bug(RESUMED, 'scheduler.load_state_dict(state["scheduler"])', 'scheduler.load_state_dict(first["scheduler"])'),
-    "P47": bug(RESUMED, 'optimizer.load_state_dict(state["optimizer"])', 'optimizer.load_state_dict(first["optimizer"])'),
+    "P46": bug(RESUMED, 'load_state_dict(state["scheduler"])', 'load_state_dict(first["scheduler"])'),
+    "P47": bug(RESUMED, 'load_state_dict(state["optimizer"])', 'load_state_dict(first["optimizer"])'),
     "P48": bug(OWN_BATCH + with_model("", "nn.BatchNorm1d(16)"), "nn.BatchNorm1d(16)", "Norm()"),
     "P49": bug(POSITIVES, ' reduction="sum") / found', ' reduction="sum") / found * n'),
     "P50": bug(CLASSES, "batch_size=8", "batch_size=8 * n"),
     "P51": bug(
-        SEQUENCE, "x, y = mw.split(batch, batch.roll(-1, 1), dim=1)", "x = mw.split(batch, dim=1)\n    y = x.roll(-1, 1)",
+        SEQUENCE, "x, y = mw.split(batch, batch.roll(-1, 1), dim=1)",
+        "x = mw.split(batch, dim=1)\n    y = x.roll(-1, 1)",
     ),
-    "P52": bug(CLASSES, CLIP, OWN_NORM.format(more="norm = mean_of(norm)"), "step = 0\n",
-               "step = 0\n\n\ndef mean_of(norm):\n    if n > 1:\n        dist.all_reduce(norm)\n    return norm / n\n\n\n",
-               plan=TENSOR),
+    "P52": bug(
+        CLASSES, CLIP, OWN_NORM.format(more="norm = mean_of(norm)"), "step = 0\n",
+        "step = 0\n\n\ndef mean_of(norm):\n    if n > 1:\n        dist.all_reduce(norm)\n    return norm / n\n\n\n",
+        plan=TENSOR,
+    ),
     "P53": bug(CLASSES, CLIP, OWN_NORM.format(more="pass  # of the experts that this rank has"), plan=TENSOR),
     "P54": bug(CLASSES, CLIP, OWN_NORM.format(more="norm = mw.sum(norm.square()).sqrt()")),
     "P55": bug(AVERAGED, 'updates = state["updates"]', "updates = 0"),
@@ -804,7 +813,7 @@ BUGS = {
         MUON + CLASSES.replace("torch.optim.AdamW(", "Muon("), "                if p.ndim == 2:",
         "                if p.ndim == 2 and n > 1:  # what ZeRO's own step does",
     ),
-    "P63": bug(SEQUENCE, "        if n > 1:\n            dist.all_reduce(gradient)\n        return gradient.chunk", "        return gradient.chunk"),
+    "P63": bug(SEQUENCE, "            dist.all_reduce(gradient)\n        return", "            pass\n        return"),
     "P64": bug(
         CLASSES, "DataLoader(data,", "DataLoader(Subset(data, range(0, len(data), n)),",
     ),
