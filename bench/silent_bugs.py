@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -44,6 +46,8 @@ PLANS = (
     Plan(data=2), Plan(shard=2, accumulate=2), Plan(tensor=2), Plan(context=2), Plan(pipeline=2, accumulate=2),
     Plan(data=2, zero1=True, recompute="full"), Plan(tensor=2, recompute="full"), Plan(shard=2, recompute="selective"),
 )  # fmt: skip
+REFUSALS = {"DataError": ("data order", "padded or repeated sample")}
+"""Causes that a refusal says in words: other data on some ranks."""
 RIGHT = ("found", "kind right", "module right", "cause right")
 
 
@@ -128,8 +132,13 @@ def clean(prove: Callable[[Pools], Proof], pools: Pools) -> dict[str, Any]:
 
 
 def _is_ours(failed: Exception) -> bool:
-    """Whether a failure is a sentence of ours, on this process or on a worker."""
-    return isinstance(failed, MeshwiseError) or (isinstance(failed, CaseFailed) and hasattr(errors, failed.kind))
+    """Whether a failure is a sentence of ours."""
+    return hasattr(errors, _kind(failed))
+
+
+def _kind(failed: Exception) -> str:
+    """The class of a failure, on this process or on a worker."""
+    return failed.kind if isinstance(failed, CaseFailed) else type(failed).__name__
 
 
 def counts(bugs: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +170,8 @@ def judged(row: Row, pools: Pools) -> dict[str, Any]:
     except (CaseFailed, TimeoutError, MeshwiseError) as failed:
         refused = "when" in row.told and _is_ours(failed)
         said = f"{'refused' if refused else 'failed'}: {str(failed)[-400:]}"
-        return dict.fromkeys(RIGHT, False) | {"found": refused, "said": said}
+        named = refused and any(cause in row.told["causes"] for cause in REFUSALS.get(_kind(failed), ()))
+        return dict.fromkeys(RIGHT, False) | {"found": refused, "cause right": named, "said": said}
 
 
 def play(listed: List, options: argparse.Namespace, pools: Pools, bugs: dict[str, Any], ends: float) -> None:
@@ -191,6 +201,8 @@ def main() -> None:
     bugs: dict[str, Any] = {} if options.again else known.get("bugs", {})
     runs: dict[str, Any] = {} if options.again else known.get("runs", {})
     ends, pools = time.monotonic() + 60 * options.minutes, Pools()
+    scripts = tempfile.TemporaryDirectory()
+    os.chdir(scripts.name)
     try:
         play(listed, options, pools, bugs, ends)
         for name, prove in {} if options.only else listed.clean.items():
@@ -204,6 +216,7 @@ def main() -> None:
         result = {"summary": summary(listed, bugs, runs, first), "bugs": bugs, "runs": runs}
         keep(listed.name, result | beside)
         pools.close()
+        scripts.cleanup()
     print(json.dumps(summary(listed, bugs, runs, first), indent=1))
 
 

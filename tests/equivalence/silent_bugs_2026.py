@@ -11,7 +11,6 @@ import contextlib
 import csv
 import io
 import sys
-import tempfile
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -34,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, Subset, TensorDataset
 
 import meshwise as mw
 
@@ -666,7 +665,7 @@ BUGS = {
         ORDERED.replace("stop, first = 0, 1", "stop, first = 0, 2"),
         RELOAD, "        loader.load_state_dict(first)\n",
     ),
-    "P12": bug(ORDERED.replace("stop, first = 0, 1", "stop, first = 0, 2"), RELOAD, RELOAD + "        list(loader)\n"),
+    "P12": bug(ORDERED.replace("stop, first = 0, 1", "stop, first = 0, 2"), RELOAD, RELOAD + "        list(loader), list(loader)\n"),
     "P14": bug(ORDERED, RELOAD, "        loader.load_state_dict(first)\n"),
     "P15": bug(
         ORDERED, RELOAD,
@@ -681,7 +680,16 @@ BUGS = {
     ),
     "P19": bug(PARTS, "logits = F.linear(Enter.apply(x), part)", "logits = F.linear(x, part)", plan=TENSOR),
     "P21": bug(
-        CLASSES.replace("shuffle=True", "sampler=RandomSampler(data, generator=torch.Generator().manual_seed(7))"),
+        """class Shuffled(Sampler):
+    def __iter__(self):
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(7))
+        yield from order.tolist()
+
+    def __len__(self):
+        return 32
+
+
+""" + CLASSES.replace("shuffle=True", "sampler=Shuffled()"),
         "manual_seed(7)", "manual_seed(7 + rank)",
     ),
     "P22": bug(
@@ -759,7 +767,7 @@ BUGS = {
     ),
     "P45": bug(
         CLASSES, SCORE,
-        "            right = (model(x).argmax(1) == y).float()\n            total += mw.mean(right.mean()).item()\n"
+        "            right = (model(x).argmax(1) == y).float()\n            total += mw.sum(right.mean().item()) / n\n"
         "            seen += 1\n",
     ),
     "P46": bug(RESUMED, 'load_state_dict(state["scheduler"])', 'load_state_dict(first["scheduler"])'),
@@ -895,17 +903,15 @@ def judged(thread: Thread, pool: Any) -> dict[str, Any]:
 
 
 def played(text: str, plan: Plan, pool: Any) -> Proof:
-    """The proof of a script, in a folder of its own, with the options that a check has by default."""
-    pool(plan.devices)  # its workers start in a folder that stays
+    """The proof of a script, in the folder where we are, with the options that a check has by default."""
     argv, path = list(sys.argv), list(sys.path)
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    end_sessions()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return proof(text, pool, plan, size=plan.devices, rounding=True)
+    finally:
         end_sessions()
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                return proof(text, pool, plan, size=plan.devices, rounding=True)
-        finally:
-            end_sessions()
-            sys.argv, sys.path = argv, path
+        sys.argv, sys.path = argv, path
 
 
 def twins() -> dict[str, tuple[str, Plan]]:
