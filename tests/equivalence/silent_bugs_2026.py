@@ -665,7 +665,10 @@ BUGS = {
         ORDERED.replace("stop, first = 0, 1", "stop, first = 0, 2"),
         RELOAD, "        loader.load_state_dict(first)\n",
     ),
-    "P12": bug(ORDERED.replace("stop, first = 0, 1", "stop, first = 0, 2"), RELOAD, RELOAD + "        list(loader), list(loader)\n"),
+    "P12": bug(
+        ORDERED.replace("stop, first = 0, 1", "stop, first = 0, 2"),
+        RELOAD, RELOAD + "        list(loader), list(loader)\n",
+    ),
     "P14": bug(ORDERED, RELOAD, "        loader.load_state_dict(first)\n"),
     "P15": bug(
         ORDERED, RELOAD,
