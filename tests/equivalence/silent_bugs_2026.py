@@ -934,8 +934,23 @@ UNDER_OTHERS = {
     "resumed": RESUMED,
     "an average of weights": AVERAGED,
     "a mixture": BALANCED,
+    "a loss scaler of its own": CLASSES.replace("scheduler = ", 'scaler = torch.amp.GradScaler("cpu")\nscheduler = ')
+    .replace(
+        f"        {LOSS}\n",
+        f"""        with torch.autocast("cpu", dtype=torch.float16):
+            {LOSS}
+""",
+    )
+    .replace("backward(loss)\n", "backward(scaler.scale(loss))\n        scaler.unscale_(optimizer)\n")
+    .replace("optimizer.step()\n", "scaler.step(optimizer)\n        scaler.update()\n"),
 }
 OTHER_PLANS = (
-    Plan(data=2, precision="bf16"), Plan(shard=2, precision="fp16"), Plan(shard=2, precision="bf16"),
-    Plan(data=2, precision="fp16"), Plan(data=2, zero1=True), Plan(shard=2, recompute="full"),
+    Plan(data=2, precision="bf16"), Plan(shard=2, precision="bf16"), Plan(data=2, zero1=True),
+    Plan(shard=2, recompute="full"),
 )  # fmt: skip
+FP16 = [
+    (job, plan)
+    for job in ("plain", "normed", "tied", "counting", "weighed", "decoder, clipped")
+    for plan in (Plan(data=2, precision="fp16"), Plan(shard=2, accumulate=2, precision="fp16"))
+]
+"""Jobs under plans in fp16, which belongs to the loop in a script."""
