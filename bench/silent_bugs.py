@@ -8,7 +8,8 @@ clean runs are cases of tests/equivalence/plans_to_check.py on two devices and o
 own. What the last result has is kept, so that the script goes on where it was stopped; `--again` begins anew.
 
 `--year 2026`: another list, of threads of 2025 and 2026 (tests/equivalence/silent_bugs_2026.csv), whose clean runs are
-the same scripts without the bugs, and jobs in fp16. What the first play of it said stays in its result, as `first`, beside the last one.
+the same scripts without the bugs, and jobs in fp16. What the first play of it said stays in its result, as `first`,
+beside the last one.
 """
 
 from __future__ import annotations
