@@ -47,8 +47,6 @@ PLANS = (
     Plan(data=2), Plan(shard=2, accumulate=2), Plan(tensor=2), Plan(context=2), Plan(pipeline=2, accumulate=2),
     Plan(data=2, zero1=True, recompute="full"), Plan(tensor=2, recompute="full"), Plan(shard=2, recompute="selective"),
 )  # fmt: skip
-REFUSALS = {"DataError": ("data order", "padded or repeated sample")}
-"""Causes that a refusal says in words: other data on some ranks."""
 RIGHT = ("found", "kind right", "module right", "cause right")
 
 
@@ -173,8 +171,7 @@ def judged(row: Row, pools: Pools) -> dict[str, Any]:
     except (CaseFailed, TimeoutError, MeshwiseError) as failed:
         refused = "when" in row.told and _is_ours(failed)
         said = f"{'refused' if refused else 'failed'}: {str(failed)[-400:]}"
-        named = refused and any(cause in row.told["causes"] for cause in REFUSALS.get(_kind(failed), ()))
-        return dict.fromkeys(RIGHT, False) | {"found": refused, "cause right": named, "said": said}
+        return silent_bugs.in_words(said, row.told.get("causes", ()), refused)
 
 
 def play(listed: List, options: argparse.Namespace, pools: Pools, bugs: dict[str, Any], ends: float) -> None:

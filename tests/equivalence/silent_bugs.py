@@ -882,10 +882,7 @@ def rightness(proof: Proof, kind: Words, module: Words | None, cause: Words) -> 
     """What is right of a proof, where these are what a person would say. Found: another exit code than 0."""
     first, named = proof.comparison.first, proof.cause
     if first is None or named is None:
-        said = "; ".join(proof.doubts) or "equal"
-        return {
-            "found": bool(proof.doubts), "kind right": False, "module right": False, "cause right": False, "said": said,
-        }  # fmt: skip
+        return in_words("; ".join(proof.doubts), cause)
     within = (module,) if isinstance(module, str) else module or ()
     where = f"{proof.module}."
     return {
@@ -896,6 +893,22 @@ def rightness(proof: Proof, kind: Words, module: Words | None, cause: Words) -> 
         "said": f"{first.kind} of {first.name!r} in step {first.step}, module {proof.module!r}, {named.name}: "
         f"{named.evidence}",
     }
+
+
+IN_WORDS = {
+    "use mw.sum(total) / mw.sum(count)": "evaluation without mw.sum",
+    "keep both in float32": "master weights",
+    "Not the same data": "data order",
+    "its gradient is of one rank alone": "missing reduction",
+}
+"""Causes that doubts and refusals say in a sentence."""
+
+
+def in_words(said: str, cause: Words, found: bool = True) -> dict[str, Any]:
+    """What is right of a doubt or of a refusal, neither of which has a kind, a module or a named cause."""
+    named = any(words in said and fair(name, cause) for words, name in IN_WORDS.items())
+    about = {"kind right": False, "module right": False, "cause right": named}
+    return {"found": found and bool(said), **about, "said": said or "equal"}
 
 
 def _planted(plant: Plant) -> Plant:

@@ -3,6 +3,8 @@
 A cast that one side alone makes is lifted in float64: in the plan's own precision it shows as a rounding of another
 size. Numbers that a script computes itself are in no trace. After a loss that is not finite, nothing is proven.
 
+So does a dtype in which one side alone keeps parameters or moments: they are compared by what their values need.
+
 Tested in tests/equivalence/test_doubts.py.
 """
 
@@ -14,14 +16,17 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from meshwise.equivalence.compare import Comparison
+from meshwise.equivalence.tolerance import precision_of
 from meshwise.equivalence.trace import Trace
 from meshwise.spec.dtypes import Dtypes
+from meshwise.spec.words import some
 
 TIMES = 100.0
 """So many times the rounding of one device, and of the precision itself (1.2e-5 in fp32), is none of a plan: sums in
 another order differ by less, a cast to bfloat16 or float16 by more."""
 FIRST_STEP = ("loss", "gradients")
 """Kinds that are judged, in the first step alone: later ones follow from the updates, which Adam makes of noise too."""
+SOME = 8  # values
 EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 NO_ROUNDING = (
     "not looked at (--no-rounding): the plan's own precision, where a cast to a lower one shows that one side alone "
@@ -50,6 +55,26 @@ def rounding_doubts(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[s
 
 def _in_first_step(side: Comparison, kind: str) -> float:
     return max((d.relative for d in side.differences if d.kind == kind and d.step == 1), default=0.0)
+
+
+def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
+    """A sentence for parameters and for the optimizer's state, where the plan alone keeps them in a lower precision
+    between steps. rounded: one device and the plan, both in the plan's precision; or nothing."""
+    for kind in ("parameters", "optimizer_state") if len(rounded) == 2 else ():
+        one, plan = (getattr(trace.steps[0], kind) for trace in rounded)
+        lower = {name: _lower(t) for name, t in plan.items() if name in one and _lower(t) and not _lower(one[name])}
+        if lower:
+            yield (
+                f"{kind.replace('_', ' ')} are kept in {some(sorted(set(lower.values())))} under the plan alone: after "
+                f"step 1 it holds every value of {some(list(lower))}, and not those of one device. Updates that are "
+                "small beside a value are lost: keep both in float32."
+            )
+
+
+def _lower(tensor: torch.Tensor) -> str:
+    """The lower precision that holds all values, which some few may be in by chance."""
+    found = precision_of(tensor.double()) if tensor.numel() > SOME else ""
+    return found if found != "float32" else ""
 
 
 def unproven(one: Trace) -> Iterator[str]:

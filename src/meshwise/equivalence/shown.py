@@ -42,9 +42,26 @@ def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) ->
             if all(_is_measured(text, n) or _is_of_the_moment(text, repeated, n) for n in apart):
                 harmless.append(f"{says}: a time, memory or devices.")
             else:
-                wrong.append(f"{says}. It counts this rank's samples alone: use mw.sum(total) / mw.sum(count).")
+                wrong.append(f"{says}. {_advice(text, other, apart[0], devices)}")
                 break
     return wrong, list(dict.fromkeys(harmless))
+
+
+def _advice(text: str, other: str, number: int, devices: str) -> str:
+    """What makes the number of one device of that of several: one that is a multiple of it by their count is of all."""
+    use = "use mw.sum(total) / mw.sum(count)"
+    one, many = (Decimal(_NUMBER.findall(each)[number]) for each in (text, other))
+    count, last = int(devices.partition("x")[0]) if "x" in devices else 1, Decimal(1).scaleb(_exponent(one, many))
+    if min(abs(one), abs(many)) < 100 * last or count == 1:
+        return f"It counts this rank's samples alone: {use}."
+    if abs(many * count - one) <= count * last:
+        return (
+            f"That of one device divided by {count}: it counts this rank's samples alone, or divides what is of all "
+            f"devices by them once more: {use}, without mw.world_size()."
+        )
+    if abs(many - one * count) <= count * last:
+        return f"That of one device times {count}: it divides what is of all devices by this rank's own count: {use}."
+    return f"It counts this rank's samples alone: {use}."
 
 
 def _by_line(shown: Shown) -> dict[str, list[str]]:
@@ -65,8 +82,12 @@ def _apart(text: str, other: str) -> list[int]:
 def _close(a: Decimal, b: Decimal) -> bool:
     if a.as_tuple().exponent == b.as_tuple().exponent == 0:  # counts
         return a == b
-    last = Decimal(1).scaleb(max(int(a.as_tuple().exponent), int(b.as_tuple().exponent)))
-    return abs(a - b) <= max(last, _CLOSE * abs(a))
+    return abs(a - b) <= max(Decimal(1).scaleb(_exponent(a, b)), _CLOSE * abs(a))
+
+
+def _exponent(a: Decimal, b: Decimal) -> int:
+    """Of the last digit that both have."""
+    return max(int(a.as_tuple().exponent), int(b.as_tuple().exponent))
 
 
 def _is_measured(text: str, number: int) -> bool:
