@@ -98,7 +98,7 @@ def many(minutes: float, sample: int, seed: int) -> dict[str, Any]:
 
     machine = machine_from_words("64x8xH100@400Gb")
     program = Tracer(llama_70b)
-    bounds, rehearse = Bounds(program, machine, None), rehearser(program, machine)
+    bounds, rehearse = Bounds(program.model, machine, None), rehearser(program, machine)
     plans = _plans(llama_70b.batch_size)
     random.Random(seed).shuffle(plans)
     taken: list[float] = []

@@ -9,6 +9,7 @@ import pytest
 
 from meshwise.rehearsal.edits import edits
 from meshwise.rehearsal.estimate import Estimate, MemoryEstimate, Range
+from meshwise.rehearsal.likely import Guess
 from meshwise.rehearsal.places import OutOfTime
 from meshwise.rehearsal.search import SLOWER, search
 from meshwise.spec.errors import PlanError
@@ -145,3 +146,51 @@ def test_what_cannot_be_the_fastest_is_not_rehearsed():
     found = search([Plan(data=2), Plan()], lambda plan: estimate(plan, 1.0, 50), 60, bounds=bounds)
     assert [each.plan for each in found.estimates] == [Plan(data=2)]
     assert [each.why for each in found.refused] == [SLOWER]
+
+
+def test_the_likely_fastest_that_has_room_is_first_and_what_is_likely_slower_is_left():
+    known = {Plan(): (8.0, 40), Plan(data=2): (4.0, 300), Plan(shard=2): (4.5, 90), Plan(tensor=2): (5.0, 40)}
+    asked = []
+
+    def rehearse(plan):
+        asked.append(plan)
+        return estimate(plan, known[plan][0], known[plan][1] * 0.9)
+
+    found = search(list(known), rehearse, 60, guess=lambda plan: Guess(*known[plan]), room=100)
+    assert asked == [Plan(shard=2), Plan(tensor=2)]
+    assert (found.worse, found.left) == (2, ())
+
+
+def test_before_any_is_rehearsed_the_likely_best_are_shown():
+    shown = []
+    plans = [Plan(data=2), Plan(shard=2)]
+    guess = {Plan(data=2): Guess(2.0, 10), Plan(shard=2): Guess(1.0, 10)}.__getitem__
+    search(plans, lambda plan: estimate(plan, 1.0, 50), 60, guess=guess, show=shown.append)
+    assert shown[0].first == ((Plan(shard=2), Guess(1.0, 10)), (Plan(data=2), Guess(2.0, 10)))
+    assert not shown[0].estimates and not shown[1].first
+
+
+def test_nothing_fits_only_when_the_savers_of_the_nearest_did_not():
+    plans = [Plan(data=2), Plan(shard=2), Plan(tensor=2), Plan(pipeline=2, accumulate=2)]
+    sizes = dict(zip(plans, (900, 800, 700, 600), strict=True))
+    saved = []
+
+    def savers(plan):
+        saved.append(plan)
+        return [replace(plan, offload=("optimizer",))]
+
+    found = search(plans, lambda plan: estimate(plan, 1.0, sizes.get(plan, 500)), 60, savers=savers)
+    assert saved[:3] == [plans[3], plans[2], plans[1]]
+    assert found.estimates[0].memory.verdict == "does not fit"
+
+
+def test_a_refused_way_to_recompute_is_not_taken_for_a_refused_cut():
+    def rehearse(plan):
+        if plan.recompute == "selective":
+            raise PlanError("writes in place")
+        return estimate(plan, 1.0, 50)
+
+    plans = [Plan(tensor=2, recompute="selective"), Plan(tensor=2), Plan(data=2, tensor=2, recompute="selective")]
+    found = search(plans, rehearse, 60)
+    assert [each.plan for each in found.estimates] == [Plan(tensor=2)]
+    assert len(found.refused) == 2

@@ -140,6 +140,8 @@ def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str
         ({"zero1": True, "data": 2, "shard": 2}, "zero1=True with shard=2: shard divides the optimizer's state"),
         ({"sequence": True}, "sequence=True has no effect with tensor=1. Remove it."),
         ({"reshard": False}, "reshard=False has no effect with shard=1. Remove it."),
+        ({"reduce_each": True}, "reduce_each=True has no effect with shard=1. Remove it."),
+        ({"reduce_each": True, "shard": 2}, "reduce_each=True has no effect with accumulate=1. Remove it."),
         ({"offload": ("parameters",)}, "shard=1 makes no parts. Use shard=2 or more, or offload='optimizer'"),
         ({"grad_dtype": "b16"}, "grad_dtype='b16' is not known. Did you mean"),
         ({"param_dtype": "fp16"}, "Store in fp32 and compute in fp16"),
