@@ -65,7 +65,7 @@ def plan(
 
         def show(part: Any) -> None:
             if part.found.first and not as_json:
-                console.print(first_text(part), markup=False, highlight=False)
+                console.print(first_text(part), markup=False, highlight=False, soft_wrap=True)
             status.update(_progress(part))
 
         plans = api.plan.plan_options(replace(options, arguments=context.args, show=show))

@@ -67,7 +67,7 @@ class Likely:
     def _seconds(self, plan: Plan) -> float:
         forward, devices, word = self._forward, self._machine.devices[: plan.devices], plan.dtypes.computed
         rate = min(device.peak.get(word, 0.0) or RATE for device in devices) * PRODUCTS
-        memory = min(device.memory_rate or MEMORY_RATE for device in devices)
+        memory = min(device.memory_rate or device.memory_bandwidth or MEMORY_RATE for device in devices)
         products = forward.flops / rate / plan.devices
         moved = 3 * self._narrow(plan) * (forward.kept + forward.outside) / memory / plan.devices
         again = {"none": 0.0, "selective": moved}.get(str(plan.recompute), products + moved)

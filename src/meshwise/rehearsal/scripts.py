@@ -75,6 +75,9 @@ OF_WORKERS = (
 """Settings of a DataLoader that starts processes."""
 
 
+_UNKNOWN = Facts(None, False, 0, 0)
+
+
 @dataclass(frozen=True)
 class Script:
     """A program that keeps its own loop. run: runs it in this process, as `python name` would. batch_size: samples of
@@ -83,7 +86,7 @@ class Script:
     name: str
     run: Callable[[], object]
     batch_size: int = 0
-    model: Facts = Facts(None, False, 0, 0)
+    model: Facts = _UNKNOWN
 
 
 class RehearsalEnds(BaseException):
@@ -168,7 +171,8 @@ class _Loop(Places):
 
     def _look(self) -> None:
         for model in self._engine.program.models:
-            self._record.tell(map(local_of, (*model.parameters(), *model.buffers())), "parameters")
+            self._record.tell(map(local_of, model.parameters()), "parameters")
+            self._record.tell(map(local_of, model.buffers()), "buffers")
             if id(model) not in self._known:
                 self._known.add(id(model))
                 self.follow(model, lambda: self._batch)

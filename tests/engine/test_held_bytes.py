@@ -1,0 +1,34 @@
+"""What a run counts of its memory by category is what its rehearsal said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwise.api.machines import find_machine
+from meshwise.job.loop import run_job
+from meshwise.job.options import RunOptions
+from meshwise.rehearsal.estimator import rehearser
+from meshwise.rehearsal.prediction import prediction
+from meshwise.spec.plan import Plan
+from meshwise.timeline.analyse import report_of
+from meshwise.timeline.read import read_run
+from tests.job.test_plans_in_a_loop import job
+
+
+def train(plan: Plan, folder: str) -> Any:
+    run_job(job(1), RunOptions(plan=plan), Path(folder))
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(data=2), Plan(shard=2), Plan(shard=2, accumulate=2), Plan(data=2, zero1=True)], ids=str
+)
+def test_categories_are_those_that_were_predicted(plan: Plan, pool: Any, tmp_path: Path) -> None:
+    pool(2).run(train, plan, str(tmp_path))
+    measured = report_of(read_run(tmp_path)).ranks[0].memory
+    said = prediction(rehearser(replace(job(1), test=None), find_machine("2xcpu"))(plan), "net").memory
+    names = ("parameters", "gradients", "optimizer", "buffers")
+    assert {name: measured[name] for name in names} == {name: said[name] for name in names}
