@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 from meshwise.api.machines import find_machine
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
+from meshwise.records.folder import begin_session
 from meshwise.rehearsal.estimator import rehearser
 from meshwise.rehearsal.prediction import prediction
 from meshwise.spec.plan import Plan
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.read import read_run
+from meshwise.timeline.read import read_timeline
 from tests.job.test_plans_in_a_loop import job
 
 
@@ -27,8 +29,9 @@ def train(plan: Plan, folder: str) -> Any:
     "plan", [Plan(data=2), Plan(shard=2), Plan(shard=2, accumulate=2), Plan(data=2, zero1=True)], ids=str
 )
 def test_categories_are_those_that_were_predicted(plan: Plan, pool: Any, tmp_path: Path) -> None:
+    begin_session(tmp_path, time.time(), world=2, devices=["cpu", "cpu"])
     pool(2).run(train, plan, str(tmp_path))
-    measured = report_of(read_run(tmp_path)).ranks[0].memory
+    measured = report_of(read_timeline(tmp_path)).ranks[0].memory
     said = prediction(rehearser(replace(job(1), test=None), find_machine("2xcpu"))(plan), "net").memory
     names = ("parameters", "gradients", "optimizer", "buffers")
     assert {name: measured[name] for name in names} == {name: said[name] for name in names}

@@ -99,16 +99,20 @@ class Double(nn.Module):
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.down = Double(1, 8), nn.Sequential(nn.MaxPool2d(2), Double(8, 16))
-        self.up, self.last, self.out = nn.ConvTranspose2d(16, 8, 2, 2), Double(16, 8), nn.Conv2d(8, 1, 1)
+        self.first = Double(1, 8)
+        self.down, self.deep = (nn.Sequential(nn.MaxPool2d(2), Double(n, 2 * n)) for n in (8, 16))
+        self.rise, self.up = (nn.ConvTranspose2d(2 * n, n, 2, 2) for n in (16, 8))
+        self.mid, self.last, self.out = Double(32, 16), Double(16, 8), nn.Conv2d(8, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        return self.out(self.last(torch.cat([x, self.up(self.down(x))], 1)))
+        y = self.down(x)
+        y = self.mid(torch.cat([y, self.rise(self.deep(y))], 1))
+        return self.out(self.last(torch.cat([x, self.up(y)], 1)))
 
 
 def test_single_layers_are_recomputed_by_what_holds_them() -> None:
-    assert recompute_blocks(UNet(), "full") == ["first.layers", "down.1", "last.layers"]
+    assert recompute_blocks(UNet(), "full") == ["first.layers", "down.1", "deep.1", "mid.layers", "last.layers"]
     none, full = (kept_by(UNet(), how, torch.rand(2, 1, 32, 32)) for how in ("none", "full"))
     assert full < none / 2
     plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))

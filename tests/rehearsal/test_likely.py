@@ -14,12 +14,12 @@ from meshwise.rehearsal.from_few import Tracer
 from meshwise.rehearsal.likely import Likely
 from meshwise.spec.plan import Plan
 
-SIZE = GptSize(8, 512, 8, 8, 2048, vocabulary=1000)
-MACHINE = machine_from_words("8xH100")
+SIZE = GptSize(8, 2048, 16, 16, 8192, vocabulary=1000)
+LENGTH, MACHINE = 1024, machine_from_words("8xH100")
 
 
 def job():
-    tokens = torch.zeros(64, 512, dtype=torch.int64)
+    tokens = torch.zeros(64, LENGTH, dtype=torch.int64)
     return Job(
         name="decoder",
         model=lambda: Gpt(SIZE),
@@ -37,9 +37,9 @@ def likely():
 
 def test_a_forward_is_weighed_by_its_blocks(likely):
     forward = Tracer(job()).model.forward
-    tokens = 32 * 512
+    tokens = 32 * LENGTH
     weights = SIZE.layers * (4 * SIZE.width**2 + 3 * SIZE.width * SIZE.hidden) + SIZE.width * SIZE.vocabulary
-    attention = SIZE.layers * 2 * tokens * 512 * SIZE.width  # causal: half
+    attention = SIZE.layers * 2 * tokens * LENGTH * SIZE.width  # causal: half
     assert forward.flops == pytest.approx(2 * tokens * weights + attention, rel=0.01)
     assert (forward.blocks, forward.inputs) == (8, 8 * tokens * SIZE.width * 4)
     assert forward.products < forward.kept == pytest.approx(forward.largest * 8)

@@ -82,7 +82,7 @@ def test_a_plan_file_names_every_field() -> None:
         "data = 2\nshard = 1\nexpert = 1\npipeline = 1\ncontext = 1\ntensor = 1\nsequence = false\n"
         'schedule = "1f1b"\n'
         'accumulate = 1\nprecision = "fp32"\nzero1 = false\nrecompute = "none"\n'
-        'offload = ["optimizer", "activations"]\nreshard = true\ncompile = false\n'
+        'offload = ["optimizer", "activations"]\nreduce_each = false\nreshard = true\ncompile = false\n'
         'batch_norm = "global"\nshares = []\nbucket_mb = 25\n'
         '# param_dtype = "fp32"\n# compute_dtype = "fp32"\n# grad_dtype = "fp32"\n'
     )

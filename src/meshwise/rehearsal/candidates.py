@@ -135,8 +135,8 @@ def _divides(plan: Plan, batch: int) -> bool:
 
 
 def _order(plan: Plan) -> tuple[int, ...]:
-    recompute = list(RECOMPUTES).index("full" if isinstance(plan.recompute, tuple) else plan.recompute)
-    return -plan.devices, plan.tensor * plan.pipeline, -plan.shard, plan.accumulate, -recompute
+    recompute = plan.recompute != "full", plan.recompute != "selective"
+    return -plan.devices, plan.tensor * plan.pipeline, -plan.shard, plan.accumulate, *recompute
 
 
 def _powers(most: int) -> list[int]:

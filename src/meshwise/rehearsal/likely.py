@@ -19,7 +19,7 @@ from meshwise.rehearsal.work import CollectiveOperation
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 
-PRODUCTS, RATE, MEMORY_RATE, LAUNCH = 0.7, 1e11, 1e10, 2e-5
+PRODUCTS, RATE, MEMORY_RATE, LAUNCH = 0.7, 1e11, 1e10, 1e-5
 """Of the peak, what matrix products reach; FLOP/s and bytes a second where no peak is known; seconds to launch an
 operator from Python."""
 EXPOSED = 0.1

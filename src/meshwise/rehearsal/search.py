@@ -9,6 +9,7 @@ Tested in tests/rehearsal/test_search.py.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ Rehearse = Callable[[Plan], Estimate]
 SLOWER = "slower than the first even at the peak rate of its devices"
 UNLIKELY = 1.25
 """Times the best step: plans of which more is expected are not rehearsed."""
+SIMPLER = 0.02
+"""By how much a plan with twice as many microbatches, stages or parts of layers must be faster to come first."""
 FIRST = 5
 """Plans that are named before any is rehearsed."""
 NEAREST = 3
@@ -129,18 +132,20 @@ class _Searching:
             return next(iter(self._open), None)
         plan = min(self._open, key=self._likely)
         best = min((e.seconds.value for e in self._fitting() if e.seconds is not None), default=float("inf"))
-        over, seconds, _ = self._likely(plan)
-        if best < float("inf") and (over or seconds > UNLIKELY * best):
+        if best < float("inf") and (self._likely(plan)[0] or self._guess(plan).seconds > UNLIKELY * best):
             self._worse, self._open = len(self._open), {}
             return None
         return plan
 
-    def _likely(self, plan: Plan) -> tuple[bool, float, float]:
-        """Smaller is better: what has room first, then the fastest; what has none, by its memory."""
+    def _likely(self, plan: Plan) -> tuple[bool, bool, float, float]:
+        """Smaller is better: what has room first, of it at first what splits no layers, then the fastest, of those that
+        are alike the simpler one; what has none, by its memory."""
         assert self._guess is not None
         guess = self._guess(plan)
         over = guess.memory > self._room
-        return over, guess.memory if over else guess.seconds, guess.memory
+        parts = plan.tensor * plan.pipeline
+        simple = guess.seconds * (1 + SIMPLER * math.log2(parts * plan.accumulate))
+        return over, not self.estimates and parts > 1, guess.memory if over else simple, guess.memory
 
     def _fitting(self) -> list[Estimate]:
         return [each for each in self.estimates.values() if each.memory.verdict not in (TOO_LARGE, TOO_CLOSE)]
@@ -149,7 +154,7 @@ class _Searching:
     def nearest(self) -> list[Plan]:
         """Those that do not fit, the smallest first; behind them what the bound of memory refused."""
         tried = sorted(self.estimates.values(), key=lambda each: each.memory.total.value)
-        large = self.too_large if self._guess is None else sorted(self.too_large, key=lambda p: self._likely(p)[2])
+        large = self.too_large if self._guess is None else sorted(self.too_large, key=lambda p: self._likely(p)[-1])
         return list(dict.fromkeys([*(each.plan for each in tried), *large]))
 
     def found(self) -> Search:
