@@ -100,7 +100,7 @@ def test_a_plan_comes_to_it_as_to_a_worker(script, plan):
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
-@pytest.mark.parametrize("plan", [Plan(data=2), Plan(tensor=2), Plan(data=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("plan", [Plan(data=2), Plan(tensor=2)], ids=str)
 def test_a_script_that_averages_its_model_is_rehearsed(script, plan, kind):
     """`AveragedModel` copies the model, whose parameters may be DTensors of fake tensors."""
     text = SCRIPT.replace("# before", "average = torch.optim.swa_utils.AveragedModel(model)")

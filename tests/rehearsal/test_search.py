@@ -161,6 +161,23 @@ def test_the_likely_fastest_that_has_room_is_first_and_what_is_likely_slower_is_
     assert (found.worse, found.left) == (2, ())
 
 
+def test_what_would_not_end_in_time_is_not_begun():
+    now = [0.0]
+
+    def rehearse(plan):
+        now[0] += 5 * plan.accumulate
+        return estimate(plan, 10.0, 50)
+
+    plans = [Plan(), Plan(accumulate=4), Plan(accumulate=2)]
+    guess = {plan: Guess(10 - plan.accumulate, 10) for plan in plans}
+    found = search(plans, rehearse, 20, guess=lambda plan: guess[plan], clock=lambda: now[0])
+    assert len(found.estimates) == 1 and now[0] == 20 and len(found.left) == 2
+    now[0] = 0.0
+    guess[Plan()] = Guess(1, 10)
+    found = search(plans, rehearse, 20, guess=lambda plan: guess[plan], clock=lambda: now[0])
+    assert [each.plan for each in found.estimates] == [Plan(), Plan(accumulate=2)] and now[0] == 15
+
+
 def test_before_any_is_rehearsed_the_likely_best_are_shown():
     shown = []
     plans = [Plan(data=2), Plan(shard=2)]

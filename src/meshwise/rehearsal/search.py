@@ -25,7 +25,8 @@ Rehearse = Callable[[Plan], Estimate]
 SLOWER = "slower than the first even at the peak rate of its devices"
 UNLIKELY = 1.25
 """Times the best step: plans of which more is expected are not rehearsed."""
-SIMPLER = 0.02
+MOST_TRACED = 7
+SIMPLER = 0.04
 """By how much a plan with twice as many microbatches, stages or parts of layers must be faster to come first."""
 FIRST = 5
 """Plans that are named before any is rehearsed."""
@@ -115,6 +116,7 @@ class _Searching:
         self._begun, self._seconds = clock(), seconds
         self._open = dict.fromkeys(plans)
         self._worse, self._over = 0, False
+        self._rate = 0.0  # seconds of the clock that a part of a rehearsal takes
         self.estimates: dict[Plan, Estimate] = {}
         self._refused: dict[Plan, str] = {}
         self._cannot: set[Plan] = set()  # of those, what `parallel` refused
@@ -128,9 +130,11 @@ class _Searching:
         """The likely best of those that are left; None where all are likely worse than what is known."""
         for plan in [plan for plan in self._open if self._out_of_bounds(plan)]:
             del self._open[plan]
-        if not self._open or self._guess is None:
-            return next(iter(self._open), None)
-        plan = min(self._open, key=self._likely)
+        left = self._seconds - (self._clock() - self._begun)
+        able = [plan for plan in self._open if not self._rate or self._rate * _parts_traced(plan) < left]
+        if not able or self._guess is None:
+            return next(iter(able), None)
+        plan = min(able, key=self._likely)
         best = min((e.seconds.value for e in self._fitting() if e.seconds is not None), default=float("inf"))
         if best < float("inf") and (self._likely(plan)[0] or self._guess(plan).seconds > UNLIKELY * best):
             self._worse, self._open = len(self._open), {}
@@ -176,8 +180,10 @@ class _Searching:
             if bounded and self._out_of_bounds(plan):
                 return None
             limit = until(self._begun + self._seconds, self._clock) if self.estimates else contextlib.nullcontext()
+            began = self._clock()
             with limit:
                 self.estimates[plan] = self._rehearse(plan)
+            self._rate = max(self._rate, (self._clock() - began) / _parts_traced(plan))
             self._refused.pop(plan, None)
         except OutOfTime:
             self._over = True
@@ -212,6 +218,12 @@ class _Searching:
         for plan in cheaper:
             if self.late or ((other := self.tried(plan)) is not None and until and other.memory.verdict == FITS):
                 return
+
+
+def _parts_traced(plan: Plan) -> int:
+    """How often a rehearsal runs the model, about: microbatches on each stage, of many without stages a few."""
+    several = plan.accumulate * plan.pipeline if plan.pipeline > 1 else min(plan.accumulate, MOST_TRACED)
+    return several * (2 if plan.tensor > 1 else 1)
 
 
 def _needs(estimate: Estimate, share: float) -> bool:
