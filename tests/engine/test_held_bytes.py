@@ -34,7 +34,15 @@ def train(plan: Plan, folder: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(data=2), Plan(shard=2), Plan(shard=2, accumulate=2), Plan(data=2, zero1=True)], ids=str
+    "plan",
+    [
+        Plan(shard=2, accumulate=2),
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in (Plan(data=2), Plan(shard=2), Plan(data=2, zero1=True))
+        ),
+    ],
+    ids=str,
 )
 def test_categories_are_those_that_were_predicted(plan: Plan, pool: Any, tmp_path: Path) -> None:
     begin_session(tmp_path, time.time(), world=2, devices=["cpu", "cpu"])

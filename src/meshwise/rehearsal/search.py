@@ -115,7 +115,7 @@ class _Searching:
         self._guess, self._room, self._clock = guess, room, clock
         self._begun, self._seconds = clock(), seconds
         self._open = dict.fromkeys(plans)
-        self._worse, self._over = 0, False
+        self._over = False
         self._rate = 0.0  # seconds of the clock that a part of a rehearsal takes
         self.estimates: dict[Plan, Estimate] = {}
         self._refused: dict[Plan, str] = {}
@@ -135,11 +135,14 @@ class _Searching:
         if not able or self._guess is None:
             return next(iter(able), None)
         plan = min(able, key=self._likely)
-        best = min((e.seconds.value for e in self._fitting() if e.seconds is not None), default=float("inf"))
-        if best < float("inf") and (self._likely(plan)[0] or self._guess(plan).seconds > UNLIKELY * best):
-            self._worse, self._open = len(self._open), {}
-            return None
-        return plan
+        return None if self._is_worse(plan) else plan
+
+    def _is_worse(self, plan: Plan) -> bool:
+        """Whether it likely has no room, or is slower, where a plan is known that fits."""
+        best = min((each.seconds.value for each in self._fitting() if each.seconds is not None), default=None)
+        if best is None or self._guess is None:
+            return False
+        return self._likely(plan)[0] or self._guess(plan).seconds > UNLIKELY * best
 
     def _likely(self, plan: Plan) -> tuple[bool, bool, float, float]:
         """Smaller is better: what has room first, of it at first what splits no layers, then the fastest, of those that
@@ -165,9 +168,12 @@ class _Searching:
         """What is known so far."""
         ranked = sorted(self.estimates.values(), key=lambda estimate: estimate.rank_key)
         no = tuple(Refused(plan, why) for plan, why in self._refused.items())
-        left = list(self._open) if self._guess is None else sorted(self._open, key=self._likely)
+        left = [plan for plan in self._open if not self._is_worse(plan)]
+        worse = len(self._open) - len(left)
+        if self._guess is not None:
+            left.sort(key=self._likely)
         first = () if ranked or self._guess is None else tuple((plan, self._guess(plan)) for plan in left[:FIRST])
-        return Search(tuple(ranked), no, tuple(left), self._clock() - self._begun, self._worse, first)
+        return Search(tuple(ranked), no, tuple(left), self._clock() - self._begun, worse, first)
 
     def tried(self, plan: Plan, bounded: bool = True) -> Estimate | None:
         """Its estimate; None for one that is refused. bounded: also by the bounds."""
