@@ -29,7 +29,7 @@ from meshwise.rehearsal.likely import Likely
 from meshwise.rehearsal.memory_parts import MemoryParts, memory_parts
 from meshwise.rehearsal.prediction import prediction
 from meshwise.rehearsal.scripts import Script, known_script
-from meshwise.rehearsal.search import Search, search
+from meshwise.rehearsal.search import Known, Search, search
 from meshwise.rehearsal.views.plan_page import plan_page
 from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.errors import PlanError, UsageError
@@ -211,9 +211,7 @@ def _searched(
         options.seconds,
         savers=functools.partial(savers, space=space),
         show=lambda part: options.show(replace(plans, found=part)),
-        bounds=bounds,
-        guess=likely,
-        room=float("inf") if bounds.room is None else SLACK * bounds.room,
+        known=Known(bounds, likely, float("inf") if bounds.room is None else SLACK * bounds.room),
         roomy=ROOMY,
         clock=time.monotonic if kind_of(machine) == "cpu" else time.process_time,
     )

@@ -109,12 +109,10 @@ class Sharded:
         self._idle: set[str] | None = None
         self._so_far = self._passed = self._asked = self._backwards = 0
         self._met = False  # whether a first reduction is over, in which every rank says where it is
-        self._reached: set[str] = set()
-        self._filled: dict[str, list[str]] = {}
+        self._reached, self._filled = set[str](), dict[str, list[str]]()
         self._factor: Callable[[], Tensor] | None = None
         self._noticed, self._reached_past_blocks = set[str](), set[str]()
-        self.unreduced = False
-        self.shared_terms = False
+        self.unreduced = self.shared_terms = False
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
         """That of the parameters: with the axes over which they are split besides."""
 

@@ -56,6 +56,20 @@ class Search:
     first: tuple[tuple[Plan, Guess], ...] = ()
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known of plans before they are rehearsed. bounds: plans that cannot fit, or cannot be the fastest, are
+    refused by them. guess: of what a plan takes: those that have `room` come first, of them the fastest; without it
+    plans come in their order."""
+
+    bounds: Bounds | None = None
+    guess: Callable[[Plan], Guess] | None = None
+    room: float = float("inf")
+
+
+NOTHING = Known()
+
+
 def search(
     plans: Sequence[Plan],
     rehearse: Rehearse,
@@ -63,22 +77,18 @@ def search(
     *,
     savers: Callable[[Plan], Sequence[Plan]] = lambda plan: (),
     show: Callable[[Search], None] = lambda found: None,
-    bounds: Bounds | None = None,
-    guess: Callable[[Plan], Guess] | None = None,
-    room: float = float("inf"),
+    known: Known = NOTHING,
     roomy: float = 0.0,
     clock: Callable[[], float] = time.process_time,
 ) -> Search:
     """Rehearse `plans` until `seconds` of the clock are over; at least one is.
 
-    guess: of what a plan takes: those that have `room` come first, the fastest of them before others; without it they
-    come in their order. savers: what a plan would be with less memory, the cheapest first: where none fits they are
-    rehearsed of the nearest ones until one does. What would be saved of the best plan is rehearsed at the end, while
+    known: before they are rehearsed. savers: what a plan would be with less memory, the cheapest first: where none fits
+    they are rehearsed of the nearest ones until one does. What would be saved of the best plan is rehearsed at the end, while
     there is time, unless it needs less than `roomy` of a device. show: called after each with what is known so far.
-    bounds: plans that cannot fit, or cannot be the fastest, are refused by them.
     """
-    going = _Searching(plans, rehearse, seconds, show, bounds, guess, room, clock)
-    if guess is not None:
+    going = _Searching(plans, rehearse, seconds, show, known, clock)
+    if known.guess is not None:
         show(going.found())
     while not going.late and (plan := going.next()) is not None:
         estimate = going.tried(plan)
@@ -106,13 +116,11 @@ class _Searching:
         rehearse: Rehearse,
         seconds: float,
         show: Callable[[Search], None],
-        bounds: Bounds | None,
-        guess: Callable[[Plan], Guess] | None,
-        room: float,
+        known: Known,
         clock: Callable[[], float],
     ) -> None:
-        self._rehearse, self._show, self._bounds = rehearse, show, bounds
-        self._guess, self._room, self._clock = guess, room, clock
+        self._rehearse, self._show, self._clock = rehearse, show, clock
+        self._bounds, self._guess, self._room = known.bounds, known.guess, known.room
         self._begun, self._seconds = clock(), seconds
         self._open = dict.fromkeys(plans)
         self._over = False
