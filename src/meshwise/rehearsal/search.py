@@ -84,8 +84,9 @@ def search(
     """Rehearse `plans` until `seconds` of the clock are over; at least one is.
 
     known: before they are rehearsed. savers: what a plan would be with less memory, the cheapest first: where none fits
-    they are rehearsed of the nearest ones until one does. What would be saved of the best plan is rehearsed at the end, while
-    there is time, unless it needs less than `roomy` of a device. show: called after each with what is known so far.
+    they are rehearsed of the nearest ones until one does. What would be saved of the best plan is rehearsed at the end,
+    while there is time, unless it needs less than `roomy` of a device. show: called after each with what is known so
+    far.
     """
     going = _Searching(plans, rehearse, seconds, show, known, clock)
     if known.guess is not None:
