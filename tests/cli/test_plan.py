@@ -87,6 +87,8 @@ tagger = Job("tagger", Tagger, lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1
 unet = Job("unet", UNet, lambda m, b: F.mse_loss(m(b[0]), b[0]), adam, lambda: (numbers(32, 1, 16, 16),), batch_size=8)
 towers = Job("towers", Towers, lambda m, b: F.binary_cross_entropy_with_logits(m(b[0]), b[1]), adam,
              lambda: (numbers(64, 2, most=100), (numbers(64) > 0).float()), batch_size=16)
+large = Job("large", lambda: nn.Embedding(1_100_000, 1000), lambda m, b: m(b[0]).square().mean(), adam,
+            lambda: (numbers(64, 4, most=100),), batch_size=16)
 reads = Job("reads", lambda: Reads(4, 4), lambda m, b: m(b[0]).mean(), adam, lambda: (numbers(32, 4),), batch_size=8)
 """
 
@@ -147,6 +149,16 @@ def test_a_script_is_planned_and_its_files_stay_as_they_were(planned: Planned, t
     assert code == 0, err
     assert "train.py on 2xH100, batch 8" in out and "data=1 fits" in out and "epoch" not in out
     assert (tmp_path / "log.txt").read_text() == "mine"
+
+
+def test_a_model_above_a_billion_parameters_is_planned_in_bf16_unless_a_dtype_is_given(planned: Planned) -> None:
+    words = ("jobs.py:large", "--machine", "8xH100", "--seconds", "0.01")
+    code, out, err = planned(*words)
+    assert code == 0, err
+    assert "1.1 billion parameters are planned in bf16" in out and "shard=8 precision=bf16" in out
+    assert "guessed, not rehearsed yet" in err
+    _, out, _ = planned(*words, "--set", "param_dtype=fp32")
+    assert "bf16" not in out
 
 
 def test_a_plan_that_does_not_fit_is_one(planned: Planned, tmp_path: Path) -> None:
