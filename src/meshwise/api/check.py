@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ from meshwise.terminal.notebook import shown_by
 from meshwise.tracking.tracking import nowhere
 from meshwise.workers.environment import PLAN_FILE, started_by_launcher
 from meshwise.workers.failure import user_traceback
+from meshwise.workers.fork_server import Forks
 from meshwise.workers.hang import HANG_LIMIT
 from meshwise.workers.join import join
 from meshwise.workers.launch import launch
@@ -115,28 +116,29 @@ def check_options(options: CheckOptions) -> Proof:
     specs = [CheckSpec(plan or Plan(data=len(slots)), options.steps, perturb=options.perturb)]
     if options.rounding and (plan is None or plan.precision != "fp64"):
         specs.append(replace(specs[0], in_float64=False))
-    with scratch_folder("check") as folder:
+    with scratch_folder("check") as folder, closing(Forks(PRELOAD, stays=True)) as forks:
         program = _script(Path(script), options, plan, slots, folder) if script else _job(options, slots, folder)
         passes = Passes(_passes(specs, plan, devices), options.steps, options.notify, options.progress)
-        ones = _traces(program, [(spec, None) for spec in specs], slots[:1], passes)
+        traces = partial(_traces, program, forks)
+        ones = traces([(spec, None) for spec in specs], slots[:1], passes)
         one = trace_to_compare(ones[0], program.name)
         drawn = [found.trace.draws if found.trace is not None else {} for found in ones]
-        many = _traces(program, list(zip(specs, drawn, strict=True)), slots, passes)
+        many = traces(list(zip(specs, drawn, strict=True)), slots, passes)
         actual = trace_to_compare(many[0], program.name)
         check_same_steps(one, actual, program.name)
         spec = replace(specs[0], plan=many[0].plan or specs[0].plan)
         rounded = [found[-1].trace for found in (ones, many)] if len(specs) > 1 else []
         actual.races = sorted({race for each in (*ones, *many) if each.trace is not None for race in each.trace.races})
         passes = Passes([NOISY], options.steps, options.notify, options.progress)
-        once_more = partial(_once_more, program, slots[:1], passes)
+        once_more = partial(_once_more, program.name, lambda spec: traces([(spec, None)], slots[:1], passes))
         known = [trace for trace in rounded if trace is not None]
         return prove(program.name, spec, devices, one, actual, known, once_more)
 
 
-def _once_more(program: CheckedProgram, slots: Sequence[WorkerSlot], passes: Passes, spec: CheckSpec) -> Trace:
+def _once_more(name: str, run: Callable[[CheckSpec], list[ProgramTrace]], spec: CheckSpec) -> Trace:
     """One device with the plan's noise."""
-    (found,) = _traces(program, [(spec, None)], slots, passes)
-    return trace_to_compare(found, program.name)
+    (found,) = run(spec)
+    return trace_to_compare(found, name)
 
 
 def _passes(specs: Sequence[CheckSpec], plan: Plan | None, devices: str) -> list[str]:
@@ -167,6 +169,7 @@ def uncompiled_plan(plan: Plan, notify: Callable[[str], None]) -> Plan:
 
 def _traces(
     program: CheckedProgram,
+    forks: Forks,
     wanted: Sequence[tuple[CheckSpec, Draws | None]],
     slots: Sequence[WorkerSlot],
     passes: Passes,
@@ -177,7 +180,7 @@ def _traces(
     listeners, found = Listeners(passes.received, hang_limit=HANG_LIMIT, idle=True), list[ProgramTrace]()
     for group in [[each] for each in wanted] if program.alone else [wanted]:
         passes.begin()
-        found += launch(_in_worker, (program.trace, group), slots, listeners=listeners, preload=PRELOAD)[0]
+        found += launch(_in_worker, (program.trace, group), slots, listeners=listeners, preload=forks)[0]
     return found
 
 
