@@ -100,6 +100,7 @@ class Engine:
     def watch(self, watcher: Watcher) -> None:
         """Let `watcher` watch from now on."""
         self.watcher = watcher
+        self.notify.untrue = DROPOUT_NOTE  # draws are keyed in a check
         self.carried.settings = tuple  # none: a check finds itself where ranks differ in them
         self.events.listen(watcher, When.WATCH, only=("step_begins", "step_ends"))
 
