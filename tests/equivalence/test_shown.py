@@ -56,4 +56,4 @@ def test_a_multiple_by_the_devices_is_said() -> None:
     assert "divided by 2" in said("1.0411", "0.5205") and "without mw.world_size()" in said("1.0411", "0.5205")
     assert "times 2" in said("1.0411", "2.0823") and "this rank's own count" in said("1.0411", "2.0823")
     assert "one device" not in said("1.0411", "1.6918").partition(". ")[2]
-    assert "one device" not in said("0.02", "0.01").partition(". ")[2], "too few digits to tell"
+    assert "one device" not in said("0.04", "0.02").partition(". ")[2], "too few digits to tell"

@@ -60,14 +60,15 @@ def _in_first_step(side: Comparison, kind: str) -> float:
 def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
     """A sentence for parameters and for the optimizer's state, where the plan alone keeps them in a lower precision
     between steps. rounded: one device and the plan, both in the plan's precision; or nothing."""
-    for kind in ("parameters", "optimizer_state") if len(rounded) == 2 else ():
+    kinds = {"parameters are": "parameters", "the optimizer's state is": "optimizer_state"}
+    for what, kind in kinds.items() if len(rounded) == 2 else ():
         one, plan = (getattr(trace.steps[0], kind) for trace in rounded)
         lower = {name: _lower(t) for name, t in plan.items() if name in one and _lower(t) and not _lower(one[name])}
         if lower:
             yield (
-                f"{kind.replace('_', ' ')} are kept in {some(sorted(set(lower.values())))} under the plan alone: after "
-                f"step 1 it holds every value of {some(list(lower))}, and not those of one device. Updates that are "
-                "small beside a value are lost: keep both in float32."
+                f"{what} kept in {some(sorted(set(lower.values())))} under the plan alone: after step 1 it holds every "
+                f"value of {some(list(lower))}, and not those of one device. Updates that are small beside a value are "
+                "lost: keep both in float32."
             )
 
 
