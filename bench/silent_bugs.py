@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -76,15 +77,9 @@ def first_list(clean: int) -> List:
     rows = []
     for bug in sorted(SILENT, key=lambda bug: (bug.plan.devices, bug.job)):
         told = {key: value for key, value in asdict(bug).items() if key not in ("plant", "row")}
-        rows.append(
-            Row(
-                bug.row, bug.of, {**told, "plan": repr(bug.plan)}, lambda pools, bug=bug: silent_bugs.judged(bug, pools)
-            )
-        )
+        rows.append(Row(bug.row, bug.of, {**told, "plan": repr(bug.plan)}, partial(silent_bugs.judged, bug)))
     runs = {
-        f"{name}, {plan!r}, seed {seed}": lambda pools, case=(name, plan, seed): checked(
-            pools, case[0], case[1], seed=case[2]
-        )
+        f"{name}, {plan!r}, seed {seed}": partial(_of_job, name, plan, seed, False)
         for name, plan, seed in clean_runs(clean)
     }
     return List("silent_bugs", 80, rows, runs)
@@ -93,17 +88,16 @@ def first_list(clean: int) -> List:
 def list_of_2026() -> List:
     """That of tests/equivalence/silent_bugs_2026.csv."""
     threads = silent_bugs_2026.threads()
-    rows = [
-        Row(each.row, each.of, asdict(each), lambda pools, each=each: silent_bugs_2026.judged(each, pools))
-        for each in threads
-    ]
-    runs = {
-        name: lambda pools, case=case: silent_bugs_2026.played(*case, pools)
-        for name, case in silent_bugs_2026.twins().items()
+    rows = [Row(each.row, each.of, asdict(each), partial(silent_bugs_2026.judged, each)) for each in threads]
+    runs: dict[str, Callable[[Pools], Proof]] = {
+        name: partial(silent_bugs_2026.played, text, plan) for name, (text, plan) in silent_bugs_2026.twins().items()
     }
-    for job, plan in silent_bugs_2026.FP16:
-        runs[f"{job}, {plan!r}"] = lambda pools, case=(job, plan): checked(pools, *case, rounding=True)
+    runs |= {f"{job}, {plan!r}": partial(_of_job, job, plan, 0, True) for job, plan in silent_bugs_2026.FP16}
     return List("silent_bugs_2026", len(threads), rows, runs)
+
+
+def _of_job(name: str, plan: Plan, seed: int, rounding: bool, pools: Pools) -> Proof:
+    return checked(pools, name, plan, seed=seed, rounding=rounding)
 
 
 def clean_runs(count: int) -> list[tuple[str, Plan, int]]:

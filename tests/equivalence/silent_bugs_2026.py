@@ -889,18 +889,22 @@ class Thread:
 
 def threads() -> list[Thread]:
     """The list as it was before the first play, and what `check` has learnt to say since."""
+    found = []
     with Path(__file__).with_suffix(".csv").open(newline="") as file:
-        rows = list(csv.reader(file))[1:]
-    newer = [NEWER.get(row[0], ((), ())) for row in rows]
-    said = [[tuple(words.split("|")) for words in row[4:]] for row in rows]
-    return [
-        Thread(*row[:4], kinds + kind, causes + cause)
-        for row, (kinds, causes), (kind, cause) in zip(rows, said, newer, strict=True)
-    ]
+        for each in csv.DictReader(file):
+            kinds, causes = ((*each[of].split("|"),) for of in ("kind", "cause"))
+            kind, cause = NEWER.get(each["row"], ((), ()))
+            about = each["row"], each["thread"], each["when"], each["what went wrong"]
+            found.append(Thread(*about, kinds + kind, causes + cause))
+    return found
 
 
 RESUMED_STATE = ("resumed state",), ("state after a resume",)
-NEWER = {"P24": (("batch contents",), ("batch contents",)), "P46": RESUMED_STATE, "P47": RESUMED_STATE}
+NEWER: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "P24": (("batch contents",), ("batch contents",)),
+    "P46": RESUMED_STATE,
+    "P47": RESUMED_STATE,
+}
 """Kinds and causes that `check` has learnt since the first play, where they say the same of a row more closely."""
 
 
