@@ -34,7 +34,6 @@ from keep import RESULTS, keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from meshwise.equivalence.proof import Proof
-from meshwise.spec import errors
 from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
 from tests.equivalence import decoders, silent_bugs, silent_bugs_2026
@@ -121,20 +120,10 @@ def clean(prove: Callable[[Pools], Proof], pools: Pools) -> dict[str, Any]:
     try:
         proof = prove(pools)
     except (CaseFailed, MeshwiseError) as failed:
-        return {"commit": commit(), "refused" if _is_ours(failed) else "failed": str(failed)}
+        return {"commit": commit(), "refused" if silent_bugs_2026.is_ours(failed) else "failed": str(failed)}
     first = proof.comparison.first
     said = "; ".join(proof.doubts) if first is None else f"{first.kind} of {first.name!r}"
     return {"commit": commit(), "equal": proof.equal and not proof.doubts, "said": said}
-
-
-def _is_ours(failed: Exception) -> bool:
-    """Whether a failure is a sentence of ours."""
-    return hasattr(errors, _kind(failed))
-
-
-def _kind(failed: Exception) -> str:
-    """The class of a failure, on this process or on a worker."""
-    return failed.kind if isinstance(failed, CaseFailed) else type(failed).__name__
 
 
 def counts(bugs: dict[str, Any]) -> dict[str, Any]:
@@ -160,13 +149,11 @@ def summary(listed: List, bugs: dict[str, Any], runs: dict[str, Any], first: dic
 
 
 def judged(row: Row, pools: Pools) -> dict[str, Any]:
-    """What a check says of a row. A script that is refused with a sentence is found: the code is not 0."""
+    """What a check says of a row."""
     try:
         return row.judged(pools)
-    except (CaseFailed, TimeoutError, MeshwiseError) as failed:
-        refused = "when" in row.told and _is_ours(failed)
-        said = f"{'refused' if refused else 'failed'}: {str(failed)[-400:]}"
-        return silent_bugs.in_words(said, row.told.get("causes", ()), refused)
+    except (CaseFailed, TimeoutError) as failed:
+        return silent_bugs.in_words(f"failed: {str(failed)[-400:]}", (), found=False)
 
 
 def play(listed: List, options: argparse.Namespace, pools: Pools, bugs: dict[str, Any], ends: float) -> None:

@@ -18,12 +18,15 @@ from typing import Any
 
 from meshwise.equivalence.proof import Proof
 from meshwise.process.session import end_sessions
+from meshwise.spec import errors
+from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from tests.equivalence import silent_bugs
 from tests.equivalence.script_sides import proof
 from tests.equivalence.seams import Training, after_microbatch, around
-from tests.equivalence.silent_bugs import PIPELINE, Plant, Silent, rightness
+from tests.equivalence.silent_bugs import PIPELINE, Plant, Silent, in_words, rightness
+from tests.pool import CaseFailed
 
 HEAD = """
 import copy
@@ -916,7 +919,18 @@ def judged(thread: Thread, pool: Any) -> dict[str, Any]:
             Silent(thread.row, thread.of, plant, job, plan, thread.kinds, None, thread.causes), pool
         )
     bug = BUGS[thread.row]
-    return rightness(played(bug.wrong(), bug.plan, pool), thread.kinds, None, thread.causes)
+    try:
+        found = played(bug.wrong(), bug.plan, pool)
+    except (CaseFailed, MeshwiseError) as failed:
+        if not is_ours(failed):
+            raise
+        return in_words(f"refused: {str(failed)[-400:]}", thread.causes)
+    return rightness(found, thread.kinds, None, thread.causes)
+
+
+def is_ours(failed: Exception) -> bool:
+    """Whether a failure is a sentence of ours, on this process or on a worker: the exit code is not 0."""
+    return hasattr(errors, failed.kind if isinstance(failed, CaseFailed) else type(failed).__name__)
 
 
 def played(text: str, plan: Plan, pool: Any) -> Proof:

@@ -74,8 +74,7 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
 
 def _lower(tensor: torch.Tensor) -> str:
     """The lower precision that holds all values, which some few may be in by chance."""
-    found = precision_of(tensor.double()) if tensor.numel() > SOME else ""
-    return found if found != "float32" else ""
+    return precision_of(tensor.double()).replace("float32", "") if tensor.numel() > SOME else ""
 
 
 def unproven(one: Trace) -> Iterator[str]:

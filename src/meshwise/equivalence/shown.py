@@ -48,20 +48,14 @@ def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) ->
 
 
 def _advice(text: str, other: str, number: int, devices: str) -> str:
-    """What makes the number of one device of that of several: one that is a multiple of it by their count is of all."""
-    use = "use mw.sum(total) / mw.sum(count)"
+    """What makes the number of one device of that of several."""
+    use, count = "use mw.sum(total) / mw.sum(count)", int(devices.partition("x")[0]) if "x" in devices else 1
     one, many = (Decimal(_NUMBER.findall(each)[number]) for each in (text, other))
-    count, last = int(devices.partition("x")[0]) if "x" in devices else 1, Decimal(1).scaleb(_exponent(one, many))
-    if min(abs(one), abs(many)) < 100 * last or count == 1:
+    last = Decimal(1).scaleb(_exponent(one, many))
+    if count == 1 or abs(many) < 100 * last or abs(many * count - one) > count * last:
         return f"It counts this rank's samples alone: {use}."
-    if abs(many * count - one) <= count * last:
-        return (
-            f"That of one device divided by {count}: it counts this rank's samples alone, or divides what is of all "
-            f"devices by them once more: {use}, without mw.world_size()."
-        )
-    if abs(many - one * count) <= count * last:
-        return f"That of one device times {count}: it divides what is of all devices by this rank's own count: {use}."
-    return f"It counts this rank's samples alone: {use}."
+    text = f"That of one device divided by {count}: it counts this rank's samples alone, or divides what is of all"
+    return f"{text} devices by them once more: {use}, without mw.world_size()."
 
 
 def _by_line(shown: Shown) -> dict[str, list[str]]:
