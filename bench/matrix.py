@@ -5,8 +5,8 @@
     python bench/matrix.py --wheels FOLDER          # take torch from a folder of wheels first
 
 Each cell's result is written as it comes, so a run that was cut off goes on. A cell that cannot be tried is named with
-its reason: no such Python, or an install that fails. Where the wheel of torch is a CUDA build, it is installed alone and NVIDIA's
-libraries (3 GB) are replaced by the fake ones of tests/cuda, with no device.
+its reason: no such Python, or an install that fails. Where the wheel of torch is a CUDA build, it is installed alone:
+the fake libraries of tests/cuda, with no device, replace NVIDIA's (3 GB).
 
 Claim: no cell fails.
 """
