@@ -72,19 +72,17 @@ def main() -> None:
         demo = run(meshwise, "run", "mnist-mlp", "--devices", "2xcpu", "--epochs", "1", folder=folder)
         report = run(meshwise, "report", "--html", folder=folder)
         check = run(meshwise, "check", "train.py", folder=folder)
-        where, version = run(
-            python, "-c", "import meshwise as m; print(m.__file__, m.__version__)", folder=folder
-        ).split()
+        versions = "import meshwise as m, torch; print(m.__file__, m.__version__, torch.__version__)"
+        where, version, torch = run(python, "-c", versions, folder=folder).split()
         if not Path(where).is_relative_to(folder):
             sys.exit(f"the clean environment took meshwise from {where}")
-        installed = json.loads(run(python, "-m", "pip", "list", "-q", "--format", "json"))
     accuracy = found(r"accuracy (\S+) %", demo)
     result = {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": run("git", "rev-parse", "--short", "HEAD").strip(),
         "version": version,
         "python": sys.version.split()[0],
-        "torch": next(package["version"] for package in installed if package["name"] == "torch"),
+        "torch": torch,
         "bytes": sizes,
         "twine": [line for line in twine.splitlines() if "PASSED" in line or "WARNING" in line],
         "mnist-mlp, one epoch of the sample": f"accuracy {accuracy} %",
