@@ -20,10 +20,11 @@ MEANINGS = {
     str(DONE): "done",
     str(FAILED): "the program failed (an exception, a loss that is not finite); starting it again will not help",
     str(USAGE): "the request cannot work; one sentence says what to use instead",
-    str(AGAIN): "start it again with --resume: stopped by SIGUSR1, SIGUSR2, its time limit or a scheduler's SIGTERM, or "
-    "ended by a machine fault after the last of --restarts",
+    str(AGAIN): "start it again with --resume: stopped by SIGUSR1, SIGUSR2, its time limit or a scheduler's SIGTERM, "
+    "or ended by a machine fault after the last of --restarts",
     str(NO_PROGRESS): "three attempts in a row made no step of progress; starting it again will not help",
-    "129, 130, 143": "stopped by a closed terminal, Ctrl-C, or SIGTERM outside a scheduler; saves a state or says why not",
+    "129, 130, 143": "stopped by a closed terminal, Ctrl-C, or SIGTERM outside a scheduler; saves a state or says "
+    "why not",
 }
 
 
