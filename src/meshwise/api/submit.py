@@ -194,7 +194,7 @@ def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -
 
 
 def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[str]) -> None:
-    """Raises UsageError for an option of sbatch that says otherwise than ours, or that the script decides."""
+    """Raises UsageError for an option of sbatch that contradicts ours, or that the script sets itself."""
     for word in joined_options(sbatch):
         name, _, value = word.partition("=") if word.startswith("--") else (word[:2], "", word[2:])
         for ours, short, asked in (("--nodes", "-N", nodes), ("--time", "-t", time)):

@@ -23,7 +23,7 @@ Around = Callable[..., contextlib.AbstractContextManager[None]]
 
 
 class _Surrounded:
-    """What `fully_shard` communicates with, in something that is told of it."""
+    """What `fully_shard` communicates with, in a wrapper that reports it."""
 
     def __init__(self, real: Any, kind: str, of: str, around: Around) -> None:
         self._real, self._kind, self._of, self._around = real, kind, of, around

@@ -29,7 +29,7 @@ class Batches(Protocol):
         ...
 
     def told(self, taken: list[Any]) -> Any:
-        """What is told the other ranks of them."""
+        """What the other ranks learn of them."""
         ...
 
     def explain(self, ranks: list[Any]) -> str:

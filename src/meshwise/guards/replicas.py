@@ -99,9 +99,9 @@ def parted(ranks: Sequence[Settings], kind: str) -> str:
 
 
 _PARTED = (
-    "the ranks' parameters have parted: {sums}. Between mw.backward and the next batch something changes parameters or "
-    "gradients on each rank apart: random numbers, of which each rank draws its own in the loop over a loader, or what "
-    "depends on this rank's samples. Draw noise for parameters alike: torch.randn(p.shape, generator=g), where g is a "
+    "the ranks' parameters have diverged: {sums}. Between mw.backward and the next batch something changes parameters "
+    "or gradients differently on each rank: random numbers, which each rank draws for itself in the loop over a loader, "
+    "or values of this rank's samples. Draw noise for parameters alike: torch.randn(p.shape, generator=g), where g is a "
     "torch.Generator that is seeded alike on every rank."
 )
 _BUFFER = (

@@ -79,7 +79,7 @@ class Several:
         return told
 
     def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
-        """See whether the folder here is the one that was told of."""
+        """See whether the folder here is the announced one."""
         self.shares = not told or newest(folder) == told["attempt"]
 
     def tell_folder(self, folder: Path, attempt: int) -> None:
@@ -200,7 +200,7 @@ def _facts(error: WorkerFailed) -> dict[str, Any]:
 
 
 def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
-    """A failure that was told, as this machine of an attempt says it."""
+    """A reported failure, as this machine of an attempt words it."""
     failure = None if told["failure"] is None else Failure(**told["failure"])
     here = range(nodes.first_rank, nodes.first_rank + nodes.me.size)
     own = failure is None or failure.rank in here or failure.kind == "lost"

@@ -1,7 +1,7 @@
 """Load the newest checkpoint that is whole: verified first, by all ranks together, then each reads what it needs.
 
-A damaged one is told in a line, and the one before it is taken. States that meshwise wrote before it had several files
-(format 1: `latest.json` and one `step-….pt`) are read too.
+A damaged one is reported in a line, and the one before it is used. States of format 1 (`latest.json` and one
+`step-….pt`) are read too.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Saver:
         """Why the last save failed."""
 
     def save(self, make: Callable[[bool], Any], facts: Mapping[str, Any], *, wait: bool = False) -> bool:
-        """Save a state, whose facts have its `step`. Collective. False where it was left out, and that was said.
+        """Save a state, whose facts have its `step`. Collective. False where it was skipped, with a note.
 
         make: gives the tree of what this rank holds; of what rank 0 is to write for all, where it is given True.
 

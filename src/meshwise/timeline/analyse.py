@@ -46,7 +46,7 @@ POINTS = 300
 def report_of(
     timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None, table: StepTable | None = None
 ) -> Report:
-    """The report of a timeline. steps: the first and the last step of a view of one's own. table: its table, if known.
+    """The report of a timeline. steps: the first and the last step of a view of its own. table: its table, if known.
 
     Raises UsageError when those steps are not there.
     """

@@ -21,7 +21,7 @@ if sys.platform != "win32":
     import resource
 
 FILES, FILES_OF_WORKER = 44, 2
-"""Open files with which a small job runs to its end, as tried; libraries and data of one's own need more."""
+"""Open files with which a small job runs to its end, as tried; the user's libraries and data need more."""
 DEVICE_KIND = "MESHWISE_DEVICE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_FOLDER = "MESHWISE_RUN"

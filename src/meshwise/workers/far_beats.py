@@ -29,7 +29,7 @@ class Far:
 
 
 class FarBeats:
-    """The silent ranks of all machines of an attempt, and what was said of them."""
+    """The silent ranks of all machines of an attempt, and the messages about them."""
 
     def __init__(self, nodes: Nodes | None) -> None:
         """nodes: None on one machine, where there is nothing to tell."""

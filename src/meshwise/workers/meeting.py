@@ -39,7 +39,7 @@ class Meeting:
         threading.Thread(target=self._run, name="meshwise-meeting", daemon=True).start()
 
     def set(self, key: str, value: str) -> None:
-        """Tell the others, within a round; what was told already is not told again."""
+        """Tell the others, within a round; nothing twice."""
         if self._told.get(key) == value:
             return
         self._told[key] = value
