@@ -100,9 +100,9 @@ def parted(ranks: Sequence[Settings], kind: str) -> str:
 
 _PARTED = (
     "the ranks' parameters have diverged: {sums}. Between mw.backward and the next batch something changes parameters "
-    "or gradients differently on each rank: random numbers, which each rank draws for itself in the loop over a loader, "
-    "or values of this rank's samples. Draw noise for parameters alike: torch.randn(p.shape, generator=g), where g is a "
-    "torch.Generator that is seeded alike on every rank."
+    "or gradients differently on each rank: random numbers, which each rank draws for itself in the loop over a "
+    "loader, or values of this rank's samples. Draw noise for parameters alike: torch.randn(p.shape, generator=g), "
+    "where g is a torch.Generator that is seeded alike on every rank."
 )
 _BUFFER = (
     "the ranks' buffers {name} differ: the model updates it from this rank's samples alone, so it is not that of one "
