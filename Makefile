@@ -86,7 +86,7 @@ clean:  ## remove the virtual environment and every cache
 
 # The stamps are older than pyproject.toml or constraints.txt only when those have changed since.
 $(RUNTIME): pyproject.toml constraints.txt | $(PY)
-	$(PY) -m pip install -c constraints.txt -e ".[report]"
+	$(PY) -m pip install -c constraints.txt -e .
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt | $(PY)

@@ -65,7 +65,7 @@ def main() -> None:
         wheel = next(file for file in files if file.suffix == ".whl")
         if sizes[wheel.name] > MOST:
             sys.exit(f"{wheel.name} has {sizes[wheel.name]:,} bytes, more than {MOST:,}.")
-        run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{wheel}[report]")
+        run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel)
 
         (folder / "train.py").write_text(readme_loop(), encoding="utf-8")
         meshwise = python.parent / "meshwise"

@@ -26,10 +26,7 @@ shown_by(RunComparison, run_comparison_text)
 
 
 def figure(report: Report) -> Page:
-    """The page of a run, as `meshwise report --html` writes it, drawn in a notebook's cell.
-
-    Raises UsageError where plotly is not installed.
-    """
+    """The page of a run, as `meshwise report --html` writes it, drawn in a notebook's cell."""
     page = VIEWS["html"].render(report, read_timeline(Path(report.folder)))
     return Page(str(page))
 

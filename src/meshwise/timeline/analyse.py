@@ -37,6 +37,7 @@ from meshwise.timeline.run_report import (
 from meshwise.timeline.spans import KINDS, operation_and_source
 from meshwise.timeline.step_table import HIDDEN, OF_STEP, StepTable, step_table_of
 from meshwise.timeline.step_windows import step_windows
+from meshwise.timeline.stragglers import last_of_steps
 from meshwise.timeline.timeline import NO_PHASE, Counter, Rank, Timeline
 
 POINTS = 300
@@ -165,6 +166,7 @@ def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
         step_shares={kind: value / whole for kind, value in in_steps.items()} if whole else {},
         hidden_seconds=float(total[HIDDEN]),
         step_seconds=float(np.median(steps)) if len(steps) else 0.0,
+        last_steps=int((last_of_steps(points) == facts.rank).sum()),
         last_arrivals=int((points.rank == facts.rank).sum()),
         sync_points=len(points.rank),
         straggler_seconds=float(points.cost[points.rank == facts.rank].sum()),
