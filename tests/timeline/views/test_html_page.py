@@ -229,6 +229,24 @@ def test_every_number_on_the_page_is_that_of_the_json(opened: Drawn, report: Rep
 
 
 @needs_browser
+def test_the_verdict_is_on_the_page_once(opened: Drawn, report: Report) -> None:
+    begins = report.headline.rstrip(".")
+    assert "is a straggler" in begins and [path for path, _, text in opened.shown if begins in text] == ["verdict"]
+
+
+@needs_browser
+@pytest.mark.usefixtures("processes")
+def test_memory_that_is_the_same_in_every_phase_is_a_sentence(opened: Drawn, tmp_path: Path) -> None:
+    def of_phases(page: Drawn) -> int:
+        return sum("memory_by_phase" in path for path, *_ in page.shown)
+
+    timeline = hostile_timeline()
+    alike = tuple(dataclasses.replace(one, value=np.full(40, 2e9)) for one in timeline.counters if one.name != "loss")
+    same = render(report_of(dataclasses.replace(timeline, counters=alike)), Timeline())
+    assert of_phases(drawn(same, tmp_path)) == 3 < of_phases(opened)
+
+
+@needs_browser
 def test_the_page_draws_without_an_error_and_asks_nobody(opened: Drawn) -> None:
     assert opened.root.get("data-drawn") == "yes" and opened.root.get("data-errors") == "0"
     assert opened.console == [] and opened.requests == []
