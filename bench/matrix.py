@@ -3,6 +3,7 @@
     python bench/matrix.py                          # make matrix: every cell that has no result for this commit
     python bench/matrix.py --only 3.12 2.11.0       # one cell
     python bench/matrix.py --wheels FOLDER          # take torch from a folder of wheels first
+    python bench/matrix.py --behind "nice -n 19"    # what the tests are started with
 
 Each cell's result is written as it comes, so a run that was cut off goes on. A cell that cannot be tried is named with
 its reason: no such Python, or an install that fails. Where the wheel of torch is a CUDA build, it is installed alone:
@@ -86,11 +87,11 @@ def environment(folder: Path, python: str, torch: str, wheels: Path | None) -> t
     }
 
 
-def cell(version: str, torch: str, wheels: Path | None, workers: str) -> dict[str, Any]:
+def cell(version: str, torch: str, given: argparse.Namespace) -> dict[str, Any]:
     """Install and test one cell. What it found, or why it was not tried."""
     with tempfile.TemporaryDirectory() as name:
         try:
-            inside, settings = environment(Path(name) / "venv", interpreter(version), torch, wheels)
+            inside, settings = environment(Path(name) / "venv", interpreter(version), torch, given.wheels)
         except Missing as reason:
             return {"missing": str(reason)}
         settings = {"PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"} | settings
@@ -103,7 +104,9 @@ def cell(version: str, torch: str, wheels: Path | None, workers: str) -> dict[st
         if names.returncode:
             return {"missing": "torch does not import: " + names.stderr.strip().splitlines()[-1]}
         began = time.time()
-        tested = run(inside, "-m", "pytest", "-q", "-n", workers, *QUICK, settings=settings)
+        tested = run(
+            *given.behind.split(), inside, "-m", "pytest", "-q", "-n", given.workers, *QUICK, settings=settings
+        )
     last = tested.stdout.strip().splitlines()[-1:] or tested.stderr.strip().splitlines()[-1:]
     exact, build = names.stdout.split()
     return {
@@ -122,6 +125,7 @@ def main() -> None:
     parser.add_argument("--only", nargs=2, metavar=("PYTHON", "TORCH"))
     parser.add_argument("--wheels", type=Path)
     parser.add_argument("--workers", default="2", help="of pytest")
+    parser.add_argument("--behind", default="", metavar="COMMAND")
     given = parser.parse_args()
     commit = run("git", "rev-parse", "--short", "HEAD").stdout.strip()
     for torch in TORCHES:
@@ -134,7 +138,7 @@ def main() -> None:
             if not given.only and done.get("commit") == commit and "missing" not in done:
                 continue
             today = datetime.now(UTC).date().isoformat()
-            cells[name] = cell(version, torch, given.wheels, given.workers) | {"commit": commit, "date": today}
+            cells[name] = cell(version, torch, given) | {"commit": commit, "date": today}
             RESULT.write_text(json.dumps({"cells": dict(sorted(cells.items()))}, indent=2) + "\n")
             print(f"{name}: {cells[name].get('missing') or cells[name]['tests']}", flush=True)
     cells = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else {}
