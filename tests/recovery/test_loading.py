@@ -165,7 +165,7 @@ def test_what_a_later_version_writes_is_not_read(tmp_path: Path, monkeypatch: py
 
 def test_a_run_that_saved_nothing_is_told_how_to_save(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint was saved there\. Run with --save-every N, or start anew"
+        CheckpointError, match=r"no checkpoint was saved there\. Run with --save-every N, or start over"
     ):
         loaded(tmp_path / "checkpoint")
 

@@ -43,8 +43,8 @@ from meshwise.parallel.batch_norm import is_joined
 from meshwise.transfer.foreign import Foreign
 
 MISSING = (
-    "{place}: this loop runs a model and nothing adds up over the ranks what it finds, so each rank has the figures "
-    "of its own samples alone. Use mw.sum(correct), mw.mean(value, weight=n) or mw.gather_samples(values), in the loop "
+    "{place}: this loop evaluates a model, but nothing sums its results over the ranks, so each rank has the figures "
+    "of its own samples only. Use mw.sum(correct), mw.mean(value, weight=n) or mw.gather_samples(values), in the loop "
     "or after it."
 )
 NORM = (

@@ -145,7 +145,7 @@ class Several:
         if len(members) < restarts.min_nodes:
             raise PlanError(
                 f"Left: {plural(len(members), 'machine')} of {len(self.nodes.members)}, and --min-nodes is "
-                f"{restarts.min_nodes}: whoever started the run starts it again."
+                f"{restarts.min_nodes}: start the run again."
             )
         left = sum(member.size for member in members)
         used = restarts.fit(left)

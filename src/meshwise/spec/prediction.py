@@ -66,7 +66,7 @@ def prediction_of(values: Any) -> Prediction:
             return found
     except (TypeError, AttributeError):
         pass
-    raise PlanError(f"the table [{PREDICTED}] is damaged. Remove it, or save the plan anew with meshwise plan --save.")
+    raise PlanError(f"the table [{PREDICTED}] is damaged. Remove it, or save the plan again with meshwise plan --save.")
 
 
 def _lines(values: Mapping[str, Any]) -> list[str]:

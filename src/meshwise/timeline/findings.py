@@ -202,7 +202,7 @@ def _communication(
     if shares.share("waiting") < share / 2:
         why += f": {slow}, not a rank" if links else f": no rank is late, {slow}"
     if len(table.arrivals.ranks) < 2:
-        why = ", or waiting for ranks that left no log: the two cannot be told apart"
+        why = ", or waiting for ranks that left no log (the two look the same)"
     elif stragglers:
         why = f" on, besides what rank {', '.join(str(found.rank) for found in stragglers)} costs: {slow}"
     sentence = (
