@@ -1,4 +1,4 @@
-"""What a run did: its report, its views, and two runs compared. Tested in tests/cli/test_report.py."""
+"""Make a run's report and its views, and compare two runs. Tested in tests/cli/test_report.py."""
 
 from __future__ import annotations
 

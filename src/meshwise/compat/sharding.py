@@ -1,5 +1,4 @@
-"""What `fully_shard` keeps to itself: its groups of parameters, the gradients that it has not reduced, and when it
-reduces them.
+"""Read private parts of `fully_shard`: parameter groups, unreduced gradients, and when it reduces them.
 
 Read in torch 2.11, 2.13 and 2.15: `distributed/fsdp/_fully_shard/_fsdp_param_group.py` and `_fsdp_state.py`.
 """

@@ -1,4 +1,4 @@
-"""What travels over the ranks with a script's loss, beside it (agreed.py), for those who let it.
+"""Let guards send values over the ranks along with a script's loss (agreed.py).
 
 Tested in tests/guards/test_agreed.py.
 """

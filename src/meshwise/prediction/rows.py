@@ -1,4 +1,4 @@
-"""What a model predicts for a batch, as rows of its samples.
+"""Turn a model's predictions for a batch into rows, one per sample.
 
 Tested in tests/prediction/test_predict.py.
 """

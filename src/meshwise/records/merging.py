@@ -1,4 +1,4 @@
-"""What several ranks hold of one state, as plain values: put together. No torch.
+"""Merge what several ranks hold of one state, as plain values, without torch. No torch.
 
 Values are those that recovery/values.py writes. Tested in tests/recovery/test_values.py.
 """

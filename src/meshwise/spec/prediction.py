@@ -1,4 +1,4 @@
-"""What a step was predicted to take and to need, kept with its plan: the table `[predicted]` of a plan file.
+"""Keep a predicted step with its plan: the table `[predicted]` of a plan file.
 
 Tested in tests/spec/test_prediction.py.
 """

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl and the trackers, on rank 0; and `mw.log`, which gives a program's own."""
+"""Send a run's numbers to metrics.jsonl and trackers on rank 0; provide `mw.log`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher tells a process: who it is among how many, and where things are. No torch.
+"""Tell a process through its environment who it is and where things are. No torch.
 
 RANK and WORLD_SIZE are set by `meshwise run`, `mw.launch` and torchrun; under srun and mpirun they are derived from
 what those set: launchers/. Without any of them this process is a run of one device, and no process group is made.

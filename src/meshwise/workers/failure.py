@@ -1,4 +1,4 @@
-"""Who is to blame: the reports of failing workers, and the choice of the culprit among them.
+"""Choose the culprit among the reports of failing workers.
 
 When one worker dies, its peers fail a moment later in a collective. Such a victim must never be shown as the cause.
 """

@@ -1,4 +1,4 @@
-"""What launchers tell each other, from a thread of its own: a link that is dead holds that thread alone.
+"""Exchange messages between launchers in a thread, so that a dead link blocks nothing else.
 
 The thread makes one exchange with the store after the other, which is this machine's heartbeat too. Whoever asks reads
 what came, and never waits for the network, so Ctrl-C is answered at once.
