@@ -163,7 +163,7 @@ def _failure(rank: int, error: BaseException) -> Failure | None:
 
 
 def _gone(ranks: list[int], size: int) -> Failure:
-    left = f"{ranks_text(ranks)} of {size} exited without an error"
+    left = f"{ranks_text(ranks)} of {size} disappeared"
     text = f"{left}: killed, or lost with the machine. See what the scheduler says."
     return Failure(ranks[0], "lost", text, plain=True, time=time.time())
 
