@@ -1,5 +1,4 @@
-"""Check whether elements share memory, within a tensor or between two, where torch's own check is unsure. torch's
-check is often unsure."""
+"""Check whether elements share memory, within a tensor or between two. torch's check is often unsure."""
 
 from __future__ import annotations
 
