@@ -107,13 +107,15 @@ def cell(version: str, torch: str, given: argparse.Namespace) -> dict[str, Any]:
         tested = run(
             *given.behind.split(), inside, "-m", "pytest", "-q", "-n", given.workers, *QUICK, settings=settings
         )
-    last = tested.stdout.strip().splitlines()[-1:] or tested.stderr.strip().splitlines()[-1:]
+    last = (tested.stdout.strip().splitlines() or tested.stderr.strip().splitlines() or [""])[-1].strip("= ")
+    if not re.search(r"\d+ (?:passed|failed|errors?)\b", last):
+        return {"missing": f"the tests were cut off (exit code {tested.returncode}): {last[:200]}"}
     exact, build = names.stdout.split()
     return {
         "python": exact,
         "torch": build,
         "seconds": round(time.time() - began),
-        "tests": last[0].strip("= "),
+        "tests": last,
         "failed": re.findall(r"^(?:FAILED|ERROR) (\S+)", tested.stdout, re.MULTILINE),
         "passed": tested.returncode == 0,
     }
