@@ -155,8 +155,7 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: s
 
 def _mostly(often: float, ranks: int) -> bool:
     """Whether a rank is last clearly more often than its turn: of two ranks, in two thirds of the steps."""
-    fair = 1 / ranks
-    return often - fair >= (1 - fair) / 3
+    return often >= min(2 / 3, 1.5 / ranks)
 
 
 def _slower_than_one(

@@ -75,7 +75,7 @@ def test_elsewhere_than_on_a_terminal_a_line_every_ten_seconds_and_the_report_at
     )
     assert lines[2].startswith("running  step 30  43 ms a step  Rank 1 is a straggler")
     assert lines[3].startswith("gpt-125m finished · 60 steps of 43 ms")
-    assert LATE in lines[5]
+    assert LATE in lines[4]
     assert any(line.startswith("goodput  ") for line in lines)
     assert "\x1b" not in "".join(lines)
 
