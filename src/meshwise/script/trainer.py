@@ -49,7 +49,10 @@ from meshwise.workers.join import rank_context, rejoin
 TRAINER = "transformers.trainer"
 HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SUM, MEAN, ITEMS = "a sum over num_items_in_batch", "a mean over samples", "a mean over the items of a cross entropy"
-GLOBAL = "Trainer: per_device_train_batch_size={train} and per_device_eval_batch_size={eval} are of all {ranks} devices together."
+WHOLE = (
+    "Trainer: per_device_train_batch_size={train} and per_device_eval_batch_size={eval} are of all {ranks} devices "
+    "together."
+)
 Share = tuple[Any, BatchSlice]
 
 
@@ -91,7 +94,7 @@ def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: C
     if world.size > 1:
         args = trainer.args
         train, evaluation = args.per_device_train_batch_size, args.per_device_eval_batch_size
-        engine.notify(GLOBAL.format(train=train, eval=evaluation, ranks=engine.world.size))
+        engine.notify(WHOLE.format(train=train, eval=evaluation, ranks=engine.world.size))
     return trainer
 
 
@@ -359,8 +362,8 @@ def _weight(ranks: _Ranks, loss: Tensor) -> Tensor:
     found = cross_entropy_means(loss)
     if len(found) != 1:
         raise UsageError(
-            f"Trainer: the loss of {type(ranks.trainer.model).__name__} has {len(found)} cross entropies that are means "
-            "over other items than samples, so it is not known how the parts of several devices add up. Give a "
+            f"Trainer: the loss of {type(ranks.trainer.model).__name__} has {len(found)} cross entropies that are "
+            "means over other items than samples, so it is not known how the parts of several devices add up. Give a "
             "compute_loss_func that divides a sum by num_items_in_batch."
         )
     return found[0][0]
@@ -386,7 +389,7 @@ class _Window:
 
 
 class _Ahead:
-    """What a distributed loader is read through: batches with their shares, which can be looked at before their time."""
+    """What a distributed loader is read through: batches with their shares, which may be looked at before they come."""
 
     def __init__(self, pairs: Iterator[Share]) -> None:
         self._pairs, self._waiting = pairs, deque[Share]()
