@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn

@@ -39,6 +39,7 @@ from meshwise.engine import steps
 from meshwise.engine.engine import Engine
 from meshwise.recovery.collect import collected
 from meshwise.script.distributed_loader import DistributedLoader
+from meshwise.script.over_ranks import joined
 from meshwise.script.verbs import accumulate
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
@@ -53,6 +54,7 @@ WHOLE = (
     "Trainer: per_device_train_batch_size={train} and per_device_eval_batch_size={eval} are of all {ranks} devices "
     "together."
 )
+TIMES = ("_runtime", "_per_second", "_time")
 Share = tuple[Any, BatchSlice]
 
 
@@ -263,12 +265,12 @@ class _Trainer:
         ranks = self.meshwise
         ranks.computed = False
         loss, logits, labels = super().prediction_step(*args, **options)  # type: ignore[misc]
-        if ranks.alone or loss is None:
+        if loss is None:
             return loss, logits, labels
-        if not ranks.computed:  # Seq2SeqTrainer, which generates, asks the model itself
+        if not ranks.computed and not ranks.alone:  # Seq2SeqTrainer, which generates, asks the model itself
             ranks.items, inputs = False, args[1] if len(args) > 1 else options["inputs"]
             ranks.weight = super()._get_num_items_in_batch([inputs], self.args.device)  # type: ignore[misc]
-        return ranks.whole_loss(loss), logits, labels
+        return joined(ranks.engine, loss if ranks.alone else ranks.whole_loss(loss)), logits, labels
 
     # Files, and what is logged.
 
@@ -308,7 +310,7 @@ class _Trainer:
 
     def log(self: Any, logs: dict[str, float], *args: Any, **options: Any) -> None:
         super().log(logs, *args, **options)  # type: ignore[misc]
-        numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        numbers = {n: value for n, value in logs.items() if isinstance(value, int | float) and not n.endswith(TIMES)}
         tracking.log(numbers, step=self.state.global_step)
 
 
@@ -517,14 +519,12 @@ class _Accelerator:
         collectives.barrier(collectives.everyone())
 
     def gather(self: Any, tensor: Any) -> Any:
-        return tensor if self.meshwise.alone else map_tensors(functools.partial(_rows, self.meshwise), tensor)
+        return map_tensors(functools.partial(_rows, self.meshwise), tensor)
 
     def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in all_leaves(input_data)):
             own = list(input_data) if self.meshwise.samples else []
             return [each for rank in collectives.gather_objects(own) for each in rank]
-        if self.meshwise.alone:
-            return map_tensors(lambda tensor: _cut(self.meshwise, tensor), input_data)
         return self.gather(input_data)
 
     def reduce(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -570,8 +570,10 @@ def _cut(ranks: _Ranks, rows: Tensor) -> Tensor:
 
 def _rows(ranks: _Ranks, tensor: Tensor) -> Tensor:
     """The rows of all ranks, in the order of the loader; a number gives one for each rank. Collective."""
-    mine = tensor.detach()
-    mine = _cut(ranks, mine) if mine.ndim else mine.reshape(1)[: ranks.samples]
+    mine = joined(ranks.engine, _cut(ranks, tensor.detach()))
+    if ranks.alone:
+        return mine
+    mine = mine if mine.ndim else mine.reshape(1)[: ranks.samples]
     counts = [int(count) for count in collectives.all_gather(torch.tensor([len(mine)])).flatten()]
     filled = torch.cat([mine, mine.new_zeros((max(counts) - len(mine), *mine.shape[1:]))])
     gathered = collectives.all_gather(filled.contiguous())
