@@ -134,7 +134,10 @@ def _refuse(trainer: Any, ranks: int) -> None:
             "all devices, and meshwise plan says what fits",
         ),
         "torch_compile": (args.torch_compile, "leave it out, and use a plan with compile"),
-        "optim": ("layerwise" in str(args.optim) or "lomo" in str(args.optim), "use one that steps after the backward"),
+        "optim": (
+            any(name in str(args.optim).lower() for name in ("layerwise", "lomo")),
+            "use one that steps after the backward",
+        ),
         type(trainer).__name__: (own, f"write the loop of {own and own[0]} with mw.distribute and mw.backward"),
         "get_batch_samples": (_is_own(trainer, "get_batch_samples"), "leave Trainer's own"),
     }
