@@ -36,7 +36,6 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     resume: str | None = None
     ends: int = 0
-    own: dict[str, Any] = field(default_factory=dict)
 
 
 def texts(count: int, seed: int) -> list[dict[str, Tensor]]:
@@ -115,12 +114,17 @@ def _train(case: Case) -> dict[str, Any]:
         "dataloader_pin_memory": False,
     }  # fmt: skip
     args = transformers.TrainingArguments(case.folder, **{**common, **case.options})
-    end = [End(case.ends)] if case.ends else []
+    callbacks: list[Any] = [End(case.ends)] if case.ends else []
+    callbacks += [transformers.EarlyStoppingCallback(2)] if args.load_best_model_at_end else []
     trainer = transformers.Trainer(
-        model_of(case.model), args, data_collator=collate, train_dataset=data(27, 1), eval_dataset=data(11, 2),
-        compute_metrics=metrics_of, callbacks=end + ([transformers.EarlyStoppingCallback(2)] if "load_best_model_at_end" in case.options else []),
-        **case.own,
-    )  # fmt: skip
+        model_of(case.model),
+        args,
+        data_collator=collate,
+        train_dataset=data(27, 1),
+        eval_dataset=data(11, 2),
+        compute_metrics=metrics_of,
+        callbacks=callbacks,
+    )
     trainer.remove_callback(transformers.PrinterCallback)
     assert mw.distribute(trainer, plan=case.plan) is trainer
     trainer.train(resume_from_checkpoint=case.resume)

@@ -37,6 +37,7 @@ from meshwise.compat.tree import all_leaves, map_tensors
 from meshwise.data.order import BatchSlice
 from meshwise.engine import steps
 from meshwise.engine.engine import Engine
+from meshwise.guards.unsummed import UnsummedLoops
 from meshwise.recovery.collect import collected
 from meshwise.script.distributed_loader import DistributedLoader
 from meshwise.script.over_ranks import joined
@@ -54,7 +55,8 @@ WHOLE = (
     "Trainer: per_device_train_batch_size={train} and per_device_eval_batch_size={eval} are of all {ranks} devices "
     "together."
 )
-TIMES = ("_runtime", "_per_second", "_time")
+UNLIKE = ("_runtime", "_per_second", "_time", "total_flos", "num_input_tokens_seen")
+"""Of what is logged: times, and what was computed, for which a rank pads to the longest of its own rows."""
 Share = tuple[Any, BatchSlice]
 
 
@@ -313,7 +315,7 @@ class _Trainer:
 
     def log(self: Any, logs: dict[str, float], *args: Any, **options: Any) -> None:
         super().log(logs, *args, **options)  # type: ignore[misc]
-        numbers = {n: value for n, value in logs.items() if isinstance(value, int | float) and not n.endswith(TIMES)}
+        numbers = {n: value for n, value in logs.items() if isinstance(value, int | float) and not n.endswith(UNLIKE)}
         tracking.log(numbers, step=self.state.global_step)
 
 
@@ -573,7 +575,9 @@ def _cut(ranks: _Ranks, rows: Tensor) -> Tensor:
 
 def _rows(ranks: _Ranks, tensor: Tensor) -> Tensor:
     """The rows of all ranks, in the order of the loader; a number gives one for each rank. Collective."""
-    mine = joined(ranks.engine, _cut(ranks, tensor.detach()))
+    mine = _cut(ranks, tensor.detach())
+    if (loops := ranks.engine.events.find(UnsummedLoops)) is not None:
+        loops.reduced()
     if ranks.alone:
         return mine
     mine = mine if mine.ndim else mine.reshape(1)[: ranks.samples]
