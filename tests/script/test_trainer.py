@@ -209,7 +209,9 @@ def test_a_run_goes_on_with_another_number_of_devices(pool: Any, tmp_path: Path)
     want = train(Case("gpt2", str(tmp_path / "one"), options=saves))
     pool(2).run(train, Case("gpt2", str(tmp_path / "two"), options=saves, ends=2))
     there = str(tmp_path / "two/checkpoint-2")
+    del want["log"][-1]["train_loss"]  # Trainer's own is that of the steps since it was started
     for got in pool(3).run(train, Case("gpt2", str(tmp_path / "three"), options=saves, resume=there)):
+        del got["log"][-1]["train_loss"]
         assert_alike(got, want)
 
 
