@@ -57,6 +57,8 @@ WHOLE = (
 )
 UNLIKE = ("_runtime", "_per_second", "_time", "total_flos", "num_input_tokens_seen")
 """Of what is logged: times, and what was computed, for which a rank pads to the longest of its own rows."""
+REFUSED = "mw.distribute(trainer) on {ranks} devices: {what} is refused: {instead}."
+SWEEP = "each rank would try other values. Loop over them in the script, with a Trainer for each"
 Share = tuple[Any, BatchSlice]
 
 
@@ -127,25 +129,29 @@ def _refuse(trainer: Any, ranks: int) -> None:
     args = trainer.args
     own = sorted({cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")} - OF_TRL)
     found = {
-        "deepspeed": (args.deepspeed, "leave it out: meshwise divides the model by a plan (--plan)"),
-        "fsdp": (args.fsdp, "leave it out, and use a plan with shard (meshwise plan, or --plan)"),
-        "parallelism_config": (getattr(args, "parallelism_config", None), "leave it out, and use a plan (--plan)"),
+        "deepspeed": (args.deepspeed, "leave it out; a plan divides the model (meshwise plan, --plan)"),
+        "fsdp": (args.fsdp, "leave it out; a plan with shard divides the model (meshwise plan, --plan)"),
+        "parallelism_config": (getattr(args, "parallelism_config", None), "leave it out; use a plan (--plan)"),
+        "a model that was divided where it was loaded": (
+            getattr(trainer, "is_distributed_loading_by_transformers", False),
+            "load it whole, or under mw.deferred(); a plan divides it (--plan)",
+        ),
         "auto_find_batch_size": (
             args.auto_find_batch_size,
-            "leave it out: a rank that runs out of memory would begin anew alone. per_device_train_batch_size is of "
-            "all devices, and meshwise plan says what fits",
+            "a rank that runs out of memory would begin anew alone. Leave it out; meshwise plan says what fits, and "
+            "per_device_train_batch_size is of all devices",
         ),
-        "torch_compile": (args.torch_compile, "leave it out, and use a plan with compile"),
-        "optim": (
+        "torch_compile": (args.torch_compile, "leave it out; use a plan with compile"),
+        f"optim={args.optim!s}": (
             any(name in str(args.optim).lower() for name in ("layerwise", "lomo")),
-            "use one that steps after the backward",
+            "it steps inside the backward, before gradients are averaged. Use one that steps behind it",
         ),
-        type(trainer).__name__: (own, f"write the loop of {own and own[0]} with mw.distribute and mw.backward"),
-        "get_batch_samples": (_is_own(trainer, "get_batch_samples"), "leave Trainer's own"),
+        f"TRL's {own and own[0]}": (own, "it compares or generates rows over ranks. Write its loop with mw.distribute"),
+        "a get_batch_samples of your own": (_is_own(trainer, "get_batch_samples"), "leave it to Trainer"),
     }
     for name, (given, instead) in found.items():
         if given:
-            raise UsageError(f"mw.distribute(trainer) on {ranks} devices: {name} is refused. Instead {instead}.")
+            raise UsageError(REFUSED.format(ranks=ranks, what=name, instead=instead))
 
 
 def _is_own(trainer: Any, name: str) -> bool:
@@ -276,6 +282,13 @@ class _Trainer:
             ranks.items, inputs = False, args[1] if len(args) > 1 else options["inputs"]
             ranks.weight = super()._get_num_items_in_batch([inputs], self.args.device)  # type: ignore[misc]
         return joined(ranks.engine, loss if ranks.alone else ranks.whole_loss(loss)), logits, labels
+
+    def hyperparameter_search(self: Any, *args: Any, **options: Any) -> Any:
+        if self.meshwise.alone:
+            return super().hyperparameter_search(*args, **options)  # type: ignore[misc]
+        raise UsageError(
+            REFUSED.format(ranks=self.meshwise.engine.world.size, what="hyperparameter_search", instead=SWEEP)
+        )
 
     # Files, and what is logged.
 
