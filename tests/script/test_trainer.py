@@ -217,7 +217,7 @@ def test_a_run_goes_on_with_another_number_of_devices(pool: Any, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"auto_find_batch_size": True}, "auto_find_batch_size is refused"), ({"optim": "lomo"}, "lomo is refused")],
+    [({"auto_find_batch_size": True}, "auto_find_batch_size is refused"), ({"optim": "lomo"}, "optim=lomo is refused")],
 )
 def test_what_cannot_be_the_same_is_refused_by_name(
     pool: Any, tmp_path: Path, options: dict[str, Any], message: str

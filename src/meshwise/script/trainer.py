@@ -142,7 +142,7 @@ def _refuse(trainer: Any, ranks: int) -> None:
             "per_device_train_batch_size is of all devices",
         ),
         "torch_compile": (args.torch_compile, "leave it out; use a plan with compile"),
-        f"optim={args.optim!s}": (
+        f"optim={getattr(args.optim, 'value', args.optim)}": (
             any(name in str(args.optim).lower() for name in ("layerwise", "lomo")),
             "it steps inside the backward, before gradients are averaged. Use one that steps behind it",
         ),
