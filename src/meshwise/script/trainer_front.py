@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwise.data.order import BatchSlice
 from meshwise.recovery.collect import collected
 from meshwise.script.over_ranks import joined
-from meshwise.script.trainer_loader import Window, skip
+from meshwise.script.trainer_loader import Window, skip_batches
 from meshwise.script.trainer_loss import ITEMS, Ranks, first_loss, loss_of, weight_of
 from meshwise.spec.errors import UsageError
 from meshwise.tracking import tracking
@@ -39,7 +39,9 @@ class OnRanks:
 
     def train(self: Any, *args: Any, **options: Any) -> Any:
         module = import_module(TRAINER)
-        with mock.patch.object(module, "skip_first_batches", functools.partial(skip, module.skip_first_batches)):
+        with mock.patch.object(
+            module, "skip_first_batches", functools.partial(skip_batches, module.skip_first_batches)
+        ):
             return super().train(*args, **options)  # type: ignore[misc]
 
     def get_train_dataloader(self: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The loaders of a Trainer: an epoch is set, batches are skipped, and those of a step can be looked at before they come.
+"""The loaders of a Trainer: an epoch is set, batches are skipped, those of a step are looked at before they come.
 
 Tested in tests/script/test_trainer.py.
 """
@@ -101,9 +101,10 @@ class _Epoch:
         return self._reader.ahead.look(count)
 
 
-def skip(skip: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
+def skip_batches(otherwise: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
+    """accelerate's `skip_first_batches`, which `otherwise` is, for our loaders too: the next loop begins behind them."""
     if not isinstance(loader, TrainerLoader):
-        return skip(loader, num_batches)
+        return otherwise(loader, num_batches)
     loader.skipped = num_batches
     return loader
 

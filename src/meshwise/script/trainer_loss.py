@@ -104,6 +104,7 @@ def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any,
 
 
 def loss_of(result: Any) -> Tensor:
+    """The loss that `compute_loss` gave, maybe with the outputs."""
     loss: Tensor = result[0] if isinstance(result, tuple) else result
     return loss
 
