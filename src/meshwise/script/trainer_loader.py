@@ -102,7 +102,7 @@ class _Epoch:
 
 
 def skip_batches(otherwise: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
-    """accelerate's `skip_first_batches`, which `otherwise` is, for our loaders too: the next loop begins behind them."""
+    """accelerate's `skip_first_batches`, which `otherwise` is, for our loaders too: the next loop begins behind."""
     if not isinstance(loader, TrainerLoader):
         return otherwise(loader, num_batches)
     loader.skipped = num_batches
