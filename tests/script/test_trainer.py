@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import meshwise as mw
-from meshwise.process.session import end_sessions
+from meshwise.process.session import default_engine, end_sessions
 from meshwise.spec.plan import Plan
+from meshwise.workers.gate import StepGate
 from tests.pool import CaseFailed
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -29,7 +30,8 @@ UNLIKE = ("runtime", "second", "time", "total_flos")
 
 @dataclass(frozen=True)
 class Case:
-    """A run of a Trainer. model: `gpt2`, or the way in which a module's loss is a mean."""
+    """A run of a Trainer. model: `gpt2`, or the way in which a module's loss is a mean. ends, stops: after so many steps
+    the Trainer ends, or the run is asked to stop."""
 
     model: str
     folder: str
@@ -37,6 +39,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     resume: str | None = None
     ends: int = 0
+    stops: int = 0
 
 
 def texts(count: int, seed: int) -> list[dict[str, Tensor]]:
@@ -115,7 +118,7 @@ def _train(case: Case) -> dict[str, Any]:
         "dataloader_pin_memory": False,
     }  # fmt: skip
     args = transformers.TrainingArguments(case.folder, **{**common, **case.options})
-    callbacks: list[Any] = [End(case.ends)] if case.ends else []
+    callbacks: list[Any] = [End(case.ends or case.stops, stops=case.stops > 0)] if case.ends or case.stops else []
     callbacks += [transformers.EarlyStoppingCallback(2)] if args.load_best_model_at_end else []
     trainer = transformers.Trainer(
         model_of(case.model),
@@ -128,7 +131,11 @@ def _train(case: Case) -> dict[str, Any]:
     )
     trainer.remove_callback(transformers.PrinterCallback)
     assert mw.distribute(trainer, plan=case.plan) is trainer
-    trainer.train(resume_from_checkpoint=case.resume)
+    default_engine().gate = StepGate()
+    try:
+        trainer.train(resume_from_checkpoint=case.resume)
+    except SystemExit:
+        return {"steps": trainer.state.global_step}
     predicted = trainer.predict(data(7, 3))
     trainer.save_model(f"{case.folder}/end")
     state = trainer.state
@@ -144,13 +151,16 @@ def _train(case: Case) -> dict[str, Any]:
 
 
 class End(transformers.TrainerCallback):
-    """Ends a run after so many steps, in the middle of an epoch."""
+    """Ends a run after so many steps, in the middle of an epoch; stops: as who stops it from outside."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, *, stops: bool) -> None:
+        self.step, self.stops = step, stops
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= state.global_step == self.step
+        if state.global_step == self.step and self.stops:
+            default_engine().gate.set_last(default_engine().gate.freeze())
+        elif state.global_step == self.step:
+            control.should_training_stop = True
 
 
 def full(p: Tensor) -> Tensor:
@@ -204,11 +214,11 @@ def test_a_plan_divides_the_model_and_its_files_are_those_of_one_device(pool: An
         torch.testing.assert_close(two["state"][key], state, rtol=1e-9, atol=1e-12)
 
 
-def test_a_run_goes_on_with_another_number_of_devices(pool: Any, tmp_path: Path) -> None:
-    saves = {"save_strategy": "steps", "save_steps": 1}
+def test_a_run_that_was_stopped_goes_on_with_another_number_of_devices(pool: Any, tmp_path: Path) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 100}
     end_sessions()
     want = train(Case("gpt2", str(tmp_path / "one"), options=saves))
-    pool(2).run(train, Case("gpt2", str(tmp_path / "two"), options=saves, ends=2))
+    assert pool(2).run(train, Case("gpt2", str(tmp_path / "two"), options=saves, stops=2)) == 2 * [{"steps": 2}]
     there = str(tmp_path / "two/checkpoint-2")
     del want["log"][-1]["train_loss"]  # Trainer's own is that of the steps since it was started
     for got in pool(3).run(train, Case("gpt2", str(tmp_path / "three"), options=saves, resume=there)):

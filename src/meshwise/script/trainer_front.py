@@ -39,10 +39,14 @@ class OnRanks:
 
     def train(self: Any, *args: Any, **options: Any) -> Any:
         module = import_module(TRAINER)
-        with mock.patch.object(
-            module, "skip_first_batches", functools.partial(skip_batches, module.skip_first_batches)
-        ):
-            return super().train(*args, **options)  # type: ignore[misc]
+        skips = functools.partial(skip_batches, module.skip_first_batches)
+        with mock.patch.object(module, "skip_first_batches", skips):
+            try:
+                return super().train(*args, **options)  # type: ignore[misc]
+            except (KeyboardInterrupt, SystemExit):
+                if self.meshwise.engine.stopped and self.args.save_strategy != "no":  # all ranks before the same batch
+                    self._save_checkpoint(self.model_wrapped, None)
+                raise
 
     def get_train_dataloader(self: Any) -> Any:
         return self.accelerator.prepare_data_loader(super().get_train_dataloader())  # type: ignore[misc]
