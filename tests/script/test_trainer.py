@@ -30,7 +30,7 @@ UNLIKE = ("runtime", "second", "time", "total_flos")
 
 @dataclass(frozen=True)
 class Case:
-    """A run of a Trainer. model: `gpt2`, or the way in which a module's loss is a mean. ends, stops: after so many steps
+    """A run of a Trainer. model: `gpt2`, or how the loss of a module is a mean. ends, stops: after so many steps
     the Trainer ends, or the run is asked to stop."""
 
     model: str
