@@ -85,8 +85,19 @@ class Classes(nn.Module):
         return {"loss": F.cross_entropy(logits.reshape(-1, 3), labels.reshape(-1)), "logits": logits}
 
 
+class Routed(Classes):
+    """Its loss is a sum over num_items_in_batch, and a term of its rows besides."""
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        found = super().forward(x, labels)
+        mean = found["loss"] if num_items_in_batch is None else found["loss"] * len(x) / num_items_in_batch
+        return {**found, "loss": mean + 0.01 * found["logits"].square().mean()}
+
+
 def model_of(kind: str) -> nn.Module:
     torch.manual_seed(3)
+    if kind == "routed":
+        return Routed().double()
     if kind != "gpt2":
         return Classes().double()
     dropped = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
@@ -109,7 +120,7 @@ def train(case: Case) -> dict[str, Any]:
 
 
 def _train(case: Case) -> dict[str, Any]:
-    data = {"gpt2": texts, "samples": lambda n, s: points(n, s, 1), "items": lambda n, s: points(n, s, 4)}[case.model]
+    data = texts if case.model == "gpt2" else lambda n, seed: points(n, seed, 4 if case.model == "items" else 1)
     common = {
         "per_device_train_batch_size": 5, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2,
         "num_train_epochs": 2, "learning_rate": 1e-2, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2,
@@ -227,11 +238,15 @@ def test_a_run_that_was_stopped_goes_on_with_another_number_of_devices(pool: Any
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [({"auto_find_batch_size": True}, "auto_find_batch_size is refused"), ({"optim": "lomo"}, "optim=lomo is refused")],
+    ("model", "options", "message"),
+    [
+        ("samples", {"auto_find_batch_size": True}, "auto_find_batch_size is refused"),
+        ("samples", {"optim": "lomo"}, "optim=lomo is refused"),
+        ("routed", {}, "the loss of Routed is a sum over num_items_in_batch and a term besides"),
+    ],
 )
 def test_what_cannot_be_the_same_is_refused_by_name(
-    pool: Any, tmp_path: Path, options: dict[str, Any], message: str
+    pool: Any, tmp_path: Path, model: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CaseFailed, match=message):
-        pool(2).run(train, Case("samples", str(tmp_path), options=options))
+        pool(2).run(train, Case(model, str(tmp_path), options=options))

@@ -27,8 +27,8 @@ MIXED = "a sum over num_items_in_batch and more"
 class Ranks:
     """What a Trainer and its Accelerator share. share: `mw.distribute` of one thing.
 
-    kinds: of the loss, by whether it was given `num_items_in_batch`: found once. weight: what the newest loss is a mean
-    over. loss: that of all ranks, of the newest backward. parts: the shares of the batches whose items are counted.
+    loss: of all ranks, of the newest backward. weight: what the newest loss is a mean over. computed: whether Trainer's
+    `compute_loss` gave it, and items: with `num_items_in_batch`. kinds: of losses, by `items`; each is found once.
     """
 
     engine: Engine
@@ -86,8 +86,9 @@ def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any,
     if items is not None and loss.requires_grad:
         by = torch.autograd.grad(loss, items, retain_graph=True, allow_unused=True)[0]
     if by is not None:
-        added = -(by * items).detach().double()
-        kind = SUM if torch.allclose(added, loss.detach().double(), rtol=1e-4, atol=1e-12) else MIXED
+        added, near = -(by * items).detach().double(), 1e-5 if torch.finfo(loss.dtype).eps < 1e-5 else 3e-2
+        alike = torch.allclose(added, loss.detach().double(), rtol=near, atol=1e-12, equal_nan=True)
+        kind = SUM if alike else MIXED
     elif _is_of_items(ranks, loss):
         kind = ITEMS
     kinds = collectives.gather_objects(kind)
