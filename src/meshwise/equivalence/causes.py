@@ -18,6 +18,7 @@ class CauseKind(Enum):
     PADDING = "padded or repeated sample", "a sample counts twice, or not at all"
     BATCH_SIZE = "batch size depends on devices", "the loader's batch_size is global, over all devices"
     DATA_ORDER = "data order", "a step reads other samples, or in another order"
+    CONTENTS = "batch contents", "a sample is other numbers, depending on which rank reads it, and when"
     CLIP_NORM = "clip norm", "gradients are clipped to another norm, or not once before the step"
     MASTER_WEIGHTS = "master weights", "parameters or the optimizer's state are kept in a lower precision between steps"
     LOWER_PRECISION = "lower precision", "gradients are computed or reduced in a lower precision"

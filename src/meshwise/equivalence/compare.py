@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from meshwise.data.keyed import GENERATOR
+from meshwise.equivalence.contents import compared_fields
 from meshwise.equivalence.noise import note_noise
 from meshwise.equivalence.outputs import output_difference
 from meshwise.equivalence.tolerance import FLOOR, LIMIT, apart, finite, largest, ratio
@@ -42,6 +43,7 @@ KINDS = (
     "initial parameters",
     "initial buffers",
     "sample order",
+    "batch contents",
     "module outputs",
     "loss",
     "gradients",
@@ -119,9 +121,12 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
     not_compared: Counter[str] = Counter()
     for number, (mine, other) in enumerate(zip(reference.steps, actual.steps, strict=bool(actual.steps)), 1):
         found += _samples(number, mine, other)
+        contents = list(_contents(number, mine, other))
         gradients = _over_ranks(_gradients(number, mine, other), other.rank_divergence)
         outputs = _over_ranks(_outputs(number, mine, other, not_compared), other.rank_divergence)
-        found += outputs if any(d.fault for d in gradients) else _of_samples(outputs, not_compared)
+        wrong = any(d.fault for d in gradients)
+        found += [d for d in contents if wrong or not d.fault]  # what differs and changes nothing may be anything
+        found += outputs if wrong else _of_samples(outputs, not_compared)
         found += gradients
         note_noise(noise, mine.gradients, other.gradients)
         found += _over_ranks(_after(number, mine, other, noise), other.rank_divergence)
@@ -178,6 +183,24 @@ def _indices(kind: str, step: int, name: str, want: Sequence[int], got: Sequence
     facts = {"repeated": sorted((counts - wanted).elements()), "missing": sorted((wanted - counts).elements())}
     wrong = sum(a != b for a, b in zip(want, got, strict=False)) + abs(len(want) - len(got))
     return Difference(kind, step, name, math.inf if wrong else 0.0, float(wrong), facts if wrong else {})
+
+
+def _contents(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
+    for number, sides in enumerate(zip(mine.samples, other.samples, strict=False)):
+        one, ranks = ([each for each in side.contents if each.microbatch == number] for side in (mine, other))
+        samples = [[index for part in side for index in part] for side in sides]
+        for found in compared_fields(one, ranks, *samples):
+            facts = {
+                "microbatch": number + 1,
+                "sample": found.wrong[0],
+                "how many": f"{len(found.wrong)} of {found.samples}",
+                "from the first": samples[1][0] in found.wrong,
+                "place": ranks[0].place,
+                "source": ranks[0].source,
+                "draws": ranks[0].draws,
+                "collate": ranks[0].collate,
+            } if found.wrong else {}  # fmt: skip
+            yield Difference("batch contents", step, found.name, found.relative, found.absolute, facts)
 
 
 def _outputs(step: int, mine: StepTrace, other: StepTrace, not_compared: Counter[str]) -> Iterator[Difference]:

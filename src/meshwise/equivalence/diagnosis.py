@@ -51,6 +51,36 @@ def _tied_on_one_side_only(evidence: Evidence) -> bool:
     return bool(evidence.faults("tied weights"))
 
 
+def _other_contents(evidence: Evidence) -> str:
+    """Which sample is other numbers, and what reads it."""
+    facts = evidence.first.facts
+    where = f"{facts['place']}: " if facts["place"] else ""
+    text = f"{where}sample {facts['sample']} of {facts['source']} is other numbers in {evidence.first.name}"
+    return f"{text} than on one device ({facts['how many']} samples of microbatch {facts['microbatch']} are)."
+
+
+def _own_generator(evidence: Evidence) -> str:
+    draws = evidence.first.facts["draws"]
+    if not draws:
+        return ""
+    return (
+        f"{_other_contents(evidence)} {draws} draws in the order in which each rank reads. Make a generator of the "
+        "sample's index, np.random.default_rng((seed, index)), or draw from torch, numpy.random or random, whose draws "
+        "are keyed by epoch and index."
+    )
+
+
+def _made_of_the_batch(evidence: Evidence) -> str:
+    """The first sample that is read differs too, before anything can have been drawn otherwise."""
+    facts = evidence.first.facts
+    if not facts["collate"] or not facts["from the first"] or evidence.first.step > 1:
+        return ""
+    return (
+        f"{_other_contents(evidence)} {facts['collate']} makes a batch of the samples of one rank: what it makes "
+        "of all of them (a mean, say) take in the loop, with mw.mean or mw.sum."
+    )
+
+
 def _is_norm(evidence: Evidence) -> bool:
     kind = evidence.first.facts["class"]
     return "BatchNorm" in kind or "InstanceNorm" in kind
@@ -289,6 +319,11 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.DATA_ORDER, "{name} has as many samples, each once, and other ones: {samples}.", _reads_other_samples),
         says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
         says(K.DATA_ORDER, "{name} has the same samples in another order."),
+    ),
+    "batch contents": (
+        says(K.CONTENTS, _own_generator),
+        says(K.CONTENTS, _made_of_the_batch),
+        says(K.CONTENTS, _other_contents),
     ),
     "module outputs": (
         says(K.MODE, _other_mode),

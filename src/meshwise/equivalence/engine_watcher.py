@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from meshwise.data.keyed import KeyedDraws, Rows
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
 from meshwise.equivalence import across_ranks
+from meshwise.equivalence.contents import Reading, reading_of
 from meshwise.equivalence.diagnose_evaluation import UNSUMMED
 from meshwise.equivalence.model_state import gradients_of, learning_rates_of, local_sum, scheduler_numbers
 from meshwise.equivalence.model_tracer import ModelTracer
@@ -67,6 +69,9 @@ class EngineWatcher:
         self.tracer: ModelTracer | None = None
         self._model: nn.Module = nn.Module()
         self._batch: tuple[Rows, list[list[int]]] | None = None
+        self._contents: Any = None  # of that batch
+        self.reading = Reading()
+        """Where batches come from."""
         self._forward: contextlib.ExitStack | None = None
         self._place: tuple[int, int] | None = None  # stage and microbatch, in a pipeline
         self._waiting: dict[tuple[int, int], tuple[tuple[Rows, list[list[int]]], KeyedDraws]] = {}
@@ -107,7 +112,7 @@ class EngineWatcher:
         """How many samples that may have."""
         return self._loops.limit(batch_size)
 
-    def batch_given(self, part: BatchSlice, *, split: bool = False) -> None:
+    def batch_given(self, part: BatchSlice, batch: Any, *, loader: Any = None, split: bool = False) -> None:
         """It has its batch: what the last step has left behind is complete. Collective."""
         self._wait_for_ranks("mw.split" if split else "the next batch of a loader")
         if self.tracer is None:
@@ -116,7 +121,9 @@ class EngineWatcher:
         self.complete_step()
         self._split = split
         (samples,), (rows,) = across_ranks.slices_of_ranks([part], self._world)
-        self._batch = rows, samples
+        self._batch, self._contents = (rows, samples), batch
+        if loader is not None:
+            self.reading = reading_of(loader.dataset, loader.collate_fn)
         self._loops.batch_given()
         self._begin_forward()
 
@@ -145,7 +152,9 @@ class EngineWatcher:
         if self._batch is not None and self.tracer is not None:
             self._forward = contextlib.ExitStack()
             number = None if self._place is None else self._place[1]
-            self._forward.enter_context(self.tracer.forward(self._batch[0], alike=self._split, number=number))
+            self._forward.enter_context(
+                self.tracer.forward(self._batch[0], self._contents, self.reading, alike=self._split, number=number)
+            )
 
     def _end_forward(self, *, discard: bool) -> None:
         """discard: it had no backward."""

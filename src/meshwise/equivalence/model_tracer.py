@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from meshwise.compat.dispatch import without_interception
 from meshwise.compat.tree import tensors_in
 from meshwise.data.keyed import DrawLayout, KeyedDraws, Rows, by_reference, by_rows, on_one_device
+from meshwise.equivalence.contents import Reading, contents_of
 from meshwise.equivalence.model_state import buffers_of, clean, local_norms, parameters_of, tied_in
 from meshwise.equivalence.pairs import noting_pairs
 from meshwise.equivalence.sketches import sketches
@@ -70,14 +71,18 @@ class ModelTracer:
         return self.step
 
     @contextlib.contextmanager
-    def forward(self, rows: Rows, *, alike: bool = False, number: int | None = None) -> Iterator[None]:
-        """The forward of the next microbatch of the step, of which this rank has `rows`.
+    def forward(
+        self, rows: Rows, batch: Any, reading: Reading, *, alike: bool = False, number: int | None = None
+    ) -> Iterator[None]:
+        """The forward of the next microbatch of the step, of which this rank has `rows`, and got `batch`.
 
         number: of the microbatch, where a pipeline takes them in its own order. alike: in a run, ranks draw the same
         numbers outside of the modules.
         """
         step, newest = self._at
         self._at, self._rows = (step, newest + 1 if number is None else number), rows
+        if rows.samples > 0:
+            self.step.contents.append(contents_of(self._at[1], batch, rows.count, reading))
         count = self._forwards if number is None else self._begun + number
         layout = on_one_device if self._reference is None else by_reference(self._reference.get(count, ()), rows)
         self.draws = KeyedDraws((self._seed, count, 0), rows, self._noting(layout) if alike else layout)
@@ -105,6 +110,7 @@ class ModelTracer:
         step, number = self._at
         self._at = step, number - 1
         self.step.outputs = [output for output in self.step.outputs if output.microbatch < number]
+        self.step.contents = [contents for contents in self.step.contents if contents.microbatch < number]
 
     def _noting(self, layout: DrawLayout) -> DrawLayout:
         """Note draws outside of the modules that are for this rank's rows."""

@@ -74,11 +74,29 @@ class Output:
         return self.microbatch, self.module, self.number
 
 
+@dataclass(frozen=True)
+class Contents:
+    """A rank's part of a microbatch, as the program got it.
+
+    place: the user's line that reads it. source: the data set. draws: a generator of its own. collate: what makes a
+    batch of samples, where that is the user's. fields: of each tensor with a row for each sample its place in the
+    batch, the shape of a row, and a sketch of each.
+    """
+
+    microbatch: int
+    place: str
+    source: str
+    draws: str
+    collate: str
+    fields: dict[str, tuple[tuple[int, ...], Tensor]]
+
+
 @dataclass
 class StepTrace:
     """One optimizer step of a side, in the order in which things happen.
 
-    samples: microbatch -> rank -> the indices that counted. outputs: of all ranks that had samples, in rank order.
+    samples: microbatch -> rank -> the indices that counted. outputs, contents: of all ranks that had samples, in rank
+    order.
     ready_order: parameters in the order in which their gradients were ready in the last backward. clipped_gradients: as
     the optimizer saw them, where they are clipped. learning_rates: of each group in this step. optimizer_state:
     `PARAMETER KEY` -> tensor; scheduler: its numbers after the step.
@@ -93,6 +111,7 @@ class StepTrace:
 
     samples: list[list[list[int]]] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
+    contents: list[Contents] = field(default_factory=list)
     loss: float = 0.0
     gradients: Named = field(default_factory=dict)
     ready_order: list[str] = field(default_factory=list)
