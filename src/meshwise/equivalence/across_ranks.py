@@ -140,6 +140,8 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
     step.outputs, differ = _outputs_of_ranks(step.outputs)
     step.contents = _contents_of_ranks(step.contents)
     step.evaluating = set().union(*gather_objects(step.evaluating))
+    step.changed_behind = set().union(*gather_objects(step.changed_behind))
+    step.nan_while_open = sorted({text for own in gather_objects(step.nan_while_open) for text in own})
     ranks = enumerate(gather_objects(step.modified_between_backwards))
     step.modified_between_backwards = [(rank, *found[1:]) for rank, each in ranks for found in each]
     step.rank_losses = [loss for own in gather_objects(step.rank_losses) for loss in own]

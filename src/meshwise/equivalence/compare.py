@@ -28,6 +28,8 @@ from meshwise.equivalence.tolerance import FLOOR, LIMIT, apart, finite, largest,
 from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
 from meshwise.spec.words import some
 
+MICROBATCHES = "number of microbatches"
+"""How that difference in the order of samples is called."""
 NORMALISED = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
 """What the state of an optimizer holds that divides a gradient by its size."""
 ADAPTIVE_STEPS = (
@@ -42,6 +44,7 @@ KINDS = (
     "tied weights",
     "initial parameters",
     "initial buffers",
+    "resumed state",
     "sample order",
     "batch contents",
     "module outputs",
@@ -54,6 +57,7 @@ KINDS = (
     "parameters",
     "buffers",
     "scheduler",
+    "steps",
     "evaluation",
 )
 """What is compared, in the order in which a step makes it."""
@@ -119,7 +123,9 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
     found += _over_ranks(_start(reference, actual), actual.rank_divergence)
     noise: dict[str, Tensor] = {}
     not_compared: Counter[str] = Counter()
-    for number, (mine, other) in enumerate(zip(reference.steps, actual.steps, strict=bool(actual.steps)), 1):
+    for number, (mine, other) in enumerate(zip(reference.steps, actual.steps, strict=False), 1):
+        if number == len(actual.steps) > 1:
+            found += [d for resumed in actual.resumed for d in _resumed(number, actual.steps[-2], resumed)]
         found += _samples(number, mine, other)
         contents = list(_contents(number, mine, other))
         gradients = _over_ranks(_gradients(number, mine, other), other.rank_divergence)
@@ -131,6 +137,7 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
         note_noise(noise, mine.gradients, other.gradients)
         found += _over_ranks(_after(number, mine, other, noise), other.rank_divergence)
     if actual.steps:
+        found += _number_of_steps(len(reference.steps), len(actual.steps))
         found += _over_ranks(_evaluation(reference, actual), actual.rank_divergence)
     by_kind = {kind: [d for d in found if d.kind == kind] for kind in KINDS}
     kinds = tuple(_compared(kind, differences) for kind, differences in by_kind.items() if differences)
@@ -169,13 +176,26 @@ def _start(reference: Trace, actual: Trace) -> Iterator[Difference]:
     yield from _tensors("initial buffers", 0, reference.initial_buffers, actual.initial_buffers)
 
 
+def _number_of_steps(one: int, plan: int) -> Iterator[Difference]:
+    if one != plan:
+        facts = {"one device": one, "the plan": plan}
+        yield Difference("steps", min(one, plan), "number of steps", math.inf, float(abs(one - plan)), facts)
+
+
+def _resumed(step: int, before: StepTrace, after: StepTrace) -> Iterator[Difference]:
+    """What a job goes on with, behind a resume, against what the plan itself had before it."""
+    for kind in ("parameters", "buffers", "optimizer_state"):
+        yield from _tensors("resumed state", step, getattr(before, kind), getattr(after, kind))
+    yield from _numbers("resumed state", step, before.scheduler, after.scheduler)
+
+
 def _samples(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
     for number, sides in enumerate(zip(mine.samples, other.samples, strict=False), 1):
         want, got = ([index for part in ranks for index in part] for ranks in sides)
         yield _indices("sample order", step, f"microbatch {number}", want, got)
     if len(mine.samples) != len(other.samples):
         facts = {"one device": len(mine.samples), "the plan": len(other.samples)}
-        yield Difference("sample order", step, "number of microbatches", math.inf, 0.0, facts)
+        yield Difference("sample order", step, MICROBATCHES, math.inf, 0.0, facts)
 
 
 def _indices(kind: str, step: int, name: str, want: Sequence[int], got: Sequence[int]) -> Difference:

@@ -15,6 +15,19 @@ from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.compare import Comparison, Difference
 from meshwise.equivalence.diagnose_evaluation import EVALUATION_RULES
 from meshwise.equivalence.diagnose_gradients import GRADIENT_RULES
+from meshwise.equivalence.diagnose_kinds import (
+    CONTENTS_RULES,
+    accumulates_by_ranks,
+    began_anew,
+    changed_behind_step,
+    fewer_steps,
+    lost_by_a_resume,
+    not_finite,
+    open_exchange,
+    other_microbatches,
+    own_statistics,
+    skipped_step,
+)
 from meshwise.equivalence.evidence import ROUNDING, Evidence, Rule, is_inside, near, owner_of, precision_lost, says
 from meshwise.equivalence.pairs import pairs_of_both
 from meshwise.equivalence.tolerance import LIMIT, precision_of
@@ -49,36 +62,6 @@ def cause_of(comparison: Comparison, reference: Trace, actual: Trace, plan: Plan
 
 def _tied_on_one_side_only(evidence: Evidence) -> bool:
     return bool(evidence.faults("tied weights"))
-
-
-def _other_contents(evidence: Evidence) -> str:
-    """Which sample is other numbers, and what reads it."""
-    facts = evidence.first.facts
-    where = f"{facts['place']}: " if facts["place"] else ""
-    text = f"{where}sample {facts['sample']} of {facts['source']} is other numbers in {evidence.first.name}"
-    return f"{text} than on one device ({facts['how many']} samples of microbatch {facts['microbatch']} are)."
-
-
-def _own_generator(evidence: Evidence) -> str:
-    draws = evidence.first.facts["draws"]
-    if not draws:
-        return ""
-    return (
-        f"{_other_contents(evidence)} {draws} draws in the order in which each rank reads. Make a generator of the "
-        "sample's index, np.random.default_rng((seed, index)), or draw from torch, numpy.random or random, whose draws "
-        "are keyed by epoch and index."
-    )
-
-
-def _made_of_the_batch(evidence: Evidence) -> str:
-    """The first sample that is read differs too, before anything can have been drawn otherwise."""
-    facts = evidence.first.facts
-    if not facts["collate"] or not facts["from the first"] or evidence.first.step > 1:
-        return ""
-    return (
-        f"{_other_contents(evidence)} {facts['collate']} makes a batch of the samples of one rank: what it makes "
-        "of all of them (a mean, say) take in the loop, with mw.mean or mw.sum."
-    )
 
 
 def _is_norm(evidence: Evidence) -> bool:
@@ -299,6 +282,9 @@ START_RULES: tuple[Rule, ...] = (
     says(K.START_VALUES, "{name} differs before the first step."),
 )
 UPDATE_RULES: tuple[Rule, ...] = (
+    says(K.RESUMED, changed_behind_step),
+    says(K.RESUMED, began_anew),
+    says(K.SKIPPED, skipped_step),
     says(K.MASTER_WEIGHTS, _kept_in_low_precision),
     says(K.OPTIMIZER_STEP, "gradients are equal; ranks have different values of {name}.", ranks_differ),
     says(K.STALE_OPTIMIZER, _stale_optimizer),
@@ -315,19 +301,20 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "initial parameters": START_RULES,
     "initial buffers": START_RULES,
     "sample order": (
+        says(K.SKIPPED, other_microbatches),
+        says(K.BATCH_SIZE, accumulates_by_ranks),
         says(K.BATCH_SIZE, _is_of_a_share_of_the_batch),
         says(K.DATA_ORDER, "{name} has as many samples, each once, and other ones: {samples}.", _reads_other_samples),
         says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
         says(K.DATA_ORDER, "{name} has the same samples in another order."),
     ),
-    "batch contents": (
-        says(K.CONTENTS, _own_generator),
-        says(K.CONTENTS, _made_of_the_batch),
-        says(K.CONTENTS, _other_contents),
-    ),
+    "resumed state": (says(K.RESUMED, lost_by_a_resume),),
+    "batch contents": CONTENTS_RULES,
     "module outputs": (
+        says(K.RACE, open_exchange),
         says(K.MODE, _other_mode),
         says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_norm),
+        says(K.BATCH_NORM, own_statistics),
         says(K.DROPOUT, "{name} ({class}) draws random numbers; everything before it is equal.", _is_random),
         says(K.DROPOUT, _random_before),
         says(K.DROPOUT, _contains_draws_of_ranks),
@@ -340,18 +327,23 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             "{name} ({class}) gives other outputs on ranks that work on the same samples: a sum lacks a part.",
             _lacks_a_part,
         ),
+        says(K.NOT_FINITE, not_finite),
         says(K.MODULE, "{name} ({class}) is the first whose outputs differ; everything before it is equal."),
     ),
     "loss": (
+        says(K.RACE, open_exchange),
+        says(K.NOT_FINITE, not_finite),
         says(K.LOSS, "ranks have different losses, which should all be that of the global batch.", ranks_differ),
         says(K.LOSS_WEIGHTING, _sum_and_mean),
         says(K.COUPLED, _pairs_samples),
         says(K.LOSS_WEIGHTING, "module outputs are equal, the loss is {both}.", _outputs_are_equal, _is_weighed),
         says(K.LOSS, "the loss is {both}."),
     ),
-    "gradients": GRADIENT_RULES,
+    "gradients": (says(K.RACE, open_exchange), *GRADIENT_RULES),
     "gradient norm": GRADIENT_RULES,
     "clipped gradients": (
+        says(K.RACE, open_exchange),
+        says(K.SKIPPED, skipped_step),
         says(
             K.CLIP_NORM, "gradients are equal before they are clipped; ranks have different ones after.", ranks_differ
         ),
@@ -371,6 +363,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "optimizer state": UPDATE_RULES,
     "parameters": UPDATE_RULES,
     "buffers": (
+        says(K.RESUMED, changed_behind_step),
         says(K.BATCH_NORM, "outputs are equal, but {name}, of a batch norm, is not.", _belongs_to_batch_norm),
         says(K.BUFFER, "outputs and parameters are equal; ranks have different values of {name}.", ranks_differ),
         says(K.BUFFER, "{name} differs, and outputs and parameters are equal."),
@@ -380,6 +373,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.EXTRA_TICKS, _extra_ticks),
         says(K.SCHEDULER, "{name} is {both} after step {step}."),
     ),
+    "steps": (says(K.SKIPPED, fewer_steps),),
     "evaluation": EVALUATION_RULES,
 }
 """Kind of the first difference -> its rules, the surest first: the first that knows a cause names it."""

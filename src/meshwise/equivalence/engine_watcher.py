@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.compat.complex_numbers import stored_in
+from meshwise.compat.perturbed import open_exchanges
 from meshwise.compat.reducer import default_store
 from meshwise.data.keyed import KeyedDraws, Rows
 from meshwise.data.order import BatchSlice
@@ -23,9 +24,10 @@ from meshwise.engine.engine import Engine
 from meshwise.equivalence import across_ranks
 from meshwise.equivalence.contents import Reading, reading_of
 from meshwise.equivalence.diagnose_evaluation import UNSUMMED
-from meshwise.equivalence.model_state import gradients_of, learning_rates_of, local_sum, scheduler_numbers
+from meshwise.equivalence.model_state import gradients_of, learning_rates_of, local_sum, local_sums, scheduler_numbers
 from meshwise.equivalence.model_tracer import ModelTracer
 from meshwise.equivalence.noise import take_noise
+from meshwise.equivalence.open_exchanges import is_nan, say_nan
 from meshwise.equivalence.passes import say_step
 from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds, ShortLoops
@@ -75,6 +77,7 @@ class EngineWatcher:
         self._forward: contextlib.ExitStack | None = None
         self._place: tuple[int, int] | None = None  # stage and microbatch, in a pipeline
         self._waiting: dict[tuple[int, int], tuple[tuple[Rows, list[list[int]]], KeyedDraws]] = {}
+        self._left: dict[str, float] = {}  # by the last step of an optimizer: see `local_sums`
         self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, until the next backward
         self._in_step = self._split = False
         self._reduced = 0.0  # a sum of the parameters when gradients were reduced last
@@ -136,7 +139,9 @@ class EngineWatcher:
         if not models:
             raise UsageError("mw.distribute was given no model before the first batch. Give it the model that trains.")
         self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self.tracer = ModelTracer(self._model, self._seed, self._drawn, upcast=self._spec.in_float64)
+        self.tracer = ModelTracer(
+            self._model, self._seed, self._drawn, upcast=self._spec.in_float64, perturb=self._spec.perturb
+        )
         trace = self.found.trace = self.tracer.trace
         trace.notes = tuple(note for note in self._engine.notes if note.startswith(UNDIVIDED))
         trace.rank_divergence = across_ranks.start_diverges(trace)
@@ -229,6 +234,9 @@ class EngineWatcher:
         self.tracer.step.learning_rates = learning_rates_of(optimizer)
         if self._job is None or self._job.clip_norm is not None:
             self.tracer.step.clipped_gradients = gradients_of(self._model)
+        if self._spec.perturb and (under_way := open_exchanges()):
+            if any(is_nan(g) for g in gradients_of(self._model).values()):
+                say_nan(self.tracer.step.nan_while_open, "optimizer.step() was called with gradients of", under_way)
         if self._spec.in_float64:
             _widen_state(optimizer)
 
@@ -258,6 +266,7 @@ class EngineWatcher:
     def _made_step(self, optimizer: Optimizer | None) -> None:
         if self.tracer is not None:
             self._loops.step_made()
+            self._left = local_sums(self._model) if self._job is None else {}
             self._stepped = (optimizer, self.tracer.step) if self._loops.made <= self._spec.steps else None
             self.tracer.begin(self._loops.made)
 
@@ -268,6 +277,8 @@ class EngineWatcher:
         (optimizer, step), steps = self._stepped, self.found.trace.steps
         if not steps or steps[-1] is not step:
             plan = self.found.plan or self._engine.plan
+            now = local_sums(self._model) if self._left else {}
+            step.changed_behind = {name for name, value in now.items() if value != self._left.get(name, value)}
             divided = plan.state_divided and not plan.parameters_divided
             across_ranks.collect_step(step, self._model, optimizer, divided=divided)
             steps.append(step)
@@ -285,6 +296,16 @@ class EngineWatcher:
         return found
 
     # An evaluation, and the end.
+
+    def resumed(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
+        """A job goes on from what was saved. Collective."""
+        if self.found.trace is None:
+            return
+        plan, state = self.found.plan or self._engine.plan, StepTrace()
+        divided = plan.state_divided and not plan.parameters_divided
+        across_ranks.collect_step(state, model, optimizer, divided=divided)
+        state.scheduler = scheduler_numbers(scheduler)
+        self.found.trace.resumed.append(state)
 
     def summed(self, value: Tensor | float) -> None:
         """What `mw.sum` gives."""

@@ -20,6 +20,7 @@ from meshwise.compat.tree import tensors_in
 from meshwise.data.keyed import DrawLayout, KeyedDraws, Rows, by_reference, by_rows, on_one_device
 from meshwise.equivalence.contents import Reading, contents_of
 from meshwise.equivalence.model_state import buffers_of, clean, local_norms, parameters_of, tied_in
+from meshwise.equivalence.open_exchanges import noting_nan
 from meshwise.equivalence.pairs import noting_pairs
 from meshwise.equivalence.sketches import sketches
 from meshwise.equivalence.trace import Draws, Output, StepTrace, Trace
@@ -37,12 +38,14 @@ class ModelTracer:
     follows it. Collective where the model is divided.
     """
 
-    def __init__(self, model: nn.Module, seed: int, reference: Draws | None = None, *, upcast: bool) -> None:
+    def __init__(
+        self, model: nn.Module, seed: int, reference: Draws | None = None, *, upcast: bool, perturb: bool = False
+    ) -> None:
         kinds = {clean(name): type(module).__name__ for name, module in model.named_modules()}
         again = tuple(clean(name) for name in recomputed(model))
         self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model), recomputed_modules=again)
         self.step = StepTrace()
-        self._seed, self._reference, self._upcast = seed, reference, upcast
+        self._seed, self._reference, self._upcast, self._perturb = seed, reference, upcast, perturb
         self._at = 0, -1  # the step that began last, its newest microbatch
         self._begun = 0  # of those before this step
         self._forwards = 0  # of microbatches, and of batches that became none
@@ -93,7 +96,8 @@ class ModelTracer:
         try:
             pairs = noting_pairs(rows.count, self.step.pairs, lambda: bool(self._open_calls))
             of_modules = stages.carried(lambda: dict(self._calls), self._go_on)
-            with upcast(self._upcast), of_modules, self.draws.forward(), pairs:
+            nan = noting_nan(self.step.nan_while_open, self._perturb)
+            with upcast(self._upcast), of_modules, self.draws.forward(), pairs, nan:
                 yield
         finally:
             self._in_forward = False
@@ -129,7 +133,8 @@ class ModelTracer:
         self.step.ready_order.clear()
         self._compare_with_last_backward()
         drawn = len(self.draws.log)
-        with upcast(self._upcast), self.draws.backward():
+        nan = noting_nan(self.step.nan_while_open, self._perturb)
+        with upcast(self._upcast), self.draws.backward(), nan:
             yield
         # What runs again and draws the same numbers as at first is the same call, and not noted again.
         self.step.rng_mismatch |= len(self.draws.log) > drawn

@@ -180,6 +180,7 @@ def _go_on(run: _Run) -> None:
     run.state = begun(run.job, run.spec.applied(run.spec.plan), run.engine)
     unpack(run.state, saved)
     run.watcher.follow(run.engine, run.state.model)
+    run.watcher.resumed(run.state.model, run.state.optimizer, run.state.scheduler)
     run.begin()
 
 

@@ -106,7 +106,9 @@ class StepTrace:
     backward drew numbers that its forward did not. low_precision: parameters that some rank has in values of a lower
     precision, and which. pairs: operators that may make something of pairs of samples (see pairs.py), on rank 0.
     rank_losses: the loss that each rank has of its own samples, of those that have any. evaluating: modules that are in
-    evaluation mode in a forward of it.
+    evaluation mode in a forward of it. nan_while_open: what became NaN while an exchange was under way, a sentence
+    each, where exchanges are perturbed. changed_behind: parameters and buffers that changed between the optimizer's
+    step and the next batch.
     """
 
     samples: list[list[list[int]]] = field(default_factory=list)
@@ -130,6 +132,8 @@ class StepTrace:
     pairs: Pairs = field(default_factory=dict)
     rank_losses: list[float] = field(default_factory=list)
     evaluating: set[str] = field(default_factory=set)
+    nan_while_open: list[str] = field(default_factory=list)
+    changed_behind: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -146,7 +150,7 @@ class Trace:
     samples at the ends of batches. padding_ranks: first sample of an evaluated batch -> how many ranks had no sample of
     it. races: what is wrong with exchanges, where they were perturbed. shown: lines of a script, and what each printed
     or logged. counted_again: sentences on loops of which every rank has read the whole, and mw.sum counts them once a
-    rank.
+    rank. resumed: what each resume before the last step of a job has brought back.
     """
 
     modules: dict[str, str]
@@ -171,6 +175,7 @@ class Trace:
     single_sample_metrics: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
     padding_ranks: dict[int, int] = field(default_factory=dict)
     races: list[str] = field(default_factory=list)
+    resumed: list[StepTrace] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
