@@ -24,6 +24,7 @@ from meshwise.engine.engine import Engine
 from meshwise.equivalence import across_ranks
 from meshwise.equivalence.contents import Reading, reading_of
 from meshwise.equivalence.diagnose_evaluation import UNSUMMED
+from meshwise.equivalence.hints import Hints
 from meshwise.equivalence.model_state import gradients_of, learning_rates_of, local_sum, local_sums, scheduler_numbers
 from meshwise.equivalence.model_tracer import ModelTracer
 from meshwise.equivalence.noise import take_noise
@@ -77,6 +78,8 @@ class EngineWatcher:
         self._forward: contextlib.ExitStack | None = None
         self._place: tuple[int, int] | None = None  # stage and microbatch, in a pipeline
         self._waiting: dict[tuple[int, int], tuple[tuple[Rows, list[list[int]]], KeyedDraws]] = {}
+        self.hints = Hints() if draws is None and job is None else None
+        """Of one device."""
         self._left: dict[str, float] = {}  # by the last step of an optimizer: see `local_sums`
         self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, until the next backward
         self._in_step = self._split = False
@@ -105,6 +108,8 @@ class EngineWatcher:
     def loop_begins(self) -> None:
         """A loop over batches begins."""
         self._loops.loop_begins()
+        if self.hints is not None:
+            self.hints.loop_begins()
 
     def batch_asked(self) -> None:
         """It asks for its next batch: a forward that had no backward was no microbatch."""
@@ -133,6 +138,8 @@ class EngineWatcher:
     def loop_ends(self) -> None:
         """It is over, or was left."""
         self.batch_asked()
+        if self.hints is not None:
+            self.hints.loop_ends()
 
     def _start(self) -> None:
         models = self._engine.program.models
@@ -143,6 +150,10 @@ class EngineWatcher:
             self._model, self._seed, self._drawn, upcast=self._spec.in_float64, perturb=self._spec.perturb
         )
         trace = self.found.trace = self.tracer.trace
+        if self.hints is not None:
+            self.hints.tracer = self.tracer
+            for model in models:
+                self.hints.follow(model)
         trace.notes = tuple(note for note in self._engine.notes if note.startswith(UNDIVIDED))
         trace.rank_divergence = across_ranks.start_diverges(trace)
         if any(gather_objects(across_ranks.cannot_train(trace.rank_divergence))):
@@ -186,6 +197,8 @@ class EngineWatcher:
         self._wait_for_ranks("mw.backward")
         self.found.backwards += 1
         self._loops.backward()
+        if self.hints is not None:
+            self.hints.backward_begins(self._model)
         waiting = None if self._place is None else self._waiting.pop(self._place, None)
         if waiting is not None and self.tracer is not None:
             self._batch, self.tracer.draws = waiting
@@ -266,6 +279,8 @@ class EngineWatcher:
     def _made_step(self, optimizer: Optimizer | None) -> None:
         if self.tracer is not None:
             self._loops.step_made()
+            if self.hints is not None:
+                self.hints.step_made()
             self._left = local_sums(self._model) if self._job is None else {}
             self._stepped = (optimizer, self.tracer.step) if self._loops.made <= self._spec.steps else None
             self.tracer.begin(self._loops.made)
@@ -338,6 +353,8 @@ class EngineWatcher:
             self._see_update_by_hand()
             self.complete_step()
             across_ranks.collect_run(trace)
+            if self.hints is not None:
+                trace.hints = self.hints.end(any(map(_is_by_hand, trace.steps)))
             if (undistributed := self._engine.events.find(UndistributedLoops)) is not None:
                 trace.counted_again = undistributed.said
             for place in unsummed.places if unsummed is not None else ():
@@ -359,6 +376,14 @@ class EngineWatcher:
                 f"rank {self._world.rank} came to {where} (after step {self._loops.made}), and other ranks of the "
                 "script did not. Every rank must run the same loop: look for what depends on mw.rank()."
             )
+
+
+def _is_by_hand(step: StepTrace) -> bool:
+    """Whether gradients that the optimizer has got are no multiple of those that the last backward has left."""
+    names = step.gradients.keys() & step.clipped_gradients.keys()
+    pairs = [(step.gradients[name], step.clipped_gradients[name]) for name in names]
+    square = math.prod(sum(float((t * t).sum()) for t in side) for side in zip(*pairs, strict=True))
+    return sum(float((a * b).sum()) for a, b in pairs) ** 2 < (1 - 1e-9) * square
 
 
 def _widen_state(optimizer: Optimizer) -> None:

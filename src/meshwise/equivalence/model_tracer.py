@@ -53,7 +53,8 @@ class ModelTracer:
         self.draws: KeyedDraws
         """Those of the microbatch that is worked on."""
         self._calls: dict[str, int] = {}
-        self._in_forward = False
+        self.in_forward = False
+        """Whether the forward of a microbatch is open."""
         self._open_calls: list[list[int]] = []  # of each: draws before it, draws of the calls inside it
         self._norms_left: dict[str, float] | None = None
         self.follow(model)
@@ -91,7 +92,7 @@ class ModelTracer:
         self.draws = KeyedDraws((self._seed, count, 0), rows, self._noting(layout) if alike else layout)
         self.trace.draws[count] = self.draws.log
         self._forwards = max(self._forwards, count + 1)
-        self._calls, self._in_forward, self._open_calls = {}, True, []
+        self._calls, self.in_forward, self._open_calls = {}, True, []
         of_numpy = np.random.get_state()
         try:
             pairs = noting_pairs(rows.count, self.step.pairs, lambda: bool(self._open_calls))
@@ -100,7 +101,7 @@ class ModelTracer:
             with upcast(self._upcast), of_modules, self.draws.forward(), pairs, nan:
                 yield
         finally:
-            self._in_forward = False
+            self.in_forward = False
             self.trace.unkeyed |= self.draws.unkeyed
             self.trace.numpy_draws |= _position(np.random.get_state()) != _position(of_numpy)
 
@@ -177,13 +178,13 @@ class ModelTracer:
         self.step.ready_order.append(name)
 
     def _entered(self, name: str, module: nn.Module, inputs: Any) -> None:
-        if self._in_forward:
+        if self.in_forward:
             if not module.training:
                 self.step.evaluating.add(name)
             self._open_calls.append([self._drawn(), 0])
 
     def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._in_forward:
+        if self.in_forward:
             self._close_call(name)
             for tensor in tensors_in(output) if stages.counts(module) else ():
                 if tensor.is_floating_point() or tensor.is_complex():

@@ -21,6 +21,7 @@ from meshwise.engine.engine import Microbatch
 from meshwise.engine.weighing import as_weight, split_weight
 from meshwise.equivalence import model_state
 from meshwise.equivalence.contents import Reading
+from meshwise.equivalence.hints import noting_unused
 from meshwise.equivalence.model_tracer import ModelTracer
 from meshwise.equivalence.noise import take_noise
 from meshwise.equivalence.sketches import sketch
@@ -59,7 +60,8 @@ def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
         model.to(device)
         check_room(model, spec, job)
         run = _Reference(job, spec, device, model, ModelTracer(model, job.seed, upcast=spec.in_float64))
-        _train(run, None if job.test is None else open_data(job, job.test(), "test set"))
+        with noting_unused(run.tracer.trace.hints.append):
+            _train(run, None if job.test is None else open_data(job, job.test(), "test set"))
     return run.tracer.trace
 
 

@@ -60,6 +60,7 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
             _disturbed(spec, seed) as races,
             upcast(inside),
             called_in_float64(inside),
+            watcher.hints.noting() if watcher.hints is not None else contextlib.nullcontext(),
             contextlib.suppress(ScriptEnds),
         ):
             try:

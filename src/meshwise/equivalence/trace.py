@@ -150,7 +150,8 @@ class Trace:
     samples at the ends of batches. padding_ranks: first sample of an evaluated batch -> how many ranks had no sample of
     it. races: what is wrong with exchanges, where they were perturbed. shown: lines of a script, and what each printed
     or logged. counted_again: sentences on loops of which every rank has read the whole, and mw.sum counts them once a
-    rank. resumed: what each resume before the last step of a job has brought back.
+    rank. resumed: what each resume before the last step of a job has brought back. hints: what is wrong on one device
+    too, a sentence each (see hints.py).
     """
 
     modules: dict[str, str]
@@ -176,6 +177,7 @@ class Trace:
     padding_ranks: dict[int, int] = field(default_factory=dict)
     races: list[str] = field(default_factory=list)
     resumed: list[StepTrace] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
