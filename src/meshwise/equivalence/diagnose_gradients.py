@@ -50,13 +50,14 @@ def _not_reduced(evidence: Evidence) -> str:
 
 def _modified_between_backwards(evidence: Evidence) -> Cause | None:
     """Gradients must not be modified between the microbatches of a step."""
-    one, plan = (step.modified_between_backwards for step in evidence.steps)
-    as_on_one = {micro: after / before for _, micro, before, after, alike in one if alike}
-    for rank, micro, before, after, alike in plan:
+    one, plan = evidence.steps
+    for rank, micro, before, after, alike in plan.modified_between_backwards:
         where = f"behind microbatch {micro + 1} on rank {rank}"
         if after == 0:
             return Cause(K.MISSING_REDUCTION, f"gradients are thrown away {where}, before the step.")
-        if near(after / before, as_on_one.get(micro, math.nan)):
+        if not alike and micro in one.standing:  # who reads gradients gets those of all ranks
+            before, alike = one.standing[micro], True
+        if near(before, after):
             continue
         if alike and (after > before or near(before / after, round(before / after))):
             text = f"gradients are multiplied by {after / before:.6g} {where}, and the next are added to them"

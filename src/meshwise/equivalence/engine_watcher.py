@@ -247,9 +247,9 @@ class EngineWatcher:
         self.tracer.step.learning_rates = learning_rates_of(optimizer)
         if self._job is None or self._job.clip_norm is not None:
             self.tracer.step.clipped_gradients = gradients_of(self._model)
-        if self._spec.perturb and (under_way := open_exchanges()):
-            if any(is_nan(g) for g in gradients_of(self._model).values()):
-                say_nan(self.tracer.step.nan_while_open, "optimizer.step() was called with gradients of", under_way)
+        under_way = open_exchanges() if self._spec.perturb else []
+        if under_way and any(is_nan(g) for g in gradients_of(self._model).values()):
+            say_nan(self.tracer.step.nan_while_open, "optimizer.step() was called with gradients of", under_way)
         if self._spec.in_float64:
             _widen_state(optimizer)
 

@@ -99,8 +99,8 @@ class Hints:
 
     def backward_begins(self, model: nn.Module) -> None:
         """A backward of the program."""
-        if self._loops:
-            self._loops[-1].trained = True
+        for loop in self._loops:
+            loop.trained = True
         window, now = self._window, local_sum(model)
         if window.backwards:
             window.zeroed += [self._zeroed] if self._zeroed else []

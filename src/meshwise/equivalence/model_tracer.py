@@ -150,6 +150,7 @@ class ModelTracer:
         if self._norms_left is None:
             return
         now = local_norms(self._model)
+        self.step.standing[self._at[1] - 1] = math.hypot(*now.values())
         ratios = [now.get(name, 0.0) / norm for name, norm in self._norms_left.items() if norm > 0]
         if ratios and max(abs(ratio - 1) for ratio in ratios) > 1e-12:
             alike = max(ratios) - min(ratios) <= 1e-9 * max(ratios)

@@ -102,7 +102,8 @@ class StepTrace:
     `PARAMETER KEY` -> tensor; scheduler: its numbers after the step.
     microbatch_gradients: microbatch -> sketches of its part of each gradient, where a step has several, on one device.
     loss_has_weight: whether the loss gives a weight of its own. modified_between_backwards: (rank, microbatch, norm
-    before, norm after, all by one factor) for gradients that changed between two backwards. rng_mismatch: whether a
+    before, norm after, all by one factor) for gradients that changed between two backwards. standing: microbatch -> the norm of the gradients that the next
+    backward adds to, on rank 0. rng_mismatch: whether a
     backward drew numbers that its forward did not. low_precision: parameters that some rank has in values of a lower
     precision, and which. pairs: operators that may make something of pairs of samples (see pairs.py), on rank 0.
     rank_losses: the loss that each rank has of its own samples, of those that have any. evaluating: modules that are in
@@ -127,6 +128,7 @@ class StepTrace:
     microbatch_gradients: list[Named] = field(default_factory=list)
     loss_has_weight: bool = True
     modified_between_backwards: list[tuple[int, int, float, float, bool]] = field(default_factory=list)
+    standing: dict[int, float] = field(default_factory=dict)
     rng_mismatch: bool = False
     low_precision: dict[str, str] = field(default_factory=dict)
     pairs: Pairs = field(default_factory=dict)
