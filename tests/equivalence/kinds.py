@@ -63,7 +63,7 @@ class Noisy(torch.utils.data.Dataset):
         return len(self.x)
 
     def __getitem__(self, index):
-        return self.x[index] + 0.1 * NOISE, self.y[index]
+        return self.x[index] + 0.1 * torch.as_tensor(NOISE), self.y[index]
 
 
 data = Noisy(x, y)

@@ -107,6 +107,7 @@ def test_a_step_that_looks_ahead_sets_gradients_to_zero_rightly() -> None:
     assert hints(short((BACKWARD, ahead))) == []
 
 
+@pytest.mark.filterwarnings("ignore:Detected call")
 def test_a_scheduler_that_ticks_each_microbatch() -> None:
     text = short((BACKWARD, ACCUMULATED + "        scheduler.step()\n"))
     (told,) = hints(text)
@@ -209,6 +210,7 @@ def test_a_function_whose_result_is_not_used(use: str) -> None:
     assert hints(short(("# parts\n", FUNCTION.replace("USE", "x = Reverse.apply(x)")))) == []
 
 
+@pytest.mark.filterwarnings("ignore:Detected call")
 def test_a_hint_is_a_warning_and_no_difference(pool: Any) -> None:
     found = proof(short((BACKWARD, ACCUMULATED + "        scheduler.step()\n")), pool)
     assert found.equal and not found.doubts and len(found.warnings) == 1

@@ -15,6 +15,7 @@ from tests.equivalence.kinds import ACCUMULATED, BACKWARD, SHORT, noisy, short
 from tests.equivalence.script_sides import as_it_was, proof  # noqa: F401
 
 RNG = "self.rng.standard_normal(6).astype('float32')"
+UNUSED = f"self.x[index], self.y[index], torch.as_tensor({RNG})"
 COLLATE = """
 def centred(rows):
     x, y = (torch.stack(column) for column in zip(*rows))
@@ -83,7 +84,7 @@ def test_noise_of_a_data_set_that_is_keyed_by_sample_is_equal(noise: str, pool: 
 def test_a_generator_of_a_data_sets_own_is_called_the_contents_of_a_batch(pool: Any) -> None:
     kind, step, cause, why = found(noisy(RNG), pool=pool)
     assert (kind, step, cause) == ("batch contents", 1, "batch contents")
-    assert "of Noisy (train.py:29) is other numbers in batch[0]" in why
+    assert "of Noisy (train.py:27) is other numbers in batch[0]" in why
     assert "Noisy.rng draws in the order in which each rank reads" in why and "default_rng((seed, index))" in why
     assert why.startswith(f"train.py:{line(noisy(RNG), 'in enumerate(loader)')}: sample ")
 
@@ -105,8 +106,7 @@ def test_what_a_batch_is_collated_into_is_told_from_what_a_sample_is(pool: Any) 
 
 def test_contents_that_differ_and_change_nothing_are_no_difference(pool: Any) -> None:
     """A field of the batch that the loss does not use."""
-    unused = ("        return self.x[index] + 0.1 * NOISE, self.y[index]", "")
-    data = noisy(RNG)[1].replace(unused[0].replace("NOISE", RNG), f"        return self.x[index], self.y[index], {RNG}")
+    data = noisy(RNG)[1].replace(f"self.x[index] + 0.1 * torch.as_tensor({RNG}), self.y[index]", UNUSED)
     assert found(("# parts\n", data), ("(xb, yb)", "(xb, yb, _)"), pool=pool)[0] == "equal"
 
 
@@ -135,7 +135,7 @@ def test_fields_are_compared_by_sample_in_whatever_order_ranks_have_them() -> No
 
 def test_a_sample_that_counts_twice_is_told_with_the_loop_that_reads_it(pool: Any) -> None:
     sampled = ("shuffle=True", "sampler=Padded()")
-    wrong = ("# parts\n", OWN_SAMPLER.replace("FIFTH", "0 if mw.world_size() > 1 else 5"))
+    wrong = ("# parts\n", OWN_SAMPLER.replace("FIFTH", "(0 if mw.world_size() > 1 else 5)"))
     kind, _, cause, why = found(wrong, sampled, pool=pool)
     assert (kind, cause) == ("sample order", "padded or repeated sample")
     assert (

@@ -272,7 +272,8 @@ def _after(step: int, mine: StepTrace, other: StepTrace, noise: Named) -> Iterat
         yield from _tensors("optimizer state", step, *states, noise=of_key)
     yield from _tensors("parameters", step, mine.parameters, other.parameters, noise=noise)
     yield from _tensors("buffers", step, mine.buffers, other.buffers)
-    yield from _numbers("scheduler", step, mine.scheduler, other.scheduler)
+    if mine.scheduler and other.scheduler:  # which a program that has ended may have let go
+        yield from _numbers("scheduler", step, mine.scheduler, other.scheduler)
 
 
 def _evaluation(reference: Trace, actual: Trace) -> Iterator[Difference]:

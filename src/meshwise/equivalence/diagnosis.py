@@ -282,9 +282,9 @@ START_RULES: tuple[Rule, ...] = (
     says(K.START_VALUES, "{name} differs before the first step."),
 )
 UPDATE_RULES: tuple[Rule, ...] = (
+    says(K.SKIPPED, skipped_step),
     says(K.RESUMED, changed_behind_step),
     says(K.RESUMED, began_anew),
-    says(K.SKIPPED, skipped_step),
     says(K.MASTER_WEIGHTS, _kept_in_low_precision),
     says(K.OPTIMIZER_STEP, "gradients are equal; ranks have different values of {name}.", ranks_differ),
     says(K.STALE_OPTIMIZER, _stale_optimizer),

@@ -102,8 +102,8 @@ class StepTrace:
     `PARAMETER KEY` -> tensor; scheduler: its numbers after the step.
     microbatch_gradients: microbatch -> sketches of its part of each gradient, where a step has several, on one device.
     loss_has_weight: whether the loss gives a weight of its own. modified_between_backwards: (rank, microbatch, norm
-    before, norm after, all by one factor) for gradients that changed between two backwards. standing: microbatch -> the norm of the gradients that the next
-    backward adds to, on rank 0. rng_mismatch: whether a
+    before, norm after, all by one factor) for gradients that changed between two backwards. standing: microbatch -> the
+    norm of the gradients that the next backward adds to. rng_mismatch: whether a
     backward drew numbers that its forward did not. low_precision: parameters that some rank has in values of a lower
     precision, and which. pairs: operators that may make something of pairs of samples (see pairs.py), on rank 0.
     rank_losses: the loss that each rank has of its own samples, of those that have any. evaluating: modules that are in
