@@ -3,7 +3,7 @@
 Only what has a row for each sample is looked at. Rows of other widths (padding up to the longest sample of a rank's
 part) cannot be compared.
 
-Tested in tests/equivalence/test_contents.py.
+Tested in tests/equivalence/test_kinds.py.
 """
 
 from __future__ import annotations
