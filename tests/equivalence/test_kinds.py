@@ -234,6 +234,33 @@ def test_gradients_that_are_scaled_between_microbatches_are_told_with_the_factor
     assert found((BACKWARD, ACCUMULATED.replace("        # between\n", alike)), pool=pool)[0] == "equal"
 
 
+# --- exchanges
+
+EXCHANGED = """        total = torch.ones(1)
+        work = torch.distributed.all_reduce(total, async_op=True) if several else None
+        # early
+        loss = loss * total.mean() / mw.world_size()
+        # late
+"""
+WAITS = "        if work is not None:\n            work.wait()\n"
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_what_is_used_before_its_exchange_has_ended_is_named_with_the_exchange(when: str, pool: Any) -> None:
+    """It is waited for, but too late: the exchange itself knows nothing of that."""
+    text = short((BACKWARD, EXCHANGED.replace(f"        # {when}\n", WAITS) + BACKWARD))
+    proved = proof(text, pool, perturb=True)
+    if when == "early":
+        assert proved.equal
+        return
+    assert proved.cause is not None and proved.cause.name == "race"
+    lines = [
+        f"train.py:{n}" for n, each in enumerate(text.splitlines(), 1) if "all_reduce" in each or "total.mean()" in each
+    ]
+    assert f"nobody had waited for all_reduce at {lines[0]} when " in proved.cause.evidence
+    assert f" at {lines[1]} computed with what it writes" in proved.cause.evidence
+
+
 # --- resumes
 
 

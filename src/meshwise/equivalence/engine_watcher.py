@@ -314,12 +314,16 @@ class EngineWatcher:
 
     def resumed(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         """A job goes on from what was saved. Collective."""
-        if self.found.trace is None:
+        if self.found.trace is None or not self.found.trace.steps:
             return
         plan, state = self.found.plan or self._engine.plan, StepTrace()
         divided = plan.state_divided and not plan.parameters_divided
         across_ranks.collect_step(state, model, optimizer, divided=divided)
         state.scheduler = scheduler_numbers(scheduler)
+        for kind in ("parameters", "buffers", "optimizer_state"):  # what is the same is kept once
+            before = getattr(self.found.trace.steps[-1], kind)
+            now = getattr(state, kind).items()
+            setattr(state, kind, {n: before[n] if n in before and torch.equal(t, before[n]) else t for n, t in now})
         self.found.trace.resumed.append(state)
 
     def summed(self, value: Tensor | float) -> None:
