@@ -142,6 +142,19 @@ def test_two_optimizers_that_take_turns_hear_nothing() -> None:
     assert hints(short(*changes)) == []
 
 
+def test_two_optimizers_that_step_together_may_let_go_of_gradients_of_each_other() -> None:
+    """A critic's gradients of the generator's loss."""
+    together = """        scheduler.optimizer.zero_grad()
+        mw.backward(loss)
+        last.zero_grad()
+        mw.backward(nn.functional.cross_entropy(model(xb), yb))
+        optimizer.step()
+        last.zero_grad()
+"""
+    last = ("several = ", "last = model[2]\nseveral = ")
+    assert hints(short((BACKWARD, together), last)) == []
+
+
 DIVIDED = """    # epoch ends
     model.eval()
     with torch.no_grad():

@@ -11,11 +11,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshwise.compat.tree import tensors_in
@@ -67,6 +68,8 @@ def _held(thing: Any, name: str, deep: int = DEPTH) -> str:
     """The name of a generator that is held by a thing, or by what that holds."""
     if _is_generator(thing):
         return name
+    if isinstance(thing, type | ModuleType | nn.Module | Tensor):
+        return ""
     if isinstance(thing, list | tuple) and len(thing) <= MANY:
         parts = [(f"[{number}]", part) for number, part in enumerate(thing)]
     else:

@@ -53,14 +53,14 @@ def other_microbatches(evidence: Evidence) -> str:
 
 
 def accumulates_by_ranks(evidence: Evidence) -> str:
-    """As many microbatches as on one device, divided or multiplied by the ranks."""
+    """From the start as many microbatches as on one device, divided or multiplied by the ranks."""
     one, plan = (evidence.first.facts.get(side) for side in ("one device", "the plan"))
-    ranks = evidence.plan.devices
-    if evidence.first.name != MICROBATCHES or ranks == 1 or plan not in (-(-one // ranks), one // ranks, one * ranks):
+    ranks, begins = evidence.plan.devices, evidence.first.name == MICROBATCHES and evidence.first.step == 1
+    if not begins or ranks == 1 or plan not in (-(-one // ranks), one // ranks, one * ranks):
         return ""
     return (
-        f"a step has {plan} microbatches on {ranks} devices, and {one} on one. Accumulate over as many for any number "
-        "of devices: each takes its part of every batch."
+        f"a step has {plan} on {ranks} devices, and {one} on one. Accumulate over as many for any number of devices: each "
+        "takes its part of every batch."
     )
 
 

@@ -238,8 +238,8 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "initial parameters": START_RULES,
     "initial buffers": START_RULES,
     "sample order": (
-        says(K.SKIPPED, other_microbatches),
         says(K.BATCH_SIZE, accumulates_by_ranks),
+        says(K.SKIPPED, other_microbatches),
         says(K.BATCH_SIZE, _is_of_a_share_of_the_batch),
         says(K.DATA_ORDER, "{name} has as many samples, each once, and other ones: {samples}.", _reads_other_samples),
         says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),

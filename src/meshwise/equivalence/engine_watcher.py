@@ -73,6 +73,7 @@ class EngineWatcher:
         self._model: nn.Module = nn.Module()
         self._batch: tuple[Rows, list[list[int]]] | None = None
         self._contents: Any = None  # of that batch
+        self._loader: Any = None  # that has given it
         self.reading = Reading()
         """Where batches come from."""
         self._forward: contextlib.ExitStack | None = None
@@ -130,8 +131,8 @@ class EngineWatcher:
         self._split = split
         (samples,), (rows,) = across_ranks.slices_of_ranks([part], self._world)
         self._batch, self._contents = (rows, samples), batch
-        if loader is not None:
-            self.reading = reading_of(loader.dataset, loader.collate_fn)
+        if loader is not None and loader is not self._loader:
+            self._loader, self.reading = loader, reading_of(loader.dataset, loader.collate_fn)
         self._loops.batch_given()
         self._begin_forward()
 

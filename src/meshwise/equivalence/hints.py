@@ -103,7 +103,8 @@ class Hints:
             loop.trained = True
         window, now = self._window, local_sum(model)
         if window.backwards:
-            window.zeroed += [self._zeroed] if self._zeroed else []
+            none = all(p.grad is None or not p.grad.any() for p in model.parameters())
+            window.zeroed += [self._zeroed] if self._zeroed and none else []
             window.ticked += [self._ticked] if self._ticked else []
             window.moved |= now != window.parameters  # as a step that looks ahead does
         window.backwards, window.parameters = window.backwards + 1, now
