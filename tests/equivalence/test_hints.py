@@ -1,4 +1,7 @@
-"""What is wrong on one device too is told as a warning, with its line; a program that does it rightly hears nothing."""
+"""What is wrong on one device too is told as a warning, with its line; a program that does it rightly hears nothing.
+
+Of slips/divided_validation.py too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Kinds of state that a check compares: batches, what a step or a resume leaves behind. Each bug has a right twin."""
+"""Kinds of state that a check compares: batches, what a step or a resume leaves behind. Each bug has a right twin.
+
+Of equivalence/contents.py, equivalence/diagnose_kinds.py, equivalence/diagnose_updates.py and
+equivalence/open_exchanges.py.
+"""
 
 from __future__ import annotations
 
@@ -285,7 +289,10 @@ def test_parameters_that_a_resume_changes_are_told_from_an_update(pool: Any) -> 
     other = MADE_OVER + "    if several:\n        model[0].bias.data.zero_()\n"
     kind, step, cause, why = found(RESUMED[0], ("    # epoch ends\n", other), pool=pool)
     assert (kind, step, cause) == ("parameters", 1, "state after a resume")
-    assert "0.bias changes after optimizer.step() of step 1 and before the next batch, under the plan alone" in why
+    assert (
+        "0.bias changes between optimizer.step() of step 1 and the next batch, under the plan alone. What is loaded"
+        in why
+    )
 
 
 def test_weights_that_a_program_clamps_behind_each_step_are_no_resume(pool: Any) -> None:

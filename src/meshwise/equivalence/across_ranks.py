@@ -140,6 +140,7 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
     step.outputs, differ = _outputs_of_ranks(step.outputs)
     step.contents = _contents_of_ranks(step.contents)
     step.evaluating = set().union(*gather_objects(step.evaluating))
+    step.loaded = any(gather_objects(step.loaded))
     step.changed_behind = set().union(*gather_objects(step.changed_behind))
     step.nan_while_open = sorted({text for own in gather_objects(step.nan_while_open) for text in own})
     ranks = enumerate(gather_objects(step.modified_between_backwards))

@@ -59,7 +59,7 @@ def accumulates_by_ranks(evidence: Evidence) -> str:
     if not begins or ranks == 1 or plan not in (-(-one // ranks), one // ranks, one * ranks):
         return ""
     return (
-        f"a step has {plan} on {ranks} devices, and {one} on one. Accumulate over as many for any number of devices: each "
+        f"a step has {plan} on {ranks} devices, and {one} on one. Accumulate over as many on any number of them: each "
         "takes its part of every batch."
     )
 
@@ -70,16 +70,19 @@ def fewer_steps(evidence: Evidence) -> str:
     return f"one device makes {one} optimizer steps, the plan {plan}; those that both make are equal. {WRITE_STEPS}"
 
 
+def changed_by_a_load(evidence: Evidence) -> str:
+    """A model has loaded a state behind the step, and what differs has changed there under the plan alone."""
+    text = changed_behind_step(evidence)
+    return f"{text} What is loaded there is not what was there before." if text and evidence.steps[1].loaded else ""
+
+
 def changed_behind_step(evidence: Evidence) -> str:
-    """Something has changed it under the plan alone, after the optimizer: a load, or the program's own hand."""
-    one, plan = evidence.steps
-    name = evidence.first.name
+    """Something has changed it under the plan alone, after the optimizer."""
+    (one, plan), name = evidence.steps, evidence.first.name
     if name not in plan.changed_behind or name in one.changed_behind:
         return ""
-    return (
-        f"{name} changes after optimizer.step() of step {evidence.first.step} and before the next batch, under the "
-        "plan alone: what is loaded there, or written by hand, is not what was there."
-    )
+    step = evidence.first.step
+    return f"{name} changes between optimizer.step() of step {step} and the next batch, under the plan alone."
 
 
 def began_anew(evidence: Evidence) -> str:
@@ -174,7 +177,8 @@ def _parameters_differ(evidence: Evidence) -> bool:
 
 UPDATE_RULES: tuple[Rule, ...] = (
     says(K.SKIPPED, skipped_step),
-    says(K.RESUMED, changed_behind_step),
+    says(K.RESUMED, changed_by_a_load),
+    says(K.OPTIMIZER_STEP, changed_behind_step),
     says(K.RESUMED, began_anew),
     says(K.MASTER_WEIGHTS, _kept_in_low_precision),
     says(K.OPTIMIZER_STEP, "gradients are equal; ranks have different values of {name}.", ranks_differ),

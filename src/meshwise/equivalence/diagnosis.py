@@ -17,7 +17,7 @@ from meshwise.equivalence.diagnose_kinds import CONTENTS_RULES, not_finite, open
 from meshwise.equivalence.diagnose_updates import (
     UPDATE_RULES,
     accumulates_by_ranks,
-    changed_behind_step,
+    changed_by_a_load,
     fewer_steps,
     lost_by_a_resume,
     other_microbatches,
@@ -300,7 +300,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "optimizer state": UPDATE_RULES,
     "parameters": UPDATE_RULES,
     "buffers": (
-        says(K.RESUMED, changed_behind_step),
+        says(K.RESUMED, changed_by_a_load),
         says(K.BATCH_NORM, "outputs are equal, but {name}, of a batch norm, is not.", _belongs_to_batch_norm),
         says(K.BUFFER, "outputs and parameters are equal; ranks have different values of {name}.", ranks_differ),
         says(K.BUFFER, "{name} differs, and outputs and parameters are equal."),

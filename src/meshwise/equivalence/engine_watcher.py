@@ -26,7 +26,7 @@ from meshwise.equivalence.contents import Reading, reading_of
 from meshwise.equivalence.diagnose_evaluation import UNSUMMED
 from meshwise.equivalence.hints import Hints
 from meshwise.equivalence.model_state import gradients_of, learning_rates_of, local_sum, local_sums, scheduler_numbers
-from meshwise.equivalence.model_tracer import ModelTracer
+from meshwise.equivalence.model_tracer import LooksOn, ModelTracer
 from meshwise.equivalence.noise import take_noise
 from meshwise.equivalence.open_exchanges import is_nan, say_nan
 from meshwise.equivalence.passes import say_step
@@ -82,6 +82,7 @@ class EngineWatcher:
         self.hints = Hints() if draws is None and job is None else None
         """Of one device."""
         self._left: dict[str, float] = {}  # by the last step of an optimizer: see `local_sums`
+        self._has_loaded = False  # since then
         self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, until the next backward
         self._in_step = self._split = False
         self._reduced = 0.0  # a sum of the parameters when gradients were reduced last
@@ -151,15 +152,18 @@ class EngineWatcher:
             self._model, self._seed, self._drawn, upcast=self._spec.in_float64, perturb=self._spec.perturb
         )
         trace = self.found.trace = self.tracer.trace
-        if self.hints is not None:
-            self.hints.tracer = self.tracer
-            for model in models:
-                self.hints.follow(model)
+        for model in models:
+            model.register_load_state_dict_post_hook(LooksOn(self._loads))
+            if self.hints is not None:
+                self.hints.follow(self.tracer, model)
         trace.notes = tuple(note for note in self._engine.notes if note.startswith(UNDIVIDED))
         trace.rank_divergence = across_ranks.start_diverges(trace)
         if any(gather_objects(across_ranks.cannot_train(trace.rank_divergence))):
             raise ScriptEnds
         self.tracer.begin(0)
+
+    def _loads(self, *_: object) -> None:
+        self._has_loaded = True
 
     # A microbatch.
 
@@ -282,7 +286,7 @@ class EngineWatcher:
             self._loops.step_made()
             if self.hints is not None:
                 self.hints.step_made()
-            self._left = local_sums(self._model) if self._job is None else {}
+            self._left, self._has_loaded = local_sums(self._model) if self._job is None else {}, False
             self._stepped = (optimizer, self.tracer.step) if self._loops.made <= self._spec.steps else None
             self.tracer.begin(self._loops.made)
 
@@ -295,6 +299,7 @@ class EngineWatcher:
             plan = self.found.plan or self._engine.plan
             now = local_sums(self._model) if self._left else {}
             step.changed_behind = {name for name, value in now.items() if value != self._left.get(name, value)}
+            step.loaded = self._has_loaded
             divided = plan.state_divided and not plan.parameters_divided
             across_ranks.collect_step(step, self._model, optimizer, divided=divided)
             steps.append(step)

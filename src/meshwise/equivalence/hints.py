@@ -12,16 +12,16 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwise.equivalence.model_state import local_sum
-from meshwise.equivalence.model_tracer import ModelTracer
+from meshwise.equivalence.model_tracer import LooksOn, ModelTracer
 from meshwise.guards.unsummed import drops
 from meshwise.slips.divided_validation import Evaluated, divided_evaluation, evaluated_here
 from meshwise.spec.user_code import is_users, place, user_place
@@ -42,7 +42,7 @@ TICKS = (
 UNUSED = "{place}: what {name}.apply gives is not used, so its backward never runs. Write x = {name}.apply(x)."
 DROPS = {"bernoulli_", "native_dropout"}
 """Operators of dropout."""
-OF_STATISTICS = "swa_utils.py"  # whose update_bn runs a model in training mode, as it should
+OF_STATISTICS = "torch/optim/swa_utils.py"
 
 
 @dataclass
@@ -64,7 +64,7 @@ class _Loop:
 
 
 class Hints:
-    """Collects them on one device. tracer: of the models, once there is one."""
+    """Collects them on one device."""
 
     def __init__(self) -> None:
         self.tracer: ModelTracer | None = None
@@ -73,13 +73,13 @@ class Hints:
         self._window, self._windows = _Window(), list[_Window]()
         self._zeroed = self._ticked = ""  # where, since the last backward
         self._evaluated: list[Evaluated] = []
-        self.begun = 0
-        """Random draws before the call of a model that runs now."""
+        self._begun = 0  # random draws before the call of a model that runs now
 
-    def follow(self, model: nn.Module) -> None:
-        """A model that trains."""
-        model.register_forward_pre_hook(_Begins(self))
-        model.register_forward_hook(_Ends(self))
+    def follow(self, tracer: ModelTracer, model: nn.Module) -> None:
+        """A model that trains. tracer: of all of them."""
+        self.tracer = tracer
+        model.register_forward_pre_hook(LooksOn(self._call_begins))
+        model.register_forward_hook(LooksOn(self._call_ends))
 
     # What the program does.
 
@@ -116,11 +116,17 @@ class Hints:
             self._windows.append(self._window)
         self._window, self._zeroed, self._ticked = _Window(), "", ""
 
-    def called(self, root: nn.Module, where: str, draws: int) -> None:
-        """A model was called without gradients, in this line."""
-        active = [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)]
+    def _call_begins(self, root: nn.Module, *_: object) -> None:
+        in_forward = self.tracer is not None and self.tracer.in_forward
+        self._begun = len(self.tracer.draws.log) if self.tracer is not None and in_forward else 0
+
+    def _call_ends(self, root: nn.Module, *_: object) -> None:
+        """A model was called: is it evaluated, and does dropout draw?"""
+        if torch.is_grad_enabled() or _remakes_statistics():
+            return
+        active, where = [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)], user_place()
         if self.tracer is not None and self.tracer.in_forward:
-            drawn = {draw.operator for draw in self.tracer.draws.log[draws:]}
+            drawn = {draw.operator for draw in self.tracer.draws.log[self._begun :]}
             if drawn & DROPS and self._loops:
                 self._loops[-1].dropped[where] = active or [type(root).__name__]
         elif active and not self._loops:
@@ -166,8 +172,16 @@ class Hints:
             yield
 
 
+def _remakes_statistics() -> bool:
+    """Whether it is called by what makes the statistics of batch norms anew, in training mode."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(OF_STATISTICS):
+        frame = frame.f_back
+    return frame is not None
+
+
 def _is_active(module: nn.Module) -> bool:
-    return isinstance(module, _DropoutNd) and module.training and module.p > 0
+    return "Dropout" in type(module).__name__ and module.training and getattr(module, "p", 0) > 0
 
 
 def _with_own(kind: type, name: str) -> Iterator[type]:
@@ -212,30 +226,3 @@ def noting_unused(say: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = real  # type: ignore[method-assign]
-
-
-class _Begins:
-    """A hook where a model is called; a copy of the model has one that does nothing."""
-
-    def __init__(self, hints: Hints | None) -> None:
-        self._hints = hints
-
-    def __call__(self, module: nn.Module, *given: Any) -> None:
-        hints = self._hints
-        if hints is not None:
-            hints.begun = len(hints.tracer.draws.log) if hints.tracer is not None and hints.tracer.in_forward else 0
-
-    def __reduce__(self) -> Any:
-        return type(self), (None,)
-
-
-class _Ends(_Begins):
-    def __call__(self, module: nn.Module, *given: Any) -> None:
-        hints = self._hints
-        if hints is None or torch.is_grad_enabled():
-            return
-        frame = sys._getframe(1)
-        while frame.f_back is not None and not frame.f_code.co_filename.endswith(OF_STATISTICS):
-            frame = frame.f_back
-        if not frame.f_code.co_filename.endswith(OF_STATISTICS):
-            hints.called(module, user_place(), hints.begun)

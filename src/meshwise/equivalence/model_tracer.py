@@ -63,8 +63,8 @@ class ModelTracer:
         """`model` is what trains from now on."""
         self._model = model
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(_Hook(partial(self._entered, clean(name))))
-            module.register_forward_hook(_Hook(partial(self._left, clean(name))))
+            module.register_forward_pre_hook(LooksOn(partial(self._entered, clean(name))))
+            module.register_forward_hook(LooksOn(partial(self._left, clean(name))))
         for name, p in model.named_parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(partial(self._ready, clean(name)))
@@ -222,7 +222,7 @@ def _position(state: Any) -> tuple[bytes, int]:
     return key.tobytes(), used
 
 
-class _Hook:
+class LooksOn:
     """A hook that looks on. A copy of its module, or what a file holds of it, has one that does nothing."""
 
     def __init__(self, looks: Callable[..., None]) -> None:
@@ -232,7 +232,7 @@ class _Hook:
         self._looks(*given)
 
     def __reduce__(self) -> Any:
-        return _Hook, (_nothing,)
+        return LooksOn, (_nothing,)
 
 
 def _nothing(*given: Any) -> None:

@@ -109,7 +109,7 @@ class StepTrace:
     rank_losses: the loss that each rank has of its own samples, of those that have any. evaluating: modules that are in
     evaluation mode in a forward of it. nan_while_open: what became NaN while an exchange was under way, a sentence
     each, where exchanges are perturbed. changed_behind: parameters and buffers that changed between the optimizer's
-    step and the next batch.
+    step and the next batch; loaded: whether a model has loaded a state there.
     """
 
     samples: list[list[list[int]]] = field(default_factory=list)
@@ -136,6 +136,7 @@ class StepTrace:
     evaluating: set[str] = field(default_factory=set)
     nan_while_open: list[str] = field(default_factory=list)
     changed_behind: set[str] = field(default_factory=set)
+    loaded: bool = False
 
 
 @dataclass
