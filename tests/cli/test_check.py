@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwise import cli
 from meshwise.api.check import CheckOptions
 from meshwise.equivalence.compare import KINDS
+from meshwise.workers.fork_server import LISTENS, ForkServer
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -224,6 +228,31 @@ def test_passes_and_steps_are_shown_from_the_first_moment_on(check: Check, monke
         "pass 4 of 4, step 1 of 2",
         "pass 4 of 4, step 2 of 2",
     ]
+
+
+def test_torch_is_imported_once_for_the_workers_of_all_passes(
+    check: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    servers = list[ForkServer]()
+    begin = ForkServer.__init__
+
+    def counted(server: ForkServer, *arguments: Any) -> None:
+        servers.append(server)
+        begin(server, *arguments)
+
+    monkeypatch.setattr(ForkServer, "__init__", counted)
+    (tmp_path / "script.py").write_text(VALIDATION.replace("mw.log(VALUE)", "").replace("(12, 3)", "(13, 3)"))
+    code, _, err = check("script.py")
+    assert code == 0 and "pass 4 of 4" in err and len(servers) == 1, err
+
+
+@pytest.mark.workers
+def test_a_check_in_python_needs_no_server_begun_before(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(VALIDATION.replace("mw.log(VALUE)", ""))
+    words = [sys.executable, "-c", "import meshwise as mw; print(mw.check('script.py').verdict.value)"]
+    alone = {name: value for name, value in os.environ.items() if name != LISTENS}
+    ended = subprocess.run(words, cwd=tmp_path, env=alone, capture_output=True, text=True)
+    assert ended.stdout == "equal\n", ended.stderr
 
 
 def test_what_is_refused_later_has_said_at_once_that_it_began(check: Check) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any
@@ -49,6 +51,8 @@ from meshwise.terminal.notebook import shown_by
 from meshwise.tracking.tracking import nowhere
 from meshwise.workers.environment import PLAN_FILE, started_by_launcher
 from meshwise.workers.failure import user_traceback
+from meshwise.workers.fork_server import Forks
+from meshwise.workers.halt import Halt
 from meshwise.workers.hang import HANG_LIMIT
 from meshwise.workers.join import join
 from meshwise.workers.launch import launch
@@ -99,8 +103,8 @@ def check(options: CheckOptions) -> Proof:
     return check_options(options)
 
 
-def check_options(options: CheckOptions) -> Proof:
-    """The check with these options."""
+def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof:
+    """The check with these options. forks: what has begun to import torch for its workers."""
     if started_by_launcher():
         raise UsageError("meshwise check starts its own workers. Call it alone, without torchrun, srun or mpirun.")
     script = options.job if isinstance(options.job, str) and options.job.endswith(".py") else ""
@@ -115,27 +119,30 @@ def check_options(options: CheckOptions) -> Proof:
     specs = [CheckSpec(plan or Plan(data=len(slots)), options.steps, perturb=options.perturb)]
     if options.rounding and (plan is None or plan.precision != "fp64"):
         specs.append(replace(specs[0], in_float64=False))
-    with scratch_folder("check") as folder:
+    with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD, stays=True)) as forks:
+        forks.server(os.environ)  # by this thread: a server ends with the thread that began it
         program = _script(Path(script), options, plan, slots, folder) if script else _job(options, slots, folder)
         passes = Passes(_passes(specs, plan, devices), options.steps, options.notify, options.progress)
-        ones = _traces(program, [(spec, None) for spec in specs], slots[:1], passes)
+        traces = partial(_traces, program, forks)
+        apart = slots if slots[0].device == "cpu" else slots[:1]  # where another pass takes no memory of a device
+        ones = traces([(spec, None) for spec in specs], [[slot] for slot in apart], passes)
         one = trace_to_compare(ones[0], program.name)
         drawn = [found.trace.draws if found.trace is not None else {} for found in ones]
-        many = _traces(program, list(zip(specs, drawn, strict=True)), slots, passes)
+        many = traces(list(zip(specs, drawn, strict=True)), [slots], passes)
         actual = trace_to_compare(many[0], program.name)
         spec = replace(specs[0], plan=many[0].plan or specs[0].plan)
         rounded = [found[-1].trace for found in (ones, many)] if len(specs) > 1 else []
         actual.races = sorted({race for each in (*ones, *many) if each.trace is not None for race in each.trace.races})
         passes = Passes([NOISY], options.steps, options.notify, options.progress)
-        once_more = partial(_once_more, program, slots[:1], passes)
+        once_more = partial(_once_more, program.name, lambda spec: traces([(spec, None)], [slots[:1]], passes))
         known = [trace for trace in rounded if trace is not None]
         return prove(program.name, spec, devices, one, actual, known, once_more)
 
 
-def _once_more(program: CheckedProgram, slots: Sequence[WorkerSlot], passes: Passes, spec: CheckSpec) -> Trace:
+def _once_more(name: str, run: Callable[[CheckSpec], list[ProgramTrace]], spec: CheckSpec) -> Trace:
     """One device with the plan's noise."""
-    (found,) = _traces(program, [(spec, None)], slots, passes)
-    return trace_to_compare(found, program.name)
+    (found,) = run(spec)
+    return trace_to_compare(found, name)
 
 
 def _passes(specs: Sequence[CheckSpec], plan: Plan | None, devices: str) -> list[str]:
@@ -166,18 +173,32 @@ def uncompiled_plan(plan: Plan, notify: Callable[[str], None]) -> Plan:
 
 def _traces(
     program: CheckedProgram,
+    forks: Forks,
     wanted: Sequence[tuple[CheckSpec, Draws | None]],
-    slots: Sequence[WorkerSlot],
+    places: Sequence[Sequence[WorkerSlot]],
     passes: Passes,
 ) -> list[ProgramTrace]:
-    """What the program did in each pass: what is checked, and the random draws that it follows."""
-    if not program.alone and slots[0].device == "cpu" and wanted[0][1] is None:
+    """What the program did in each pass: what is checked, and the random draws that it follows. places: what a pass
+    runs on; where there are several, passes run beside each other."""
+    if not program.alone and places[0][0].device == "cpu" and wanted[0][1] is None:
         return [_in_this_process(program, spec, passes) for spec, _ in wanted]
-    listeners, found = Listeners(passes.received, hang_limit=HANG_LIMIT, idle=True), list[ProgramTrace]()
-    for group in [[each] for each in wanted] if program.alone else [wanted]:
-        passes.begin()
-        found += launch(_in_worker, (program.trace, group), slots, listeners=listeners, preload=PRELOAD)[0]
-    return found
+    halt = Halt()
+
+    def run(group: Sequence[tuple[CheckSpec, Draws | None]], slots: Sequence[WorkerSlot]) -> list[ProgramTrace]:
+        listeners = Listeners(passes.begin(), hang_limit=HANG_LIMIT, idle=True)
+        traces: list[ProgramTrace] = launch(
+            _in_worker, (program.trace, group), slots, listeners=listeners, halt=halt, preload=forks
+        )[0]
+        return traces
+
+    groups = [[each] for each in wanted] if program.alone else [wanted]
+    with ThreadPoolExecutor(len(places)) as pool:
+        begun = [pool.submit(run, group, slots) for group, slots in zip(groups, cycle(places), strict=False)]
+        try:
+            return [trace for each in begun for trace in each.result()]
+        except BaseException:
+            halt.at_once = True  # the others end too, before the pool waits for them
+            raise
 
 
 def _in_worker(

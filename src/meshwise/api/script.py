@@ -107,7 +107,7 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
     if options.exact_random:
         os.environ[EXACT_RANDOM] = "1"
     world = read_world(os.environ)
-    seeded = engine.model_stream.seed_alike(folder.name) if world.size > 1 else None
+    seeded = engine.seeds.seed_alike(folder.name) if world.size > 1 else None
     recording.plain_program.begin(process.session.tell, seeded)
     process.same_work.refuse_same_work(script.name, world)
     try:

@@ -29,10 +29,10 @@ from meshwise.engine.carried import Carried
 from meshwise.engine.events import EVENTS, Events, When
 from meshwise.engine.given import Given
 from meshwise.engine.loops import Loops
-from meshwise.engine.model_stream import StepDraws
 from meshwise.engine.notices import Notices
 from meshwise.engine.phases import Phases
 from meshwise.engine.program import Program
+from meshwise.engine.seeds import StepDraws
 from meshwise.engine.watcher import Watcher
 from meshwise.injection import faults
 from meshwise.parallel.data import DROPOUT_NOTE
@@ -100,6 +100,7 @@ class Engine:
     def watch(self, watcher: Watcher) -> None:
         """Let `watcher` watch from now on."""
         self.watcher = watcher
+        self.notify.untrue = DROPOUT_NOTE  # draws are keyed in a check
         self.carried.settings = tuple  # none: a check finds itself where ranks differ in them
         self.events.listen(watcher, When.WATCH, only=("step_begins", "step_ends"))
 

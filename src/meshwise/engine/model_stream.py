@@ -3,111 +3,26 @@
 What a program draws outside its models' forward (which samples a batch has, noise, an action) is for all ranks
 together: they draw the same. What a model draws in its forward (dropout) is for the samples of this rank, who may be
 more or fewer than another's: it must not move the program's stream, and is keyed by (state of the program's stream,
-batches since it moved, rank). Rank 0 draws what one device draws. A loop over a distributed loader keys all draws of
-its body by itself (`seed_draws`), so that there is one stream in it.
+batches since it moved, rank). Rank 0 draws what one device draws.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
 import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
-from meshwise.data.generators import GLOBAL
 from meshwise.data.keyed import ExactDraws, KeyedDraws
 from meshwise.data.order import BatchSlice
-from meshwise.spec.devices import has_streams
+from meshwise.engine.seeds import seed_generators, set_states, states
 from meshwise.spec.world import World
-from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
-
-
-def seed_alike(text: str) -> Callable[[], None]:
-    """Let a program that seeds nothing draw the same on every rank: Python and numpy begin anywhere by themselves. For
-    torch they do not. text: what all ranks of this run share, and no other run. Returns what takes that back, where
-    nothing was drawn or seeded since."""
-    before = random.getstate(), numpy.random.get_state(legacy=False)
-    seed = zlib.crc32(text.encode())
-    random.seed(seed)
-    numpy.random.seed(seed)
-    seeded = random.getstate(), repr(numpy.random.get_state(legacy=False))
-
-    def take_back() -> None:
-        if random.getstate() == seeded[0]:
-            random.setstate(before[0])
-        if repr(numpy.random.get_state(legacy=False)) == seeded[1]:
-            numpy.random.set_state(before[1])
-
-    return take_back
-
-
-def draw_alike() -> int:
-    """Let every rank draw what rank 0 draws from here on, with torch, numpy and Python; gives the seed of rank 0, below
-    2**31. Collective."""
-    mine = torch.initial_seed(), tuple(handle.state() for handle in GLOBAL)
-    seed, states = collectives.broadcast_object(mine)
-    if collectives.get_rank() != 0:
-        for handle, state in zip(GLOBAL, states, strict=True):
-            handle.set_state(state)
-    return int(seed) % 2**31
-
-
-def seed_draws(world: World, *key: int) -> None:
-    """Key this rank's random draws (dropout) by `key`, such as (seed, step), and its rank: a resumed run draws the
-    same, ranks draw apart. Rank 0 draws what one device draws."""
-    seed_generators(world.device, mixed(*key, world.rank))
-
-
-def seed_generators(device: str, seed: int) -> None:
-    """Seed torch's generator, and that of an accelerator."""
-    torch.default_generator.manual_seed(seed)
-    if has_streams(device):
-        torch.get_device_module(device).manual_seed(seed)
-
-
-def _states(device: str) -> list[Tensor]:
-    """Of torch's generator, and of an accelerator's, which models draw from."""
-    return [torch.get_rng_state(), *([torch.get_device_module(device).get_rng_state()] if has_streams(device) else [])]
-
-
-def _set_states(device: str, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module(device).set_rng_state(state)
-
-
-class StepDraws:
-    """What an optimizer draws in its step is for parameters: alike on every rank, where draws are keyed by rank."""
-
-    def __init__(self, world: World) -> None:
-        self._world = replace(world, rank=0)
-        self._last: tuple[int, int] | None = None
-        self._steps = 0  # of this batch
-        self._before: list[Tensor] = []
-
-    def begins(self, key: tuple[int, int] | None) -> None:
-        """A step begins. key: of the batch that is worked on; None before the first whose draws are keyed: the program
-        draws alike."""
-        if key is None:
-            return
-        self._last, self._steps = key, self._steps + 1 if key == self._last else 0
-        self._before = _states(self._world.device)
-        seed_draws(self._world, *key, 2**20 + self._steps)
-
-    def ends(self) -> None:
-        """It is over: draws go on as they were."""
-        if self._before:
-            _set_states(self._world.device, self._before)
-            self._before = []
 
 
 class ModelStream:
@@ -158,11 +73,11 @@ class ModelStream:
         if self._depth > 1 or self._paused():
             return
         device = self._world.device
-        self._open.callback(_set_states, device, _states(device))
+        self._open.callback(set_states, device, states(device))
         if self._states is None:
             seed_generators(device, self._key)
         else:
-            _set_states(device, self._states)
+            set_states(device, self._states)
         self._open.callback(self._keep)
         self._ran = self._draws
         if self._draws is not None:
@@ -174,7 +89,7 @@ class ModelStream:
             self._open.close()
 
     def _keep(self) -> None:
-        self._states = _states(self._world.device)
+        self._states = states(self._world.device)
 
 
 class _Hook:

@@ -11,17 +11,17 @@ from meshwise.transfer import collectives
 
 
 class Notices:
-    """Takes lines for the user. say: tells one. untrue: a line that is not so here."""
+    """Takes lines for the user. say: tells one. untrue: a line that does not hold here."""
 
     def __init__(self, say: Callable[[str], None], untrue: str = "") -> None:
-        self._say, self._untrue = say, untrue
+        self._say, self.untrue = say, untrue
         self._said = set[str]()  # to the newest program of the process
         self.all: list[str] = []
         """On every rank."""
 
     def __call__(self, text: str) -> None:
         """A line for the user; an empty one says nothing."""
-        if not text or text in self._said or text == self._untrue:
+        if not text or text in self._said or text == self.untrue:
             return
         self._said.add(text)
         self.all += [text] if text not in self.all else []

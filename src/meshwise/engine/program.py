@@ -83,7 +83,7 @@ class Program:
         """Runs the stages of this rank, where the plan has a pipeline."""
         self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job`
         self.backwards = self.began = 0
-        """Of the process; and those before the newest of its programs, whose optimizers are `_older`."""
+        """Of this session or job; and those before the newest of its programs, whose optimizers are `_older`."""
         self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._modules: dict[str, weakref.ref[nn.Module]] = {}

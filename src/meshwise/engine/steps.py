@@ -4,7 +4,8 @@
     forward     the program's own, on this rank's part of the batch
     weigh       a mean over this rank's samples becomes its share of the mean over the batch
     backward    gradients are averaged over the ranks while it runs, or behind it where they fit one bucket
-                (parallel/data.py), and the loss travels with them
+                (parallel/data.py); the loss travels with them, or has a sum of its own (under shard, with a
+                weight)
     optimizer   the program's own: every rank makes the same step
 
 A job runs the forwards and backwards of its microbatches itself (job/step.py).
@@ -32,10 +33,10 @@ from meshwise.engine.watcher import Watcher
 from meshwise.engine.weighing import (
     StepWeights,
     as_weight,
-    check_loss,
     check_said,
     mean_of_sum,
     refuse_joined_sum,
+    refuse_loss,
     unpadded,
 )
 from meshwise.parallel.step_hooks import Order, subscribe
@@ -154,7 +155,7 @@ def _run_backward(
     if len(reads.round) > 1:
         reads.check_one_share("mw.backward", weighed=summed or weight is not None)
     if part is None or loss.numel() != 1:
-        part = check_loss(loss, part)
+        refuse_loss(loss, part)
     own = reduction.plain(loss)
     before = own if before is loss else reduction.plain(before.detach())
     if summed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -136,8 +136,8 @@ def _split_weight(
     return unpadded(mean.reshape(()), weight, part.samples)
 
 
-def check_loss(loss: Tensor, part: BatchSlice | None) -> BatchSlice:
-    """The batch that a script's loss is of. Raises UsageError where none is known, or the loss is not one number."""
+def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
+    """Raises UsageError: the batch that a script's loss is of is not known, or the loss is not one number."""
     if part is None:
         raise UsageError(
             "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
@@ -145,9 +145,7 @@ def check_loss(loss: Tensor, part: BatchSlice | None) -> BatchSlice:
             "writes x, y = mw.split(x, y). A loader of your own that reads ahead from a DataLoader is given to "
             "mw.distribute itself, instead of the DataLoader inside it."
         )
-    if loss.numel() != 1:
-        raise UsageError(f"mw.backward needs one number; this loss has shape {tuple(loss.shape)}. Take its mean first.")
-    return part
+    raise UsageError(f"mw.backward needs one number; this loss has shape {tuple(loss.shape)}. Take its mean first.")
 
 
 def check_said(reduction: str | None, weight: object) -> None:

@@ -16,24 +16,28 @@ class Passes:
     ) -> None:
         """what: what each pass runs, in their order."""
         self._what, self._steps, self._notify, self._progress = what, steps, notify, progress
-        self._running = 0
+        self._begun = 0
 
-    def begin(self) -> None:
-        """The next pass begins."""
-        self._running += 1
-        self._notify(f"{self._number()}: {self._what[self._running - 1]}")
+    def begin(self) -> Callable[[int, Message], None]:
+        """The next pass begins, maybe beside others; gives what its workers say of themselves to whoever waits."""
+        now = self._next()
 
-    def received(self, rank: int, message: Message) -> None:
-        """What a worker says of itself."""
-        if message["kind"] == "pass":
-            self.begin()
-        elif message["kind"] == "checked":
-            self._progress(f"{self._number()}, step {message['step']} of {self._steps}")
-        elif message["kind"] == "note":
-            self._notify(f"{self._number()}: {message['text']}")
+        def received(rank: int, message: Message) -> None:
+            nonlocal now
+            if message["kind"] == "pass":
+                now = self._next()
+            elif message["kind"] == "checked":
+                self._progress(f"{now}, step {message['step']} of {self._steps}")
+            elif message["kind"] == "note":
+                self._notify(f"{now}: {message['text']}")
 
-    def _number(self) -> str:
-        return f"pass {self._running} of {len(self._what)}"
+        return received
+
+    def _next(self) -> str:
+        self._begun += 1
+        now = f"pass {self._begun} of {len(self._what)}"
+        self._notify(f"{now}: {self._what[self._begun - 1]}")
+        return now
 
 
 def say_next_pass() -> None:

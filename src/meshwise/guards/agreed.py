@@ -24,6 +24,7 @@ from meshwise.guards.batch_shapes import BACKWARDS, BatchShapes
 from meshwise.guards.finite_losses import FiniteLosses
 from meshwise.guards.made_in_forward import Made, made_differ, note_made, sums_of_made
 from meshwise.guards.replicas import BUFFER, NAMES, PARAMETERS, PLATEAU, Settings, parted, settings_differ, sums_of
+from meshwise.parallel.data import CARRIED
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
@@ -31,8 +32,8 @@ from meshwise.timeline.device_clock import is_captured
 from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed_bits
 
-SIGNS = 32
-"""How many signs travel: ranks that differ are taken for alike once in 2**32 times."""
+SIGNS = CARRIED - 1
+"""How many signs travel behind the loss: ranks that differ are taken for alike once in 2**32 times."""
 _Held = tuple[list[Any], Settings, Seen | None]
 STEPS_OF_A_JOB = 8
 """Whose batches are compared, each with a collective."""

@@ -21,7 +21,7 @@ from meshwise.compat.sharding import local_of
 from meshwise.compat.tree import tensors_in
 from meshwise.data.keyed import KeyedDraws
 from meshwise.engine.engine import IN_LOSS, Engine, Microbatch
-from meshwise.engine.model_stream import seed_draws
+from meshwise.engine.seeds import seed_draws
 from meshwise.engine.weighing import Losses, StepWeights, split_weight, total_of
 from meshwise.guards.agreed import STEPS_OF_A_JOB
 from meshwise.job.job import Job

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshwise.compat.tree import all_leaves
 from meshwise.data.order import BatchSlice, epoch_slices
 from meshwise.engine.engine import Engine
-from meshwise.engine.model_stream import seed_draws
+from meshwise.engine.seeds import seed_draws
 from meshwise.engine.steps import batches as read_batches
 from meshwise.job.job import Job
 from meshwise.job.run import Data, make_engine, open_data, read_parts

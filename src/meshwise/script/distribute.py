@@ -28,7 +28,8 @@ from meshwise.data.split_loader import split_loader
 from meshwise.data.wrapped_loader import loader_inside, read_through
 from meshwise.engine import steps
 from meshwise.engine.engine import IN_LOSS, Engine
-from meshwise.engine.model_stream import ModelStream, draw_alike
+from meshwise.engine.model_stream import ModelStream
+from meshwise.engine.seeds import draw_alike
 from meshwise.engine.split_batch import Splits
 from meshwise.guards.finite_losses import FiniteLosses
 from meshwise.guards.same_data import check_data, samplers_of

@@ -17,7 +17,7 @@ from meshwise.data.split_loader import LoaderSpec
 from meshwise.data.wrapped_loader import Wrapper
 from meshwise.engine.engine import Engine
 from meshwise.engine.loops import LoopRead
-from meshwise.engine.model_stream import seed_draws
+from meshwise.engine.seeds import seed_draws
 from meshwise.engine.steps import batches as read_batches
 from meshwise.script.things import kept_by
 from meshwise.slips.counted_parts import says_counted_parts

@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ class ForkServer:
     def __init__(self, preload: Sequence[str], variables: Mapping[str, str]) -> None:
         """preload: modules that the server imports before it forks. variables: the environment of the first worker,
         with the number of threads that libraries read when they are loaded."""
-        self._started = 0
+        self._started, self._lock = 0, threading.Lock()
         self._known: dict[int, dict[str, int]] = {}
         self.process: subprocess.Popen[bytes] | None = None
         """The server's; None of one that is kept for many launches."""
@@ -64,7 +65,8 @@ class ForkServer:
     def start(self, arguments: list[str], variables: Mapping[str, str], files: Sequence[int]) -> ForkedWorker:
         """Ask for a worker with these arguments, this environment and these open files: stdout, stderr, and where there
         is a third its LISTENER. Returns before it runs."""
-        number, self._started = self._started, self._started + 1
+        with self._lock:
+            number, self._started = self._started, self._started + 1
         request = {"arguments": arguments, "variables": dict(variables), "folder": str(Path.cwd())}
         with os.fdopen(os.memfd_create("request"), "r+b") as file:  # an environment may be longer than a packet
             file.write(json.dumps(request).encode())
@@ -77,9 +79,12 @@ class ForkServer:
         """What the server has told of a worker: `pid`, then `status`. wait: until its status is known."""
         while "status" not in self._known.get(number, {}):
             try:
-                if not wait and not select.select([self._line], [], [], 0)[0]:
-                    break
-                packet = self._line.recv(PACKET)
+                with self._lock:  # another launch reads here too
+                    if not select.select([self._line], [], [], 0.05 if wait else 0)[0]:
+                        if wait:
+                            continue
+                        break
+                    packet = self._line.recv(PACKET)
             except (OSError, ValueError):  # closed
                 packet = b""
             if not packet:  # the kernel has killed the workers of a dead server

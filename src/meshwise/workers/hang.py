@@ -96,7 +96,8 @@ def _percentile_99(values: Sequence[float]) -> float:
 
 
 def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | None:
-    """Who does not go on, by what the ranks of this machine have come to; None where nobody is known to.
+    """Who does not go on, by what the ranks have come to, those of other machines too; None where nobody
+    is known to.
 
     silent: the ranks that beat no more. Beats of ranks that are over are left out.
     """
