@@ -47,7 +47,8 @@ OF_STATISTICS = "torch/optim/swa_utils.py"
 
 @dataclass
 class _Window:
-    """From one optimizer step to the next. zeroed, ticked: where that was between two backwards, and how often."""
+    """From one optimizer step to the next. zeroed, ticked: where that was, once for each two backwards that it lies
+    between. moved: whether parameters changed between two."""
 
     backwards: int = 0
     zeroed: list[str] = field(default_factory=list)
@@ -60,7 +61,6 @@ class _Window:
 class _Loop:
     trained: bool = False
     dropped: dict[str, list[str]] = field(default_factory=dict)
-    evaluated: Evaluated | None = None
 
 
 class Hints:
