@@ -52,7 +52,7 @@ class Field:
 
 def reading_of(data: Any, collate: Any = None) -> Reading:
     """What is known of a data set, and of what makes a batch of its samples."""
-    read = getattr(type(data), "__getitem__", None) or getattr(type(data), "__iter__", None)
+    read: Any = getattr(type(data), "__getitem__", None) or getattr(type(data), "__iter__", None)
     code = getattr(read, "__code__", None)
     named = [name for name in (() if code is None else code.co_names) if _is_generator(read.__globals__.get(name))]
     where = f" ({place(code.co_filename, code.co_firstlineno)})" if code and is_users(code.co_filename) else ""

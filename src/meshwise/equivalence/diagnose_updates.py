@@ -54,9 +54,11 @@ def other_microbatches(evidence: Evidence) -> str:
 
 def accumulates_by_ranks(evidence: Evidence) -> str:
     """From the start as many microbatches as on one device, divided or multiplied by the ranks."""
-    one, plan = (evidence.first.facts.get(side) for side in ("one device", "the plan"))
-    ranks, begins = evidence.plan.devices, evidence.first.name == MICROBATCHES and evidence.first.step == 1
-    if not begins or ranks == 1 or plan not in (-(-one // ranks), one // ranks, one * ranks):
+    ranks, first = evidence.plan.devices, evidence.first
+    if ranks == 1 or first.name != MICROBATCHES or first.step > 1:
+        return ""
+    one, plan = (first.facts[side] for side in ("one device", "the plan"))
+    if plan not in (-(-one // ranks), one // ranks, one * ranks):
         return ""
     return (
         f"a step has {plan} on {ranks} devices, and {one} on one. Accumulate over as many on any number of them: each "

@@ -164,10 +164,10 @@ class Hints:
                 self._ticked = user_place()
 
         with contextlib.ExitStack() as stack:
-            for kind in _with_own(LRScheduler, "step"):
-                stack.enter_context(_told(kind, "step", ticked))
-            for kind in (nn.Module, *_with_own(Optimizer, "zero_grad")):
-                stack.enter_context(_told(kind, "zero_grad", zeroed))
+            for scheduler in _with_own(LRScheduler, "step"):
+                stack.enter_context(_told(scheduler, "step", ticked))
+            for holder in (nn.Module, *_with_own(Optimizer, "zero_grad")):
+                stack.enter_context(_told(holder, "zero_grad", zeroed))
             stack.enter_context(noting_unused(self._say))
             yield
 
@@ -184,7 +184,7 @@ def _is_active(module: nn.Module) -> bool:
     return "Dropout" in type(module).__name__ and module.training and getattr(module, "p", 0) > 0
 
 
-def _with_own(kind: type, name: str) -> Iterator[type]:
+def _with_own(kind: type[Any], name: str) -> Iterator[type[Any]]:
     """The class and those made of it which define a method themselves."""
     if name in vars(kind):
         yield kind

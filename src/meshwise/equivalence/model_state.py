@@ -80,8 +80,8 @@ def local_sum(model: nn.Module) -> float:
 def local_sums(model: nn.Module) -> dict[str, float]:
     """Of each parameter, or this rank's part of it, and of each buffer: another once it is changed."""
     every = [*named_parameters(model), *((clean(name), b) for name, b in model.named_buffers())]
-    own = {name: t.detach().to_local() if isinstance(t, DTensor) else t.detach() for name, t in every}
-    return {name: float(as_real(t).double().nan_to_num(0.0, 0.0, 0.0).sum()) for name, t in own.items()}
+    own = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in every)
+    return {name: float(as_real(t.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for name, t in own}
 
 
 def tied_in(model: nn.Module) -> list[tuple[str, ...]]:

@@ -13,7 +13,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwise.slips.user_source import Source, given, inside, loop_at, name_of, reads, source_of
+from meshwise.slips.user_source import Scope, Source, given, inside, loop_at, name_of, reads, source_of
 from meshwise.spec.user_code import user_frame
 
 DIVIDED = (
@@ -54,7 +54,8 @@ def divided_evaluation(evaluated: Evaluated, count: int) -> Iterator[str]:
 
 def _of_training(source: Source) -> Iterator[ast.expr]:
     """What losses are divided by whose backward runs."""
-    for scope in [source.tree, *(n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef))]:
+    scopes: list[Scope] = [source.tree, *(n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef))]
+    for scope in scopes:
         nodes = list(inside(scope))
         for call in nodes:
             if source.verb(call) != "backward" or not isinstance(call, ast.Call) or not call.args:
