@@ -89,7 +89,7 @@ def many(minutes: float, sample: int, seed: int) -> dict[str, Any]:
     from meshwise.rehearsal.bounds import Bounds
     from meshwise.rehearsal.estimator import estimator, rehearser
     from meshwise.rehearsal.from_few import Tracer
-    from meshwise.rehearsal.search import search
+    from meshwise.rehearsal.search import Known, search
     from meshwise.rehearsal.trace import trace
 
     class Whole(Tracer):
@@ -98,7 +98,7 @@ def many(minutes: float, sample: int, seed: int) -> dict[str, Any]:
 
     machine = machine_from_words("64x8xH100@400Gb")
     program = Tracer(llama_70b)
-    bounds, rehearse = Bounds(program, machine, None), rehearser(program, machine)
+    bounds, rehearse = Bounds(program.model, machine, None), rehearser(program, machine)
     plans = _plans(llama_70b.batch_size)
     random.Random(seed).shuffle(plans)
     taken: list[float] = []
@@ -112,7 +112,7 @@ def many(minutes: float, sample: int, seed: int) -> dict[str, Any]:
         bounds.learn(found)
         return found.estimate
 
-    found = search(plans, estimate, minutes * 60, bounds=bounds)
+    found = search(plans, estimate, minutes * 60, known=Known(bounds))
     done = len(plans) - len(found.left)
     whole = estimator(Whole(llama_70b), machine)
     compared = [_compared(each.plan, each, whole) for each in found.estimates[:sample]]

@@ -87,6 +87,8 @@ tagger = Job("tagger", Tagger, lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1
 unet = Job("unet", UNet, lambda m, b: F.mse_loss(m(b[0]), b[0]), adam, lambda: (numbers(32, 1, 16, 16),), batch_size=8)
 towers = Job("towers", Towers, lambda m, b: F.binary_cross_entropy_with_logits(m(b[0]), b[1]), adam,
              lambda: (numbers(64, 2, most=100), (numbers(64) > 0).float()), batch_size=16)
+large = Job("large", lambda: nn.Embedding(1_100_000, 1000), lambda m, b: m(b[0]).square().mean(), adam,
+            lambda: (numbers(64, 4, most=100),), batch_size=16)
 reads = Job("reads", lambda: Reads(4, 4), lambda m, b: m(b[0]).mean(), adam, lambda: (numbers(32, 4),), batch_size=8)
 """
 
@@ -149,6 +151,16 @@ def test_a_script_is_planned_and_its_files_stay_as_they_were(planned: Planned, t
     assert (tmp_path / "log.txt").read_text() == "mine"
 
 
+def test_a_model_above_a_billion_parameters_is_planned_in_bf16_unless_a_dtype_is_given(planned: Planned) -> None:
+    words = ("jobs.py:large", "--machine", "8xH100", "--seconds", "0.01")
+    code, out, err = planned(*words)
+    assert code == 0, err
+    assert "1.1 billion parameters are planned in bf16" in out
+    assert "guessed, not rehearsed yet" in err
+    _, out, _ = planned(*words, "--set", "param_dtype=fp32")
+    assert "bf16" not in out
+
+
 def test_a_plan_that_does_not_fit_is_one(planned: Planned, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("shard = 2\n")
     words = ("mnist-mlp", "--machine", "2xH100", "--fits", "plan.toml")
@@ -169,7 +181,7 @@ def test_between_its_ends_it_is_too_close_to_call_and_one(planned: Planned, tmp_
 def test_where_nothing_fits_the_nearest_is_named_and_nothing_is_saved(planned: Planned, tmp_path: Path) -> None:
     words = ("mnist-mlp", "--machine", "1xH100", "--within", "1MiB", "--seconds", "0.01")
     code, out, _ = planned(*words)
-    assert code == 1 and "No plan fits: the nearest, data=1, may be " in out
+    assert code == 1 and "No plan fits: the nearest, data=1 " in out and "parameters " in out
     code, _, err = planned(*words, "--save", "best.toml")
     assert code == 2 and "no plan fits for certain" in err and not (tmp_path / "best.toml").exists()
 

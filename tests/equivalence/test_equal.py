@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +55,25 @@ def test_the_plan_is_equal(name: str, devices: int, accumulate: int, seed: int, 
     assert kinds["gradients"] and kinds["module outputs"] and kinds["parameters"] and kinds["evaluation"] > 1
     assert left_out_outputs(proof) == ALLOWED.get(name, set())
     assert all("rounding" in text for text in proof.comparison.left_out if not text.startswith("outputs of"))
+
+
+EACH = Plan(shard=2, accumulate=2, reduce_each=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("weighed", EACH),
+        ("plain", replace(EACH, recompute="full")),
+        pytest.param("weighed", replace(EACH, data=2, shares=(1, 3, 2, 1)), marks=pytest.mark.slow),
+        pytest.param("gpt", replace(EACH, tensor=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_shard_that_reduces_each_microbatch_is_equal(name: str, plan: Plan, pool: Any) -> None:
+    """Also where only the losses know their weights, which are added over the ranks when the last one is done."""
+    proof = checked(pool, name, plan)
+    assert proof.equal, (proof.comparison.first, proof.cause)
 
 
 def left_out_outputs(proof: Proof) -> set[str]:

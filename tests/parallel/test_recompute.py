@@ -58,9 +58,11 @@ def test_what_runs_again_is_what_the_plan_says(recompute: Any, dear: Any, cheap:
 
 def kept_bytes(recompute: Any) -> int:
     """Bytes that the graph of a forward keeps for its backward, the parameters left out."""
-    model = build("transformer")
+    return kept_by(build("transformer"), recompute, next(iter(batches("transformer", 1)))[0])
+
+
+def kept_by(model: nn.Module, recompute: Any, batch: Tensor) -> int:
     recompute_blocks(model, recompute)
-    (batch, _), *_ = batches("transformer", 1)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -80,6 +82,41 @@ def kept_bytes(recompute: Any) -> int:
 def test_a_block_under_full_recompute_keeps_nothing_but_its_input() -> None:
     none, full = kept_bytes("none"), kept_bytes("full")
     assert full < none / 3
+
+
+class Double(nn.Module):
+    """Two convolutions, as every U-Net has them."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        pairs = ((nn.Conv2d(i, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()) for i in (inputs, outputs))
+        self.layers = nn.Sequential(*(layer for pair in pairs for layer in pair))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Double(1, 8)
+        self.down, self.deep = (nn.Sequential(nn.MaxPool2d(2), Double(n, 2 * n)) for n in (8, 16))
+        self.rise, self.up = (nn.ConvTranspose2d(2 * n, n, 2, 2) for n in (16, 8))
+        self.mid, self.last, self.out = Double(32, 16), Double(16, 8), nn.Conv2d(8, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.down(x)
+        y = self.mid(torch.cat([y, self.rise(self.deep(y))], 1))
+        return self.out(self.last(torch.cat([x, self.up(y)], 1)))
+
+
+def test_single_layers_are_recomputed_by_what_holds_them() -> None:
+    assert recompute_blocks(UNet(), "full") == ["first.layers", "down.1", "deep.1", "mid.layers", "last.layers"]
+    none, full = (kept_by(UNet(), how, torch.rand(2, 1, 32, 32)) for how in ("none", "full"))
+    assert full < none / 2
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    assert recompute_blocks(plain, "full") == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])

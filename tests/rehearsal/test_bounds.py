@@ -31,7 +31,7 @@ def job():
 
 def bounds(cap=None):
     program, machine = Tracer(job()), machine_from_words("2xH100")
-    found = Bounds(program, machine, cap)
+    found = Bounds(program.model, machine, cap)
     return found, rehearser(program, machine, cap)
 
 

@@ -35,7 +35,7 @@ def test_the_table_ranks_and_says_why():
 def test_what_does_not_fit_says_by_how_much_and_what_would_change_it():
     text = str(plans_text(plans(estimate(Plan(data=2), 0.1, 200), estimate(Plan(data=2, recompute="full"), 0.15, 150))))
     assert "data=2 does not fit: 180 B to 220 B of 100 B." in text
-    assert "No plan fits: the nearest, data=2 recompute=full, may be 65 B over." in text
+    assert "No plan fits: the nearest, data=2 recompute=full, may be 65 B over: ." in text
     assert "recompute=full: -50 B, +50 % time; does not fit" in text
 
 

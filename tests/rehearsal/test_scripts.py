@@ -100,6 +100,15 @@ def test_a_plan_comes_to_it_as_to_a_worker(script, plan):
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
+@pytest.mark.parametrize("plan", [Plan(data=2), Plan(tensor=2)], ids=str)
+def test_a_script_that_averages_its_model_is_rehearsed(script, plan, kind):
+    """`AveragedModel` copies the model, whose parameters may be DTensors of fake tensors."""
+    text = SCRIPT.replace("# before", "average = torch.optim.swa_utils.AveragedModel(model)")
+    text = text.replace("optimizer.zero_grad()", "optimizer.zero_grad(); average.update_parameters(model)")
+    assert trace_script(script(text), plan, kind)[0].step.flops > 0
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
 def test_devices_and_autocast_by_their_name_are_those_of_the_kind_that_is_rehearsed(script, kind):
     """`torch.device("cuda")` says `cuda` to the script, which took the branch of a CPU where it said `sim`."""
     text = SCRIPT.replace('device = "cuda" if', 'device = torch.device("cuda") if').replace(
@@ -117,20 +126,22 @@ def test_devices_and_autocast_by_their_name_are_those_of_the_kind_that_is_rehear
 
 def test_memory_has_its_categories(script):
     work = trace_script(script(), Plan())[0].step
-    held = dict.fromkeys(("parameters", "optimizer", "input"), 0)
+    held = dict.fromkeys(("parameters", "buffers", "optimizer", "input"), 0)
     for event in work.held:
         if not event.on_host and event.category in held:
             held[event.category] += event.size
     parameters = 4 * (8 * 32 + 32 * 2 + 32 + 32 * 3 + 3)
     buffers = 4 * 32 * 2 + 8  # of the batch norm
-    assert held["parameters"] == parameters + buffers
+    assert (held["parameters"], held["buffers"]) == (parameters, buffers)
     assert 2 * parameters <= held["optimizer"] <= 2 * parameters + 100
     assert held["input"] == 2 * (8 * 8 * 4 + 8 * 8)  # the loop's variables hold the last batch while the next comes
 
 
 def test_what_a_search_must_know_of_it(script):
     found = known_script("train.py", script(SCRIPT, "--size", "16").run, "cpu")
-    assert (found.batch_size, found.batch_norms) == (8, True)
+    assert (found.batch_size, found.model.batch_norms) == (8, True)
+    forward, flops = found.model.forward, 2 * 8 * (8 * 16 + 16 * 3)
+    assert forward.flops == flops and forward.operators > 4 and forward.kept > 0
 
 
 def test_a_number_that_is_shown_is_taken_for_one_and_said(script):

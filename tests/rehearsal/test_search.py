@@ -9,8 +9,9 @@ import pytest
 
 from meshwise.rehearsal.edits import edits
 from meshwise.rehearsal.estimate import Estimate, MemoryEstimate, Range
+from meshwise.rehearsal.likely import Guess
 from meshwise.rehearsal.places import OutOfTime
-from meshwise.rehearsal.search import SLOWER, search
+from meshwise.rehearsal.search import SLOWER, Known, search
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 
@@ -124,24 +125,91 @@ def test_what_cannot_fit_is_not_rehearsed_but_what_saves_its_memory_is():
 
     def rehearse(plan):
         asked.append(plan)
-        return estimate(plan, 1.0, 50)
+        return estimate(plan, 1.0, 50 if plan.zero1 else 500)
 
     bounds = Given(large=[Plan(data=2)])
     saves = {Plan(data=2): [Plan(data=2, zero1=True)]}
-    found = search([Plan(data=2), Plan(shard=2)], rehearse, 60, savers=lambda plan: saves.get(plan, []), bounds=bounds)
+    found = search(
+        [Plan(data=2), Plan(shard=2)], rehearse, 60, savers=lambda plan: saves.get(plan, []), known=Known(bounds)
+    )
     assert asked == [Plan(shard=2), Plan(data=2, zero1=True)]
     assert [(each.plan, each.why) for each in found.refused] == [(Plan(data=2), "too large")]
 
 
 def test_where_no_plan_can_fit_one_is_rehearsed_all_the_same():
     plans = [Plan(data=2), Plan(data=4)]
-    found = search(plans, lambda plan: estimate(plan, 1.0, 500), 60, bounds=Given(large=plans))
+    found = search(plans, lambda plan: estimate(plan, 1.0, 500), 60, known=Known(Given(large=plans)))
     assert [each.plan for each in found.estimates] == [Plan(data=2)]
     assert [each.plan for each in found.refused] == [Plan(data=4)]
 
 
 def test_what_cannot_be_the_fastest_is_not_rehearsed():
     bounds = Given(seconds={Plan(data=2): 0.5, Plan(): 1.5})
-    found = search([Plan(data=2), Plan()], lambda plan: estimate(plan, 1.0, 50), 60, bounds=bounds)
+    found = search([Plan(data=2), Plan()], lambda plan: estimate(plan, 1.0, 50), 60, known=Known(bounds))
     assert [each.plan for each in found.estimates] == [Plan(data=2)]
     assert [each.why for each in found.refused] == [SLOWER]
+
+
+def test_the_likely_fastest_that_has_room_is_first_and_what_is_likely_slower_is_left():
+    known = {Plan(): (8.0, 40), Plan(data=2): (4.0, 300), Plan(shard=2): (4.5, 90), Plan(tensor=2): (5.0, 40)}
+    asked = []
+
+    def rehearse(plan):
+        asked.append(plan)
+        return estimate(plan, known[plan][0], known[plan][1] * 0.9)
+
+    found = search(list(known), rehearse, 60, known=Known(None, lambda plan: Guess(*known[plan]), 100))
+    assert asked == [Plan(shard=2), Plan(tensor=2)]
+    assert (found.worse, found.left) == (2, ())
+
+
+def test_what_would_not_end_in_time_is_not_begun():
+    now = [0.0]
+
+    def rehearse(plan):
+        now[0] += 5 * plan.accumulate
+        return estimate(plan, 10.0, 50)
+
+    plans = [Plan(), Plan(accumulate=4), Plan(accumulate=2)]
+    guess = {plan: Guess(10 - plan.accumulate, 10) for plan in plans}
+    found = search(plans, rehearse, 20, known=Known(None, guess.get), clock=lambda: now[0])
+    assert len(found.estimates) == 1 and now[0] == 20 and len(found.left) == 2
+    now[0] = 0.0
+    guess[Plan()] = Guess(1, 10)
+    found = search(plans, rehearse, 20, known=Known(None, guess.get), clock=lambda: now[0])
+    assert [each.plan for each in found.estimates] == [Plan(), Plan(accumulate=2)] and now[0] == 15
+
+
+def test_before_any_is_rehearsed_the_likely_best_are_shown():
+    shown = []
+    plans = [Plan(data=2), Plan(shard=2)]
+    guess = {Plan(data=2): Guess(2.0, 10), Plan(shard=2): Guess(1.0, 10)}.__getitem__
+    search(plans, lambda plan: estimate(plan, 1.0, 50), 60, known=Known(None, guess), show=shown.append)
+    assert shown[0].first == ((Plan(shard=2), Guess(1.0, 10)), (Plan(data=2), Guess(2.0, 10)))
+    assert not shown[0].estimates and not shown[1].first
+
+
+def test_nothing_fits_only_when_the_savers_of_the_nearest_did_not():
+    plans = [Plan(data=2), Plan(shard=2), Plan(tensor=2), Plan(pipeline=2, accumulate=2)]
+    sizes = dict(zip(plans, (900, 800, 700, 600), strict=True))
+    saved = []
+
+    def savers(plan):
+        saved.append(plan)
+        return [replace(plan, offload=("optimizer",))]
+
+    found = search(plans, lambda plan: estimate(plan, 1.0, sizes.get(plan, 500)), 60, savers=savers)
+    assert saved[:3] == [plans[3], plans[2], plans[1]]
+    assert found.estimates[0].memory.verdict == "does not fit"
+
+
+def test_a_refused_way_to_recompute_is_not_taken_for_a_refused_cut():
+    def rehearse(plan):
+        if plan.recompute == "selective":
+            raise PlanError("writes in place")
+        return estimate(plan, 1.0, 50)
+
+    plans = [Plan(tensor=2, recompute="selective"), Plan(tensor=2), Plan(data=2, tensor=2, recompute="selective")]
+    found = search(plans, rehearse, 60)
+    assert [each.plan for each in found.estimates] == [Plan(tensor=2)]
+    assert len(found.refused) == 2

@@ -263,3 +263,15 @@ def test_a_rehearsal_leaves_torch_as_it_was():
     trace(find_job("mnist-mlp"), Plan(), "gpu")
     with torch.device("meta"):
         assert torch.tensor([1.0]).device.type == "meta"
+
+
+def test_a_shard_that_reduces_each_microbatch_keeps_its_part_of_gradients_alone():
+    job = replace(find_job("mlp"), batch_size=32)
+    steps = {each: trace(job, Plan(shard=4, accumulate=4, reduce_each=each), "gpu")[0].step for each in (False, True)}
+    scattered = {each: Counter(launch.what.kind for launch in step.launches
+                               if isinstance(launch.what, CollectiveOperation))["reduce-scatter"]
+                 for each, step in steps.items()}  # fmt: skip
+    assert scattered[True] == 4 * scattered[False] > 0
+    gradients = sum(p.nbytes for p in job.model().parameters())
+    peaks = {each: memory_curve(step).peak.bytes for each, step in steps.items()}
+    assert peaks[False] - peaks[True] > gradients / 4

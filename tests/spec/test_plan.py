@@ -82,7 +82,7 @@ def test_a_plan_file_names_every_field() -> None:
         "data = 2\nshard = 1\nexpert = 1\npipeline = 1\ncontext = 1\ntensor = 1\nsequence = false\n"
         'schedule = "1f1b"\n'
         'accumulate = 1\nprecision = "fp32"\nzero1 = false\nrecompute = "none"\n'
-        'offload = ["optimizer", "activations"]\nreshard = true\ncompile = false\n'
+        'offload = ["optimizer", "activations"]\nreduce_each = false\nreshard = true\ncompile = false\n'
         'batch_norm = "global"\nshares = []\nbucket_mb = 25\n'
         '# param_dtype = "fp32"\n# compute_dtype = "fp32"\n# grad_dtype = "fp32"\n'
     )
@@ -140,6 +140,8 @@ def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str
         ({"zero1": True, "data": 2, "shard": 2}, "zero1=True with shard=2: shard divides the optimizer's state"),
         ({"sequence": True}, "sequence=True has no effect with tensor=1. Remove it."),
         ({"reshard": False}, "reshard=False has no effect with shard=1. Remove it."),
+        ({"reduce_each": True}, "reduce_each=True has no effect with shard=1. Remove it."),
+        ({"reduce_each": True, "shard": 2}, "reduce_each=True has no effect with accumulate=1. Remove it."),
         ({"offload": ("parameters",)}, "shard=1 makes no parts. Use shard=2 or more, or offload='optimizer'"),
         ({"grad_dtype": "b16"}, "grad_dtype='b16' is not known. Did you mean"),
         ({"param_dtype": "fp16"}, "Store in fp32 and compute in fp16"),

@@ -40,6 +40,7 @@ def test_on_one_device_what_needs_others_is_removed_and_all_else_kept(plan: Plan
         (Plan(data=2, shard=2), 3, Plan(shard=3)),
         (Plan(data=2, shard=4), 6, Plan(shard=6)),
         (Plan(shard=2, reshard=False), 1, Plan()),
+        (Plan(shard=2, accumulate=2, reduce_each=True), 1, Plan(accumulate=2)),
         (Plan(data=2, tensor=2), 3, Plan(tensor=2)),
         (Plan(data=3, shares=(1, 2, 1)), 2, Plan(data=2)),
         (Plan(data=2, pipeline=2, accumulate=2), 3, Plan(pipeline=2, accumulate=2)),

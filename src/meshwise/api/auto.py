@@ -24,6 +24,7 @@ from meshwise.rehearsal.views.explain_text import runner_up_sentences
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.machine import Machine
+from meshwise.spec.plan import OWN_DTYPES
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.plan_settings import settings_text
 from meshwise.spec.prediction import prediction_to_toml
@@ -52,6 +53,9 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
         with console.status(f"measuring what {len(slots)} workers send each other"):
             machine = _measured(machine, slots)
     asked = [f"{name}={value}" for name in OF_THE_PLAN if (value := getattr(options, name)) is not None]
+    dtypes = {"precision", *OWN_DTYPES} & {setting.partition("=")[0].strip() for setting in (*options.settings, *asked)}
+    if not dtypes and "precision" not in options.allow:
+        asked.append("precision=fp32")  # a run's numbers do not change unasked
     words = PlanOptions(
         job=options.job or "",
         machine=machine,

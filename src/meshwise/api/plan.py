@@ -6,6 +6,7 @@ Tested in tests/cli/test_plan.py.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -24,16 +25,17 @@ from meshwise.rehearsal.estimate import FITS, UNKNOWN, Estimate
 from meshwise.rehearsal.estimator import Rehearsed, kind_of, rehearser, works_of
 from meshwise.rehearsal.explain import Explanation, explain
 from meshwise.rehearsal.from_few import Tracer
+from meshwise.rehearsal.likely import Likely
 from meshwise.rehearsal.memory_parts import MemoryParts, memory_parts
 from meshwise.rehearsal.prediction import prediction
 from meshwise.rehearsal.scripts import Script, known_script
-from meshwise.rehearsal.search import Search, search
+from meshwise.rehearsal.search import Known, Search, search
 from meshwise.rehearsal.views.plan_page import plan_page
 from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.machine import Machine
 from meshwise.spec.options import refuse_options_of_jobs, takes
-from meshwise.spec.plan import Plan
+from meshwise.spec.plan import OWN_DTYPES, Plan
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.plan_settings import settings_text, settings_values
 from meshwise.spec.prediction import Prediction
@@ -43,6 +45,10 @@ from meshwise.workers.scratch import scratch_folder
 
 ROOMY = 0.5
 """Of a device: what would save memory is not rehearsed of a plan that needs less; --memory asks for it."""
+LARGE = 10**9
+"""Parameters from which on float32 is nobody's choice: sixteen bytes of each would be gathered, and computed slowly."""
+SLACK = 1.1
+"""Times a device's memory, that a guess may be."""
 EDITS = 10.0
 """Seconds at most for what would change the one plan that was asked about."""
 _NOTHING = Search((), (), (), 0.0)
@@ -54,7 +60,8 @@ class Plans:
 
     one: the first is the one that was asked about, and the others are what it would be with one thing changed.
     explained: what the step of one plan is made of; memory: what its memory goes to; where they were asked for. steps:
-    of the whole training; price: of a device hour. first: what the first of them was made of.
+    of the whole training; price: of a device hour. said: what was taken for granted. first: what the first of them was
+    made of.
     """
 
     job: str
@@ -65,6 +72,7 @@ class Plans:
     explained: Explanation | None = None
     memory: MemoryParts | None = None
     steps: int | None = None
+    said: tuple[str, ...] = ()
     batch_option: str = "--batch-size"
     price: float | None = None
     first: Rehearsed | None = field(default=None, repr=False, compare=False)
@@ -121,23 +129,16 @@ def plan_options(options: PlanOptions) -> Plans:
 def _planned(options: PlanOptions, machine: Machine, job: Job | Script) -> Plans:
     program = job if isinstance(job, Script) else Tracer(job)
     rehearse = _Kept(rehearser(program, machine, options.cap))
-    bounds = None if isinstance(program, Script) else Bounds(program, machine, options.cap)
-
-    @functools.cache
-    def estimate(plan: Plan) -> Estimate:
-        found = rehearse(plan)
-        if bounds is not None:
-            bounds.learn(found)
-        return found.estimate
-
+    options, said = _in_bf16(program, options)
     space = functools.cache(lambda: _space(program, machine, options))
-    plans = Plans(job.name, job.batch_size, machine, _NOTHING, price=options.price)
+    plans = Plans(job.name, job.batch_size, machine, _NOTHING, price=options.price, said=said)
     if isinstance(job, Script):
         plans = replace(plans, batch_option="a loader with the batch_size")
     if options.fits is not None or options.memory:
+        estimate = functools.cache(lambda plan: rehearse(plan).estimate)
         plans = replace(plans, found=_judged(machine, options, estimate, space), one=True)
     else:
-        plans = replace(plans, found=_searched(plans, space(), options, estimate, bounds))
+        plans = replace(plans, found=_searched(plans, space(), options, rehearse, program))
     plans = replace(plans, steps=options.steps or _steps(job), first=rehearse.kept(plans.found.estimates[0].plan))
     return _in_detail(plans, options, rehearse)
 
@@ -162,16 +163,32 @@ class _Kept:
         return self._best if self._best is not None and self._best.estimate.plan == plan else None
 
 
+def _in_bf16(program: Tracer | Script, options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
+    """A model that nobody trains in float32 is planned in bfloat16, unless a dtype is given; and what is said of it."""
+    given = {setting.partition("=")[0].strip() for setting in options.settings}
+    if options.fits is not None or given & {"precision", *OWN_DTYPES} or isinstance(program, Script):
+        return options, ()
+    if program.model.wide < LARGE:
+        return options, ()
+    billions = f"{program.model.wide / 1e9:.1f} billion parameters"
+    said = f"{billions} are planned in bf16: --set precision=fp32 for float32, and run with --set precision=bf16."
+    return replace(options, settings=(*options.settings, "precision=bf16")), (said,)
+
+
 def _space(program: Tracer | Script, machine: Machine, options: PlanOptions) -> Space:
-    counts, batch = options.counts(len(machine.devices)), program.batch_size
-    norms = program.batch_norms if isinstance(program, Script) else program.model.batch_norms
-    return Space(counts, _per_host(machine), batch, options.settings, options.allow, norms)
+    counts, cut = options.counts(len(machine.devices)), not isinstance(program, Script)
+    norms = program.model.batch_norms
+    return Space(counts, _per_host(machine), program.batch_size, options.settings, options.allow, norms, cut)
 
 
 def _searched(
-    plans: Plans, space: Space, options: PlanOptions, estimate: Callable[[Plan], Estimate], bounds: Bounds | None
+    plans: Plans,
+    space: Space,
+    options: PlanOptions,
+    rehearse: Callable[[Plan], Rehearsed],
+    program: Tracer | Script,
 ) -> Search:
-    asked = candidates(space)
+    asked, machine = candidates(space), plans.machine
     most = max(space.devices)
     if not asked:
         raise PlanError(
@@ -179,12 +196,25 @@ def _searched(
             f"{' with ' + ' '.join(options.settings) if options.settings else ''}. "
             f"Use {plans.batch_option} {_multiple(plans.batch, most)}, or fewer devices: --devices 1..{most}."
         )
+    bounds, likely = Bounds(program.model, machine, options.cap), Likely(program.model, machine)
 
-    def show(part: Search) -> None:
-        options.show(replace(plans, found=part))
+    @functools.cache
+    def estimate(plan: Plan) -> Estimate:
+        found = rehearse(plan)
+        bounds.learn(found)
+        likely.learn(found.estimate)
+        return found.estimate
 
-    cheaper = functools.partial(savers, space=space)
-    found = search(asked, estimate, options.seconds, savers=cheaper, show=show, bounds=bounds, roomy=ROOMY)
+    found = search(
+        asked,
+        estimate,
+        options.seconds,
+        savers=functools.partial(savers, space=space),
+        show=lambda part: options.show(replace(plans, found=part)),
+        known=Known(bounds, likely, float("inf") if bounds.room is None else SLACK * bounds.room),
+        roomy=ROOMY,
+        clock=time.monotonic if kind_of(machine) == "cpu" else time.process_time,
+    )
     if not found.estimates:
         raise PlanError(
             f"none of {len(found.refused)} plans can run. The first, {found.refused[0].plan}: {found.refused[0].why}"

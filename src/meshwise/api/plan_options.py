@@ -54,7 +54,7 @@ class PlanOptions:
         tuple[str, ...], Option("a field that every plan has: precision=bf16", name="--set", metavar="FIELD=VALUE")
     ] = ()
     allow: Annotated[tuple[str, ...], Option("what may change the numbers: precision, microbatch")] = ()
-    seconds: Annotated[float, Option("rehearse for this long at most")] = SECONDS
+    seconds: Annotated[float, Option("of a processor, for which it rehearses at most")] = SECONDS
     args: Annotated[
         Mapping[str, Plain] | tuple[str, ...],
         Option("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE", scripts=False),

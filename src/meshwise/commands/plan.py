@@ -16,7 +16,7 @@ from meshwise.commands.command_line import ScriptCommand, from_dataclass, is_scr
 from meshwise.records.files import write_text
 from meshwise.rehearsal.estimate import FITS
 from meshwise.rehearsal.views.plan_dict import plans_dict
-from meshwise.rehearsal.views.plan_text import plans_text
+from meshwise.rehearsal.views.plan_text import first_text, plans_text
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.plan_settings import settings_text
@@ -62,9 +62,13 @@ def plan(
     """
     console = Console(stderr=True)
     with console.status("rehearsing") as status:
-        plans = api.plan.plan_options(
-            replace(options, arguments=context.args, show=lambda part: status.update(_progress(part)))
-        )
+
+        def show(part: Any) -> None:
+            if part.found.first and not as_json:
+                console.print(first_text(part), markup=False, highlight=False, soft_wrap=True)
+            status.update(_progress(part))
+
+        plans = api.plan.plan_options(replace(options, arguments=context.args, show=show))
     if as_json:
         print(json.dumps(plans_dict(plans), indent=2))
     else:

@@ -32,15 +32,31 @@ _VALUE = "_value_in_rehearsal"
 _lost = StorageMap()  # of values that a write has left unknown
 
 
+class _Value:
+    """A real tensor beside a fake one, with which it is copied."""
+
+    def __init__(self, real: Tensor) -> None:
+        self.real = real
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Value:
+        with without_interception(), torch.no_grad():
+            return _Value(self.real.clone())
+
+
+def _beside(fake: Tensor) -> Tensor | None:
+    held: _Value | None = getattr(fake, _VALUE, None)
+    return None if held is None else held.real
+
+
 def give_value(fake: Tensor, real: Tensor) -> None:
     """The fake tensor has these values, if they are few."""
     if real.numel() <= MOST and _is_real(real):
-        setattr(fake, _VALUE, real)
+        setattr(fake, _VALUE, _Value(real))
 
 
 def value_of(fake: Tensor) -> Tensor | None:
     """Its values, where they are known; a real tensor is its own."""
-    found: Tensor | None = fake if _is_real(fake) else getattr(fake, _VALUE, None)
+    found = fake if _is_real(fake) else _beside(fake)
     return None if found is None or _lost.get(found) else found
 
 
@@ -48,7 +64,7 @@ def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fa
     """Whether an operator on these may give values: all of theirs are known, or one is overwritten that has some."""
     if not fakes:
         return _is_small(func, args, kwargs, fakes)
-    if operator_name(func) in OVERWRITES and getattr(fakes[0], _VALUE, None) is not None:
+    if operator_name(func) in OVERWRITES and _beside(fakes[0]) is not None:
         return True
     return all(value_of(fake) is not None for fake in fakes)
 
@@ -169,7 +185,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _find(given: list[Tensor]) -> None:
     """The first of these is overwritten: as a whole, of which nothing has to be known."""
-    value = getattr(given[0], _VALUE, None)
+    value = _beside(given[0])
     if value is not None and value.nbytes == value.untyped_storage().nbytes():
         _lost.set(value, False)
 
@@ -177,6 +193,6 @@ def _find(given: list[Tensor]) -> None:
 def lose(written: list[Any]) -> None:
     """What an operator writes is not known any more."""
     for tensor in tensors_in(written):
-        value = getattr(tensor, _VALUE, None)
+        value = _beside(tensor)
         if value is not None:
             _lost.set(value, True)

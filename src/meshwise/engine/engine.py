@@ -28,6 +28,7 @@ from meshwise.data.order import BatchSlice
 from meshwise.engine.carried import Carried
 from meshwise.engine.events import EVENTS, Events, When
 from meshwise.engine.given import Given
+from meshwise.engine.held_bytes import held_bytes
 from meshwise.engine.loops import Loops
 from meshwise.engine.notices import Notices
 from meshwise.engine.phases import Phases
@@ -42,6 +43,7 @@ from meshwise.recording.recording import Recording
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.timeline.recorder import current
 from meshwise.workers.gate import StepGate
 
 Microbatch = tuple[Any, BatchSlice]
@@ -117,6 +119,7 @@ class Engine:
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
         """Apply `plan` to those models that are new, in place. Collective."""
         self.program.add_models(models, plan)
+        current().held = functools.partial(held_bytes, self.program)
         self.has_applied = self.has_applied or bool(models)
         dtypes = self.plan.dtypes
         self.stored = dtypes if dtypes.stored != "fp32" else None

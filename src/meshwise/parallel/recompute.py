@@ -34,25 +34,43 @@ from meshwise.splits.tensor import parts_of, split_again
 COMPUTE_INTENSIVE_OPS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "scaled_dot_product")
 """Operators whose results `selective` keeps: matrix products, convolutions, and attention of any kind."""
 
+HOLDERS = 3
+"""What holds single layers is recomputed in their place if there are so many: while one runs again, the rest is kept as
+its input alone."""
+
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 
 def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[str]:
     """Let the blocks of `model` run again in the backward as the plan's `recompute` says; returns their names.
 
-    Blocks are the repeated layers; of a model without any, its parts one after another. Raises PlanError for a name
-    that the model does not have.
+    Blocks are the repeated layers; of a model without any, its parts one after another; and in place of single layers
+    what holds them. Raises PlanError for a name that the model does not have.
     """
     if recompute == "none":
         return []
     if isinstance(recompute, str):
-        blocks = repeated_blocks(model) or blocks_of(model) or [("", model)]
+        blocks = _holders(model, repeated_blocks(model) or blocks_of(model)) or [("", model)]
     else:
         blocks = [(name, _module(model, name)) for name in recompute]
     for _, block in blocks:
         if getattr(block.forward, "func", None) is not _recomputed:
             put_forward(block, functools.partial(_recomputed, block, block.forward, recompute == "selective"))
     return [name or "the whole model" for name, _ in blocks]
+
+
+def _holders(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """The blocks, with the sequences and modules that hold single layers in the place of these: a layer alone keeps as
+    much as it saves. Where too few hold them all (VGG's), the layers themselves."""
+    found: dict[str, nn.Module] = {}
+    for name, block in blocks:
+        holder = name if any(True for _ in block.children()) else name.rpartition(".")[0]
+        if holder and not isinstance(module := model.get_submodule(holder), nn.ModuleList | nn.ModuleDict):
+            found[holder] = module
+    outermost = [
+        (name, module) for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)
+    ]
+    return outermost if len(outermost) >= HOLDERS else blocks
 
 
 def recomputed(model: nn.Module) -> list[str]:

@@ -66,7 +66,7 @@ class Sharded:
     """
 
     def __init__(self, setup: Setup) -> None:
-        model, reshard = setup.model, setup.plan.reshard
+        model, reshard, self._each = setup.model, setup.plan.reshard, setup.plan.reduce_each
         mesh = make_mesh(setup.plan, setup.world, replicas=True)
         kept = tuple(name for name in mesh.mesh_dim_names or () if name not in WITHIN_SAMPLES)
         self.mesh = mesh = mesh[kept] if len(kept) < mesh.ndim else mesh
@@ -109,12 +109,10 @@ class Sharded:
         self._idle: set[str] | None = None
         self._so_far = self._passed = self._asked = self._backwards = 0
         self._met = False  # whether a first reduction is over, in which every rank says where it is
-        self._reached: set[str] = set()
-        self._filled: dict[str, list[str]] = {}
+        self._reached, self._filled = set[str](), dict[str, list[str]]()
         self._factor: Callable[[], Tensor] | None = None
         self._noticed, self._reached_past_blocks = set[str](), set[str]()
-        self.unreduced = False
-        self.shared_terms = False
+        self.unreduced = self.shared_terms = False
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
         """That of the parameters: with the axes over which they are split besides."""
 
@@ -146,6 +144,7 @@ class Sharded:
         if self._staged:
             self._backward_of_stage(loss, factor if reduce else None)
             return None
+        reduce = reduce or self._each
         self._start()
         fresh = {name for name, p in self._parameters() if p.grad is None}
         if factor is not None:
@@ -332,6 +331,7 @@ def _apply(setup: Setup) -> None:
     generates_together(setup.model)
     setup.notes += make_contiguous(setup.model)
     sharded = setup.reduction = Sharded(setup)
+    setup.coupled_gradients |= plan.reduce_each  # reduced before all weights are known: in a unit that all ranks share
     of_model = weakref.ref(sharded)
     setup.let_go = lambda names: [] if (held := of_model()) is None else held.let_go(names)
     register_model_load_hooks(setup.model)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from meshwise.parallel.schedule import CHUNKS
 from meshwise.rehearsal.estimator import Rehearsed
-from meshwise.rehearsal.from_few import Tracer
+from meshwise.rehearsal.from_few import Facts
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text
@@ -22,40 +22,41 @@ COMPUTED_IN = ("fp64", "fp32", "tf32", "bf16", "fp16")
 class Bounds:
     """Of the plans of one job on one machine."""
 
-    def __init__(self, program: Tracer, machine: Machine, cap: int | None) -> None:
+    def __init__(self, model: Facts, machine: Machine, cap: int | None) -> None:
         """cap: as in `estimator`."""
-        self._program = program
+        self._model = model
         sizes = [device.memory for device in machine.devices]
-        self._room = None if None in sizes else max(size for size in sizes if size is not None)
-        self._room = cap if self._room is None or (cap is not None and cap < self._room) else self._room
+        self.room = None if None in sizes else max(size for size in sizes if size is not None)
+        self.room = cap if self.room is None or (cap is not None and cap < self.room) else self.room
         peaks = [max((device.peak.get(word, 0.0) for word in COMPUTED_IN), default=0.0) for device in machine.devices]
         self._peaks = peaks if all(peaks) else []
         self._state = 0.0
-        self._flops = 0
+        self._flops = 0.0
 
     def learn(self, found: Rehearsed) -> None:
-        """From the first plan in which every rank does an equal part and nothing twice: state for each byte of
+        """From the first plan in which every rank does an equal part: state for each byte of
         parameters, and operations of a step."""
         plan, work = found.estimate.plan, found.traces[0].step
-        simple = plan.devices == plan.data * plan.shard and plan.recompute == "none" and not plan.shares
+        simple = plan.devices == plan.data * plan.shard and not plan.shares
         if self._flops or plan.zero1 or plan.offload or not simple:
             return
         held = {
             name: sum(one.size for one in work.held if one.category == name) for name in ("parameters", "optimizer")
         }
         self._state = held["optimizer"] / max(held["parameters"], 1)
-        self._flops = work.flops * plan.devices
+        once = 1.0 if plan.recompute == "none" else 3 / 4  # the forward is at most a fourth, and runs twice
+        self._flops = work.flops * plan.devices * once
 
     def too_large(self, plan: Plan) -> str:
         """Why it does not fit, whatever its activations take; empty where it may."""
-        if self._room is None or plan.offload or plan.param_dtype is not None:
+        if self.room is None or plan.offload or plan.param_dtype is not None:
             return ""
         ways = plan.shard * plan.tensor * plan.pipeline * plan.expert
-        model = self._program.model
+        model = self._model
         state = model.parameters * self._state / (plan.data if plan.zero1 else 1)
-        if (model.parameters + model.trained + state) / ways <= self._room:
+        if (model.parameters + model.trained + state) / ways <= self.room:
             return ""
-        return f"parameters, gradients and the optimizer's state alone take more than {bytes_text(self._room)}"
+        return f"parameters, gradients and the optimizer's state alone take more than {bytes_text(self.room)}"
 
     def seconds(self, plan: Plan) -> float:
         """Of a step, at least; 0 where nothing is known."""

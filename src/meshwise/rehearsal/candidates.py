@@ -1,4 +1,4 @@
-"""The plans that a search rehearses: meshes, microbatches, recompute and offload, the simplest first.
+"""The plans that a search chooses from: meshes, microbatches, recompute; and what else saves memory.
 
 Nothing here changes the numbers of a job: its precision, its global batch and its batch norms stay, unless they are
 allowed to change.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import AXES, Plan
+from meshwise.spec.plan import RECOMPUTES, Plan
 from meshwise.spec.plan_settings import plan_from_settings
 
 MICROBATCHES = 4
@@ -27,7 +27,8 @@ MOST_TENSOR = 8
 class Space:
     """What may be searched. devices: counts of devices; per_host: devices of a host. batch: samples of the global
     batch. settings: `field=value` texts that every plan has. allow: what may change numbers: `precision`,
-    `microbatch` (under batch norms). batch_norms: whether the model has some."""
+    `microbatch` (under batch norms). batch_norms: whether the model has some. cut: whether a step can be cut into
+    microbatches and stages, as a job's; a script's loop is its own."""
 
     devices: Sequence[int]
     per_host: int
@@ -35,6 +36,12 @@ class Space:
     settings: tuple[str, ...] = ()
     allow: Collection[str] = ()
     batch_norms: bool = False
+    cut: bool = True
+
+    @property
+    def microbatches(self) -> bool:
+        """Whether more of them are searched than stages need."""
+        return self.cut and (not self.batch_norms or "microbatch" in self.allow)
 
     @property
     def fixed(self) -> set[str]:
@@ -43,26 +50,43 @@ class Space:
 
 
 def candidates(space: Space) -> list[Plan]:
-    """One plan of each mesh that divides the global batch: the least splitting of layers first, then of anything."""
+    """The plans of each mesh that divides the global batch, with what saves memory at no more than a third of the time:
+    sharded ones that recompute first, those of one device last."""
     found: dict[Plan, None] = {}
-    for count in sorted(space.devices, reverse=True):
+    for count in space.devices:
         for mesh in _meshes(count, space.per_host):
-            values = {
-                name: value for name, value in _microbatched(mesh, space.batch).items() if name not in space.fixed
-            }
-            plan = _made(space.settings, values, Plan())
-            if plan is not None and plan.devices in space.devices and _divides(plan, space.batch):
-                found.setdefault(plan)
+            if mesh["pipeline"] > 1 and not space.cut:
+                continue
+            for edit, accumulate in itertools.product(_edits(mesh), _microbatches(mesh, space)):
+                values = mesh | edit | {"accumulate": accumulate}
+                if "reduce_each" in edit and accumulate == 1:
+                    continue
+                values = {name: value for name, value in values.items() if name not in space.fixed}
+                plan = _made(space.settings, values, Plan())
+                if plan is not None and plan.devices in space.devices and _divides(plan, space.batch):
+                    found.setdefault(plan)
     return sorted(found, key=_order)
+
+
+def _edits(mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """What a mesh is combined with: recompute, and what divides more of what it holds."""
+    more: list[dict[str, Any]] = [{}]
+    if mesh["tensor"] > 1:
+        more.append({"sequence": True})
+    elif mesh["data"] > 1 and mesh["shard"] == 1:
+        more.append({"zero1": True})
+    if mesh["shard"] > 1 and mesh["pipeline"] == 1:
+        more += [edit | {"reduce_each": True} for edit in more]
+    for recompute, edit in itertools.product(RECOMPUTES, more):
+        yield {"recompute": recompute, **edit}
 
 
 def savers(plan: Plan, space: Space) -> list[Plan]:
     """What `plan` would be with less memory, at a price in time: the cheapest first."""
-    microbatch = not space.batch_norms or "microbatch" in space.allow
     local = space.batch // plan.replicas
     more = [power for power in _powers(local) if power > plan.accumulate and local % power == 0]
     edits: list[dict[str, Any]] = [{"zero1": True}, {"recompute": "full"}]
-    edits += [{"accumulate": power} for power in more] if microbatch else []
+    edits += [{"accumulate": power} for power in more] if space.microbatches else []
     edits += [{"precision": "bf16"}] if "precision" in space.allow and plan.precision == "fp32" else []
     edits += [edit | {"recompute": "full"} for edit in edits if "recompute" not in edit]
     edits += [{"offload": ("optimizer",), **edit} for edit in [{}, {"recompute": "full"}, *edits[-1:]]]
@@ -95,13 +119,14 @@ def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
             yield {"data": rest // shard, "shard": shard, "pipeline": pipeline, "tensor": tensor}
 
 
-def _microbatched(mesh: dict[str, int], batch: int) -> dict[str, int]:
-    """With the microbatches that keep the stages of a pipeline busy: four for each, where the batch has so many."""
-    if mesh["pipeline"] == 1:
-        return mesh
-    local = max(1, batch // (mesh["data"] * mesh["shard"]))
-    possible = [power for power in _powers(MICROBATCHES * mesh["pipeline"]) if local % power == 0]
-    return mesh | {"accumulate": max([mesh["pipeline"], *possible])}
+def _microbatches(mesh: Mapping[str, int], space: Space) -> list[int]:
+    """Into how many a batch is cut: any power of two; at least one for each stage, and where no more are searched those
+    that keep the stages busy, four for each."""
+    local, stages = max(1, space.batch // (mesh["data"] * mesh["shard"])), mesh["pipeline"]
+    possible = [power for power in _powers(local) if local % power == 0 and power >= stages]
+    if space.microbatches:
+        return possible or [stages]
+    return [max([stages, *(power for power in possible if power <= MICROBATCHES * stages)])] if stages > 1 else [1]
 
 
 def _divides(plan: Plan, batch: int) -> bool:
@@ -110,8 +135,8 @@ def _divides(plan: Plan, batch: int) -> bool:
 
 
 def _order(plan: Plan) -> tuple[int, ...]:
-    split = sum(getattr(plan, axis) > 1 for axis in AXES)
-    return plan.tensor * plan.pipeline, split, -plan.devices, plan.data
+    recompute = plan.recompute != "full", plan.recompute != "selective"
+    return -plan.devices, plan.tensor * plan.pipeline, -plan.shard, plan.accumulate, *recompute
 
 
 def _powers(most: int) -> list[int]:

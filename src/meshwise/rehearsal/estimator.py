@@ -117,7 +117,8 @@ def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...
 def kept_bytes(held: Sequence[Allocate], plan: Plan) -> int:
     """What `--redundancy 1` keeps of a rank that holds this as a step begins: replicas share what is alike on them, and
     the new copy is written beside the one before."""
-    parts, state = (sum(each.size for each in held if each.category == name) for name in ("parameters", "optimizer"))
+    groups = (("parameters", "buffers"), ("optimizer",))
+    parts, state = (sum(each.size for each in held if each.category in names) for names in groups)
     alone = plan.state_divided and not plan.parameters_divided
     return PLACES * round((parts + (0 if alone else state)) / plan.data + (state if alone else 0))
 

@@ -12,8 +12,10 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from meshwise.compat.fake import FakeTensors, real_values
 from meshwise.compat.fake_values import fake_batch, fake_without_values
@@ -26,7 +28,7 @@ from meshwise.parallel.batch_norm import normalises
 from meshwise.parallel.schedule import CHUNKS
 from meshwise.rehearsal.growth import Unlike
 from meshwise.rehearsal.replay import MICROBATCHES, GrowthAxis, lengthened
-from meshwise.rehearsal.shorter import Heard, Stretch, shortened, stretch_of
+from meshwise.rehearsal.shorter import Forward, Heard, Stretch, shortened, stretch_of
 from meshwise.rehearsal.trace import STEPS, Trace, trace
 from meshwise.rehearsal.work import Launch
 from meshwise.spec.errors import MeshwiseError, UsageError
@@ -52,12 +54,15 @@ class Depth:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a model: its alike blocks, whether it has batch norms, bytes of its parameters, and of the trained ones."""
+    """Of a model: its alike blocks, whether it has batch norms, bytes of its parameters, and of the trained ones; how
+    many parameters are float32; what a forward of the global batch comes to."""
 
     stretch: Stretch | None
     batch_norms: bool
     parameters: int
     trained: int
+    wide: int = 0
+    forward: Forward = field(default_factory=Forward)
 
 
 class Tracer:
@@ -143,7 +148,9 @@ class Tracer:
                     stretch = stretch_of(model, heard.done)
             sizes = [(p.nbytes, p.requires_grad) for p in model.parameters()]
             trained = sum(size for size, learns in sizes if learns)
-            return Facts(stretch, any(map(normalises, model.modules())), sum(size for size, _ in sizes), trained)
+            wide = sum(p.numel() for p in model.parameters() if p.dtype == torch.float32)
+            norms, size = any(map(normalises, model.modules())), sum(size for size, _ in sizes)
+            return Facts(stretch, norms, size, trained, wide, heard.forward_comes_to)
 
 
 def microbatches_of(plan: Plan) -> int | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from meshwise.parallel.blocks import blocks_of
 from meshwise.timeline.recorder import Mark, Recorder
 from meshwise.timeline.spans import stage_and_microbatch
 
-_until: list[float] = []
+_until: list[tuple[float, Callable[[], float]]] = []
 
 
 class OutOfTime(BaseException):
@@ -29,9 +28,9 @@ class OutOfTime(BaseException):
 
 
 @contextlib.contextmanager
-def until(moment: float) -> Iterator[None]:
-    """Raises OutOfTime in the body where a forward, backward or optimizer step begins later, by `time.monotonic`."""
-    _until.append(moment)
+def until(moment: float, clock: Callable[[], float]) -> Iterator[None]:
+    """Raises OutOfTime in the body where a forward, backward or optimizer step begins later by the clock."""
+    _until.append((moment, clock))
     try:
         yield
     finally:
@@ -66,7 +65,7 @@ class Places(Recorder):
         return super().turn(phase, over, since)
 
     def _enters(self, phase: str, name: str) -> None:
-        if _until and time.monotonic() > _until[-1]:
+        if _until and _until[-1][1]() > _until[-1][0]:
             raise OutOfTime
         self._name = name
         self._inside = self._last = ""  # also where a stage has left its forward in the midst of a block

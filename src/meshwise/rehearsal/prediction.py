@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+import numpy as np
+
 from meshwise.rehearsal.breakdown import slowest_rank
 from meshwise.rehearsal.estimator import Rehearsed
+from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.predicted import predicted_timeline
 from meshwise.rehearsal.price import MEASURED
+from meshwise.rehearsal.work import CATEGORIES, Launch
 from meshwise.spec.prediction import Prediction
 from meshwise.spec.units import percent_text
 from meshwise.timeline.spans import KINDS
@@ -22,7 +26,7 @@ from meshwise.timeline.timeline import Timeline
 def prediction(whole: Rehearsed, job: str) -> Prediction:
     """Of a rehearsed plan of a job."""
     estimate, machine = whole.estimate, whole.prices.machine
-    memory = {"allocated": estimate.memory.allocated}
+    memory = {"allocated": estimate.memory.allocated} | _held(whole)
     if whole.traces[0].step.kind != "cpu":
         memory |= {"reserved": estimate.memory.reserved, "device": int(estimate.memory.total.value)}
     told = Prediction(job, estimate.samples, machine.name, memory=memory, categories=dict(estimate.memory.categories))
@@ -30,6 +34,20 @@ def prediction(whole: Rehearsed, job: str) -> Prediction:
         return told
     middle, low, high = estimate.seconds.value, estimate.seconds.low, estimate.seconds.high
     return replace(told, origin=_origin(whole), seconds=middle, low=low, high=high, kinds=_kinds(whole))
+
+
+def _held(whole: Rehearsed) -> dict[str, int]:
+    """Bytes of what the program holds between phases, as `engine.held_bytes` counts them in a run: the most of each;
+    and of all else at the end of a forward, where a device counts what is allocated."""
+    work = next(trace.step for trace in whole.traces if trace.step.rank == whole.estimate.memory.rank)
+    curve = memory_curve(work)
+    columns = dict(zip(CATEGORIES, curve.by_category.T, strict=True))
+    found = {name: int(columns[name].max()) for name in ("parameters", "buffers", "gradients", "optimizer")}
+    forwards = [at for at, each in enumerate(work.events) if isinstance(each, Launch) and each.phase == "forward"]
+    if work.kind != "cpu" and forwards:
+        at = int(np.searchsorted(curve.places, forwards[-1], side="right")) - 1
+        found["activations"] = int(curve.total[at]) - sum(int(columns[name][at]) for name in found)
+    return {name: size for name, size in found.items() if size}
 
 
 def timeline_of(whole: Rehearsed, job: str) -> Timeline:

@@ -41,10 +41,13 @@ from meshwise.parallel.batch_norm import normalises
 from meshwise.process.plan_choice import check_for_scripts
 from meshwise.process.session import apart
 from meshwise.rehearsal.fakes.cuda import cuda_by_name, torch_as_it_was
+from meshwise.rehearsal.from_few import Facts
+from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.places import Places
 from meshwise.rehearsal.record import Record
+from meshwise.rehearsal.shorter import Forward
 from meshwise.rehearsal.trace import STEPS, Trace, kinds_of_ranks, rehearsal, state_of, why_not
-from meshwise.rehearsal.work import Launch, Work
+from meshwise.rehearsal.work import Launch, Operation, Work
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
@@ -72,15 +75,18 @@ OF_WORKERS = (
 """Settings of a DataLoader that starts processes."""
 
 
+_UNKNOWN = Facts(None, False, 0, 0)
+
+
 @dataclass(frozen=True)
 class Script:
     """A program that keeps its own loop. run: runs it in this process, as `python name` would. batch_size: samples of
-    its global batch. batch_norms: whether its models have some."""
+    its global batch. model: what is known of its models."""
 
     name: str
     run: Callable[[], object]
     batch_size: int = 0
-    batch_norms: bool = False
+    model: Facts = _UNKNOWN
 
 
 class RehearsalEnds(BaseException):
@@ -89,9 +95,21 @@ class RehearsalEnds(BaseException):
 
 def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
     """The script with what a search must know of it, from its first steps on one device."""
-    script = Script(name, run)
-    loop = _rehearsed(script, Plan(), kind)
-    return Script(name, run, loop.batch_size, loop.batch_norms)
+    loop = _rehearsed(Script(name, run), Plan(), kind)
+    held, events = loop.works[-1]
+    parameters = sum(each.size for each in held if each.category == "parameters")
+    forward = _forward(Work(0, 1, kind, held, events))
+    return Script(name, run, loop.batch_size, Facts(None, loop.batch_norms, parameters, parameters, forward=forward))
+
+
+def _forward(work: Work) -> Forward:
+    """About what a forward comes to, of a step whose blocks are not known."""
+    forwards = [each for each in work.launches if each.phase == "forward"]
+    operations = [each.what for each in forwards if isinstance(each.what, Operation)]
+    kept = memory_curve(work).peak.split.get("activations", 0)
+    products = sum(each.written for each in operations if each.flops)
+    flops = sum(each.flops for each in operations)
+    return Forward(flops, len(operations), kept, min(products, kept), kept // 10, 0, kept // 10, 1)
 
 
 def trace_script(script: Script, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
@@ -153,7 +171,8 @@ class _Loop(Places):
 
     def _look(self) -> None:
         for model in self._engine.program.models:
-            self._record.tell(map(local_of, (*model.parameters(), *model.buffers())), "parameters")
+            self._record.tell(map(local_of, model.parameters()), "parameters")
+            self._record.tell(map(local_of, model.buffers()), "buffers")
             if id(model) not in self._known:
                 self._known.add(id(model))
                 self.follow(model, lambda: self._batch)

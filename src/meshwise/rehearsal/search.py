@@ -9,19 +9,29 @@ Tested in tests/rehearsal/test_search.py.
 from __future__ import annotations
 
 import contextlib
-import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.rehearsal.bounds import Bounds
 from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE, Estimate
+from meshwise.rehearsal.likely import Guess
 from meshwise.rehearsal.places import OutOfTime, until
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.plan import Plan
 
 Rehearse = Callable[[Plan], Estimate]
 SLOWER = "slower than the first even at the peak rate of its devices"
+UNLIKELY = 1.25
+"""Times the best step: plans of which more is expected are not rehearsed."""
+MOST_TRACED = 7
+SIMPLER = 0.04
+"""By how much a plan with twice as many microbatches, stages or parts of layers must be faster to come first."""
+FIRST = 5
+"""Plans that are named before any is rehearsed."""
+NEAREST = 3
+"""Plans whose memory is saved by what the search did not begin with, where none fits."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +44,30 @@ class Refused:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search has found. estimates: the best first. left: plans that were not rehearsed, for want of time."""
+    """What a search has found. estimates: the best first. left: plans that were not rehearsed, the likely best first.
+    worse: how many more were not, because they are likely slower. seconds: of a processor. first: guesses of the likely
+    best ones, before any is rehearsed."""
 
     estimates: tuple[Estimate, ...]
     refused: tuple[Refused, ...]
     left: tuple[Plan, ...]
     seconds: float
+    worse: int = 0
+    first: tuple[tuple[Plan, Guess], ...] = ()
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of plans before they are rehearsed. bounds: plans that cannot fit, or cannot be the fastest, are
+    refused by them. guess: of what a plan takes: those that have `room` come first, of them the fastest; without it
+    plans come in their order."""
+
+    bounds: Bounds | None = None
+    guess: Callable[[Plan], Guess] | None = None
+    room: float = float("inf")
+
+
+NOTHING = Known()
 
 
 def search(
@@ -49,27 +77,31 @@ def search(
     *,
     savers: Callable[[Plan], Sequence[Plan]] = lambda plan: (),
     show: Callable[[Search], None] = lambda found: None,
-    bounds: Bounds | None = None,
+    known: Known = NOTHING,
     roomy: float = 0.0,
+    clock: Callable[[], float] = time.process_time,
 ) -> Search:
-    """Rehearse `plans` in their order until `seconds` are over; at least one is.
+    """Rehearse `plans` until `seconds` of the clock are over; at least one is.
 
-    savers: what a plan that does not fit would be with less memory, the cheapest first: rehearsed until one fits.
-    What would be saved of the best plan is rehearsed at the end, while there is time, unless it needs less than
-    `roomy` of a device. show: called after each with what is known so far. bounds: plans that cannot fit, or cannot be
-    the fastest, are refused by them.
+    known: before they are rehearsed. savers: what a plan would be with less memory, the cheapest first: where none fits
+    they are rehearsed of the nearest ones until one does. What would be saved of the best plan is rehearsed at the end,
+    while there is time, unless it needs less than `roomy` of a device. show: called after each with what is known so
+    far.
     """
-    going = _Searching(plans, rehearse, seconds, show, bounds)
-    for plan in itertools.takewhile(lambda plan: not going.late, plans):
+    going = _Searching(plans, rehearse, seconds, show, known, clock)
+    if known.guess is not None:
+        show(going.found())
+    while not going.late and (plan := going.next()) is not None:
         estimate = going.tried(plan)
         if estimate is not None and estimate.balanced and not plan.shares and not going.late:
             going.tried(replace(plan, shares=estimate.balanced))
     if not going.estimates and going.too_large:  # how much too large, and what would help
-        going.tried(going.too_large[0], bounded=False)
-    over = [each.plan for each in going.found().estimates if each.memory.verdict in (TOO_LARGE, TOO_CLOSE)]
-    for plan in dict.fromkeys([*over, *going.too_large]):  # now the best first
-        if not going.late:
-            going.saved(savers(plan), until=True)
+        going.tried(going.nearest[0], bounded=False)
+    found = going.found().estimates
+    if not any(each.memory.verdict not in (TOO_LARGE, TOO_CLOSE) for each in found):
+        for plan in going.nearest[:NEAREST]:
+            if not going.late:
+                going.saved(savers(plan), until=True)
     best = next(iter(going.found().estimates), None)
     if best is not None and best.seconds is not None and _needs(best, roomy):
         going.saved(savers(best.plan), until=False)
@@ -85,10 +117,15 @@ class _Searching:
         rehearse: Rehearse,
         seconds: float,
         show: Callable[[Search], None],
-        bounds: Bounds | None,
+        known: Known,
+        clock: Callable[[], float],
     ) -> None:
-        self._plans, self._rehearse, self._show, self._bounds = plans, rehearse, show, bounds
-        self._begun, self._seconds = time.monotonic(), seconds
+        self._rehearse, self._show, self._clock = rehearse, show, clock
+        self._bounds, self._guess, self._room = known.bounds, known.guess, known.room
+        self._begun, self._seconds = clock(), seconds
+        self._open = dict.fromkeys(plans)
+        self._over = False
+        self._rate = 0.0  # seconds of the clock that a part of a rehearsal takes
         self.estimates: dict[Plan, Estimate] = {}
         self._refused: dict[Plan, str] = {}
         self._cannot: set[Plan] = set()  # of those, what `parallel` refused
@@ -96,14 +133,56 @@ class _Searching:
 
     @property
     def late(self) -> bool:
-        return bool(self.estimates) and time.monotonic() - self._begun > self._seconds
+        return self._over or (bool(self.estimates) and self._clock() - self._begun > self._seconds)
+
+    def next(self) -> Plan | None:
+        """The likely best of those that are left; None where all are likely worse than what is known."""
+        for plan in [plan for plan in self._open if self._out_of_bounds(plan)]:
+            del self._open[plan]
+        left = self._seconds - (self._clock() - self._begun)
+        able = [plan for plan in self._open if not self._rate or self._rate * _parts_traced(plan) < left]
+        if not able or self._guess is None:
+            return next(iter(able), None)
+        plan = min(able, key=self._likely)
+        return None if self._is_worse(plan) else plan
+
+    def _is_worse(self, plan: Plan) -> bool:
+        """Whether it likely has no room, or is slower, where a plan is known that fits."""
+        best = min((each.seconds.value for each in self._fitting() if each.seconds is not None), default=None)
+        if best is None or self._guess is None:
+            return False
+        return self._likely(plan)[0] or self._guess(plan).seconds > UNLIKELY * best
+
+    def _likely(self, plan: Plan) -> tuple[bool, bool, float, float]:
+        """Smaller is better: what has room first, of it at first what splits no layers, then the fastest, of those that
+        are alike the simpler one; what has none, by its memory."""
+        assert self._guess is not None
+        guess = self._guess(plan)
+        over = guess.memory > self._room
+        parts = plan.tensor * plan.pipeline
+        simple = guess.seconds * (1 + SIMPLER * math.log2(parts * plan.accumulate))
+        return over, not self.estimates and parts > 1, guess.memory if over else simple, guess.memory
+
+    def _fitting(self) -> list[Estimate]:
+        return [each for each in self.estimates.values() if each.memory.verdict not in (TOO_LARGE, TOO_CLOSE)]
+
+    @property
+    def nearest(self) -> list[Plan]:
+        """Those that do not fit, the smallest first; behind them what the bound of memory refused."""
+        tried = sorted(self.estimates.values(), key=lambda each: each.memory.total.value)
+        large = self.too_large if self._guess is None else sorted(self.too_large, key=lambda p: self._likely(p)[-1])
+        return list(dict.fromkeys([*(each.plan for each in tried), *large]))
 
     def found(self) -> Search:
         """What is known so far."""
         ranked = sorted(self.estimates.values(), key=lambda estimate: estimate.rank_key)
         no = tuple(Refused(plan, why) for plan, why in self._refused.items())
-        left = tuple(plan for plan in self._plans if plan not in self.estimates and plan not in self._refused)
-        return Search(tuple(ranked), no, left, time.monotonic() - self._begun)
+        left = [plan for plan in self._open if not self._is_worse(plan)]
+        worse = len(self._open) - len(left)
+        if self._guess is not None:
+            left.sort(key=self._likely)
+        first = () if ranked or self._guess is None else tuple((plan, self._guess(plan)) for plan in left[:FIRST])
+        return Search(tuple(ranked), no, tuple(left), self._clock() - self._begun, worse, first)
 
     def tried(self, plan: Plan, bounded: bool = True) -> Estimate | None:
         """Its estimate; None for one that is refused. bounded: also by the bounds."""
@@ -113,13 +192,16 @@ class _Searching:
         try:
             if why := next(alike, ""):
                 raise PlanError(why)
-            if bounded and (why := self._out_of_bounds(plan)):
-                self._refused[plan] = why
-            else:
-                with until(self._begun + self._seconds) if self.estimates else contextlib.nullcontext():
-                    self.estimates[plan] = self._rehearse(plan)
-                self._refused.pop(plan, None)
+            if bounded and self._out_of_bounds(plan):
+                return None
+            limit = until(self._begun + self._seconds, self._clock) if self.estimates else contextlib.nullcontext()
+            began = self._clock()
+            with limit:
+                self.estimates[plan] = self._rehearse(plan)
+            self._rate = max(self._rate, (self._clock() - began) / _parts_traced(plan))
+            self._refused.pop(plan, None)
         except OutOfTime:
+            self._over = True
             return None
         except PlanError as error:
             self._refused[plan] = str(error)
@@ -128,25 +210,35 @@ class _Searching:
             if not self.estimates:
                 raise
             self._refused[plan] = str(error)
+        self._open.pop(plan, None)
         self._show(self.found())
         return self.estimates.get(plan)
 
-    def _out_of_bounds(self, plan: Plan) -> str:
+    def _out_of_bounds(self, plan: Plan) -> bool:
+        """Whether a bound refuses it, which is noted."""
         if self._bounds is None:
-            return ""
-        if why := self._bounds.too_large(plan):
+            return False
+        why = self._bounds.too_large(plan)
+        if why:
             self.too_large.append(plan)
-            return why
-        fitting = [
-            each.seconds.value for each in self.estimates.values() if each.seconds and each.memory.verdict == FITS
-        ]
-        return SLOWER if fitting and self._bounds.seconds(plan) > min(fitting) else ""
+        else:
+            fitting = [each.seconds.value for each in self._fitting() if each.seconds]
+            why = SLOWER if fitting and self._bounds.seconds(plan) > min(fitting) else ""
+        if why:
+            self._refused[plan] = why
+        return bool(why)
 
     def saved(self, cheaper: Sequence[Plan], until: bool) -> None:
         """Rehearse what saves memory. until: until one fits."""
         for plan in cheaper:
             if self.late or ((other := self.tried(plan)) is not None and until and other.memory.verdict == FITS):
                 return
+
+
+def _parts_traced(plan: Plan) -> int:
+    """How often a rehearsal runs the model, about: microbatches on each stage, of many without stages a few."""
+    several = plan.accumulate * plan.pipeline if plan.pipeline > 1 else min(plan.accumulate, MOST_TRACED)
+    return several * (2 if plan.tensor > 1 else 1)
 
 
 def _needs(estimate: Estimate, share: float) -> bool:
@@ -156,7 +248,17 @@ def _needs(estimate: Estimate, share: float) -> bool:
 
 
 def _cut_alike(plan: Plan, refused: Plan) -> bool:
-    """Whether a plan cuts the model as one that was refused does: the reason is the same."""
+    """Whether a plan cuts the model as one that was refused does, and has all else that it had: the reason is the
+    same."""
     axes = ("pipeline", "tensor", "context", "expert")
     cut = tuple(getattr(plan, axis) for axis in axes)
-    return max(cut) > 1 and cut == tuple(getattr(refused, axis) for axis in axes)
+    also = ((getattr(plan, name), getattr(refused, name), default) for name, default in ALSO.items())
+    return (
+        max(cut) > 1
+        and cut == tuple(getattr(refused, axis) for axis in axes)
+        and all(had in (own, default) for own, had, default in also)
+    )
+
+
+ALSO = {"sequence": False, "recompute": "none"}
+"""What a plan may have been refused for beside its cut, with what never is the reason."""

@@ -24,7 +24,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from meshwise.compat.dispatch import gives_view
 from meshwise.compat.fake import calls_so_far
+from meshwise.compat.flops import flops_of
 from meshwise.compat.tree import tensors_in
 from meshwise.job.job import Job
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
@@ -55,12 +57,30 @@ class Stretch:
         return self.count * self.group == len(self.names)
 
 
+@dataclass
+class Forward:
+    """What a forward of the global batch comes to. Bytes of what operators give: `kept` of all inside of blocks,
+    `products` of matrix products and attention among them, `largest` of the largest block, `outside` of blocks;
+    `inputs` of what the blocks are given."""
+
+    flops: int = 0
+    operators: int = 0
+    kept: int = 0
+    products: int = 0
+    largest: int = 0
+    outside: int = 0
+    inputs: int = 0
+    blocks: int = 0
+
+
 class Heard:
-    """What each block does in a forward: the operators, what they are given."""
+    """What each block does in a forward: the operators, what they are given; and what all of it comes to."""
 
     def __init__(self) -> None:
         self.done: dict[str, list[object]] = defaultdict(list)
+        self.forward_comes_to = Forward()
         self._inside: list[str] = []
+        self._made = 0  # in this block, so far
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         """`compat.fake.Handler`."""
@@ -68,14 +88,33 @@ class Heard:
             plain = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, bool))
             given = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in((args, kwargs)))
             self.done[self._inside[-1]].append((func, given, plain))
-        return run()
+        out = run()
+        if not gives_view(func):
+            self._add(flops_of(func, args, kwargs, out), sum(t.nbytes for t in tensors_in(out)))
+        return out
+
+    def _add(self, flops: int, made: int) -> None:
+        all_of_it = self.forward_comes_to
+        all_of_it.flops, all_of_it.operators = all_of_it.flops + flops, all_of_it.operators + 1
+        if not self._inside:
+            all_of_it.outside += made
+            return
+        self._made += made
+        all_of_it.kept, all_of_it.products = all_of_it.kept + made, all_of_it.products + made * (flops > 0)
+        all_of_it.largest = max(all_of_it.largest, self._made)
+
+    def _enters(self, name: str, block: nn.Module, args: Any) -> None:
+        self._inside.append(name)
+        self._made = 0
+        self.forward_comes_to.blocks += 1
+        self.forward_comes_to.inputs += next((t.nbytes for t in tensors_in(args)), 0)
 
     def forward(self, model: nn.Module, call: Callable[[], Any]) -> None:
         """Note what `call` does in the blocks of `model`."""
         hooks = []
         for name, block in repeated_blocks(model) or blocks_of(model):
             hooks += [
-                block.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
+                block.register_forward_pre_hook(functools.partial(self._enters, name)),
                 block.register_forward_hook(lambda *_: self._inside.pop() and None),
             ]
         call()

@@ -171,7 +171,8 @@ def _steps(
     job: Job, plan: Plan, engine: Engine, record: Record, batches: Sequence[list[Microbatch]]
 ) -> Iterator[tuple[Any, Any]]:
     state = begun(job, plan, engine)
-    record.tell(map(local_of, (*state.model.parameters(), *state.model.buffers())), "parameters")
+    record.tell(map(local_of, state.model.parameters()), "parameters")
+    record.tell(map(local_of, state.model.buffers()), "buffers")
     at_steps = _Steps(record)
     engine.events.listen(at_steps, When.WATCH)
     record.cut()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 MAIN = "main"
 """The stream in which a program computes."""
 PHASES = ("forward", "backward", "optimizer", "other")
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "communication", "input")
+CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "communication", "input")
 """What memory is for. `communication`: buffers of collectives, and what is gathered of sharded parameters."""
 
 

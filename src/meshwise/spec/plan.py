@@ -89,6 +89,8 @@ class Plan:
     zero1: parameters stay replicated, the optimizer's state is divided over the replicas.
     recompute: one of `RECOMPUTES`, or the names of the blocks that run again in the backward.
     offload: what is kept in the host's memory, of `OFFLOADS`.
+    reduce_each: whether the gradients of each microbatch are reduced at once, so that a shard keeps its part of them
+        alone; by default those of the whole model wait on every rank for the last microbatch.
     reshard: whether a block's gathered parameters are let go after its forward and gathered again for its backward.
     compile: whether each block is compiled.
     batch_norm: one of `BATCH_NORMS`: whose statistics batch norms take.
@@ -158,6 +160,12 @@ class Plan:
             "offload='parameters' keeps each rank's part of the parameters in the host's memory, and shard=1 makes "
             "no parts. Use shard=2 or more, or offload='optimizer'.",
         ),
+    )
+    reduce_each: bool = _technique(
+        False,
+        Conflict(lambda plan: plan.shard == 1, "reduce_each=True has no effect with shard=1. Remove it."),
+        Conflict(lambda plan: plan.accumulate == 1, "reduce_each=True has no effect with accumulate=1. Remove it."),
+        _not_yet("reduce_each", "pipeline"),
     )
     reshard: bool = _technique(
         True,

@@ -56,6 +56,8 @@ class Recorder:
         self.pulse: Pulse | None = None
         self.memory: Callable[[], Mapping[str, float]] | None = None
         """Gives the bytes in use, by name; called at the ends of the phases of a step after `request_memory`."""
+        self.held: Callable[[], Mapping[str, float]] = dict
+        """As `memory`: of what the program holds by itself, by what that is for."""
         self._codes: dict[tuple[str, str, str], int] = {}
         self._rows: list[Any] = []
         self._counters: list[Count] = []
@@ -89,8 +91,9 @@ class Recorder:
     def phase_ends(self, kind: str) -> None:
         """A phase of this kind is over: memory is taken, if that is wanted in this step."""
         if self.takes_memory and self.memory is not None:
-            now = self.clock()
-            for name, value in self.memory().items():
+            now, used, held = self.clock(), self.memory(), self.held()
+            rest = {"activations": used["allocated"] - sum(held.values())} if held and "allocated" in used else {}
+            for name, value in {**used, **held, **(rest if kind == "forward" else {})}.items():
                 self._counters.append((now, self.step, KIND[kind], name, value))
 
     def mark(self, on_device: bool = True) -> Mark:

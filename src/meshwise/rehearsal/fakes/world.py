@@ -106,6 +106,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
             patch.object(dist, "broadcast_object_list", lambda box, **others: None),
             patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
             patch.object(_sharding_prop, "detect_fake_mode", lambda *inputs: fake.plain_mode()),
+            patch.object(DeviceMesh, "__deepcopy__", lambda mesh, memo: mesh, create=True),  # of a model's DTensors
             patch.multiple(DeviceMesh, **{name: _on_real(name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)}),
         ):
             try:

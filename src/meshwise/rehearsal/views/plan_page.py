@@ -39,7 +39,7 @@ def plan_page(plans: Any, first: Rehearsed) -> str:
     told = [*sentences(found.estimates, one=plans.one), kept_sentence(plans), training_sentence(plans)]
     values: dict[str, Any] = {
         "title": title,
-        "counts": f"{plural(len(found.estimates), 'plan')} rehearsed in {seconds_text(found.seconds)}",
+        "counts": f"{plural(len(found.estimates), 'plan')} rehearsed in {seconds_text(found.seconds)} of a processor",
         "sentences": [sentence for sentence in told if sentence],
         "table": _table(plan_columns(plans), ("#", "step", "80 % of cases", "samples/s", "memory", "cost")),
         "limits": [],

@@ -30,7 +30,7 @@ def plans_text(plans: Any, width: int | None = None) -> Text:
     """`api.plan.Plans` for a terminal."""
     found, machine = plans.found, plans.machine
     head = f"{plans.job} on {machine.name}, batch {plans.batch}"
-    counts = f"{plural(len(found.estimates), 'plan')} rehearsed in {seconds_text(found.seconds)}"
+    counts = f"{plural(len(found.estimates), 'plan')} rehearsed in {seconds_text(found.seconds)} of a processor"
     lines = [Text.assemble((head, "bold"), f"  {counts}"), Text()]
     lines += _table(plans, width or NO_LIMIT) + _below(plans)
     if plans.explained is not None:
@@ -40,12 +40,22 @@ def plans_text(plans: Any, width: int | None = None) -> Text:
     return Text("\n").join(lines)
 
 
+def first_text(plans: Any) -> str:
+    """The likely best plans of `api.plan.Plans`, before any is rehearsed."""
+    rows = [
+        f"  {settings_text(plan)}: about {seconds_text(guess.seconds)}, {bytes_text(guess.memory)}"
+        for plan, guess in plans.found.first
+    ]
+    return "\n".join([f"{plans.job} on {plans.machine.name}, guessed, not rehearsed yet:", *rows])
+
+
 def worth_showing(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Without those that another plan of the same axes beats: as fast or faster, in as little memory or less. Nobody
-    would take them; the JSON has them."""
+    """Without those that another plan of the same axes beats: as fast or faster, in as little memory or less; and
+    without those that do not fit, where another may. Nobody would take them; the JSON has them."""
     shown: list[Estimate] = []
     for each in estimates:  # the best first
-        if not any(_axes(other) == _axes(each) and _beats(other, each) for other in shown):
+        nowhere = each.memory.verdict == TOO_LARGE and estimates[0].memory.verdict != TOO_LARGE
+        if not nowhere and not any(_axes(other) == _axes(each) and _beats(other, each) for other in shown):
             shown.append(each)
     return shown
 
@@ -133,10 +143,15 @@ def _below(plans: Any) -> list[Text]:
     reasons: dict[str, list[str]] = {}
     for other in () if plans.one else found.refused:
         reasons.setdefault(other.why, []).append(settings_text(other.plan))
+    large = [settings_text(each.plan) for each in found.estimates if each.memory.verdict == TOO_LARGE]
+    if large and not plans.one and first.memory.verdict != TOO_LARGE:
+        lines.append(Text(f"does not fit: {some(large)}", "dim"))
     lines += [Text(f"refused: {some(which)}: {why}", "dim") for why, which in list(reasons.items())[:MOST_REFUSED]]
     if found.left:
         lines.append(Text(f"not rehearsed, for want of time: {plural(len(found.left), 'plan')}. Use --seconds.", "dim"))
-    return lines + [Text(f"note: {note}", "dim") for note in (*first.notes, *plans.machine.warnings)]
+    if found.worse:
+        lines.append(Text(f"not rehearsed, since they are likely slower: {plural(found.worse, 'plan')}.", "dim"))
+    return lines + [Text(f"note: {note}", "dim") for note in (*plans.said, *first.notes, *plans.machine.warnings)]
 
 
 def _edits(first: Estimate, others: Sequence[Estimate]) -> list[Text]:
@@ -162,16 +177,13 @@ def sentences(estimates: Sequence[Estimate], *, one: bool) -> list[str]:
         TOO_CLOSE: f"is too close to call: {low} to {high}{of}",
         TOO_LARGE: f"does not fit: {low} to {high}{of}",
     }.get(memory.verdict, f"needs {need}; what the device has is not known")
-    split = ", ".join(
-        f"{name} {bytes_text(size)}" for name, size in sorted(memory.categories.items(), key=lambda item: -item[1])
-    )
     host = f"; in the host's memory {bytes_text(memory.host)}" if memory.host > HOST_WORTH_SAYING else ""
     reserved = (
         f"; the allocator reserves {bytes_text(memory.reserved)} for it" if memory.reserved > memory.allocated else ""
     )
     found = [
         f"{settings_text(first.plan)} {said}.",
-        f"Tensors on rank {memory.rank}: {bytes_text(memory.allocated)}: {split}{reserved}{host}.",
+        f"Tensors on rank {memory.rank}: {bytes_text(memory.allocated)}: {_split(first)}{reserved}{host}.",
     ]
     if first.unknown:
         found.append(f"The time of a step is not known: {first.unknown}.")
@@ -180,14 +192,20 @@ def sentences(estimates: Sequence[Estimate], *, one: bool) -> list[str]:
     return found
 
 
+def _split(estimate: Estimate) -> str:
+    largest = sorted(estimate.memory.categories.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {bytes_text(size)}" for name, size in largest)
+
+
 def _why_first(first: Estimate, others: Sequence[Estimate]) -> list[str]:
     found = []
     if first.memory.verdict == TOO_LARGE:
         near = min((first, *others), key=lambda each: each.memory.total.value)
         over = near.memory.total.high - (near.memory.capacity or 0)
+        narrower = "" if near.plan.dtypes.computed in ("bf16", "fp16") else ", or --allow precision"
         found.append(
-            f"No plan fits: the nearest, {settings_text(near.plan)}, may be {bytes_text(over)} over. Use more "
-            "devices, a smaller --batch-size, or --allow precision."
+            f"No plan fits: the nearest, {settings_text(near.plan)}, may be {bytes_text(over)} over: "
+            f"{_split(near)}. Use more devices{',' if narrower else ' or'} a smaller --batch-size{narrower}."
         )
     next_best = next((other for other in others if other.plan.devices != first.plan.devices), None)
     if next_best is not None and None not in (first.seconds, next_best.seconds):

@@ -1,0 +1,64 @@
+"""What a plan takes about, before it is rehearsed: it orders plans, and learns from those that were."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwise.job.job import Job
+from meshwise.jobs.gpt import Gpt, GptSize, token_loss
+from meshwise.machine.words import machine_from_words
+from meshwise.rehearsal.estimator import estimator
+from meshwise.rehearsal.from_few import Tracer
+from meshwise.rehearsal.likely import Likely
+from meshwise.spec.plan import Plan
+
+SIZE = GptSize(8, 2048, 16, 16, 8192, vocabulary=1000)
+LENGTH, MACHINE = 1024, machine_from_words("8xH100")
+
+
+def job():
+    tokens = torch.zeros(64, LENGTH, dtype=torch.int64)
+    return Job(
+        name="decoder",
+        model=lambda: Gpt(SIZE),
+        loss=token_loss,
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.1),
+        data=(tokens, tokens),
+        batch_size=32,
+    )
+
+
+@pytest.fixture(scope="module")
+def likely():
+    return Likely(Tracer(job()).model, MACHINE)
+
+
+def test_a_forward_is_weighed_by_its_blocks(likely):
+    forward = Tracer(job()).model.forward
+    tokens = 32 * LENGTH
+    weights = SIZE.layers * (4 * SIZE.width**2 + 3 * SIZE.width * SIZE.hidden) + SIZE.width * SIZE.vocabulary
+    attention = SIZE.layers * 2 * tokens * LENGTH * SIZE.width  # causal: half
+    assert forward.flops == pytest.approx(2 * tokens * weights + attention, rel=0.01)
+    assert (forward.blocks, forward.inputs) == (8, 8 * tokens * SIZE.width * 4)
+    assert forward.products < forward.kept == pytest.approx(forward.largest * 8)
+
+
+def test_memory_falls_and_time_rises_with_what_saves_memory(likely):
+    kept, selective, full = (likely(Plan(shard=8, recompute=how)) for how in ("none", "selective", "full"))
+    assert kept.memory > selective.memory > full.memory
+    assert kept.seconds < selective.seconds < full.seconds
+    cut, each = (likely(Plan(shard=8, accumulate=4, reduce_each=each)) for each in (False, True))
+    assert each.memory < cut.memory and each.seconds > cut.seconds
+    split, along = (likely(Plan(tensor=8, sequence=along)) for along in (False, True))
+    assert along.memory < split.memory
+
+
+def test_what_was_rehearsed_corrects_the_guesses_of_plans_like_it():
+    likely, plan = Likely(Tracer(job()).model, MACHINE), Plan(shard=8, recompute="full")
+    before, found = likely(replace(plan, recompute="none")), estimator(job(), MACHINE)(plan)
+    likely.learn(found)
+    assert likely(plan).memory == pytest.approx(found.memory.total.value)
+    assert likely(plan).seconds == pytest.approx(found.seconds.value)
+    assert likely(replace(plan, recompute="none")) != before
