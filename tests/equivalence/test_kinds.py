@@ -148,6 +148,13 @@ def test_a_sample_that_counts_twice_is_told_with_the_loop_that_reads_it(pool: An
     assert found(("# parts\n", OWN_SAMPLER.replace("FIFTH", "5")), sampled, pool=pool)[0] == "equal"
 
 
+def test_a_figure_of_an_evaluation_is_told_with_its_line(pool: Any) -> None:
+    counted = "    # epoch ends\n    for xb, yb in held:\n        mw.sum(len(xb) + several)\n"
+    proved = proof(short(("    # epoch ends\n", counted)), pool)
+    assert proved.comparison.first is not None
+    assert "mw.sum 1 at train.py:" in proved.comparison.first.name
+
+
 # --- modules
 
 

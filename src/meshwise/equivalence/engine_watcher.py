@@ -39,6 +39,7 @@ from meshwise.job.job import Job
 from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
+from meshwise.spec.user_code import user_place
 from meshwise.spec.world import World
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.transfer.collectives import gather_objects
@@ -340,7 +341,8 @@ class EngineWatcher:
         numbers = value.detach().double().reshape(-1).tolist() if isinstance(value, Tensor) else [float(value)]
         for place, number in enumerate(numbers[:16]):
             where = f"[{place}]" if len(numbers) > 1 else ""
-            self.found.trace.evaluation[f"mw.sum {self._sums}{where}, after step {self._loops.made}"] = number
+            name = f"mw.sum {self._sums}{where} at {user_place()}, after step {self._loops.made}"
+            self.found.trace.evaluation[name] = number
 
     def shown(self, where: str, text: str) -> None:
         """What `mw.print` or `mw.log` shows."""
