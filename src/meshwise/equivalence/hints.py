@@ -166,7 +166,8 @@ class Hints:
         with contextlib.ExitStack() as stack:
             for scheduler in _with_own(LRScheduler, "step"):
                 stack.enter_context(_told(scheduler, "step", ticked))
-            for holder in (nn.Module, *_with_own(Optimizer, "zero_grad")):
+            holders: list[type[Any]] = [nn.Module, *_with_own(Optimizer, "zero_grad")]
+            for holder in holders:
                 stack.enter_context(_told(holder, "zero_grad", zeroed))
             stack.enter_context(noting_unused(self._say))
             yield
