@@ -21,7 +21,7 @@ from meshwise.data.order import BatchSlice
 from meshwise.equivalence.model_state import buffers_of, optimizer_state_of, parameters_of
 from meshwise.equivalence.sketches import sketch
 from meshwise.equivalence.tolerance import apart, finite, precision_of
-from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
+from meshwise.equivalence.trace import Contents, Divergence, Named, Output, StepTrace, Trace
 from meshwise.spec.world import World
 from meshwise.transfer import stages
 from meshwise.transfer.collectives import gather_objects
@@ -138,7 +138,11 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
     optimizer: None for an update by hand. divided: each rank has the optimizer's state of some parameters only.
     """
     step.outputs, differ = _outputs_of_ranks(step.outputs)
+    step.contents = _contents_of_ranks(step.contents)
     step.evaluating = set().union(*gather_objects(step.evaluating))
+    step.loaded = any(gather_objects(step.loaded))
+    step.changed_behind = set().union(*gather_objects(step.changed_behind))
+    step.nan_while_open = sorted({text for own in gather_objects(step.nan_while_open) for text in own})
     ranks = enumerate(gather_objects(step.modified_between_backwards))
     step.modified_between_backwards = [(rank, *found[1:]) for rank, each in ranks for found in each]
     step.rank_losses = [loss for own in gather_objects(step.rank_losses) for loss in own]
@@ -174,6 +178,14 @@ def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], Divergence]:
                 key = "module outputs", output.module
                 differ[key] = max(far, differ.get(key, 0.0))
     return [output for outputs in found.values() for output in outputs], differ
+
+
+def _contents_of_ranks(own: list[Contents]) -> list[Contents]:
+    """What the ranks have of the batches, in rank order, on rank 0: once where several have the same. Collective."""
+    found: dict[int, list[Contents]] = {}
+    for rank, contents in to_rank_0((get_rank(), own), _alike()):
+        found.setdefault(rank, contents)
+    return [contents for each in found.values() for contents in each]
 
 
 def _apart(first: Output, other: Output) -> float:

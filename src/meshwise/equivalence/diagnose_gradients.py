@@ -50,10 +50,18 @@ def _not_reduced(evidence: Evidence) -> str:
 
 def _modified_between_backwards(evidence: Evidence) -> Cause | None:
     """Gradients must not be modified between the microbatches of a step."""
-    for rank, micro, before, after, alike in evidence.steps[1].modified_between_backwards:
+    one, plan = evidence.steps
+    for rank, micro, before, after, alike in plan.modified_between_backwards:
         where = f"behind microbatch {micro + 1} on rank {rank}"
         if after == 0:
             return Cause(K.MISSING_REDUCTION, f"gradients are thrown away {where}, before the step.")
+        if not alike and micro in one.standing:  # who reads gradients gets those of all ranks
+            before, alike = one.standing[micro], True
+        if near(before, after):
+            continue
+        if alike and (after > before or near(before / after, round(before / after))):
+            text = f"gradients are multiplied by {after / before:.6g} {where}, and the next are added to them"
+            return Cause(K.SCALED_BETWEEN, f"{text}: what came before weighs otherwise than what comes after.")
         if after < before:
             text = f"gradients are {'scaled' if alike else 'cut'} from norm {before:.3g} to {after:.3g} {where}"
             return Cause(K.CLIP_NORM, f"{text}, before the step: they are clipped each microbatch.")

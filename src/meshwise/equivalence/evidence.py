@@ -69,7 +69,11 @@ class Evidence:
         """Which samples count too often, and which do not."""
         ends = {"repeated": "counts too often", "missing": "not at all"}
         found = {end: [str(index) for index in self.first.facts.get(fact, ())] for fact, end in ends.items()}
-        return ", ".join(f"sample {some(indices)} {end}" for end, indices in found.items() if indices)
+        text = ", ".join(f"sample {some(indices)} {end}" for end, indices in found.items() if indices)
+        if self.first.kind != "sample order":
+            return text
+        places = [each.place for each in self.steps[1].contents if each.place]
+        return f"{text}, in the loop at {places[0]}" if places else text
 
 
 Rule = Callable[[Evidence], Cause | None]

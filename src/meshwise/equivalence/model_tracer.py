@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from meshwise.compat.dispatch import without_interception
 from meshwise.compat.tree import tensors_in
 from meshwise.data.keyed import DrawLayout, KeyedDraws, Rows, by_reference, by_rows, on_one_device
+from meshwise.equivalence.contents import Reading, contents_of
 from meshwise.equivalence.model_state import buffers_of, clean, local_norms, parameters_of, tied_in
+from meshwise.equivalence.open_exchanges import noting_nan
 from meshwise.equivalence.pairs import noting_pairs
 from meshwise.equivalence.sketches import sketches
 from meshwise.equivalence.trace import Draws, Output, StepTrace, Trace
@@ -36,12 +38,14 @@ class ModelTracer:
     follows it. Collective where the model is divided.
     """
 
-    def __init__(self, model: nn.Module, seed: int, reference: Draws | None = None, *, upcast: bool) -> None:
+    def __init__(
+        self, model: nn.Module, seed: int, reference: Draws | None = None, *, upcast: bool, perturb: bool = False
+    ) -> None:
         kinds = {clean(name): type(module).__name__ for name, module in model.named_modules()}
         again = tuple(clean(name) for name in recomputed(model))
         self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model), recomputed_modules=again)
         self.step = StepTrace()
-        self._seed, self._reference, self._upcast = seed, reference, upcast
+        self._seed, self._reference, self._upcast, self._perturb = seed, reference, upcast, perturb
         self._at = 0, -1  # the step that began last, its newest microbatch
         self._begun = 0  # of those before this step
         self._forwards = 0  # of microbatches, and of batches that became none
@@ -49,7 +53,8 @@ class ModelTracer:
         self.draws: KeyedDraws
         """Those of the microbatch that is worked on."""
         self._calls: dict[str, int] = {}
-        self._in_forward = False
+        self.in_forward = False
+        """Whether the forward of a microbatch is open."""
         self._open_calls: list[list[int]] = []  # of each: draws before it, draws of the calls inside it
         self._norms_left: dict[str, float] | None = None
         self.follow(model)
@@ -58,8 +63,8 @@ class ModelTracer:
         """`model` is what trains from now on."""
         self._model = model
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(_Hook(partial(self._entered, clean(name))))
-            module.register_forward_hook(_Hook(partial(self._left, clean(name))))
+            module.register_forward_pre_hook(LooksOn(partial(self._entered, clean(name))))
+            module.register_forward_hook(LooksOn(partial(self._left, clean(name))))
         for name, p in model.named_parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(partial(self._ready, clean(name)))
@@ -70,28 +75,33 @@ class ModelTracer:
         return self.step
 
     @contextlib.contextmanager
-    def forward(self, rows: Rows, *, alike: bool = False, number: int | None = None) -> Iterator[None]:
-        """The forward of the next microbatch of the step, of which this rank has `rows`.
+    def forward(
+        self, rows: Rows, batch: Any, reading: Reading, *, alike: bool = False, number: int | None = None
+    ) -> Iterator[None]:
+        """The forward of the next microbatch of the step, of which this rank has `rows`, and got `batch`.
 
         number: of the microbatch, where a pipeline takes them in its own order. alike: in a run, ranks draw the same
         numbers outside of the modules.
         """
         step, newest = self._at
         self._at, self._rows = (step, newest + 1 if number is None else number), rows
+        if rows.samples > 0:
+            self.step.contents.append(contents_of(self._at[1], batch, rows.count, reading))
         count = self._forwards if number is None else self._begun + number
         layout = on_one_device if self._reference is None else by_reference(self._reference.get(count, ()), rows)
         self.draws = KeyedDraws((self._seed, count, 0), rows, self._noting(layout) if alike else layout)
         self.trace.draws[count] = self.draws.log
         self._forwards = max(self._forwards, count + 1)
-        self._calls, self._in_forward, self._open_calls = {}, True, []
+        self._calls, self.in_forward, self._open_calls = {}, True, []
         of_numpy = np.random.get_state()
         try:
             pairs = noting_pairs(rows.count, self.step.pairs, lambda: bool(self._open_calls))
             of_modules = stages.carried(lambda: dict(self._calls), self._go_on)
-            with upcast(self._upcast), of_modules, self.draws.forward(), pairs:
+            nan = noting_nan(self.step.nan_while_open, self._perturb)
+            with upcast(self._upcast), of_modules, self.draws.forward(), pairs, nan:
                 yield
         finally:
-            self._in_forward = False
+            self.in_forward = False
             self.trace.unkeyed |= self.draws.unkeyed
             self.trace.numpy_draws |= _position(np.random.get_state()) != _position(of_numpy)
 
@@ -105,6 +115,7 @@ class ModelTracer:
         step, number = self._at
         self._at = step, number - 1
         self.step.outputs = [output for output in self.step.outputs if output.microbatch < number]
+        self.step.contents = [contents for contents in self.step.contents if contents.microbatch < number]
 
     def _noting(self, layout: DrawLayout) -> DrawLayout:
         """Note draws outside of the modules that are for this rank's rows."""
@@ -123,7 +134,8 @@ class ModelTracer:
         self.step.ready_order.clear()
         self._compare_with_last_backward()
         drawn = len(self.draws.log)
-        with upcast(self._upcast), self.draws.backward():
+        nan = noting_nan(self.step.nan_while_open, self._perturb)
+        with upcast(self._upcast), self.draws.backward(), nan:
             yield
         # What runs again and draws the same numbers as at first is the same call, and not noted again.
         self.step.rng_mismatch |= len(self.draws.log) > drawn
@@ -138,6 +150,7 @@ class ModelTracer:
         if self._norms_left is None:
             return
         now = local_norms(self._model)
+        self.step.standing[self._at[1] - 1] = math.hypot(*now.values())
         ratios = [now.get(name, 0.0) / norm for name, norm in self._norms_left.items() if norm > 0]
         if ratios and max(abs(ratio - 1) for ratio in ratios) > 1e-12:
             alike = max(ratios) - min(ratios) <= 1e-9 * max(ratios)
@@ -166,13 +179,13 @@ class ModelTracer:
         self.step.ready_order.append(name)
 
     def _entered(self, name: str, module: nn.Module, inputs: Any) -> None:
-        if self._in_forward:
+        if self.in_forward:
             if not module.training:
                 self.step.evaluating.add(name)
             self._open_calls.append([self._drawn(), 0])
 
     def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._in_forward:
+        if self.in_forward:
             self._close_call(name)
             for tensor in tensors_in(output) if stages.counts(module) else ():
                 if tensor.is_floating_point() or tensor.is_complex():
@@ -209,7 +222,7 @@ def _position(state: Any) -> tuple[bytes, int]:
     return key.tobytes(), used
 
 
-class _Hook:
+class LooksOn:
     """A hook that looks on. A copy of its module, or what a file holds of it, has one that does nothing."""
 
     def __init__(self, looks: Callable[..., None]) -> None:
@@ -219,7 +232,7 @@ class _Hook:
         self._looks(*given)
 
     def __reduce__(self) -> Any:
-        return _Hook, (_nothing,)
+        return LooksOn, (_nothing,)
 
 
 def _nothing(*given: Any) -> None:

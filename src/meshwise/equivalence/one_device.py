@@ -20,6 +20,8 @@ from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Microbatch
 from meshwise.engine.weighing import as_weight, split_weight
 from meshwise.equivalence import model_state
+from meshwise.equivalence.contents import Reading
+from meshwise.equivalence.hints import noting_unused
 from meshwise.equivalence.model_tracer import ModelTracer
 from meshwise.equivalence.noise import take_noise
 from meshwise.equivalence.sketches import sketch
@@ -58,7 +60,8 @@ def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
         model.to(device)
         check_room(model, spec, job)
         run = _Reference(job, spec, device, model, ModelTracer(model, job.seed, upcast=spec.in_float64))
-        _train(run, None if job.test is None else open_data(job, job.test(), "test set"))
+        with noting_unused(run.tracer.trace.hints.append):
+            _train(run, None if job.test is None else open_data(job, job.test(), "test set"))
     return run.tracer.trace
 
 
@@ -146,7 +149,7 @@ def _backward(run: _Reference, batches: list[Microbatch], step: StepTrace) -> fl
     sums: list[Named] = [{}]  # sketches of the gradients after each microbatch
     named = [(model_state.clean(name), p) for name, p in run.model.named_parameters()]
     for batch, part in batches:
-        with run.tracer.forward(_all_rows(part)), computing(run.device, run.spec.dtypes):
+        with run.tracer.forward(_all_rows(part), batch, Reading()), computing(run.device, run.spec.dtypes):
             summed = part.total if run.job.reduction == "sum" else None
             mean, weight, given = _weighed(run.job.loss(run.model, batch), part, f"job '{run.job.name}'", summed)
         step.loss_has_weight = step.loss_has_weight or given

@@ -22,14 +22,14 @@ def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, floa
         if layout in one.sketches and len(parts) == len(ranks) and _fits(one, ranks, dim):
             mine = one.sketches[layout]
             if sum(map(len, parts)) == len(mine):
-                found = _rows_difference(mine, torch.cat(parts))
+                found = rows_difference(mine, torch.cat(parts))
                 return None if found[0] > LIMIT and _same_rows(one, ranks) else found
     sizes = []
     if "each" in one.sketches and _fits(one, ranks, 0, padded=True):
         each = [rank.sketches["each"] for rank in ranks if "each" in rank.sketches]
         sizes = _positions_difference(one.sketches["each"], each)
     if not _all_equal(sizes) and all(rank.shape == one.shape for rank in ranks):  # the same on every rank
-        sizes = [_rows_difference(one.sketches["whole"], rank.sketches["whole"]) for rank in ranks]
+        sizes = [rows_difference(one.sketches["whole"], rank.sketches["whole"]) for rank in ranks]
     return max(sizes) if _all_equal(sizes) else None  # of what differs it is not known whether it is of the samples
 
 
@@ -38,7 +38,7 @@ def _same_rows(one: Output, ranks: Sequence[Output]) -> bool:
     parts = [rank.sketches["unordered"] for rank in ranks if "unordered" in rank.sketches]
     if "unordered" not in one.sketches or len(parts) < len(ranks):
         return False
-    return _rows_difference(one.sketches["unordered"], torch.stack(parts).sum(0))[0] <= LIMIT
+    return rows_difference(one.sketches["unordered"], torch.stack(parts).sum(0))[0] <= LIMIT
 
 
 def _all_equal(sizes: Sequence[tuple[float, float]]) -> bool:
@@ -68,13 +68,13 @@ def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[f
         return []
     parts = mine.split([len(part) for part in ranks])
     return [
-        _rows_difference(part[:, : own.shape[1]].flatten(0, 1), own.flatten(0, 1))
+        rows_difference(part[:, : own.shape[1]].flatten(0, 1), own.flatten(0, 1))
         for part, own in zip(parts, ranks, strict=True)
         if own.numel()
     ]
 
 
-def _rows_difference(mine: Tensor, other: Tensor) -> tuple[float, float]:
+def rows_difference(mine: Tensor, other: Tensor) -> tuple[float, float]:
     """Of sketches: what is not finite in a row makes its sketch so, on both sides."""
     lengths, difference = mine.norm(dim=1), apart(other, mine).norm(dim=1)
     scale = lengths.nan_to_num(0.0, 0.0).clamp(min=FLOOR * largest([lengths]))

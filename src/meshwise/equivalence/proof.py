@@ -50,7 +50,8 @@ class Proof:
     in the order in which things happen, None when there is none. module: that of the first difference; empty where it
     has none. cause: the likely cause of it, with the evidence. rounding: of each side in the plan's own precision;
     empty where it was not asked for. notes: what the plan says of itself, and what was not looked at. doubts: figures
-    that differ though all that is compared in float64 is equal, a sentence each. warnings: a plan that divides little.
+    that differ though all that is compared in float64 is equal, a sentence each. warnings: a plan that divides little,
+    and what is wrong on one device too.
     """
 
     job: str
@@ -117,7 +118,7 @@ def prove(
             *([] if looked else [OTHER_STEPS if rounded else NO_ROUNDING]),
         ),
         doubts if comparison.equal else (),
-        warnings,
+        (*warnings, *reference.hints),
     )
 
 

@@ -43,6 +43,11 @@ def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
     return found
 
 
+def row_sketches(value: Tensor) -> Tensor:
+    """A sketch for each row of dim 0."""
+    return _projected(as_real(value).flatten(1) if value.dim() > 1 else value[:, None])
+
+
 def _projected(rows: Tensor) -> Tensor:
     if rows.numel() == 0:
         return torch.zeros(len(rows), DIRECTIONS, dtype=torch.float64)

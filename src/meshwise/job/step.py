@@ -134,7 +134,7 @@ class Microbatches:
         engine, part = self._engine, self._parts[number][1]
         engine.part = part
         if engine.watcher is not None:
-            engine.watcher.batch_given(part)
+            engine.watcher.batch_given(part, self._parts[number][0])
         return None if engine.draws is None else engine.draws.of_microbatch((*self._loss.key, number), part)
 
     def _found(self, number: int) -> Any:

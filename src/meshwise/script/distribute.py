@@ -208,7 +208,7 @@ def _begin_split(engine: Engine, part: BatchSlice) -> None:
     if engine.watcher is not None:
         engine.watcher.batch_asked()
         counted = part if not part.whole or engine.world.rank == 0 else replace(part, samples=0)
-        engine.watcher.batch_given(counted, split=True)
+        engine.watcher.batch_given(counted, None, split=True)
 
 
 def sum(value: Number, *, grad: bool = False) -> Number:

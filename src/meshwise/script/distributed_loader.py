@@ -162,7 +162,7 @@ class DistributedLoader:
                 engine.reads.begin(part, loop)
                 engine.part = part
                 if engine.watcher is not None:
-                    engine.watcher.batch_given(part)
+                    engine.watcher.batch_given(part, batch, loader=self._loader)
                 self.in_batch, loop.batch = True, batch
                 try:
                     if engine.draws is None or engine.watcher is not None:

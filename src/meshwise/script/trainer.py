@@ -37,8 +37,6 @@ WHOLE = (
     "Trainer: per_device_train_batch_size={train} and per_device_eval_batch_size={eval} are of all {ranks} devices "
     "together."
 )
-OF_TRL = {"SFTTrainer", "DPOTrainer", "RewardTrainer", "_BaseTrainer", "BaseTrainer"}
-"""Trainers of TRL whose losses are sums or means over rows."""
 
 
 def is_trainer(thing: Any) -> bool:
@@ -98,7 +96,7 @@ def _be_alone(trainer: Any) -> None:
 def _refuse(trainer: Any, ranks: int) -> None:
     """Raises UsageError for what is not the same on several devices."""
     args = trainer.args
-    own = sorted({cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")} - OF_TRL)
+    own = sorted({cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")})
     found = {
         "deepspeed": (args.deepspeed, "leave it out; a plan divides the model (meshwise plan, --plan)"),
         "fsdp": (args.fsdp, "leave it out; a plan with shard divides the model (meshwise plan, --plan)"),
@@ -117,7 +115,7 @@ def _refuse(trainer: Any, ranks: int) -> None:
             any(name in str(args.optim).lower() for name in ("layerwise", "lomo")),
             "it steps inside the backward, before gradients are averaged. Use one that steps behind it",
         ),
-        f"TRL's {own and own[0]}": (own, "it compares or generates rows over ranks. Write its loop with mw.distribute"),
+        f"TRL's {own and own[0]}": (own, "none was compared with one device yet. Write its loop with mw.distribute"),
         "a get_batch_samples of your own": (_is_own(trainer, "get_batch_samples"), "leave it to Trainer"),
     }
     for name, (given, instead) in found.items():
