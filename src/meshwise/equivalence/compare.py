@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshwise.data.keyed import GENERATOR
 from meshwise.equivalence.noise import note_noise
-from meshwise.equivalence.outputs import output_difference
+from meshwise.equivalence.outputs import Layout, divided_outputs, has_rows_of_samples, is_sum_of, output_difference
 from meshwise.equivalence.tolerance import FLOOR, LIMIT, apart, finite, largest, ratio
 from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
 from meshwise.spec.words import some
@@ -94,10 +94,22 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class Unseen:
+    """The output of a call that could not be compared. at: its place among those of the step."""
+
+    step: int
+    at: int
+    module: str
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Two sides compared. first: the first fault in the order in which things happen; None when they are equal.
 
-    modules: class of each module. left_out: what could not be compared, with the reason, a sentence each.
+    modules: class of each module. left_out: what could not be compared, with the reason, a sentence each. unseen: the
+    outputs among it.
     """
 
     kinds: tuple[Compared, ...]
@@ -105,6 +117,7 @@ class Comparison:
     first: Difference | None
     modules: Mapping[str, str]
     left_out: tuple[str, ...]
+    unseen: tuple[Unseen, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -116,12 +129,12 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
     found = [Difference("races", 0, race, math.inf, 0.0) for race in actual.races]
     found += _over_ranks(_start(reference, actual), actual.rank_divergence)
     noise: dict[str, Tensor] = {}
-    not_compared: Counter[str] = Counter()
+    unseen: list[Unseen] = []
     for number, (mine, other) in enumerate(zip(reference.steps, actual.steps, strict=bool(actual.steps)), 1):
         found += _samples(number, mine, other)
         gradients = _over_ranks(_gradients(number, mine, other), other.rank_divergence)
-        outputs = _over_ranks(_outputs(number, mine, other, not_compared), other.rank_divergence)
-        found += outputs if any(d.fault for d in gradients) else _of_samples(outputs, not_compared)
+        outputs = _over_ranks(_outputs(number, mine, other, unseen), other.rank_divergence)
+        found += outputs if any(d.fault for d in gradients) else _of_samples(outputs, unseen)
         found += gradients
         note_noise(noise, mine.gradients, other.gradients)
         found += _over_ranks(_after(number, mine, other, noise), other.rank_divergence)
@@ -130,8 +143,8 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
     by_kind = {kind: [d for d in found if d.kind == kind] for kind in KINDS}
     kinds = tuple(_compared(kind, differences) for kind, differences in by_kind.items() if differences)
     first = next((d for d in found if d.fault), None)
-    left_out = tuple(_left_out(reference, actual, not_compared, noise))
-    return Comparison(kinds, tuple(found), first, reference.modules, left_out)
+    left_out = tuple(_left_out(reference, actual, unseen, noise))
+    return Comparison(kinds, tuple(found), first, reference.modules, left_out, tuple(unseen))
 
 
 def _compared(kind: str, differences: Sequence[Difference]) -> Compared:
@@ -180,30 +193,41 @@ def _indices(kind: str, step: int, name: str, want: Sequence[int], got: Sequence
     return Difference(kind, step, name, math.inf if wrong else 0.0, float(wrong), facts if wrong else {})
 
 
-def _outputs(step: int, mine: StepTrace, other: StepTrace, not_compared: Counter[str]) -> Iterator[Difference]:
+def _outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[Unseen]) -> Iterator[Difference]:
     theirs: dict[Any, list[Output]] = defaultdict(list)
     for output in other.outputs:
         theirs[output.key].append(output)
-    for output in mine.outputs:
-        ranks = theirs[output.key]
-        sizes = output_difference(output, ranks) if ranks else None
-        if sizes is None:
+    sizes = [output_difference(one, theirs[one.key]) if theirs[one.key] else None for one in mine.outputs]
+    ways = [[] if size else _other_ways(one, theirs[one.key]) for one, size in zip(mine.outputs, sizes, strict=True)]
+    layouts = {layout for way in ways for layout, size in way if size[0] <= LIMIT}
+    for at, (output, size, way) in enumerate(zip(mine.outputs, sizes, ways, strict=True)):
+        near = [found for layout, found in way if layout in layouts]  # those of its neighbours
+        size = size or min(near, default=None)
+        if size is None and is_sum_of(output, theirs[output.key]):
+            size = 0.0, 0.0
+        if size is None:
             single = math.prod(output.shape) == 1
             why = "one number of the whole batch, such as a loss in it" if single else "not that of single samples"
-            why = why if ranks else "under the plan its forward hooks saw no such call"
-            not_compared[f"{output.module or 'the model'} ({output.kind}): {why}"] += 1
+            why = why if theirs[output.key] else "under the plan its forward hooks saw no such call"
+            unseen.append(Unseen(step, at, output.module, output.kind, why))
         else:
-            facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1}
-            yield Difference("module outputs", step, output.module, *sizes, facts)
+            facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1, "at": at}
+            yield Difference("module outputs", step, output.module, *size, facts)
 
 
-def _of_samples(outputs: Iterable[Difference], not_compared: Counter[str]) -> Iterator[Difference]:
+def _other_ways(one: Output, ranks: Sequence[Output]) -> list[tuple[Layout, tuple[float, float]]]:
+    """How an output may be divided over the ranks that is not divided by samples."""
+    return [] if has_rows_of_samples(one, ranks) else list(divided_outputs(one, ranks))
+
+
+def _of_samples(outputs: Iterable[Difference], unseen: list[Unseen]) -> Iterator[Difference]:
     """The outputs of a step whose loss and gradients are equal: what differs among them was taken for rows of samples
     by mistake (the tokens of an expert, as many as there are samples by chance)."""
     for difference in outputs:
         if difference.fault:
-            where = f"{difference.name or 'the model'} ({difference.facts['class']})"
-            not_compared[f"{where}: its rows are not those of the samples, since nothing made of them differs"] += 1
+            why = "its rows are not those of the samples, since nothing made of them differs"
+            at, kind = difference.facts["at"], difference.facts["class"]
+            unseen.append(Unseen(difference.step, at, difference.name, kind, why))
         else:
             yield difference
 
@@ -290,9 +314,9 @@ def _norm(named: Named) -> float:
     return math.sqrt(sum(float((t * t).sum()) for t in named.values()))
 
 
-def _left_out(reference: Trace, actual: Trace, not_compared: Counter[str], noise: Named) -> Iterator[str]:
-    for where, calls in not_compared.items():
-        yield f"outputs of {where} ({calls} call{'s' * (calls > 1)})."
+def _left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: Named) -> Iterator[str]:
+    for (module, kind, why), calls in Counter((each.module, each.kind, each.why) for each in unseen).items():
+        yield f"outputs of {module or 'the model'} ({kind}): {why} ({calls} call{'s' * (calls > 1)})."
     small = {name: int(mask.sum()) for name, mask in noise.items() if bool(mask.any())}
     if small:
         count, total = sum(small.values()), sum(mask.numel() for mask in noise.values())
