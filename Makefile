@@ -13,7 +13,7 @@ DEV := $(VENV)/installed-dev
 CUDA := .venv-cuda
 CUDA_TORCH := 2.13.0
 
-.PHONY: help demo quick test check suite cuda evidence lint format types api bench browser clean
+.PHONY: help demo quick test check suite cuda evidence lint format types api bench release matrix browser clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,9 +63,15 @@ api: $(DEV)  ## write docs/api.md from the docstrings
 	$(PY) docs/make_api.py
 
 bench: $(DEV)  ## every benchmark, one script a claim; results go to bench/results (not those for a GPU or the fake one)
-	@set -e; for script in $(filter-out bench/gpu.py bench/gpu_jobs.py bench/races.py bench/device_branches.py,$(sort $(wildcard bench/*.py))); do \
+	@set -e; for script in $(filter-out bench/gpu.py bench/gpu_jobs.py bench/races.py bench/device_branches.py bench/release.py bench/matrix.py,$(sort $(wildcard bench/*.py))); do \
 		echo "$(PY) $$script"; $(PY) $$script; \
 	done
+
+release: | $(PY)  ## build sdist and wheel, check them with twine, install the wheel into a clean environment and use it there
+	$(PY) bench/release.py
+
+matrix: | $(PY)  ## the quick tests on Python 3.11, 3.12, 3.13 with torch 2.11, 2.13, 2.15; goes on where it stopped
+	$(PY) bench/matrix.py
 
 browser:  ## install Chromium, in which the tests of the report's page are run (Debian and Ubuntu)
 	@if command -v chromium chromium-browser google-chrome; then exit 0; fi; \
@@ -80,7 +86,7 @@ clean:  ## remove the virtual environment and every cache
 
 # The stamps are older than pyproject.toml or constraints.txt only when those have changed since.
 $(RUNTIME): pyproject.toml constraints.txt | $(PY)
-	$(PY) -m pip install -c constraints.txt -e ".[report]"
+	$(PY) -m pip install -c constraints.txt -e .
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt | $(PY)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import meshwise as mw
+from meshwise.cli import EXIT_CODES
 from meshwise.job.options import RunOptions
-from meshwise.spec.exit_codes import MEANINGS
 from meshwise.spec.options import option_name, options_of
 
 PAGE = Path(__file__).with_name("api.md")
@@ -34,7 +34,7 @@ PARTS = {
     "Jobs, runs, checks, machines": ("meshwise.api", "meshwise.spec.plan", "meshwise.races"),
     "What they return": ("meshwise.timeline", "meshwise.equivalence", "meshwise.machine", "meshwise.spec.machine"),
     "Tensors between devices": ("meshwise.transfer",),
-    "Arrays on many devices": ("meshwise.arrays",),
+    "NumPy on many devices": ("meshwise.arrays",),
     "Errors": ("meshwise.spec.errors",),
 }
 MOST_WIDE = 110
@@ -123,7 +123,7 @@ def page() -> str:
 def failures(text: str) -> str:
     """The page of failures, with its tables as the command says it."""
     helps = {name: (option_name(name, option), option.help) for name, _, option in options_of(RunOptions)}
-    codes = [("exit code", "what it says"), ("---", "---"), *MEANINGS.items()]
+    codes = [("exit code", "meaning"), ("---", "---"), *EXIT_CODES.items()]
     options = [("option", "what it does"), ("---", "---"), *((f"`{helps[n][0]}`", helps[n][1]) for n in OF_FAILURES)]
     for mark, rows in (("EXIT_CODES", codes), ("OPTIONS", options)):
         table = "\n".join(f"| {left} | {right} |" for left, right in rows).replace("| --- | --- |", "|---|---|")

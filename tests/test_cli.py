@@ -11,7 +11,7 @@ import pytest
 from meshwise import cli
 from meshwise.spec.errors import MeshwiseError, UsageError
 
-README = Path(__file__).parents[1] / "README.md"
+FAILURES = Path(__file__).parents[1] / "docs" / "failures.md"
 
 
 def ended(words: str, monkeypatch: pytest.MonkeyPatch) -> object:
@@ -56,10 +56,11 @@ def test_no_command_shows_the_help_and_nothing_else(
     assert "Usage:" in shown.out + shown.err and "UsageError" not in shown.err
 
 
-def test_the_readme_has_the_exit_codes_of_the_help(
+def test_the_page_of_failures_has_the_exit_codes_of_the_help(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = re.findall(r"^\| ([\d, ]+) \| (.*) \|$", README.read_text().split("| exit code | meaning |")[1], re.M)
+    table = FAILURES.read_text().split("<!-- EXIT_CODES -->")[1].split("<!-- end -->")[0]
+    rows = re.findall(r"^\| ([\d, ]+) \| (.*) \|$", table, re.M)
     assert rows == list(cli.EXIT_CODES.items())
     assert {MeshwiseError.exit_code, UsageError.exit_code} <= {int(code) for code in list(cli.EXIT_CODES)[:4]}
     assert not ended("--help", monkeypatch)

@@ -30,15 +30,11 @@ COMMANDS = (
 )
 EXIT_CODES = {
     **MEANINGS,
-    str(
-        FAILED
-    ): f"{MEANINGS[str(FAILED)]}: the culprit's rank and traceback are shown once; bench: a path corrupts data; "
-    "check: the plan differs; plan: no plan fits for certain",
+    str(FAILED): f"{MEANINGS[str(FAILED)]}. bench: a path corrupts data. check: the plan differs. "
+    "plan: no plan fits for certain",
     "3": "bench: a device or a path is far slower than its model usually is",
-    str(
-        DOUBTFUL
-    ): "check: equal in float64, but figures beside it differ: the rounding of one side alone, a number that "
-    "the script shows, or losses that are not finite",
+    str(DOUBTFUL): "check: equal in float64, but doubtful: rounding on one side, a number that the script shows, "
+    "or losses that are not finite",
 }
 
 

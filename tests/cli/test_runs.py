@@ -92,7 +92,6 @@ def test_a_running_run_is_kept_unless_forced(typed: Typed) -> None:
 
 
 def test_open_writes_the_page(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("plotly")
     assert typed("open", "finished") == (None, "written     runs/finished/report.html\n", "")
     monkeypatch.setattr(api.runs.webbrowser, "open", lambda address: address.startswith("file:///"))
     assert typed("open", "finished") == (None, "opened      runs/finished/report.html\n", "")

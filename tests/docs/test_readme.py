@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -51,8 +52,10 @@ def test_the_loop_prints_the_same_on_one_device_and_on_two(processes: None, tmp_
     (tmp_path / "train.py").write_text(program(loop(README), "-"))
     one = printed(tmp_path, "train.py")
     assert len(one.splitlines()) == 5
+    shutil.rmtree(tmp_path / "state")
     assert printed(tmp_path, "-m", "meshwise", "run", "--devices", "2xcpu", "train.py") == one
-    assert (tmp_path / "best.pt").exists()
+    assert (tmp_path / "best.pt").exists() and (tmp_path / "state").exists()
+    assert printed(tmp_path, "train.py") == ""  # it goes on from the state, where nothing is left to do
 
 
 @pytest.mark.slow

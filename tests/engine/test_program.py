@@ -742,7 +742,7 @@ def test_a_script_that_distributes_no_model_is_told_that_its_plan_changed_nothin
     for name, value in (("argv", []), ("path", [*sys.path])):
         monkeypatch.setattr(sys, name, value)
     _script_in_worker(script, [], mw.RunOptions(plan=plan), tmp_path)
-    assert "plain.py gave mw.distribute no model, so the plan changed nothing" in capsys.readouterr().err
+    assert "plain.py never passed a model to mw.distribute, so the plan changed nothing" in capsys.readouterr().err
     end_sessions()
 
 

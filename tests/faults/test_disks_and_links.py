@@ -37,7 +37,7 @@ def test_a_full_disk_stops_no_training(undisturbed: Path, tmp_path: Path) -> Non
     run, folder = trained(tmp_path, *SHARDED, "--fault", "disk-full:rank=0,step=11,steps=3")
     assert run.process.returncode == 0 and "did not happen" not in run.output, run.output
     assert "could not be saved: " in run.output and "No space left on device" in run.output
-    assert " needed. The checkpoints before it are unharmed" in run.output
+    assert " needed. Earlier checkpoints are unharmed" in run.output
     assert "attempt" not in run.output and same(folder, undisturbed)
     assert [verified(saved) for saved in checkpoints_in(folder / names.CHECKPOINTS)] == ["", ""]
     assert run.left_over() == []

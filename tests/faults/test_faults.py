@@ -189,7 +189,7 @@ def test_ranks_that_part_end_in_one_sentence(fault: str, tmp_path: Path, monkeyp
     Path("parting.py").write_text(f"FAULTS = {[fault]}{PARTING}")
     run = CommandRun("--devices", "2xcpu", "--out", str(tmp_path / "runs"), "parting.py", out=tmp_path)
     assert run.wait() == 1, run.output
-    assert f"Ranks parted: {PARTED[fault]} Every rank must make the same calls" in run.output
+    assert f"Ranks diverged: {PARTED[fault]} Every rank must make the same calls" in run.output
     assert not {"Traceback", "gloo", "SIGABRT"} & set(run.output.split())
     assert run.left_over() == []
 

@@ -53,7 +53,7 @@ def test_an_update_by_hand_of_a_ranks_own_gradients_is_refused_at_the_next_batch
     for done, said in pool(2).run(train, form):
         assert done == 1 and "test_by_hand.py:" in said and "Write mw.backward(loss) instead of loss.backward()" in said
     for done, said in pool(2).run(train, form, 1, 3):  # full batches: an epoch each
-        assert done == 1 and "have parted" in said
+        assert done == 1 and "have diverged" in said
 
 
 def test_an_update_by_hand_after_mw_backward_is_that_of_one_device(pool: Any) -> None:

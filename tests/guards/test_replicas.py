@@ -85,7 +85,7 @@ def ranks(pool: Any) -> Any:
 def test_noise_on_gradients_of_each_rank_alone_ends_the_run(ranks: Any) -> None:
     for rank in ranks:
         raised = rank["gradients"][0]
-        assert "test_replicas.py:" in raised and "the ranks' parameters have parted" in raised
+        assert "test_replicas.py:" in raised and "the ranks' parameters have diverged" in raised
 
 
 def test_what_an_optimizer_draws_is_that_of_one_device(ranks: Any) -> None:

@@ -463,7 +463,7 @@ def line_of(case: Case) -> int:
 def test_is_said_with_its_line(case: Case, pool: Any, tmp_path: Path) -> None:
     for notes in pool(2).run(said, case, tmp_path):
         (text,) = notes
-        assert re.search(rf"test_unsummed\.py:{line_of(case)}: this loop runs a model", text)
+        assert re.search(rf"test_unsummed\.py:{line_of(case)}: this loop evaluates a model", text)
         assert "Use mw.sum(correct), mw.mean(value, weight=n) or mw.gather_samples(values)" in text
 
 

@@ -52,6 +52,6 @@ def test_what_differs_from_one_device_is_said() -> None:
     assert first.startswith("batch norm: each rank") and second.startswith("dropout")
     assert notes(model, two, World(size=2), samples=lambda: None) == [second]
     (only,) = notes(model, Plan(accumulate=4), World())
-    assert only.startswith("batch norm: accumulate=4 takes the statistics of each microbatch")
+    assert only.startswith("batch norm: accumulate=4 uses the statistics of each microbatch")
     assert notes(nn.Linear(2, 2), two, World(size=2)) == []
     assert notes(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), two, World(size=2)) == []  # it draws nothing

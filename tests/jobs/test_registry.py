@@ -78,7 +78,7 @@ def test_the_only_job_of_a_file_needs_no_name(write: Callable[..., Path]) -> Non
 
 def test_a_file_with_several_jobs_asks_which(write: Callable[..., Path]) -> None:
     path = write("first, second = make(), make()")
-    assert refusal(f"{path}") == f"{path}: it is not said which job to run. Use {path}:first."
+    assert refusal(f"{path}") == f"{path}: the name of the job is missing. Use {path}:first."
 
 
 def test_a_folder_with_data_reaches_a_function_that_takes_one(write: Callable[..., Path], tmp_path: Path) -> None:

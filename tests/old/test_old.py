@@ -26,7 +26,7 @@ RENAMED = {
     "meetings": "sync_points",
     "watching_seconds": "overhead_seconds",
 }
-"""Keys of --json that have another name since; CHANGELOG.md lists them."""
+"""Keys of --json that have another name since."""
 CLOSE = {"rel": 1e-9, "abs": 1e-12}  # float64, and the same numbers in another order at most
 
 Command = Callable[..., str]
@@ -118,7 +118,6 @@ def test_a_run_has_the_report_that_it_had(old: Path, command: Command, name: str
 
 @pytest.mark.parametrize("name", ["finished", "stopped", "shard", "zero1", "script"])
 def test_a_run_has_every_other_form_of_report(old: Path, command: Command, name: str) -> None:
-    pytest.importorskip("plotly")
     assert command("report", f"runs/{name}", "--html", "--trace", "--openmetrics").count("written") == 3
     assert command("report", f"runs/{name}", "--mermaid").startswith("gantt\n")
     assert command("report", f"runs/{name}")

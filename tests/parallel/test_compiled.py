@@ -114,7 +114,7 @@ def test_a_model_compiled_whole_is_compiled_block_by_block_and_it_says_so(how: s
     for same, other_keys, notes, apart in pool(2).run(distributed_compiled, how):
         assert same and not other_keys and apart < 1e-9
         assert [note for note in notes if note.startswith("compile")] == [
-            "compile: torch.compile was around the model, and is removed: each of 3 blocks is compiled by itself: "
+            "compile: torch.compile was around the model, and is removed: each of 3 blocks is compiled separately: "
             "layers.0, layers.1, layers.2."
         ]
 

@@ -206,7 +206,7 @@ def test_other_predictions_do_not_go_on_in_a_file(tmp_path: Path, monkeypatch: p
         ("seed", replace(job(), seed=1), {}),
         ("precision", job(), {"precision": "bf16"}),
     ]:
-        with pytest.raises(mw.UsageError, match=f"was begun with other {what}: .* begin anew with --overwrite"):
+        with pytest.raises(mw.UsageError, match=f"was begun with other {what}: .* start over with --overwrite"):
             predicted(given, out=out, **options)
     found = predicted(replace(job(), seed=1), out=out, overwrite=True)
     assert found["computed"] == SAMPLES

@@ -123,7 +123,7 @@ def test_damage_is_told_and_the_one_before_is_taken(tmp_path: Path, harm: str) -
     save(tmp_path, 1, 2)
     damage(tmp_path / "step-00000002.1")
     if harm in ("swapped", "manifest of another"):  # both are damaged
-        with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*step-00000001\.1.*Start anew"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*step-00000001\.1.*Start over"):
             loaded(tmp_path)
         return
     found, said = loaded(tmp_path)
@@ -165,7 +165,7 @@ def test_what_a_later_version_writes_is_not_read(tmp_path: Path, monkeypatch: py
 
 def test_a_run_that_saved_nothing_is_told_how_to_save(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint was saved there\. Run with --save-every N, or start anew"
+        CheckpointError, match=r"no checkpoint was saved there\. Run with --save-every N, or start over"
     ):
         loaded(tmp_path / "checkpoint")
 

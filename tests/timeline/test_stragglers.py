@@ -226,3 +226,21 @@ def test_with_one_log_of_two_communication_is_not_told_from_waiting() -> None:
     alone = dataclasses.replace(timeline, spans=timeline.of_rank(0), ranks=timeline.ranks[:1])
     (found,) = [finding for finding in report_of(alone).findings if finding.kind == "communication"]
     assert "waiting for ranks that left no log" in found.sentence
+
+
+def test_a_rank_that_is_last_in_three_steps_of_five_makes_no_headline() -> None:
+    """Of two ranks, one is last in half of the steps by chance alone."""
+
+    def works(step: int, rank: int) -> dict[str, float]:
+        return even()(step, rank) | ({"forward": 30.0} if rank == (step % 5 < 3) else {})
+
+    report = report_of(played(Schedule(ranks=2, steps=500), works))
+    assert straggler_findings(report) == [] and "Rank" not in report.headline
+    (found,) = [finding for finding in report.findings if finding.kind == "late"]
+    assert found.sentence.startswith("Rank 1 is often late in forward: last in 60 % of the steps")
+    assert [rank.last_steps for rank in report.ranks] == pytest.approx([200, 300], abs=2)
+
+
+def test_last_counts_steps_where_ranks_meet_several_times_in_each() -> None:
+    report = report_of(played(Schedule(ranks=2, steps=40), delayed(even(), rank=1, phase="forward", ms=20)))
+    assert report.ranks[1].last_steps == 40 and sum(rank.last_steps for rank in report.ranks) <= 40

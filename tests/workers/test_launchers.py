@@ -101,7 +101,7 @@ ENDS = {
     "SIGKILL": (
         [85, -9],
         "failed",
-        "rank 1 of 2 left without a word: killed, or lost with the machine.*",
+        "rank 1 of 2 disappeared: killed, or lost with the machine.*",
         "begins anew",
     ),
 }

@@ -52,7 +52,7 @@ def test_the_sentence_names_the_first_verb_that_differs_on_each_rank(tmp_path: P
     }
     here = place(__file__, trail.__code__.co_firstlineno + 3)
     text = parted(trails, [])
-    assert text.startswith(f"Ranks parted: rank 0 came to mw.sum at {here}; ranks 1, 2 came to mw.load at {here}.")
+    assert text.startswith(f"Ranks diverged: rank 0 came to mw.sum at {here}; ranks 1, 2 came to mw.load at {here}.")
     assert "look for what depends on mw.rank()" in text
 
 
@@ -79,7 +79,7 @@ def test_under_torchrun_who_loses_the_connection_tells_how_ranks_have_parted(
     for rank, called in enumerate([["mw.backward", "mw.sum"], ["mw.backward", "mw.backward"]]):
         trail(tmp_path, rank, called)
     tell(RuntimeError, lost, None)
-    assert "Ranks parted: rank 0 came to mw.sum at" in capsys.readouterr().err
+    assert "Ranks diverged: rank 0 came to mw.sum at" in capsys.readouterr().err
     tell(ValueError, ValueError("the user's own"), None)
     assert shown[0] is lost and len(shown) == 2 and capsys.readouterr().err == ""
     trail(tmp_path, 0, ["mw.backward"])
@@ -87,7 +87,7 @@ def test_under_torchrun_who_loses_the_connection_tells_how_ranks_have_parted(
     assert "The last call: rank 0: mw.backward at" in capsys.readouterr().err
     (tmp_path / "ended-0").touch()
     tell(RuntimeError, lost, None)
-    assert "Ranks parted: rank 0 ended; rank 1 came to mw.backward at" in capsys.readouterr().err
+    assert "Ranks diverged: rank 0 ended; rank 1 came to mw.backward at" in capsys.readouterr().err
 
 
 LEAVES = """

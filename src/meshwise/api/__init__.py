@@ -1,4 +1,4 @@
-"""What the public functions and the commands do, in the order of its steps."""
+"""Implement the public functions and the commands, in the order of a user's steps."""
 
 from meshwise.spec.lazy import files_of
 

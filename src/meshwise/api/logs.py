@@ -1,4 +1,4 @@
-"""What the ranks of a run print, over all its attempts. Tested in tests/cli/test_submit.py."""
+"""Show what the ranks of a run print, over all its attempts. Tested in tests/cli/test_submit.py."""
 
 from __future__ import annotations
 

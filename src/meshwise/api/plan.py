@@ -110,7 +110,7 @@ def plan(options: PlanOptions) -> Plans:
 
 def page(plans: Plans) -> Page:
     """The plans, the first one's predicted step and its memory as a page that works offline. Raises UsageError where
-    plotly is not installed."""
+    no plan is the best."""
     if plans.first is None:
         raise UsageError("--page shows what is known of the best plan; give --fits or --memory a plan that fits.")
     return Page(plan_page(plans, plans.first))

@@ -19,5 +19,5 @@ def tell_if_unused(script: str) -> None:
     """In a worker, when its script has ended: say that the plan changed nothing, if no model was distributed."""
     if not process_engine().has_applied:
         process_engine().notify(
-            f"{script} gave mw.distribute no model, so the plan changed nothing: every worker ran it by itself."
+            f"{script} never passed a model to mw.distribute, so the plan changed nothing: every worker ran alone."
         )

@@ -1,4 +1,4 @@
-"""What a run did: its report, its views, and two runs compared. Tested in tests/cli/test_report.py."""
+"""Make a run's report and its views, and compare two runs. Tested in tests/cli/test_report.py."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ shown_by(RunComparison, run_comparison_text)
 
 
 def figure(report: Report) -> Page:
-    """The page of a run, as `meshwise report --html` writes it, drawn in a notebook's cell.
-
-    Raises UsageError where plotly is not installed.
-    """
+    """The page of a run, as `meshwise report --html` writes it, drawn in a notebook's cell."""
     page = VIEWS["html"].render(report, read_timeline(Path(report.folder)))
     return Page(str(page))
 

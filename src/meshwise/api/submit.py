@@ -194,7 +194,7 @@ def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -
 
 
 def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[str]) -> None:
-    """Raises UsageError for an option of sbatch that says otherwise than ours, or that the script decides."""
+    """Raises UsageError for an option of sbatch that contradicts ours, or that the script sets itself."""
     for word in joined_options(sbatch):
         name, _, value = word.partition("=") if word.startswith("--") else (word[:2], "", word[2:])
         for ours, short, asked in (("--nodes", "-N", nodes), ("--time", "-t", time)):
@@ -273,7 +273,7 @@ def _gpus(site: Site, devices: str | None) -> int:
     if devices and (found := re.fullmatch(r"(\d+)x\w+", devices)):
         return int(found[1])
     if not (site.gpus_per_node or site.machine) and (site.gpu_type or site.gpus == "gres"):
-        raise UsageError(f"{site.file}: how many GPUs a node has is not said. Add gpus_per_node = 8, or machine.")
+        raise UsageError(f"{site.file}: the number of GPUs of a node is missing. Add gpus_per_node = 8, or machine.")
     if site.gpus_per_node or not site.machine or site.machine.endswith(".toml"):
         return site.gpus_per_node
     machine = machine_from_words(site.machine)

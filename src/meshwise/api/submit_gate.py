@@ -1,4 +1,4 @@
-"""What a run will need and take on a cluster, rehearsed before it is queued. Tested in tests/cli/test_submit.py."""
+"""Rehearse what a run needs on a cluster before it is queued. Tested in tests/cli/test_submit.py."""
 
 from __future__ import annotations
 

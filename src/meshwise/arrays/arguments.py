@@ -76,7 +76,7 @@ def told(error: TypeError, name: str, function: Callable[..., Any], first: int =
 
 
 def checked(name: str, function: Callable[..., Any], space: Any = None) -> Callable[..., Any]:
-    """A method, or of a space a function that makes arrays on it, whose calls that do not fit are told."""
+    """A method, or of a space a function that makes arrays on it, whose wrong calls get a helpful error."""
     bound = function if space is None else functools.partial(function, space)
 
     @functools.wraps(function)

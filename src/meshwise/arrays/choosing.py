@@ -113,7 +113,7 @@ def _triangle(name: str, x: Array, k: int) -> Array:
 
 def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
     """The arrays in the shape that they broadcast to, laid out alike, repeated without memory: views that are not
-    written. Moved: what is repeated, to each place; what is divided otherwise than the one whose layout is taken."""
+    written. Moved: what is repeated, to each place; what is divided differently from the one whose layout is taken."""
     given = list(arrays)
     if len({(x.shape, x.sharding) for x in given}) < 2:
         return tuple(given)

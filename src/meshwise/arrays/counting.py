@@ -1,4 +1,4 @@
-"""How many elements lie in bins: each place counts its own, then the counts are added."""
+"""Count the elements in bins: each place counts its own, then counts are added."""
 
 from __future__ import annotations
 

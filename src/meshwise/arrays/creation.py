@@ -307,7 +307,7 @@ def full_like(
 
 
 def _like(make: Callable[..., Array]) -> Callable[..., Array]:
-    """`zeros_like` of `zeros` and so on: where and as `x` lies, if nothing else is said."""
+    """`zeros_like` of `zeros` and so on: placed as `x` is, unless told otherwise."""
 
     def made_like(
         space: Space, x: Any, /, dtype: Any = None, *, device: Any = None, sharding: Placement = None

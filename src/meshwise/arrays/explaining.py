@@ -1,4 +1,4 @@
-"""What an operation would move, from where to where, and which placement would move less: on shapes alone.
+"""Explain which bytes an operation would move, and which placement moves fewer.
 
 The operation runs on tensors without memory; nothing is calculated and nothing moves.
 """

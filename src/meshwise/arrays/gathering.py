@@ -1,4 +1,4 @@
-"""Operations without a rule of their own: the whole array goes to one place, and the user is told, once an operation.
+"""Operations without a rule of their own: gather the whole array to one place, and warn once per operation.
 
 `with mw.guard("error")` forbids it. `WITHOUT_RULE` lists these operations, for the docs.
 """

@@ -38,7 +38,7 @@ def dlpack(
     copy: bool | None = None,
 ) -> Any:
     """The standard's `x.__dlpack__()`: without a copy where the array lies on one place. Else all of it is gathered on
-    the first, over ranks on each, which is told, or refused, as `mw.guard` says; if it must not be copied, the array
+    the first, over ranks on each, with a warning or an error, as `mw.guard` says; if it must not be copied, the array
     itself moves there."""
     whole = x if x.sharding.single and not x.space.over_ranks else gathered(x, "__dlpack__")
     if copy is False and whole is not x:

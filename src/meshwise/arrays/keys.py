@@ -1,4 +1,4 @@
-"""What a key asks for: `x[1:, None, mask, ::-2, [0, 2]]`, read as NumPy reads it.
+"""Read an index key (`x[1:, None, mask, ::-2, [0, 2]]`) as NumPy reads it.
 
 Slices and indices are cuts of one dim each. Index arrays and masks are advanced: their dims become those of their
 common shape, at the place of the first where they stand side by side, else in front.

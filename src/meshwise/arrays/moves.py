@@ -25,7 +25,7 @@ from meshwise.transfer.path import choose
 from meshwise.workers.verb_log import came_to
 
 EXPLAINED: list[object] = []
-"""Not empty while `mw.explain` runs: what would move is told, and stays."""
+"""Not empty while `mw.explain` runs: moves are reported and not made."""
 
 
 class Move(NamedTuple):

@@ -1,7 +1,7 @@
 """Products that sum over common dims: matmul, vecdot, tensordot, outer. One rule for all of them.
 
 The dims of both operands have labels, as in einsum, and the work is divided along one label. An operand that has it
-is split there, an operand that lacks it is on every place; where the result lacks it, each place has a partial sum,
+is split there, an operand without it is on every place; where the result is without it, each place has a partial sum,
 and they are added into a result split along its first dim. Bytes moved, the least for a product divided so:
 
     what each place needs of the operands and does not hold, + (places - 1) x result where sums are partial

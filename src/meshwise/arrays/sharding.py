@@ -1,4 +1,4 @@
-"""Where the elements of an array lie: all of them on each of some places, or a part of one dim on each.
+"""Describe where an array's elements lie: whole on some places, or divided along a dim.
 
 A `Layout` is what a user writes before the shape is known; `Layout.of` makes the `Sharding` of an array from it.
 """

@@ -1,7 +1,7 @@
 """QR, singular values and what stands on them, eigenvalues: of matrices and stacks, however they lie.
 
 Stacks are calculated where they lie (`stacks.py`). A tall matrix that is split by rows, or a wide one by columns, is
-factored part by part (`factors.py`). Others are gathered, and of large ones the user is told; of eigenvalues always.
+factored part by part (`factors.py`). Others are gathered, with a warning for large ones and for all eigenvalues.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..
         return result(of_each(x, name, getattr(torch.linalg, name), told=True))
 
     rule.__name__ = rule.__qualname__ = name
-    rule.__doc__ = f"`{name}` of square matrices. One that is divided is gathered, and that is told."
+    rule.__doc__ = f"`{name}` of square matrices. A divided one is gathered, with a warning."
     return rule
 
 

@@ -2,7 +2,7 @@
 
 A stack that is split along the rows or columns of its matrices is first split along its longest other dim, a
 transpose. One matrix of less than `LARGE` bytes is gathered and its result laid out as it was: dividing the work of so
-small a one moves more bytes than that. A larger one has a rule in `linalg.py`, or is gathered and that is told.
+small a one moves more bytes than that. A larger one has a rule in `linalg.py`, or is gathered with a warning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How NumPy's array of the same program lies in its memory, which tells where `reshape` is a view and where a copy.
+"""Track the strides of NumPy's array, which decide whether `reshape` is a view.
 
 Strides count elements, and are those of one undivided array, whatever device its parts lie on. None: row-major order.
 """

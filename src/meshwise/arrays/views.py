@@ -1,4 +1,4 @@
-"""What rules of shapes and entries share: an array made of parts, its bits, its dims."""
+"""Share helpers among rules of shapes and entries: parts, bits and dims of arrays."""
 
 from __future__ import annotations
 

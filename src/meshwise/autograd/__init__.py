@@ -1,1 +1,1 @@
-"""What the autograd graph of a loss tells of it."""
+"""Read facts from the autograd graph of a loss."""

@@ -1,4 +1,4 @@
-"""What the graph of a loss tells of it: whether it is a sum over samples, and whether it has a penalty.
+"""Read a loss's graph: is it a sum over samples, does it have a penalty?
 
 Nodes keep what they were made with as `_saved_…`, which is not public. Read in torch 2.13:
 `tools/autograd/derivatives.yaml`.

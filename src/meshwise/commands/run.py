@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,6 +20,9 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.exit_codes import MEANINGS
 from meshwise.spec.json_values import json_value
 from meshwise.workers.launchers.find import place_in
+
+SAMPLE = Path(__file__).parents[1] / "jobs" / "data" / "mnist" / "SAMPLE.txt"
+"""Only in a wheel, which carries a sample of MNIST (hatch_build.py): what it is, and how to get the rest."""
 
 EXIT_CODES = "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in MEANINGS.items()) + "."
 
@@ -76,6 +80,8 @@ def typed() -> float:
 def _say_starting(options: RunOptions) -> None:
     if options.node_rank and place_in(os.environ).one_a_node:  # the output of all nodes is one
         return
+    if str(options.job).startswith("mnist-") and options.data is None and SAMPLE.exists():
+        print(f"Note: {SAMPLE.read_text(encoding='utf-8')}", end="", file=sys.stderr)
     print(f"starting    {_workers(options.devices)}", file=sys.stderr, flush=True)
 
 

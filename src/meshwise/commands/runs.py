@@ -54,7 +54,7 @@ def remove(
     context: typer.Context,
     words: Annotated[list[str], NAME],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
-    force: Annotated[bool, typer.Option("--force", help="also one that is said to be running")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also a run that is marked as running")] = False,
 ) -> None:
     """Remove runs with all that is in their folders."""
     found = api.runs.to_remove(context.obj, words, running=force)

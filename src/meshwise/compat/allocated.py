@@ -1,4 +1,4 @@
-"""What a call allocates on the host, by torch's profiler.
+"""Measure what a call allocates on the host, with torch's profiler.
 
 Its events and their results are kineto's, which are not public. Read in torch 2.11, 2.13 and 2.15:
 `csrc/profiler/kineto_shim.h`, `autograd/profiler.py`.

@@ -1,4 +1,4 @@
-"""What Hugging Face's data sets keep to themselves: the fingerprint of their content and of what was done to it.
+"""Read the fingerprint that Hugging Face datasets keep of their content and history.
 
 Read in datasets 5.2: `arrow_dataset.py`. Tested in tests/guards/test_replicas.py.
 """

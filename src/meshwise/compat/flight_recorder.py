@@ -1,4 +1,4 @@
-"""What torch's flight recorder knows of a rank's collectives: enqueued, begun on the device, completed.
+"""Read a rank's collectives from torch's flight recorder: enqueued, begun, completed.
 
 On a GPU a rank runs ahead of its device, so that what it has come to says little of what the device waits for. NCCL's
 watchdog follows each collective by CUDA events, and the recorder keeps how far each group has come. Its getters are

@@ -1,8 +1,8 @@
-"""What the program does with streams, events and memory of CUDA, as torch tells its own sanitizer; and what it does not
-tell: an event or a stream that is asked whether it is over.
+"""Trace a program's CUDA streams, events and memory through torch's sanitizer hooks, and add the queries of events and
+streams that they leave out.
 
-Read in torch 2.11, 2.13 and 2.15: `cuda/_gpu_trace.py`, `c10/cuda/CUDAEvent.h`, `CUDAFunctions.h`. There is no way to
-end the telling: it goes to whoever listens, or nowhere. Freed memory is told by its address alone, whatever the device.
+Read in torch 2.11, 2.13 and 2.15: `cuda/_gpu_trace.py`, `c10/cuda/CUDAEvent.h`, `CUDAFunctions.h`. The trace
+cannot be switched off: it goes to a listener, or nowhere. Freed memory is given by its address alone, on any device.
 """
 
 from __future__ import annotations

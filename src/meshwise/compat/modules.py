@@ -1,4 +1,4 @@
-"""What a module of torch keeps to itself: its own tensors as dictionaries, what all batch norms are, and its forward.
+"""Read private parts of torch modules: tensor dictionaries, the base of batch norms, forward.
 
 Tested in tests/script/test_generate.py and tests/parallel.
 """

@@ -1,4 +1,4 @@
-"""What torch's optimizers keep to themselves: the order of their hooks, and the step without them."""
+"""Read private parts of torch's optimizers: hook order, and the step without hooks."""
 
 from __future__ import annotations
 

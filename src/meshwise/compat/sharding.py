@@ -1,5 +1,4 @@
-"""What `fully_shard` keeps to itself: its groups of parameters, the gradients that it has not reduced, and when it
-reduces them.
+"""Read private parts of `fully_shard`: parameter groups, unreduced gradients, and when it reduces them.
 
 Read in torch 2.11, 2.13 and 2.15: `distributed/fsdp/_fully_shard/_fsdp_param_group.py` and `_fsdp_state.py`.
 """
@@ -23,7 +22,7 @@ Around = Callable[..., contextlib.AbstractContextManager[None]]
 
 
 class _Surrounded:
-    """What `fully_shard` communicates with, in something that is told of it."""
+    """What `fully_shard` communicates with, in a wrapper that reports it."""
 
     def __init__(self, real: Any, kind: str, of: str, around: Around) -> None:
         self._real, self._kind, self._of, self._around = real, kind, of, around

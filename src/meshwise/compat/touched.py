@@ -1,4 +1,4 @@
-"""What memory an operator reads and writes, by its schema: a dispatch mode sees operators, not their kernels.
+"""Find which memory an operator reads and writes, by its schema.
 
 Collectives of `c10d` say nothing of that in their schema; the names of their arguments do. Read in torch 2.11, 2.13 and
 2.15: `native_functions.yaml`, `csrc/distributed/c10d/Ops.cpp`.

@@ -1,1 +1,1 @@
-"""Who reads which sample, and draws which random numbers: the order, loaders, keyed draws."""
+"""Decide which rank reads which sample, and draw keyed random numbers."""

@@ -1,4 +1,4 @@
-"""What travels over the ranks with a script's loss, beside it (agreed.py), for those who let it.
+"""Let guards send values over the ranks along with a script's loss (agreed.py).
 
 Tested in tests/guards/test_agreed.py.
 """
@@ -29,7 +29,7 @@ class Batches(Protocol):
         ...
 
     def told(self, taken: list[Any]) -> Any:
-        """What is told the other ranks of them."""
+        """What the other ranks learn of them."""
         ...
 
     def explain(self, ranks: list[Any]) -> str:

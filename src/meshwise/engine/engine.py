@@ -132,7 +132,7 @@ class Engine:
 
     @property
     def notes(self) -> list[str]:
-        """What was said of the plan and the program, on every rank."""
+        """Notices about the plan and the program, on every rank."""
         return self.notify.all
 
     @property

@@ -1,4 +1,4 @@
-"""What happens in a training loop, and who hears it: a listener has a method for each event that it wants to hear.
+"""Define the events of a training loop, and listeners with a method for each.
 
     batch_asked(loop)        the loop asks for its next batch, which may not come
     batch_given(loop, batch) it has one: what its source gave

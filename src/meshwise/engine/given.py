@@ -1,4 +1,4 @@
-"""What a program has given to `mw.distribute` and its other verbs, beside models and optimizers.
+"""Remember what a program passed to `mw.distribute`, beside models and optimizers.
 
 Tested in tests/script/test_distribute.py.
 """

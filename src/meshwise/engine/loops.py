@@ -1,4 +1,4 @@
-"""What this rank has read in the loops of a script, for values that are joined over the ranks.
+"""Track what this rank has read in a script's loops, for sums over ranks.
 
 Tested in tests/script/test_over_ranks.py.
 """

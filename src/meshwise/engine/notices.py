@@ -1,4 +1,4 @@
-"""What was said of a plan and a program: each line once a program, on rank 0.
+"""Notices about a plan and a program: each line once per program, on rank 0.
 
 Tested in tests/engine/test_step_mistakes.py.
 """
@@ -29,5 +29,5 @@ class Notices:
             self._say(text)
 
     def program_begins(self) -> None:
-        """Another program begins in this process: it is told what the others were told."""
+        """Another program begins in this process: it gets every notice anew."""
         self._said.clear()

@@ -182,7 +182,7 @@ def _rows(batch: tuple[Any, ...], dim: int, whole: bool) -> int:
         shapes = ", ".join(map(_shape, arrays))
         raise UsageError(
             f"mw.split: the tensors of a batch need equally many rows, and at least one; these are {shapes}. "
-            "Split what has other rows in a call of its own, or name the dimension of the samples: "
+            "Split tensors with other rows in a separate call, or name the dimension of the samples: "
             "mw.split(…, dim=1)."
         )
     return int(counts.pop())

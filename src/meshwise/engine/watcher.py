@@ -1,4 +1,4 @@
-"""What an engine tells somebody who watches it from outside: `meshwise check`, of a job and of a script alike."""
+"""Tell an outside watcher, such as `meshwise check`, what an engine does."""
 
 from __future__ import annotations
 

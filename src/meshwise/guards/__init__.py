@@ -1,1 +1,1 @@
-"""What is wrong with a step or a loop, told before it costs numbers: one file a guard."""
+"""Find mistakes in a step or a loop before they cost numbers, one per file."""

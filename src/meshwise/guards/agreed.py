@@ -1,4 +1,4 @@
-"""What all ranks must hold alike travels with the loss: a checksum of it as 32 signs, no collective of its own.
+"""Send a checksum of per-rank state with the loss to detect divergence, as 32 signs without a collective of its own.
 
 The mean of a sign over the ranks is 1 or -1 where they agree, exactly and in any precision. So nothing waits for it,
 and every rank comes to the same conclusion.

@@ -1,5 +1,5 @@
 """Updates by hand of what each rank found alone: `loss.backward()` and `p -= lr * p.grad`, with no step of an optimizer
-that could refuse it, let replicas part without a word.
+that could refuse it, let replicas diverge silently.
 
 An iteration without mw.backward in which there was a backward, or parameters were written, is suspicious: a sum of the
 parameters is then compared over the ranks, through the store.
@@ -46,7 +46,7 @@ class HandUpdates:
         self._compared_in_it = 0
 
     def batch_given(self, loop: LoopRead, batch: object) -> None:
-        """The program has a batch of its loop. Raises UsageError where replicas have parted."""
+        """The program has a batch of its loop. Raises UsageError where replicas have diverged."""
         program = self._program
         if program.backwards != self._backwards:
             self._backwards, self._written = program.backwards, []
@@ -80,7 +80,7 @@ class HandUpdates:
         total = torch.stack([as_real(p.detach()).double().sum().cpu() for p in parameters]).sum().item()
         if agree(f"{self._key}/{self._compared}", repr(total), self._program.world.size, GRACE):
             raise UsageError(
-                f"{user_place()}: the ranks' parameters have parted: in this loop they are changed by hand, from "
+                f"{user_place()}: the ranks' parameters have diverged: in this loop they are changed by hand, from "
                 "gradients of each rank alone. Write mw.backward(loss) instead of loss.backward(): .grad is then that "
                 "of the whole batch, for an update by hand too."
             )

@@ -1,4 +1,4 @@
-"""Steps of a script's optimizer before its first `mw.backward`: they change nothing, which is said.
+"""Warn of optimizer steps before the first `mw.backward`: they change nothing.
 
 Tested in tests/engine/test_step_mistakes.py.
 """

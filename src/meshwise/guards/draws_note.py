@@ -1,4 +1,4 @@
-"""What exact random draws could not draw as one device does is said.
+"""Report draws that `--exact-random` could not make as one device does.
 
 Tested in tests/data/test_exact_random.py.
 """

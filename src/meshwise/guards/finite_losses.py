@@ -1,4 +1,4 @@
-"""Losses of a script that are not finite: the first is said, all are counted, and a program that ends so has failed.
+"""Report a script's first loss that is not finite, count them all, and fail a program that ends with one.
 
 Nothing is read for it that is not read anyway: over several ranks a loss comes with the signs of agreed.py; on one
 device losses wait until it is time for the next look. Parameters are looked at where a loop over batches has trained

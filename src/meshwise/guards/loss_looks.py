@@ -1,4 +1,4 @@
-"""The first losses of a program, and of each of its loops: what they are taken for and are not is said, or refused.
+"""Check the first losses of a program and of each loop: warn of, or reject, a wrong reduction.
 
 A check finds it itself.
 

@@ -1,4 +1,4 @@
-"""Parameters that are made inside a forward of a distributed model: each rank draws its own there, in silence.
+"""Reject parameters made inside a forward of a distributed model: each rank would draw its own.
 
 Sums of them travel once with the signs of agreed.py, so that what is made alike, such as a norm, is no alarm.
 

@@ -1,5 +1,5 @@
-"""What looks at a program for its mistakes: each guard is a file, and a line here. The engine imports none of
-them, and asks one: what travels with the loss is `agreed`.
+"""List the guards: each looks at a program for one mistake, in its own file. The engine imports none of them, and asks
+one: what travels with the loss is `agreed`.
 
 Guards that would raise in one event do so in this order, the same on every rank.
 

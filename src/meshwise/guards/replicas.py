@@ -1,4 +1,4 @@
-"""What replicas hold is alike on every rank: settings of optimizers, sums of what they train.
+"""Compare what replicas must hold alike: optimizer settings, and sums of what they train.
 
 A scheduler or the program sets what optimizers step with, on each rank. Gradients are reduced, so parameters part only
 where something changes them apart: noise that each rank draws for itself, or a rule that looks at this rank's samples.
@@ -99,10 +99,10 @@ def parted(ranks: Sequence[Settings], kind: str) -> str:
 
 
 _PARTED = (
-    "the ranks' parameters have parted: {sums}. Between mw.backward and the next batch something changes parameters or "
-    "gradients on each rank apart: random numbers, of which each rank draws its own in the loop over a loader, or what "
-    "depends on this rank's samples. Draw noise for parameters alike: torch.randn(p.shape, generator=g), where g is a "
-    "torch.Generator that is seeded alike on every rank."
+    "the ranks' parameters have diverged: {sums}. Between mw.backward and the next batch something changes parameters "
+    "or gradients differently on each rank: random numbers, which each rank draws for itself in the loop over a "
+    "loader, or values of this rank's samples. Draw noise for parameters alike: torch.randn(p.shape, generator=g), "
+    "where g is a torch.Generator that is seeded alike on every rank."
 )
 _BUFFER = (
     "the ranks' buffers {name} differ: the model updates it from this rank's samples alone, so it is not that of one "

@@ -1,8 +1,8 @@
 """Evaluations whose values nobody adds up: each rank has the figures of its own samples, and they differ from those of
-one device without a word.
+one device, silently.
 
 An evaluation is a loop over a distributed loader that has no backward, runs a model of the program and uses its output.
-It is said when it is known that no `mw.sum`, `mw.mean` or `mw.gather_samples` comes, which may stand after the loop as
+It warns when it is certain that no `mw.sum`, `mw.mean` or `mw.gather_samples` comes, which may stand after the loop as
 well: at the next loop at another place, the next backward, or the end of the program. Not said are
 
     what the program reduces itself         it calls torch.distributed in the loop's first batch or after the loop
@@ -10,7 +10,7 @@ well: at the next loop at another place, the next backward, or the end of the pr
                                             left after one batch, or is left before anything has trained
     what prepares a training                outputs are kept as they are until the first backward of the program
 
-A batch norm of a model that was not distributed, which runs in training mode in such a loop, is said too.
+A batch norm of a model that was not distributed, which runs in training mode in such a loop, causes a warning too.
 
 Everything is looked at in the first batch of a loop alone, and in no loop over a loader at a place where there was a
 backward of it once.
@@ -43,8 +43,8 @@ from meshwise.parallel.batch_norm import is_joined
 from meshwise.transfer.foreign import Foreign
 
 MISSING = (
-    "{place}: this loop runs a model and nothing adds up over the ranks what it finds, so each rank has the figures "
-    "of its own samples alone. Use mw.sum(correct), mw.mean(value, weight=n) or mw.gather_samples(values), in the loop "
+    "{place}: this loop evaluates a model, but nothing sums its results over the ranks, so each rank has the figures "
+    "of its own samples only. Use mw.sum(correct), mw.mean(value, weight=n) or mw.gather_samples(values), in the loop "
     "or after it."
 )
 NORM = (
@@ -136,7 +136,7 @@ class UnsummedLoops:
         self._training: set[tuple[str, int]] = set()
         self._told: set[str] = set()
         self.places: list[str] = []
-        """Where those are that were said."""
+        """Where those are that were reported."""
 
     def batch_asked(self, loop: LoopRead) -> None:
         """A loop over a distributed loader begins, at the user's line that is running, or has done with its first

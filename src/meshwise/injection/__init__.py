@@ -1,4 +1,4 @@
-"""Faults that a run is told to have (`--fault`)."""
+"""Inject the faults of `--fault`."""
 
 from meshwise.spec.lazy import files_of
 

@@ -1,4 +1,4 @@
-"""The faults that this rank was told to have (`--fault`), as its phases come. Nothing is paid without any.
+"""Inject this rank's faults (`--fault`) as its phases come. Without any, nothing is paid.
 
 Told by the launcher with the task, never by the environment or a plan. Each is written into the run folder just before
 it happens, so that a fault that did not happen is known too.
@@ -164,7 +164,7 @@ def saves_into(folder: Path) -> None:
 
 
 def watch(recorder: Recorder) -> None:
-    """Let the faults happen at the phases that `recorder` is told of."""
+    """Let the faults happen at the phases that `recorder` sees."""
     if _armed is not None:
         phase = recorder.__dict__.pop("phase")
         recorder.__class__ = FaultyRecorder

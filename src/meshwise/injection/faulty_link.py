@@ -1,4 +1,4 @@
-"""A link that carries nothing any more, and nobody is told, as with a cable that was pulled: for `--fault drop-link`.
+"""Break a link silently, as when a cable is pulled: for `--fault drop-link`.
 One that is closed, which both ends hear: `reset-link`.
 
 Of a process's connections to its peers, in each place a socket is put that is connected to nothing; the real one stays

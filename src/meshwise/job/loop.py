@@ -257,7 +257,7 @@ def _train_epoch(run: JobRun) -> bool:
 
 
 def _has_spiked(run: JobRun) -> bool:
-    """Whether a loss since the last look was a spike, which is told. Collective where it is time."""
+    """Whether a loss since the last look was a spike, which is reported. Collective where it is time."""
     step = run.state.step
     if run.spikes is None or not run.spikes.is_due(step):
         return False

@@ -40,7 +40,7 @@ class ReplicaCheck:
         return self._every > 0 and step % self._every == 0
 
     def compare(self, state: RunState) -> None:
-        """Collective. Raises ReplicaError on all ranks where replicas have parted, with the ranks and the tensors."""
+        """Collective. Raises ReplicaError on all ranks where replicas have diverged, with the ranks and the tensors."""
         if self._every == 0 or self._compared == state.step:
             return
         self._compared = state.step

@@ -44,7 +44,7 @@ class LossOfJob:
     """The loss of a job.
 
     function: gives a microbatch's mean loss, or (mean, weight). where: its name in errors. key: (seed, step), for its
-    random draws. scale: of a loss scaler. reduction: of the loss: a `mean` or a `sum`, if it is said.
+    random draws. scale: of a loss scaler. reduction: of the loss: a `mean` or a `sum`, if given.
     """
 
     function: Callable[[Any], Any]

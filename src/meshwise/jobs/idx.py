@@ -98,7 +98,7 @@ def find_file(where: Path, part: str, kind: str) -> Path:
     if len(sets) > 1:
         raise DataError(
             f"{where} holds several sets ({', '.join(one or 'one without a name' for one in sets)}). "
-            f"Name one of them, such as {folder / sets[-1]}, or give each a folder of its own."
+            f"Name one of them, such as {folder / sets[-1]}, or give each its own folder."
         )
     return folder / matches[0][0]
 

@@ -67,7 +67,7 @@ def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **g
     arguments = {name: value for name, value in given.items() if value is not None and name in signature.parameters}
     typed = read_arguments(found, texts, word)
     if twice := arguments.keys() & typed.keys():
-        raise UsageError(f"{min(twice)} is given to {word} twice: by an option of its own, and by --arg. Give it once.")
+        raise UsageError(f"{min(twice)} is given to {word} twice: by its own option, and by --arg. Give it once.")
     arguments |= typed
     try:
         signature.bind(**arguments)
@@ -91,7 +91,7 @@ def _from_file(path: Path, name: str) -> tuple[str, Any]:
     if not name:
         if len(jobs) == 1:
             return jobs[0], getattr(module, jobs[0])
-        raise UsageError(f"{path}: it is not said which job to run. Use {path}:{jobs[0] if jobs else 'job'}.")
+        raise UsageError(f"{path}: the name of the job is missing. Use {path}:{jobs[0] if jobs else 'job'}.")
     if not hasattr(module, name):
         public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
         known = [key for key, value in public.items() if callable(value) or isinstance(value, Job)]

@@ -1,4 +1,4 @@
-"""Whether a process that another launcher started is a rank itself, or starts the workers of its machine. No torch.
+"""Decide whether a process of another launcher is a rank or starts workers. No torch.
 
 One task a device: each is a rank. One task a machine, and several devices there: meshwise starts the workers, and takes
 the machines from the launcher. Tested in tests/workers/test_places.py and tests/workers/test_slurm.py.

@@ -79,7 +79,7 @@ class Several:
         return told
 
     def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
-        """See whether the folder here is the one that was told of."""
+        """See whether the folder here is the announced one."""
         self.shares = not told or newest(folder) == told["attempt"]
 
     def tell_folder(self, folder: Path, attempt: int) -> None:
@@ -145,7 +145,7 @@ class Several:
         if len(members) < restarts.min_nodes:
             raise PlanError(
                 f"Left: {plural(len(members), 'machine')} of {len(self.nodes.members)}, and --min-nodes is "
-                f"{restarts.min_nodes}: whoever started the run starts it again."
+                f"{restarts.min_nodes}: start the run again."
             )
         left = sum(member.size for member in members)
         used = restarts.fit(left)
@@ -200,7 +200,7 @@ def _facts(error: WorkerFailed) -> dict[str, Any]:
 
 
 def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
-    """A failure that was told, as this machine of an attempt says it."""
+    """A reported failure, as this machine of an attempt words it."""
     failure = None if told["failure"] is None else Failure(**told["failure"])
     here = range(nodes.first_rank, nodes.first_rank + nodes.me.size)
     own = failure is None or failure.rank in here or failure.kind == "lost"

@@ -1,4 +1,4 @@
-"""What this process may use: processor cores, and which worker gets which; time and memory by its control groups.
+"""Find what this process may use: cores per worker, and control groups' limits.
 
 Control groups are those of versions 2 and 1. A limit of any group from this process's own up to the root holds, so the
 smallest counts. They are tested in tests/machine/test_host_facts.py.

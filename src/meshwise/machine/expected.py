@@ -1,4 +1,4 @@
-"""What a path, a collective, a memory and a matmul should reach on these parts: nominal figure × share once reached.
+"""Say what paths, collectives, memories and matmuls should reach: nominal figure × share once reached.
 
 The nominal figure is that of the parts at their full generation and width, whatever was found. Where a figure is not
 known there is no expectation: None, with the reason in its origin.

@@ -260,12 +260,13 @@ def _apply(setup: Setup) -> None:
         setup.coupled_gradients = any(map(is_joined, model.modules()))
     if several and not setup.coupled_gradients:
         setup.notes.append(
-            "batch norm: each rank takes the statistics of its own slice of the batch, so numbers are not one device's."
+            "batch norm: each rank uses the statistics of its own slice of the batch, so the numbers are not "
+            "those of one device."
         )
     if plan.accumulate > 1:
         setup.notes.append(
-            f"batch norm: accumulate={plan.accumulate} takes the statistics of each microbatch by itself, so numbers "
-            "are not those of accumulate=1 (they are alike on any number of devices)."
+            f"batch norm: accumulate={plan.accumulate} uses the statistics of each microbatch, so the numbers differ "
+            "from accumulate=1 (they do not depend on the number of devices)."
         )
 
 

@@ -74,7 +74,7 @@ def _apply(setup: Setup) -> None:
         return
     blocks = compile_blocks(unwrapped(setup.model))
     before = "torch.compile was around the model, and is removed: " if setup.was_compiled else ""
-    setup.notes.append(f"compile: {before}each of {len(blocks)} blocks is compiled by itself: {some(blocks)}.")
+    setup.notes.append(f"compile: {before}each of {len(blocks)} blocks is compiled separately: {some(blocks)}.")
 
 
 COMPILE = Technique(("compile",), _check, _check_model, _apply)

@@ -375,8 +375,8 @@ def check_can_be_averaged(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, UninitializedParameter):
             raise PlanError(
-                f"parameter {name} has no shape yet: it belongs to a lazy module, and ranks would make it each by "
-                "itself. Run a batch through the model before it is distributed, or give its sizes."
+                f"parameter {name} has no shape yet: it belongs to a lazy module, and each rank would create "
+                "its own. Run a batch through the model before it is distributed, or give its sizes."
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:

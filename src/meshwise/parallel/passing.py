@@ -1,4 +1,4 @@
-"""What passes from stage to stage of a pipeline: hidden states forwards, their gradients backwards.
+"""Pass hidden states forwards and gradients backwards between pipeline stages.
 
 Sends do not wait. A rank takes what another sends in the order in which that one sends it, which both know from the
 schedule, and keeps what it does not need yet. Shapes and form are sent once for each kind of batch. Of a split tensor

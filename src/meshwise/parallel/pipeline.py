@@ -191,12 +191,12 @@ class Pipeline:
                 return again.passed_by(number, again=True) if number < again.lo else forward(*args, **kwargs)
             raise PlanError(
                 f"pipeline={self.pipe.size}: a checkpoint holds blocks of two stages, and the backward of one runs it "
-                f"again up to block {self._blocks[number][0]} of the other. Give each block a checkpoint of its own."
+                f"again up to block {self._blocks[number][0]} of the other. Give each block its own checkpoint."
             )
         if now is None:
             raise PlanError(
                 f"pipeline={self.pipe.size}: the model was called outside of the job's loss and metrics, and this rank "
-                "has a part of its layers. Call it in job.metrics, or load the saved weights into a model of its own."
+                "has a part of its layers. Call it in job.metrics, or load the saved weights into a separate model."
             )
         if number < now.lo:
             return now.passed_by(number)

@@ -1,4 +1,4 @@
-"""What a backward under a plan promises, whichever technique reduces its gradients.
+"""Define how a plan reduces gradients after a backward, for every technique.
 
 Tested in tests/parallel/test_equal_steps.py.
 """

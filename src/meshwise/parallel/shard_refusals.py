@@ -1,4 +1,4 @@
-"""What a program cannot do with the parts of parameters: said in words, and refused where it would go wrong.
+"""Reject, with a reason, what a program cannot do with parts of parameters.
 
 Tested in tests/parallel/test_trial.py and tests/job/test_plans_in_a_loop.py.
 """

@@ -1,4 +1,4 @@
-"""What is gathered together under shard, and what a parameter must be so that it can be divided.
+"""Choose which parameters `shard` gathers together, and which can be divided.
 
 Tested in tests/parallel/test_shard.py.
 """

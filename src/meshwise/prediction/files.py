@@ -92,12 +92,12 @@ class PartialFolder:
         try:
             before = dict(json.loads((self.path / FACTS).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
-            raise UsageError(f"{self.path / FACTS}: cannot be read ({error}). Begin anew with --overwrite.") from None
+            raise UsageError(f"{self.path / FACTS}: cannot be read ({error}). Start over with --overwrite.") from None
         for name in facts:
             if name != "source" and before.get(name) != facts[name]:
                 raise UsageError(
                     f"{self.path} was begun with other {name}: {_short(before.get(name))} there and "
-                    f"{_short(facts[name])} here. Give the same to go on, name another --out, or begin anew with "
+                    f"{_short(facts[name])} here. Pass the same to continue, name another --out, or start over with "
                     "--overwrite."
                 )
         edited = before.get("source") != facts.get("source")

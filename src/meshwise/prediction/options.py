@@ -54,9 +54,9 @@ class PredictOptions:
     ] = ()
     seed: Annotated[int | None, Option("seed of the start values and the random draws")] = None
     train: Annotated[bool, Option("predict the job's training set, in its own order", name="--train")] = False
-    overwrite: Annotated[
-        bool, Option("begin anew, over what an earlier run has written or begun", name="--overwrite")
-    ] = False
+    overwrite: Annotated[bool, Option("start over, and overwrite what an earlier run wrote", name="--overwrite")] = (
+        False
+    )
     predict: Callable[[Any, Any], Any] | None = None
     collate: Callable[[list[Any]], Any] | None = None
 

@@ -1,4 +1,4 @@
-"""What a model predicts for a batch, as rows of its samples.
+"""Turn a model's predictions for a batch into rows, one per sample.
 
 Tested in tests/prediction/test_predict.py.
 """
@@ -25,7 +25,7 @@ HOW = "Say how: Job(predict=lambda model, batch: model(...)), or mw.predict(...,
 
 
 def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
-    """How a model is called that nothing else is said of: with a dict by names, with what comes first of a tuple.
+    """How a model is called by default: with a dict by names, with what comes first of a tuple.
 
     To be asked before a plan is applied, which gives modules other forwards.
     """

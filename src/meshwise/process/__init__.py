@@ -1,4 +1,4 @@
-"""The engine of this process: its plan, its end, and what an error is told with."""
+"""The engine of this process: its plan, its end, and the context of an error."""
 
 from meshwise.spec.lazy import files_of
 

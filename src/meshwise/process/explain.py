@@ -1,4 +1,4 @@
-"""What an error in a run is told with. Tested in tests/faults/test_faults.py."""
+"""Add context to an error in a run. Tested in tests/faults/test_faults.py."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def explain(
 
 
 def explain_in_script(error: BaseException, world: World, plan: Plan, models: Sequence[nn.Module]) -> None:
-    """Add to an error of a loop of one's own how much memory there was, and which plan needs less."""
+    """Add to an error of a user's loop how much memory there was, and which plan needs less."""
     if not is_out_of_memory(error) or not models:
         return
     found = smaller_plan(plan, nn.ModuleList(models), None, world)

@@ -1,4 +1,4 @@
-"""Which plan a script gets: that of `mw.distribute(plan=...)`, else the run's, else replicas."""
+"""Choose a script's plan: that of `mw.distribute(plan=...)`, the run's, or replicas."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def smaller_plan(
 ) -> tuple[Plan, str] | None:
     """The plan that is tried next, and what changes; None where nothing is left.
 
-    batch_size: None of a loop of one's own, which cuts its batches itself. world: those that divide a batch.
+    batch_size: None for a user's loop, which cuts its batches itself. world: those that divide a batch.
     apart: whether its loss is known to be a mean of what each sample has of its own.
     """
     rows = 0 if batch_size is None else batch_size // (world.size * plan.accumulate)

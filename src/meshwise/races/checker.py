@@ -2,7 +2,7 @@
 
 Two accesses of the same bytes race when one of them writes and nothing says which comes first. Memory that is freed
 goes to the next tensor of the stream that it was allocated on, with all accesses of the former one, but for those of
-streams that `record_stream` was told of: the allocator waits for these.
+streams given to `record_stream`: the allocator waits for these.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALL = 1 << 64
 @dataclass(eq=False)
 class Block:
     """Memory that was allocated once, at `lo`. lane: of the allocation, None where it was not seen. recorded: streams
-    that `record_stream` was told of. freed: by what code, once it is."""
+    given to `record_stream`. freed: by what code, once it is."""
 
     lo: int
     size: int = 0

@@ -1,4 +1,4 @@
-"""Who read and wrote which bytes last: an interval map of one memory, and the bytes that a view of a tensor has.
+"""Track who last read and wrote which bytes, as intervals of a memory.
 
 A write stands for all that is before it in its bytes: what does not wait for those does not wait for it either. So does
 a read for the reads that are before it.

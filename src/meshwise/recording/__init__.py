@@ -1,4 +1,4 @@
-"""What a rank records of its run: a script's, a job's, and that of a program without our verbs."""
+"""Record a rank's run: a script's, a job's, or any PyTorch program's."""
 
 from meshwise.spec.lazy import files_of
 

@@ -2,7 +2,7 @@
 
 Nobody looks at these ranks from outside. So rank 0 opens the run folder and keeps its run.json, what each rank prints
 goes into its log there too, and each says at its end how it ended, in a store that all reach before there is a process
-group. A rank that has lost the others learns there whether one of them failed, or is gone without a word.
+group. A rank that has lost the others learns there whether one of them failed, or has disappeared.
 
 What is not there without a launcher of ours: restarts inside, the naming of a rank that hangs, what libraries print
 past Python. Tested in tests/workers/test_launchers.py and, on a real Slurm, in tests/workers/test_slurm.py.
@@ -163,7 +163,7 @@ def _failure(rank: int, error: BaseException) -> Failure | None:
 
 
 def _gone(ranks: list[int], size: int) -> Failure:
-    left = f"{ranks_text(ranks)} of {size} left without a word"
+    left = f"{ranks_text(ranks)} of {size} disappeared"
     text = f"{left}: killed, or lost with the machine. See what the scheduler says."
     return Failure(ranks[0], "lost", text, plain=True, time=time.time())
 

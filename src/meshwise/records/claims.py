@@ -1,4 +1,4 @@
-"""Which attempt of a run on several machines counts: the newest that was claimed.
+"""Find which attempt of a run counts: the newest that was claimed.
 
 attempts/2.json        claims attempt 2: made once, by the machine whose launcher begins it, before anything else
 attempts/2.run.json    the run's record since then; run.json is the same, for people and other programs

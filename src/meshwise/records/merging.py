@@ -1,4 +1,4 @@
-"""What several ranks hold of one state, as plain values: put together. No torch.
+"""Merge what several ranks hold of one state, as plain values, without torch. No torch.
 
 Values are those that recovery/values.py writes. Tested in tests/recovery/test_values.py.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def merged(values: list[Any]) -> Any:
-    """What several ranks hold of one tree: what a dict of one lacks comes from the first that has it."""
+    """What several ranks hold of one tree: what is missing in a dict comes from the first that has it."""
     values = [value for value in values if value != {}] or values
     first = values[0]
     if all(value == first for value in values[1:]):

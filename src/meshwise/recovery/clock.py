@@ -1,4 +1,4 @@
-"""When it is time to save: after so many steps, or so much time, at the same step on every rank."""
+"""Decide when to save, by steps or time, at one step for all ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Collect: what ranks hold in parts, as one device would hold it, on rank 0's host.
 
 Parts of tensors are gathered in buckets. Of a divided optimizer each rank holds the state of its own
-parameters; what rank 0 lacks is sent to it.
+parameters; what rank 0 is missing is sent to it.
 """
 
 from __future__ import annotations

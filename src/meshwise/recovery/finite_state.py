@@ -1,4 +1,4 @@
-"""Before a state of a loop of one's own is saved, and after one was restored: is it finite?
+"""Check that the state of a user's loop is finite, before it is saved and after it is restored.
 
 What was never finite (a parameter that begins as -inf, a value that a foreign optimizer keeps as inf) is the program's.
 

@@ -1,4 +1,4 @@
-"""What this rank holds of a run's state after its last step, written where it outlives it (records/left_parts.py).
+"""Write this rank's state after a step where it outlives the rank (records/left_parts.py).
 
     note     after each step: which tensors are the state, and a copy of what a forward changes
     write    copy it; no collective, and so also where a step has failed, as long as the state is that after the last

@@ -1,4 +1,4 @@
-"""Who writes what: every element of a state once, by a rank that holds it, as equally by bytes as can be.
+"""Divide a state among ranks for writing: every element once, equally by bytes.
 
 What one rank alone holds it writes itself. What several hold is dealt out: small things, buffers among them, to the
 first, others to the one that writes least so far; large ones are divided among all that hold them.

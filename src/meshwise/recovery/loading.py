@@ -1,7 +1,7 @@
 """Load the newest checkpoint that is whole: verified first, by all ranks together, then each reads what it needs.
 
-A damaged one is told in a line, and the one before it is taken. States that meshwise wrote before it had several files
-(format 1: `latest.json` and one `step-….pt`) are read too.
+A damaged one is reported in a line, and the one before it is used. States of format 1 (`latest.json` and one
+`step-….pt`) are read too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshwise.transfer import collectives
 from meshwise.transfer.sharded import local_part, shard_like
 
 LATEST = "latest.json"
-AGAIN = "Start anew, without --resume"
+AGAIN = "Start over, without --resume"
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _none(folder: Path, wrong: list[str], only: str | None, again: str = AGAIN) 
         return f"no checkpoint is whole: {'; '.join(wrong)}. {again}."
     if only is not None:
         return f"{folder / only}: there is no such checkpoint. See meshwise checkpoints."
-    return f"{folder}: no checkpoint was saved there. Run with --save-every N, or start anew."
+    return f"{folder}: no checkpoint was saved there. Run with --save-every N, or start over."
 
 
 def _candidates(folder: Path, only: str | None) -> list[Checkpoint]:

@@ -1,8 +1,8 @@
-"""What a resumed program has otherwise than the run that it goes on with: honoured and said, or refused.
+"""Settings that differ on resume: apply them with a note, or reject them.
 
 A checkpoint holds what the optimizer was made with, the seed of a job, the batch and how many samples there are. torch
-takes the optimizer's saved settings over those of the program without a word.
-Tested in tests/recovery/test_resume_changes.py, and for loops of one's own in tests/script/test_state_folder.py.
+takes the optimizer's saved settings over those of the program, silently.
+Tested in tests/recovery/test_resume_changes.py, and for users' loops in tests/script/test_state_folder.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def loop_made_with(loader: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """What a loop of one's own is made with, as its states keep it: plain values, None for what is not known. loader:
+    """The settings of a user's loop, as its states keep them: plain values, None for what is not known. loader:
     the one that trains, or None."""
     data = None if loader is None else loader.dataset
     return {
@@ -48,7 +48,7 @@ def honour_loop(
     index: int,
     scheduled: bool,
 ) -> None:
-    """As `honour`, for a loop of one's own. index: samples of the epoch that are done. scheduled: whether a scheduler
+    """As `honour`, for a user's loop. index: samples of the epoch that are done. scheduled: whether a scheduler
     was restored too."""
     _honour_data(before, now, index, say)
     for name, optimizer in optimizers.items():

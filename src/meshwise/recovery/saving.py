@@ -80,7 +80,7 @@ class Saver:
         """Why the last save failed."""
 
     def save(self, make: Callable[[bool], Any], facts: Mapping[str, Any], *, wait: bool = False) -> bool:
-        """Save a state, whose facts have its `step`. Collective. False where it was left out, and that was said.
+        """Save a state, whose facts have its `step`. Collective. False where it was skipped, with a note.
 
         make: gives the tree of what this rank holds; of what rank 0 is to write for all, where it is given True.
 
@@ -205,8 +205,8 @@ class Saver:
             return
         if writing.said:
             self._tell(
-                f"step {writing.facts['step']} could not be saved: {writing.said}. The checkpoints before it are "
-                "unharmed; the next save is tried as ever, and said when it works."
+                f"step {writing.facts['step']} could not be saved: {writing.said}. Earlier checkpoints are unharmed. "
+                "The next save will be tried as usual; a note says when it succeeds."
             )
         elif writing.rank == 0 and (writing.room is not None or not newest(files.claims_folder(self._folder))):
             left = files.abandoned_by([c for c in self._known() if c.attempt < writing.facts["attempt"]], self._resumed)

@@ -5,7 +5,7 @@ and gives the folder its name. From then on the checkpoint is there. What ranks 
 board, the store of the process group: a thread must not enter collectives.
 
 `torch.distributed.checkpoint` is not used: its `.metadata` is a pickle, and what it reads back it does not verify: a
-flipped bit, a hole of zeros and a mixture of two saves all load without a word.
+flipped bit, a hole of zeros and a mixture of two saves all load silently.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
 
 
 def _setup(site: Site) -> list[str]:
-    """The site's own lines. The first that fails ends the job, and is said; what fails inside a file that is sourced
+    """The site's own lines. The first that fails ends the job, with a message; what fails inside a file that is sourced
     does not."""
     return [_SETUP_FAILED, *site.setup, "trap - ERR"] if site.setup else []
 

@@ -1,4 +1,4 @@
-"""What a cluster wants of every job, once, in a TOML file of the site or of the user.
+"""Read a cluster's settings for every job from the site's or user's TOML file.
 
     machine = "8xH100"                     # a node, as `meshwise plan --machine` reads it
     network = "400Gb"                      # what a node can send, one way

@@ -18,12 +18,13 @@ OF_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_H
 """Environment variables that a scheduler sets in what it starts."""
 MEANINGS = {
     str(DONE): "done",
-    str(FAILED): "the program failed (an exception, a loss that is not finite): not again",
-    str(USAGE): "it can never work as it was asked: one sentence says what to use instead",
-    str(AGAIN): "start it again: stopped by SIGUSR1, SIGUSR2, its time limit or a scheduler's SIGTERM, or ended by a "
-    "fault of a machine that --restarts could not mend; goes on with --resume",
-    str(NO_PROGRESS): "not again: three attempts in a row without a step of progress",
-    "129, 130, 143": "stopped by a closed terminal, Ctrl-C, SIGTERM outside a scheduler; saves a state or says why not",
+    str(FAILED): "the program failed (an exception, a loss that is not finite); starting it again will not help",
+    str(USAGE): "the request cannot work; one sentence says what to use instead",
+    str(AGAIN): "start it again with --resume: stopped by SIGUSR1, SIGUSR2, its time limit or a scheduler's SIGTERM, "
+    "or ended by a machine fault after the last of --restarts",
+    str(NO_PROGRESS): "three attempts in a row made no step of progress; starting it again will not help",
+    "129, 130, 143": "stopped by a closed terminal, Ctrl-C, or SIGTERM outside a scheduler; saves a state or says "
+    "why not",
 }
 
 

@@ -1,4 +1,4 @@
-"""Faults that a run is told to have, to rehearse a failure: `meshwise run JOB --fault kill:rank=2,step=40`."""
+"""Faults to inject into a run, to rehearse a failure: `meshwise run JOB --fault kill:rank=2,step=40`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = {
     "kill": "the rank's process is killed (SIGKILL)",
     "lost": "the process is killed, and its device is gone for the rest of the run, or for back=2 attempts",
     "raise": "an exception is raised",
-    "exit": "the process ends with exit code 1, without a word",
+    "exit": "the process ends with exit code 1, without a message",
     "hang": "the rank sleeps for ever",
     "stop": "the process is stopped (SIGSTOP)",
     "slow": "the phase takes so much longer, in this step and all that follow: slow 20ms:rank=1,step=5",

@@ -30,7 +30,7 @@ OFFLOADS = {
 
 BATCH_NORMS = {
     "global": "batch norms take the statistics of the whole global microbatch, as one device does",
-    "local": "each rank's batch norms take those of its own samples: no communication, and other numbers",
+    "local": "each rank uses the statistics of its own samples: no communication, but other numbers",
 }
 
 _ZERO1 = " with zero1=True: use shard, which divides more: shard={plan.data}."

@@ -1,4 +1,4 @@
-"""What a step was predicted to take and to need, kept with its plan: the table `[predicted]` of a plan file.
+"""Keep a predicted step with its plan: the table `[predicted]` of a plan file.
 
 Tested in tests/spec/test_prediction.py.
 """
@@ -66,7 +66,7 @@ def prediction_of(values: Any) -> Prediction:
             return found
     except (TypeError, AttributeError):
         pass
-    raise PlanError(f"the table [{PREDICTED}] is damaged. Remove it, or save the plan anew with meshwise plan --save.")
+    raise PlanError(f"the table [{PREDICTED}] is damaged. Remove it, or save the plan again with meshwise plan --save.")
 
 
 def _lines(values: Mapping[str, Any]) -> list[str]:

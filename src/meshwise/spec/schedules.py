@@ -1,4 +1,4 @@
-"""The schedules of a pipeline, by name, and what is said of those that there are not.
+"""The schedules of a pipeline, by name, and why others are missing.
 
 Tested in tests/parallel/test_pipeline.py.
 """

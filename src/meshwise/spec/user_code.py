@@ -1,4 +1,4 @@
-"""Which code is the user's: what a message names with file and line, past our own frames and those of libraries."""
+"""Find the user's file and line, past frames of meshwise and of libraries."""
 
 from __future__ import annotations
 

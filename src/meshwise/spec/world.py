@@ -1,4 +1,4 @@
-"""Who am I: one process among the processes of a run."""
+"""Describe one process among the processes of a run."""
 
 from __future__ import annotations
 

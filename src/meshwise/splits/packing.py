@@ -1,7 +1,7 @@
-"""What a layer gives may be several sections, one after the other: queries, keys and values. Found by a trial.
+"""Find by a trial whether a layer's output is packed: queries, keys and values. Found by a trial.
 
 The module that holds the layer is run, with something in the layer's place whose result notes how it is taken apart. A
-wrong finding costs communication and nothing else: each rank's part is what it is said to be.
+wrong finding costs communication and nothing else: each rank's part is what is declared.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_models.py.
 """

@@ -1,4 +1,4 @@
-"""What rules are made of: the parts that operands have, and how operands of one operator are brought together.
+"""Build rules for split tensors: the parts of operands, and how they are aligned.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """

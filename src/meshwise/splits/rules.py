@@ -1,4 +1,4 @@
-"""What an operator does with split tensors: which run on the parts, and that all others find the whole.
+"""Choose what an operator does with split tensors: run on parts, or gather.
 
 A rule gives what the operator gives of the whole, split or not, with right gradients; nothing else decides correctness.
 So a program is right under any placement of its parameters, and rules only spare communication. Each is held against

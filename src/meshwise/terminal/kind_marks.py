@@ -1,4 +1,4 @@
-"""How each kind of time looks in a terminal: a colour, and a mark that tells it apart where there are no colours.
+"""Give each kind of time a colour and a mark for terminals without colours.
 
 Tested in tests/timeline/views/test_gantt_text.py.
 """

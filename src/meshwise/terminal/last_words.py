@@ -1,5 +1,5 @@
-"""What a command says last: on a line of its own, and nothing of this process follows it, whatever its threads print.
-Where nobody reads what it says, it says nothing, and ends as it would.
+"""Print a command's last line, after which no thread of the process prints. Where nobody reads what it says, it says
+nothing, and ends as it would.
 
 Tested in tests/cli/test_refusals.py and tests/cli/test_hard_places.py.
 """

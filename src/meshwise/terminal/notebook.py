@@ -1,4 +1,4 @@
-"""What a notebook shows of a value that ends a cell: the text that a terminal shows, in its colours.
+"""Show a value that ends a notebook cell as a terminal would, in colour.
 
 Tested in tests/cli/test_notebook.py.
 """

@@ -1,4 +1,4 @@
-"""What a console can show: its width, its characters, and lines that are made when they are printed."""
+"""Know a console's width and characters, and make lines as they are printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When things happened: spans of each rank, where the time went, and how a run is drawn, live and afterwards."""
+"""Record spans of each rank, analyse where time went, and draw a run."""
 
 from meshwise.spec.lazy import files_of
 

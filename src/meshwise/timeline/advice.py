@@ -1,4 +1,4 @@
-"""What to try next, by what limited a run and by what ran: a job, a script with our verbs, or a plain program.
+"""Suggest what to try next, by what limited a run and what ran.
 
 Only what that program takes is named: a script has no `--batch-size`, and a plain program no plan.
 """

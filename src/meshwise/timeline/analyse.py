@@ -37,6 +37,7 @@ from meshwise.timeline.run_report import (
 from meshwise.timeline.spans import KINDS, operation_and_source
 from meshwise.timeline.step_table import HIDDEN, OF_STEP, StepTable, step_table_of
 from meshwise.timeline.step_windows import step_windows
+from meshwise.timeline.stragglers import last_of_steps
 from meshwise.timeline.timeline import NO_PHASE, Counter, Rank, Timeline
 
 POINTS = 300
@@ -46,7 +47,7 @@ POINTS = 300
 def report_of(
     timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None, table: StepTable | None = None
 ) -> Report:
-    """The report of a timeline. steps: the first and the last step of a view of one's own. table: its table, if known.
+    """The report of a timeline. steps: the first and the last step of a view of its own. table: its table, if known.
 
     Raises UsageError when those steps are not there.
     """
@@ -165,6 +166,7 @@ def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
         step_shares={kind: value / whole for kind, value in in_steps.items()} if whole else {},
         hidden_seconds=float(total[HIDDEN]),
         step_seconds=float(np.median(steps)) if len(steps) else 0.0,
+        last_steps=int((last_of_steps(points) == facts.rank).sum()),
         last_arrivals=int((points.rank == facts.rank).sum()),
         sync_points=len(points.rank),
         straggler_seconds=float(points.cost[points.rank == facts.rank].sum()),

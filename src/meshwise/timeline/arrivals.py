@@ -1,4 +1,4 @@
-"""When each rank arrived at each collective, and when it left: the one place where a straggler shows.
+"""Find when each rank arrived at and left each collective, which shows stragglers.
 
 The lengths of phases cannot show it, since the all-reduce makes every rank's backward as long as the slowest one's.
 

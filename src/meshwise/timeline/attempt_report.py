@@ -23,7 +23,7 @@ class AttemptReport:
     """One start of the workers. began: by this machine's clock. launched: by whom: `Slurm job 7, start 2`. devices: how
     many; 0 unknown. before: seconds since the end of the attempt before it, or since it was sent; queued: whether
     they went by in the queue of a scheduler. seconds: that it lived. steps_lost: of the attempt before, done again;
-    it and from_step are None where nobody told them, as of a loop of one's own."""
+    it and from_step are None where they are unknown, as of a user's loop."""
 
     number: Count
     began: str

@@ -1,4 +1,4 @@
-"""What limited a run: a sentence each with its number, and the next thing to try.
+"""Find what limited a run: a sentence with its number, and what to try.
 
 Shares are of the time of a step, mean over ranks, without the first step of a session. A finding is reported from its
 LEAST share on. A straggler must also be last more often than chance makes a rank last (see `stragglers.CHANCE`), and by
@@ -105,7 +105,10 @@ def findings_of(
     slower = list(_slower_than_one(table, shares, collectives, facts.alone))
     found += _imbalance(shares, stragglers) if facts.pipeline is None else _bubble(shares, facts.pipeline)
     found += [*_idle(shares), *_of_run(goodput, facts.program), *_stalls(table)]
-    return [*slower, *sorted(found, key=lambda finding: -finding.share), _computing(shares), *_memory(counters)]
+    found.sort(key=lambda finding: -finding.share)
+    late = [one for one in stragglers if one.kind == "late"]  # no limit on its own, so below the verdict
+    found = [one for one in found if one.kind != "late"]
+    return [*slower, *found, _computing(shares), *late, *_memory(counters)]
 
 
 def verdict_of(findings: Sequence[Finding]) -> str:
@@ -140,13 +143,19 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: s
         phase = KINDS[int(by_phase.argmax())]
         where = "between phases" if phase == "idle" else f"in {phase}"
         often = counted.sum() / max(compared.sum(), 1)
+        mostly = _mostly(often, len(table.ranks))
+        what = f"Rank {rank} is {'a straggler' if mostly else 'often late'}"
         sentence = (
-            f"Rank {rank} is a straggler: last in {percent_text(often)} of the steps, by {seconds_text(delay)}, "
-            f"{where}. Without the delay a step would take {seconds_text(cost)} less ({percent_text(share)})."
+            f"{what} {where}: last in {percent_text(often)} of the steps, by {seconds_text(delay)}. "
+            f"Without the delay a step would take {seconds_text(cost)} less ({percent_text(share)})."
         )
-        headline = f"Rank {rank} is a straggler {where}."
         advice = advised(TRY_FOR_STRAGGLER[phase], shares.program) + (less if phase in ("forward", "backward") else "")
-        yield Finding("straggler", headline, sentence, advice, share, cost, rank, phase)
+        yield Finding("straggler" if mostly else "late", f"{what} {where}.", sentence, advice, share, cost, rank, phase)
+
+
+def _mostly(often: float, ranks: int) -> bool:
+    """Whether a rank is last clearly more often than its turn: of two ranks, in two thirds of the steps."""
+    return often >= min(2 / 3, 1.5 / ranks)
 
 
 def _slower_than_one(
@@ -192,7 +201,7 @@ def _communication(
     if shares.share("waiting") < share / 2:
         why += f": {slow}, not a rank" if links else f": no rank is late, {slow}"
     if len(table.arrivals.ranks) < 2:
-        why = ", or waiting for ranks that left no log: the two cannot be told apart"
+        why = ", or waiting for ranks that left no log (the two look the same)"
     elif stragglers:
         why = f" on, besides what rank {', '.join(str(found.rank) for found in stragglers)} costs: {slow}"
     sentence = (

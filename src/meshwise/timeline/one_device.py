@@ -1,5 +1,4 @@
-"""How long one device needs for a step of several: measured in an earlier run, else estimated from what each of them
-computes and reads.
+"""Tell how long one device needs for a step, measured in an earlier run, else estimated.
 
 The estimate. At most all of it, one after the other: one device waits for no other rank, and larger batches do not
 compute slower. What all ranks do alike, it does once: the optimizer's step, where every rank steps all parameters. At

@@ -30,7 +30,7 @@ CAPACITY = 200_000  # spans that are kept for a log that does not drain: about 4
 
 
 class Pulse(Protocol):
-    """Who is told at once what this rank does."""
+    """Who hears at once what this rank does."""
 
     def phase(self, kind: str) -> None: ...
     def step(self, number: int) -> None: ...

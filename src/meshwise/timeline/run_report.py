@@ -37,7 +37,7 @@ Drift = Annotated[float, lambda drift: f"{drift * 1e6:.2f} ppm"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a reader should know. kind: straggler, input, communication, imbalance, bubble, compute,
+    """One thing that a reader should know. kind: straggler, late, input, communication, imbalance, bubble, compute,
     checkpoint, evaluation, memory, slower. headline: at most ten words. share: of the time of a step (of the run for
     checkpoint and evaluation), 0 to 1. seconds: a step (or in all). rank, phase: where it is about one."""
 
@@ -57,7 +57,8 @@ class RankReport:
 
     step_shares: of the time in steps, by kind, without evaluation and saving; empty where there was no time.
     hidden_seconds: communication that overlaps with computing, on top of the others. step_seconds: median time of a
-    step. last_arrivals: at how many of the `sync_points` it was last; straggler_seconds: what that cost in all.
+    step. last_steps: in how many steps it was last; last_arrivals: at how many of the `sync_points`;
+    straggler_seconds: what that cost in all.
     peak_memory: of the device, or of the process where that is all that is known. memory: the peak by the counter's
     name; memory_by_phase: the same at the ends of phases.
     """
@@ -70,6 +71,7 @@ class RankReport:
     step_shares: Mapping[str, Share]
     hidden_seconds: Seconds
     step_seconds: Seconds
+    last_steps: Count
     last_arrivals: Count
     sync_points: Count
     straggler_seconds: Seconds

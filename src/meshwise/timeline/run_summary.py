@@ -1,4 +1,4 @@
-"""What a run did, as plain data: what `mw.run` returns and `summary.json` holds.
+"""Hold a run's summary as plain data, for `mw.run` and `summary.json`.
 
 Tested in tests/timeline/views/test_summary_text.py.
 """

@@ -120,6 +120,14 @@ def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) 
     return saved
 
 
+def last_of_steps(sync_points: SyncPoints) -> Whole:
+    """Which rank was last in each step: at the sync point of the step that cost most."""
+    order = np.lexsort((sync_points.cost, sync_points.step))
+    ends = np.flatnonzero(np.diff(sync_points.step[order], append=-1))
+    ranks: Whole = sync_points.rank[order[ends]]
+    return ranks
+
+
 def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
     """The ranks that are last so often that chance would do it less than once in 1 / CHANCE runs.
 

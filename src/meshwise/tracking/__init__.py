@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, the launcher, trackers."""
+"""Send a run's numbers to metrics.jsonl, the launcher and trackers."""
 
 from meshwise.spec.lazy import files_of
 

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl and the trackers, on rank 0; and `mw.log`, which gives a program's own."""
+"""Send a run's numbers to metrics.jsonl and trackers on rank 0; provide `mw.log`."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
 
     values: numbers by names that are no words of Python: `mw.log({"val/accuracy": accuracy})`. A tensor of one number
     is read, which waits for its device. Rank 0's are kept; call it on every rank, or under `if mw.is_main():`. Where
-    ranks log other values, that is said once a line: log what `mw.backward` returns, or `mw.mean(value)`.
+    ranks log other values, a warning says so, once per line: log what `mw.backward` returns, or `mw.mean(value)`.
     step: by default the optimizer step that is worked on, counted from the start of the process: a script that goes on
     from a saved state gives its own; without mw.distribute the calls of this line. Without a run's folder or a tracker
     (MESHWISE_RUN, MESHWISE_LOG) nothing is kept. UsageError for what is no number.
@@ -204,8 +204,8 @@ def log_to(*trackers: str | Tracker) -> None:
     """What `mw.log` is given from now on goes there too: `mw.log_to(track)`, `mw.log_to("wandb")`.
 
     trackers: functions of your own, `track(values, step)`, called on rank 0 with a dict of numbers by name, or
-    `tensorboard`, `wandb`, `mlflow`, as with `meshwise run --log`. Call it on every rank. One that fails is said once
-    and left out. UsageError for a name of no tracker, and for one that is not installed.
+    `tensorboard`, `wandb`, `mlflow`, as with `meshwise run --log`. Call it on every rank. One that fails is reported
+    once and dropped. UsageError for a name of no tracker, and for one that is not installed.
     """
     for tracker in trackers:
         if not (isinstance(tracker, str) or callable(tracker)):

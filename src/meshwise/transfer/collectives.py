@@ -289,7 +289,7 @@ def _is_of_all(group: Group) -> bool:
 
 
 def _enter(group: Group, kind: str, of: str = "", ends: Ends = EVERYONE) -> int:
-    """Count a collective that this rank comes to, and tell its launcher, which is told too when it is over."""
+    """Count a collective that this rank comes to, and tell its launcher, now and when it is over."""
     if not dist.is_initialized():
         return 0
     if None in ends:

@@ -1,4 +1,4 @@
-"""What was moved while a block ran: operation, from, to, bytes, path, seconds.
+"""Log what moved while a block ran: operation, devices, bytes, path, seconds.
 
     with comm_log() as log:
         copy(there, here)

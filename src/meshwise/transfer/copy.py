@@ -139,7 +139,7 @@ def move(dst: Tensor, src: Any, operation: str, options: CopyOptions = DEFAULT) 
     source, target = device_of(src), device_of(dst)
     way = choose(name_of(source), name_of(target), src.nbytes, wanted=options.path, links=options.links)
     if stream is not None and way == STAGED:
-        raise UsageError("stream with path 'staged': it has streams of its own. Leave stream or path out.")
+        raise UsageError("stream with path 'staged': that path uses its own streams. Leave stream or path out.")
     if src.requires_grad and torch.is_grad_enabled() and source != target:
         return dst.copy_(moved_to(src, target, operation, replace(options, stream=None, non_blocking=False)))
     with plainly():

@@ -1,4 +1,4 @@
-"""Where a tensor lives: a real device, the host's memory, or one of the virtual devices that are open.
+"""Name where a tensor lives: a real device, the host, or a virtual device.
 
 A virtual device is a number that is kept for a storage on the host, so `cpu:1` is a place of its own while
 `meshwise.transfer.virtual` has it open. Plain `cpu` is the host.

@@ -1,7 +1,7 @@
 """Arrays of NumPy, CuPy, Numba and JAX as tensors, without a copy where the protocols allow it.
 
 DLPack is asked first, since it also orders the two libraries' streams; then `__cuda_array_interface__` (version 3,
-whose `stream` is waited for here, since torch does not). A copy that could not be avoided is told in the log. What
+whose `stream` is waited for here, since torch does not). A copy that could not be avoided is in the log. What
 shares memory shares writes: do not write into a tensor that came from JAX, whose arrays never change.
 """
 

@@ -1,4 +1,4 @@
-"""Whether elements share memory: within one tensor, or between two of one storage. torch's check is often unsure."""
+"""Check whether elements share memory, within a tensor or between two. torch's check is often unsure."""
 
 from __future__ import annotations
 

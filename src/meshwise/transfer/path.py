@@ -1,4 +1,4 @@
-"""Which way bytes take between two devices: direct, peer, or staged through the host.
+"""Choose the way of bytes between two devices: direct, peer, or via the host.
 
 direct: on one device, or between the host and a device. peer: one device writes into the other's memory. staged: two
 legs through pinned memory of the host, overlapped. With a measured machine the faster of the two at this very size is

@@ -1,4 +1,4 @@
-"""How long a transfer took: by the host's clock, or by two events of a stream, so that nothing waits for it."""
+"""Time a transfer by the host's clock or stream events, without waiting for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher tells a process: who it is among how many, and where things are. No torch.
+"""Tell a process through its environment who it is and where things are. No torch.
 
 RANK and WORLD_SIZE are set by `meshwise run`, `mw.launch` and torchrun; under srun and mpirun they are derived from
 what those set: launchers/. Without any of them this process is a run of one device, and no process group is made.
@@ -21,7 +21,7 @@ if sys.platform != "win32":
     import resource
 
 FILES, FILES_OF_WORKER = 44, 2
-"""Open files with which a small job runs to its end, as tried; libraries and data of one's own need more."""
+"""Open files with which a small job runs to its end, as tried; the user's libraries and data need more."""
 DEVICE_KIND = "MESHWISE_DEVICE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_FOLDER = "MESHWISE_RUN"

@@ -1,4 +1,4 @@
-"""What launchers tell each other of silent ranks, so that a hang is explained where it is, and told on every machine.
+"""Exchange news of silent ranks between launchers, so that every machine explains a hang.
 
 Nothing goes over the network while all ranks beat. Clocks of machines are not compared: how long ago something was is
 told, and counted on from when it was heard.
@@ -29,7 +29,7 @@ class Far:
 
 
 class FarBeats:
-    """The silent ranks of all machines of an attempt, and what was said of them."""
+    """The silent ranks of all machines of an attempt, and the messages about them."""
 
     def __init__(self, nodes: Nodes | None) -> None:
         """nodes: None on one machine, where there is nothing to tell."""

@@ -6,7 +6,7 @@
     both ways          a message: its length, its code, its bytes
                        code: HMAC(key of this session and of the sender's role; number of the message, bytes)
 
-So what was recorded proves nothing a second time, nor what one end said to the other, nor what was said for another
+So what was recorded proves nothing a second time, nor what one end sent to the other, nor what was sent for another
 purpose. Not covered: others may read along. Anybody may ask a server for its proof and try guesses on it: a secret is
 32 random bytes, or as good.
 Tested in tests/workers/test_handshake.py.

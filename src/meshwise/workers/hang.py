@@ -7,7 +7,7 @@ take, of
     a rank for which another waits in a collective        in every program
     a rank for which nobody waits, or all of them         in the loop of a job alone, where only phases take time
 
-A rank that waits is never blamed before the one for which it waits. What may take how long is told in `patience`. Where
+A rank that waits is never blamed before the one for which it waits. `patience` has what may take how long. Where
 steps are too few to tell (a check), a silence counts while the rank computes nothing.
 """
 
@@ -40,7 +40,7 @@ _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Hang:
-    """What is said of one. rank: the one that does not go on, in this step; None before the first. over: its limit is
+    """The message about one. rank: the one that does not go on, in this step; None before the first. over: its limit is
     reached, and the run ends. stalls: False of one that goes on again."""
 
     rank: int
@@ -180,7 +180,7 @@ class HangWatch:
         server: subprocess.Popen[bytes] | None = None,
     ) -> Hang | None:
         """What there is to say now. pids: the process of each rank that runs; None of one that does not yet. far: the
-        ranks of other machines; what is to be said of one is said there. server: the process that starts the ranks."""
+        ranks of other machines; the message about one appears there. server: the process that starts the ranks."""
         now = time.monotonic()
         if now - self._looked < INTERVAL:
             return None
@@ -222,7 +222,7 @@ class HangWatch:
         return Hang(first, f"{explain(seconds)}{why}", step, over)
 
     def _listen(self, pids: Mapping[int, int | None], passed: float) -> Hang | None:
-        """Count the silence of each rank; one that was told of and goes on is told of again."""
+        """Count the silence of each rank; one that was reported and hangs again is reported again."""
         went_on = None
         for rank in pids:
             count = read_beats(beat_path(self._folder, rank))

@@ -1,4 +1,4 @@
-"""What a rank does now, where its launcher reads it: its step, its phase, the collectives that it has come to.
+"""Publish a rank's step, phase and collectives where its launcher reads them.
 
 It lies in a file that is mapped into memory, as the verbs do (verb_log.py): a beat is a few words written, without a
 system call. A rank that beats no more is looked at by hang.py, which asks for its Python stack by a signal.

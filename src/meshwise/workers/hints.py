@@ -1,4 +1,4 @@
-"""What to write instead, for errors of Python and torch where a script meets meshwise: a note under the error."""
+"""Add a note to errors of Python and torch that meshwise can explain."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Whether a process computes, by the time that the kernel has given it and what it has started: also where it beats no
-more, and however many others want the cores.
+"""Tell whether a process computes, by the time that the kernel has given it and what it has started.
 
 Tested in tests/workers/test_idle.py.
 """

@@ -7,7 +7,7 @@
 
 A worker that leaves without saying done is a failure, whatever its exit code: elastic agents call exit code 0 success,
 and report the first process that ended, which is often a victim of the real culprit.
-A rank that does not go on is told of, and ends the run at a limit: hang.py. Not covered: restarting workers.
+A rank that hangs is reported, and ends the run at a limit: hang.py. Not covered: restarting workers.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class _Launcher:
         return all(w.state in (State.DONE, State.EXITED) for w in self.workers)
 
     def _look_at_verbs(self) -> None:
-        """Have ranks parted, though none has failed? Where a run is stopped, a program may do what it likes."""
+        """Have ranks diverged, though none has failed? Where a run is stopped, a program may do what it likes."""
         if self.halt.wanted or any(w.state is State.FAILED for w in self.workers):
             return
         if text := self._parting.look(self._in(State.DONE, State.EXITED)):

@@ -1,4 +1,4 @@
-"""What a launcher tells its caller. Tested in tests/workers/test_launchers.py."""
+"""Define what a launcher tells its caller. Tested in tests/workers/test_launchers.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Listeners:
     output: `(stream, text)` for every line that rank 0 prints; stream is `stdout` or `stderr`.
     look: called several times a second.
     log: opens what a rank prints into, in the run folder.
-    hang_limit: after so many seconds a rank that does not go on ends the run; None: it is told of alone. idle: such a
+    hang_limit: after so many seconds a rank that does not go on ends the run; None: it is only reported. idle: such a
     rank computes nothing (see hang.py).
     """
 

@@ -1,4 +1,4 @@
-"""What torch's loader workers did, read from the errors that a rank raises for them.
+"""Read failures of torch's loader workers from the errors of a rank.
 
 One that was killed is no fault of the program. One whose code raised sends its traceback as a text: the error stands at
 its end, behind the frames of torch's. Read in torch 2.11, 2.13 and 2.15: `_utils.py` (ExceptionWrapper),

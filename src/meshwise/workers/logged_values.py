@@ -1,4 +1,4 @@
-"""What ranks give `mw.log`, which keeps rank 0's: the launcher says where others log other values.
+"""Compare what ranks give `mw.log`: the launcher names differences from rank 0.
 
 A loss of this rank's part of the batch looks like the loss, and is not that of one device.
 """

@@ -1,4 +1,4 @@
-"""What launchers tell each other, from a thread of its own: a link that is dead holds that thread alone.
+"""Exchange messages between launchers in a thread, so that a dead link blocks nothing else.
 
 The thread makes one exchange with the store after the other, which is this machine's heartbeat too. Whoever asks reads
 what came, and never waits for the network, so Ctrl-C is answered at once.
@@ -39,7 +39,7 @@ class Meeting:
         threading.Thread(target=self._run, name="meshwise-meeting", daemon=True).start()
 
     def set(self, key: str, value: str) -> None:
-        """Tell the others, within a round; what was told already is not told again."""
+        """Tell the others, within a round; nothing twice."""
         if self._told.get(key) == value:
             return
         self._told[key] = value

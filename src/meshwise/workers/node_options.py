@@ -1,4 +1,4 @@
-"""How a machine of several is started: how many there are, which it is, and where it meets the others.
+"""Describe how one machine of several is started: count, index, meeting place.
 
 Tested in tests/workers/test_machines.py.
 """

@@ -1,4 +1,4 @@
-"""What a rank's device waits for, told when its launcher asks: after a rank on an accelerator goes on no more.
+"""Tell what a rank's device waits for when the rank hangs.
 
 A thread of the rank answers, since the one that computes may wait for ever. Tested in tests/workers/test_on_device.py.
 """

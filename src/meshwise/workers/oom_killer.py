@@ -1,4 +1,4 @@
-"""Whether the kernel's out-of-memory killer ended a process: what it counts, and what it writes into its log.
+"""Detect whether the kernel's out-of-memory killer ended a process.
 
 A SIGKILL does not say who sent it. The killer counts its kills in each control group (`memory.events`, or
 `memory.oom_control` of version 1) and for the machine (`/proc/vmstat`), and names the process in the kernel's log,

@@ -1,7 +1,7 @@
 """Ranks that part: the first verb that is not the same on all ranks, in one sentence with the user's lines.
 
 Ranks of one program call the same verbs in the same order. Where one calls another, two different collectives may meet:
-gloo aborts, NCCL waits for ever, and where their sizes match the numbers are wrong without a word.
+gloo aborts, NCCL waits for ever, and where their sizes match the numbers are silently wrong.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PartingWatch:
 
 
 def parted(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> str:
-    """How the ranks have parted, in one sentence; empty where they have not, as far as can be seen.
+    """How the ranks have diverged, in one sentence; empty where they have not, as far as can be seen.
 
     ended: ranks whose program is over: they come to nothing more.
     """
@@ -62,7 +62,7 @@ def parted(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> st
     for rank, trail in sorted(trails.items()):
         told.setdefault(_told(trail, number, rank in ended), []).append(rank)
     parts = [f"{ranks_text(ranks)} {what}" for what, ranks in told.items()]
-    return f"Ranks parted: {'; '.join(parts)}. {ADVICE}"
+    return f"Ranks diverged: {'; '.join(parts)}. {ADVICE}"
 
 
 def last_verbs(trails: Mapping[int, VerbTrail | None]) -> str:

@@ -1,4 +1,4 @@
-"""Where rank 0 is reached, when no launcher says it: rank 0 opens a door, and the others look for it.
+"""Find rank 0 without a launcher's help: rank 0 listens, others look for it.
 
 The door is a port at which rank 0 tells its own ranks, and nobody else, the port of the store. It is written down in
 the file of the start's secret, with every address of the machine: what the others share, they read. Where they share

@@ -1,4 +1,4 @@
-"""Where a process stands that does not go on: its state as the kernel has it, and the line of its Python.
+"""Locate a hanging process: its kernel state and its line of Python.
 
 Linux: the state is that of /proc; the stack is asked for by a signal (heartbeat.py), which only a process gets that
 handles it: another would die of it. Tested in tests/workers/test_hang.py.

@@ -1,4 +1,4 @@
-"""What ends a process without a word, `os._exit` and `os.abort`: told of before it does, with the line that calls it.
+"""Report `os._exit` and `os.abort` before they end a process, with the line that calls them.
 
 Tested in tests/cli/test_odd_ends.py.
 """

@@ -168,7 +168,7 @@ def end() -> None:
 def came_to(verb: str, *which: int) -> None:
     """This process calls `verb`, as every rank does. Nothing where no launcher of ours looks.
 
-    which: what else must be the same on all ranks; the last is told as its number.
+    which: what else must be the same on all ranks; the last is given as its number.
     """
     if _log is not None:
         _log.came_to(verb, which)

@@ -1,4 +1,4 @@
-"""What a worker process does: `python -m meshwise.workers TASK`.
+"""Run a worker process: `python -m meshwise.workers TASK`.
 
 TASK is a file with a pickled function and its arguments. The worker calls it, puts the result beside the task, and says
 done; or it says how it failed. It never imports the launcher's `__main__`.

@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text, count_text, percent_text, rate_text, seconds_text
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.run_report import Report, report_dict
@@ -35,7 +33,7 @@ WRITTEN: dict[str, Callable[[Any], str]] = {
     r".*/share": percent_text,
     r".*/drift": lambda value: f"{value * 1e6:.2f} ppm",
     r".*/bus_bandwidth": lambda value: f"{bytes_text(value)}/s",
-    r"(ranks/.*/|clocks/.*/)?(steps|samples|spans|dropped|last_arrivals|sync_points)|.*/count|.*_step": count_text,
+    r"(ranks/.*/|clocks/.*/)?(steps|samples|spans|dropped|last_steps|sync_points)|.*/count|.*_step": count_text,
     r"samples_per_second": rate_text,
     r".*/rank": str,
 }
@@ -109,10 +107,8 @@ class Tags(html.parser.HTMLParser):
         self.seen += [(tag, name) for name, _ in attrs]
 
 
-def test_without_plotly_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(UsageError, match=r"pip install 'meshwise\[report\]'"):
-        render(report, Timeline())
+def test_the_page_of_a_small_run_has_at_most_a_megabyte_and_a_half(page: str) -> None:
+    assert len(page.encode()) < 1_500_000
 
 
 # ---- in a browser ----
@@ -229,7 +225,26 @@ def test_every_number_on_the_page_is_that_of_the_json(opened: Drawn, report: Rep
         assert plain["text"].get(path, text) == text, path
     paths = {path for path, *_ in opened.shown}
     assert {"verdict", "missing/0", "step_seconds", "goodput/0/share", "ranks/2/seconds/waiting", "title"} <= paths
-    assert {"ranks/2/rank", "ranks/2/steps", "ranks/2/sync_points", "views/0/first_step", "views/0/last_step"} <= paths
+    assert {"ranks/2/rank", "ranks/2/steps", "ranks/2/last_steps", "views/0/first_step", "views/0/last_step"} <= paths
+
+
+@needs_browser
+def test_the_verdict_is_on_the_page_once(opened: Drawn, report: Report) -> None:
+    assert report.verdict == report.findings[0].sentence
+    assert [path for path, _, text in opened.shown if text == report.verdict] == ["verdict"]
+
+
+@needs_browser
+@pytest.mark.usefixtures("processes")
+def test_memory_that_is_the_same_in_every_phase_is_a_sentence(tmp_path: Path) -> None:
+    def numbers(name: str, values: Any) -> int:
+        timeline = hostile_timeline()
+        memory = tuple(dataclasses.replace(one, value=values) for one in timeline.counters if one.name == "resident")
+        page = render(report_of(dataclasses.replace(timeline, counters=memory)), Timeline())
+        return sum("memory_by_phase" in path for path, *_ in drawn(page, tmp_path / name).shown)
+
+    assert numbers("same", np.full(40, 2e9)) == 3
+    assert numbers("other", 1e9 * (1 + np.arange(1, 41) % 4)) == 3 * 4
 
 
 @needs_browser

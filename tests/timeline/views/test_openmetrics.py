@@ -95,6 +95,7 @@ def expected(report: Report) -> Values:
             "rank_steps_total": r.steps,
             "rank_step_seconds": r.step_seconds,
             "straggler_seconds_total": r.straggler_seconds,
+            "last_steps_total": r.last_steps,
             "last_arrivals_total": r.last_arrivals,
             "sync_points_total": r.sync_points,
             "rank_complete": r.complete,

@@ -27,9 +27,8 @@ def test_the_whole_text_of_a_run_on_two_devices() -> None:
     report = report_on(2, EVEN, wall_seconds=83.0)
     assert printed(report_text(report)) == (
         "gpt-125m finished · 40 steps of 45 ms · 12,346 samples/s · 1 min 23 s in all\n"
-        "Rank 1 is a straggler in forward.\n"
-        "Rank 1 is a straggler: last in 100 % of the steps, by 8.0 ms, in forward.\n"
-        "Without the delay a step would take 8.0 ms less (18 %).\n"
+        "Rank 1 is a straggler in forward: last in 100 % of the steps, by 8.0 ms. Without\n"
+        "the delay a step would take 8.0 ms less (18 %).\n"
         "\n"
         "rank       step  its step            compute  comm  wait  last    cost    memory\n"
         "0 cuda:0  45 ms  dffffbbbbbbbb═░░░o     73 %   4 %  18 %    0×     0 s  61.2 GiB\n"
@@ -89,7 +88,7 @@ def test_numbers_of_the_table_are_those_of_the_report() -> None:
     step = sum(rank.seconds[kind] for kind in OF_STEP)
     computing = sum(rank.seconds[kind] for kind in ("forward", "backward", "optimizer"))
     assert f"{computing / step:.0%}".replace("%", " %") in row
-    assert f"{rank.last_arrivals}×" in row
+    assert f"{rank.last_steps}×" in row
     assert "45 ms" in row and "320 ms" in row and "61.3 GiB" in row
 
 

@@ -1,1 +1,1 @@
-"""What is here: from drivers, the system's own files and torch to a Machine."""
+"""Discover the machine from drivers, the system's files and torch."""

@@ -1,4 +1,4 @@
-"""What drivers report of accelerators and of each pair of them, whoever the vendor is.
+"""Hold what drivers report of accelerators and their pairs, for any vendor.
 
 Tested in tests/machine/test_discover.py.
 """

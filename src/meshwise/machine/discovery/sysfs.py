@@ -1,4 +1,4 @@
-"""What Linux says of PCI devices and NUMA nodes in /sys: links now and at most, which node, what lies above.
+"""Read PCI devices and NUMA nodes from /sys: links, nodes and bridges.
 
 Tested in tests/machine/test_discover.py and test_discover_odd.py.
 """

@@ -1,4 +1,4 @@
-"""What torch adds to a discovered machine: its versions, its numbering of the devices, and who can read whose memory.
+"""Add torch's facts to a discovered machine: versions, device numbers, peer access.
 
 NVML counts by PCI address and sees every device; torch counts as CUDA does and sees those that the environment leaves
 to it. Both are matched by PCI address, and torch's names are kept, since they are what programs write.

@@ -1,4 +1,4 @@
-"""Which accelerators the environment leaves to this process, and in which order: CUDA_VISIBLE_DEVICES and its like.
+"""Find which accelerators the environment shows this process, and their order (CUDA_VISIBLE_DEVICES and the like).
 
 Tested in tests/machine/test_discover_odd.py.
 """

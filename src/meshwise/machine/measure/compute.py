@@ -1,4 +1,4 @@
-"""What one device computes: matrix products by dtype and shape, the rate of its memory, the cost of a launch.
+"""Measure one device: matrix products by dtype and shape, memory rate, launch cost.
 
 Habits of mamf-finder (stas00/ml-engineering): random data, cache flushed between repeats, median reported, the best
 over shapes is the achievable rate. Products are timed at growing shapes until the budget is spent.

@@ -1,4 +1,4 @@
-"""Who gets the progress of a measurement: the function that asked for it, or, from a worker, its launcher.
+"""Route the progress of a measurement to whoever asked, or to the launcher.
 
 Tested in tests/machine/test_processes.py.
 """

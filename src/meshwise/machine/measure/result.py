@@ -1,5 +1,4 @@
-"""What is measured, and what was measured of it: of a path or a collective times by size and whether the bytes arrived,
-of a device its rates.
+"""Hold the results of a measurement: times by size and verified bytes of paths and collectives, rates of devices.
 
 Tested in tests/machine/test_processes.py and test_bench.py.
 """

@@ -1,4 +1,4 @@
-"""What changed between two measurements, in a terminal: worse first, in red, better in green, the rest in one line.
+"""Show what changed between two measurements in a terminal, worse ones first.
 
 Tested in tests/machine/test_machine_compare.py.
 """

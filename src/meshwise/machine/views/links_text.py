@@ -1,4 +1,4 @@
-"""What joins devices, as a matrix that people can read: `NVLink4 x18`, `PCIe4 x16`, over a bridge or the other socket.
+"""Show the links between devices as a matrix: `NVLink4 x18`, `PCIe4 x16`.
 
 Where every pair is alike it is one line; where full words do not fit, letters stand for them, with a line for each.
 

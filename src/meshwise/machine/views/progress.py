@@ -1,4 +1,4 @@
-"""What is measured now, on stderr. Tested in tests/cli/test_bench.py."""
+"""Show on stderr what is being measured. Tested in tests/cli/test_bench.py."""
 
 from __future__ import annotations
 

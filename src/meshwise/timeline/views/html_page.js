@@ -43,8 +43,10 @@ function head() {
     el("span", {}, `${R.ranks.length} × ${devices.join(", ") || "unknown"} on ${hosts.join(", ") || "no host"}`),
     versions.torch ? el("span", {}, `torch ${versions.torch}`) : null, facts.started ? el("span", {}, facts.started) : null,
     R.source === "measured" ? null : el("span", { class: "status" }, shown("source"))));
-  if (R.headline) add(el("p", { class: "verdict" }, shown("headline")));
-  add(el("p", { class: R.headline ? "soft" : "verdict" }, shown("verdict")));
+  const above = R.headline && !R.verdict.startsWith(R.headline.replace(/\.$/, ""));
+  if (above) add(el("p", { class: "verdict" }, shown("headline")));
+  add(el("p", { class: above ? "soft" : "verdict" }, shown("verdict")));
+  if (R.findings.length && R.findings[0].sentence === R.verdict) add(el("p", { class: "advice" }, shown("findings/0/advice")));
   const about = Object.keys(R.about || {});
   if (about.length) add(el("dl", { class: "about" }, ...about.flatMap((name) => [el("dt", {}, name), el("dd", {}, shown(`about/${name}`))])));
   if (R.missing.length) {
@@ -60,12 +62,12 @@ function head() {
     el("div", { class: "card tile" }, el("div", { class: "label" }, label), el("div", { class: "value" }, value)))));
 }
 function findings() {
-  if (!R.findings.length) return;
+  if (R.findings.every((finding) => finding.sentence === R.verdict)) return; // above, with its advice
   section("What limits it", "Shares of a step, mean over ranks, without the first step.");
-  const colour = { "straggler": "waiting", input: "data", imbalance: "waiting", bubble: "waiting", compute: "backward", checkpoint: "checkpoint", evaluation: "evaluate", idle: "idle", memory: "lost", stalls: "lost" };
-  add(el("div", { class: "findings" }, ...R.findings.map((finding, i) =>
+  const colour = { straggler: "waiting", late: "waiting", input: "data", imbalance: "waiting", bubble: "waiting", compute: "backward", checkpoint: "checkpoint", evaluation: "evaluate", idle: "idle", memory: "lost", stalls: "lost" };
+  add(el("div", { class: "findings" }, ...R.findings.map((finding, i) => (finding.sentence === R.verdict ? null :
     el("div", { class: "card finding", style: `--kind: var(--${colour[finding.kind] || finding.kind})` },
-      shown(`findings/${i}/sentence`, "p"), el("p", { class: "advice" }, shown(`findings/${i}/advice`))))));
+      shown(`findings/${i}/sentence`, "p"), el("p", { class: "advice" }, shown(`findings/${i}/advice`)))))));
 }
 function goodput() {
   section("Goodput", "What the wall time went into, mean over devices. The parts add up to all of it.");
@@ -91,7 +93,7 @@ function ranks() {
   const heads = [["device", true], ["steps"], ["a step"], ["its time"], ...kinds.map((kind) => [kind === "communication" ? "comm." : kind]), ["comm. hidden"], ["was last"], ["cost"], ["peak memory"]];
   add(table(heads, R.ranks.map((rank, i) => [named(i), shown(`ranks/${i}/steps`), shown(`ranks/${i}/step_seconds`), stack(kinds.map((kind) => [kind, rank.seconds[kind]])),
     ...kinds.map((kind) => shown(`ranks/${i}/seconds/${kind}`)), shown(`ranks/${i}/hidden_seconds`),
-    el("span", {}, shown(`ranks/${i}/last_arrivals`), el("span", { class: "soft" }, " of ", shown(`ranks/${i}/sync_points`))), shown(`ranks/${i}/straggler_seconds`),
+    el("span", {}, shown(`ranks/${i}/last_steps`), el("span", { class: "soft" }, " of ", shown(`ranks/${i}/steps`), " steps")), shown(`ranks/${i}/straggler_seconds`),
     rank.peak_memory === null ? "" : shown(`ranks/${i}/peak_memory`)])));
   add(el("div", { class: "keys" }, ...kinds.map((kind) => el("span", { class: "key" }, swatch(kind), kind))));
 }
@@ -190,6 +192,13 @@ function memoryByPhase() {
     const of = (rank) => rank.memory_by_phase[name] || {};
     const phases = KINDS.filter((kind) => R.ranks.some((rank) => of(rank)[kind] !== undefined));
     if (!phases.length) continue;
+    const texts = (i) => phases.map((phase) => R.text[`ranks/${i}/memory_by_phase/${name}/${phase}`]).filter(Boolean);
+    if (phases.length > 1 && R.ranks.every((rank, i) => new Set(texts(i)).size <= 1)) { // columns that are all alike
+      const known = R.ranks.map((rank, i) => [i, phases.find((phase) => of(rank)[phase] !== undefined)]).filter(([, phase]) => phase);
+      section(`Memory by phase: ${name}`, ["The same at the end of every phase: ", ...known.flatMap(([i, phase], n) =>
+        [n ? ", " : "", named(i), " ", shown(`ranks/${i}/memory_by_phase/${name}/${phase}`)]), "."]);
+      continue;
+    }
     section(`Memory by phase: ${name}`, `The most that was ${name} at the end of each phase, sampled about once a second.`);
     add(table([["device", true], ...phases.map((phase) => [phase])], R.ranks.map((rank, i) => [named(i),
       ...phases.map((phase) => (of(rank)[phase] === undefined ? "" : shown(`ranks/${i}/memory_by_phase/${name}/${phase}`)))])));

@@ -35,6 +35,7 @@ OF_RANK: Sequence[Family] = (
     ("rank_steps", "counter", "Training steps of a rank.", lambda r: r.steps),
     ("rank_step_seconds", "gauge", "Median time of a rank's step.", lambda r: r.step_seconds if r.steps else None),
     ("straggler_seconds", "counter", "What the delays of a rank cost the run.", lambda r: r.straggler_seconds),
+    ("last_steps", "counter", "In how many steps a rank was last.", lambda r: r.last_steps),
     ("last_arrivals", "counter", "At how many sync points a rank was last.", lambda r: r.last_arrivals),
     ("sync_points", "counter", "How often ranks waited for each other.", lambda r: r.sync_points),
     ("rank_complete", "gauge", "1 where a rank recorded how it ended, 0 where it was cut off.", lambda r: r.complete),

@@ -40,7 +40,7 @@ COLUMNS: Mapping[str, _Column] = {
     "compute": _Column(percent_text, lambda r: sum(r.step_shares[k] for k in COMPUTING) if r.step_shares else None),
     "comm": _Column(percent_text, lambda r: r.step_shares.get("communication")),
     "wait": _Column(percent_text, lambda r: r.step_shares.get("waiting")),
-    "last": _Column(lambda times: f"{count_text(times)}×", lambda r: r.last_arrivals if r.sync_points else None),
+    "last": _Column(lambda times: f"{count_text(times)}×", lambda r: r.last_steps if r.sync_points else None),
     "cost": _Column(seconds_text, lambda r: r.straggler_seconds if r.sync_points else None),
     "memory": _Column(bytes_text, lambda r: r.peak_memory),
 }

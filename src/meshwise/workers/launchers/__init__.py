@@ -1,1 +1,1 @@
-"""Who started this process: one file a launcher, each read from the environment into one `Place`."""
+"""Detect who started this process, one launcher per file, as a `Place`."""

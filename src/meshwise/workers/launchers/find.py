@@ -1,4 +1,4 @@
-"""Which launcher started this process: the first that recognises its variables, from the innermost outwards.
+"""Find the launcher of this process: the first that recognises its variables, from the innermost outwards.
 
 Tested in tests/workers/test_places.py.
 """

@@ -1,4 +1,4 @@
-"""Where a process stands among those that a launcher started: one frozen value, read from the environment.
+"""Describe a process's place among those of a launcher, read from the environment.
 
 Tested in tests/workers/test_places.py.
 """

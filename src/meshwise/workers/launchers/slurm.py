@@ -2,7 +2,7 @@
 
 A batch script has SLURM_PROCID and SLURM_NTASKS too, although it is one process. What only a step has are variables
 SLURM_STEP_*; but a batch script that was sent from inside a step inherits those of that step. Which step a process is
-in is told by its control group, or by the slurmstepd that started it; where neither is to be seen, by whether the
+in follows from its control group, or from the slurmstepd that started it; where neither is visible, from whether the
 variables of the step agree with those that every task and batch script gets anew.
 """
 
