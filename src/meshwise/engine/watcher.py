@@ -43,9 +43,9 @@ class Watcher(Protocol):
     def backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
         """Around the backward of a microbatch; reduce: whether it leaves reduced gradients."""
 
-    def loss_known(self, loss: Tensor, own: Tensor, scale: float = 1.0) -> None:
-        """The global loss of the backwards since the last one that reduced, and this rank's own. scale: of a job's loss
-        scaler, which is in the gradients still."""
+    def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
+        """The global loss of the backwards since the last one that reduced. scale: of a job's loss scaler, which
+        is in the gradients still."""
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """An optimizer begins its step; gradients are reduced."""

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from meshwise.equivalence.contents import compared_fields
-from meshwise.equivalence.left_out import left_out
+from meshwise.equivalence.left_out import Unseen, left_out
 from meshwise.equivalence.noise import note_noise
-from meshwise.equivalence.outputs import output_difference
+from meshwise.equivalence.outputs import Layout, divided_outputs, has_rows_of_samples, is_sum_of, output_difference
 from meshwise.equivalence.tolerance import FLOOR, LIMIT, apart, finite, largest, ratio
 from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
 
@@ -93,7 +93,8 @@ class Compared:
 class Comparison:
     """Two sides compared. first: the first fault in the order in which things happen; None when they are equal.
 
-    modules: class of each module. left_out: what could not be compared, with the reason, a sentence each.
+    modules: class of each module. left_out: what could not be compared, with the reason, a sentence each. unseen: the
+    outputs among it.
     """
 
     kinds: tuple[Compared, ...]
@@ -101,6 +102,7 @@ class Comparison:
     first: Difference | None
     modules: Mapping[str, str]
     left_out: tuple[str, ...]
+    unseen: tuple[Unseen, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -112,17 +114,17 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
     found = [Difference("races", 0, race, math.inf, 0.0) for race in actual.races]
     found += _over_ranks(_start(reference, actual), actual.rank_divergence)
     noise: dict[str, Tensor] = {}
-    not_compared: Counter[str] = Counter()
+    unseen: list[Unseen] = []
     for number, (mine, other) in enumerate(zip(reference.steps, actual.steps, strict=False), 1):
         if number == len(actual.steps) > 1:
             found += [d for resumed in actual.resumed for d in _resumed(number, actual.steps[-2], resumed)]
         found += _samples(number, mine, other)
         contents = list(_contents(number, mine, other))
         gradients = _over_ranks(_gradients(number, mine, other), other.rank_divergence)
-        outputs = _over_ranks(_outputs(number, mine, other, not_compared), other.rank_divergence)
+        outputs = _over_ranks(_outputs(number, mine, other, unseen), other.rank_divergence)
         wrong = any(d.fault for d in gradients)
         found += [d for d in contents if wrong or not d.fault]  # what differs and changes nothing may be anything
-        found += outputs if wrong else _of_samples(outputs, not_compared)
+        found += outputs if wrong else _of_samples(outputs, unseen)
         found += gradients
         note_noise(noise, mine.gradients, other.gradients)
         found += _over_ranks(_after(number, mine, other, noise), other.rank_divergence)
@@ -132,8 +134,8 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
     by_kind = {kind: [d for d in found if d.kind == kind] for kind in KINDS}
     kinds = tuple(_compared(kind, differences) for kind, differences in by_kind.items() if differences)
     first = next((d for d in found if d.fault), None)
-    left = tuple(left_out(reference, actual, not_compared, noise))
-    return Comparison(kinds, tuple(found), first, reference.modules, left)
+    left = tuple(left_out(reference, actual, unseen, noise))
+    return Comparison(kinds, tuple(found), first, reference.modules, left, tuple(unseen))
 
 
 def _compared(kind: str, differences: Sequence[Difference]) -> Compared:
@@ -214,30 +216,41 @@ def _contents(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Differen
             yield Difference("batch contents", step, found.name, found.relative, found.absolute, facts)
 
 
-def _outputs(step: int, mine: StepTrace, other: StepTrace, not_compared: Counter[str]) -> Iterator[Difference]:
+def _outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[Unseen]) -> Iterator[Difference]:
     theirs: dict[Any, list[Output]] = defaultdict(list)
     for output in other.outputs:
         theirs[output.key].append(output)
-    for output in mine.outputs:
-        ranks = theirs[output.key]
-        sizes = output_difference(output, ranks) if ranks else None
-        if sizes is None:
+    sizes = [output_difference(one, theirs[one.key]) if theirs[one.key] else None for one in mine.outputs]
+    ways = [[] if size else _other_ways(one, theirs[one.key]) for one, size in zip(mine.outputs, sizes, strict=True)]
+    layouts = {layout for way in ways for layout, size in way if size[0] <= LIMIT}
+    for at, (output, size, way) in enumerate(zip(mine.outputs, sizes, ways, strict=True)):
+        near = [found for layout, found in way if layout in layouts]  # those of its neighbours
+        size = size or min(near, default=None)
+        if size is None and is_sum_of(output, theirs[output.key]):
+            size = 0.0, 0.0
+        if size is None:
             single = math.prod(output.shape) == 1
             why = "one number of the whole batch, such as a loss in it" if single else "not that of single samples"
-            why = why if ranks else "under the plan its forward hooks saw no such call"
-            not_compared[f"{output.module or 'the model'} ({output.kind}): {why}"] += 1
+            why = why if theirs[output.key] else "under the plan its forward hooks saw no such call"
+            unseen.append(Unseen(step, at, output.module, output.kind, why))
         else:
-            facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1}
-            yield Difference("module outputs", step, output.module, *sizes, facts)
+            facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1, "at": at}
+            yield Difference("module outputs", step, output.module, *size, facts)
 
 
-def _of_samples(outputs: Iterable[Difference], not_compared: Counter[str]) -> Iterator[Difference]:
+def _other_ways(one: Output, ranks: Sequence[Output]) -> list[tuple[Layout, tuple[float, float]]]:
+    """How an output may be divided over the ranks that is not divided by samples."""
+    return [] if has_rows_of_samples(one, ranks) else list(divided_outputs(one, ranks))
+
+
+def _of_samples(outputs: Iterable[Difference], unseen: list[Unseen]) -> Iterator[Difference]:
     """The outputs of a step whose loss and gradients are equal: what differs among them was taken for rows of samples
     by mistake (the tokens of an expert, as many as there are samples by chance)."""
     for difference in outputs:
         if difference.fault:
-            where = f"{difference.name or 'the model'} ({difference.facts['class']})"
-            not_compared[f"{where}: its rows are not those of the samples, since nothing made of them differs"] += 1
+            why = "its rows are not those of the samples, since nothing made of them differs"
+            at, kind = difference.facts["at"], difference.facts["class"]
+            unseen.append(Unseen(difference.step, at, difference.name, kind, why))
         else:
             yield difference
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.compare import Comparison, Difference
+from meshwise.equivalence.diagnose_by_hand import exchanges_by_hand, sum_by_hand_is_missing
 from meshwise.equivalence.diagnose_evaluation import EVALUATION_RULES
 from meshwise.equivalence.diagnose_gradients import GRADIENT_RULES
 from meshwise.equivalence.diagnose_kinds import CONTENTS_RULES, not_finite, open_exchange, own_statistics
@@ -23,6 +24,7 @@ from meshwise.equivalence.diagnose_updates import (
     other_microbatches,
     skipped_step,
 )
+from meshwise.equivalence.diagnose_weights import by_numbers, by_weights, line_of, not_a_mean
 from meshwise.equivalence.evidence import Evidence, Rule, is_inside, near, owner_of, says
 from meshwise.equivalence.pairs import pairs_of_both
 from meshwise.equivalence.tolerance import LIMIT
@@ -31,9 +33,6 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 
 ranks_differ = Evidence.ranks_differ
-SAY_SUM = "mw.backward(loss, reduction='sum'), or Job(reduction='sum')"
-OF_SUM = f"is your loss a sum over samples? Say {SAY_SUM}. Else leave out what divides it by the ranks."
-OF_MEAN = f"is your loss a mean over samples? Leave out {SAY_SUM}, or what multiplies it by the ranks."
 
 
 def module_of(difference: Difference, comparison: Comparison) -> str:
@@ -103,27 +102,9 @@ def _outputs_are_equal(evidence: Evidence) -> bool:
     return bool(evidence.of_kind("module outputs")) and not evidence.faults("module outputs")
 
 
-def _sum_and_mean(evidence: Evidence) -> str:
-    """A sum over samples taken for a mean is divided by the ranks; a mean taken for a sum is multiplied by them."""
-    (one, plan), ranks = (evidence.first.facts[side] for side in ("one device", "the plan")), evidence.plan.devices
-    text = f"module outputs are equal, the loss is {evidence.both_numbers()}"
-    if not _outputs_are_equal(evidence) or ranks == 1:
-        return ""
-    if near(plan, one / ranks):
-        return f"{text}, that divided by the number of ranks: {OF_SUM}"
-    if near(plan, one * ranks):
-        return f"{text}, that times the number of ranks: {OF_MEAN}"
-    return ""
-
-
 def _lacks_a_part(evidence: Evidence) -> bool:
     """Whether ranks that have the same samples differ from each other, and all from one device."""
     return bool(evidence.first.facts.get("first rank", 0.0) > LIMIT)
-
-
-def _is_weighed(evidence: Evidence) -> bool:
-    """Whether there are several means to weigh: of ranks with other samples or positions, or of microbatches."""
-    return evidence.plan.context * evidence.plan.accumulate > 1 or evidence.plan.data * evidence.plan.shard > 1
 
 
 def _other_mode(evidence: Evidence) -> str:
@@ -145,16 +126,14 @@ def _pairs_samples(evidence: Evidence) -> str:
     """A loss of pairs of samples, or one that no weighting of the ranks' own gives."""
     one, plan = evidence.steps
     places = pairs_of_both(one.pairs, plan.pairs)
-    if _outputs_are_equal(evidence) and places:
+    if places:
         return f"{places[0]}; the loss is {evidence.both_numbers()}."
-    ranks, number = plan.rank_losses, evidence.first.facts["one device"]
-    summed = near(sum(ranks), plan.loss) or near(sum(ranks), number)
-    if summed or len(plan.samples) > 1 or len(ranks) < 2 or not _outputs_are_equal(evidence):
-        return ""
-    if min(ranks) * (1 - 1e-6) <= number <= max(ranks) * (1 + 1e-6):
-        return ""
-    shown = some([f"{loss:.6g}" for loss in ranks])
-    return f"module outputs are equal, and the loss of one device, {number:.6g}, is no mean of the ranks' own, {shown}."
+    other = not_a_mean(evidence)
+    return "" if other is None else f"{line_of(other)} is {other.shown}: no mean of the ranks' own."
+
+
+def _where_outputs_are_equal(rule: Rule) -> Rule:
+    return lambda evidence: rule(evidence) if _outputs_are_equal(evidence) else None
 
 
 def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
@@ -252,9 +231,9 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.MODE, _other_mode),
         says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_norm),
         says(K.BATCH_NORM, own_statistics),
-        says(K.DROPOUT, "{name} ({class}) draws random numbers; everything before it is equal.", _is_random),
-        says(K.DROPOUT, _random_before),
         says(K.DROPOUT, _contains_draws_of_ranks),
+        says(K.DROPOUT, "{name} ({class}) draws random numbers; {before}.", _is_random),
+        says(K.DROPOUT, _random_before),
         says(
             K.DROPOUT, "a forward draws from numpy.random, which is not keyed: ranks draw other numbers.", _numpy_draws
         ),
@@ -265,15 +244,17 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             _lacks_a_part,
         ),
         says(K.NOT_FINITE, not_finite),
-        says(K.MODULE, "{name} ({class}) is the first whose outputs differ; everything before it is equal."),
+        says(K.MISSING_REDUCTION, sum_by_hand_is_missing),
+        says(K.MODULE, exchanges_by_hand),
+        says(K.MODULE, "{name} ({class}) is the first whose outputs differ; {before}."),
     ),
     "loss": (
         says(K.RACE, open_exchange),
         says(K.NOT_FINITE, not_finite),
         says(K.LOSS, "ranks have different losses, which should all be that of the global batch.", ranks_differ),
-        says(K.LOSS_WEIGHTING, _sum_and_mean),
-        says(K.COUPLED, _pairs_samples),
-        says(K.LOSS_WEIGHTING, "module outputs are equal, the loss is {both}.", _outputs_are_equal, _is_weighed),
+        _where_outputs_are_equal(by_numbers),
+        _where_outputs_are_equal(by_weights),
+        says(K.COUPLED, _pairs_samples, _outputs_are_equal),
         says(K.LOSS, "the loss is {both}."),
     ),
     "gradients": (says(K.RACE, open_exchange), *GRADIENT_RULES),
@@ -301,9 +282,9 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "parameters": UPDATE_RULES,
     "buffers": (
         says(K.RESUMED, changed_by_a_load),
-        says(K.BATCH_NORM, "outputs are equal, but {name}, of a batch norm, is not.", _belongs_to_batch_norm),
-        says(K.BUFFER, "outputs and parameters are equal; ranks have different values of {name}.", ranks_differ),
-        says(K.BUFFER, "{name} differs, and outputs and parameters are equal."),
+        says(K.BATCH_NORM, "{outputs}, but {name}, of a batch norm, is not.", _belongs_to_batch_norm),
+        says(K.BUFFER, "{outputs}, and parameters; ranks have different values of {name}.", ranks_differ),
+        says(K.BUFFER, "{name} differs; {outputs}, and parameters."),
     ),
     "scheduler": (
         says(K.SCHEDULER, "ranks have different values of {name} after step {step}.", ranks_differ),

@@ -168,6 +168,12 @@ class EngineWatcher:
 
     # A microbatch.
 
+    def backward_begins(self, loss: Any, *_: object) -> None:
+        """A backward of this rank's loss comes; a job's may have its weight beside it."""
+        own = loss[0] if isinstance(loss, tuple) and loss else loss
+        if self.tracer is not None and isinstance(own, Tensor):
+            self.tracer.loss_made(own)
+
     def _begin_forward(self) -> None:
         """From here on the program may run a forward of the batch that it has."""
         self._end_forward(discard=True)
@@ -216,7 +222,7 @@ class EngineWatcher:
         self._stepped = None
         if self._in_step:
             self.tracer.forget_gradients()
-        with self.tracer.backward():
+        with self.tracer.backward(None if self._place is None else self._place[1]):
             yield
         if self._place is None or self._place[1] == len(self.tracer.step.samples):
             self.tracer.step.samples.append(self._batch[1])
@@ -226,16 +232,14 @@ class EngineWatcher:
         if self._job is None:
             self._begin_forward()
 
-    def loss_known(self, loss: Tensor, own: Tensor, scale: float = 1.0) -> None:
-        """The global loss of the backwards since the last one that reduced, and this rank's own. scale: of a job's loss
-        scaler, which is in the gradients still."""
+    def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
+        """The global loss of the backwards since the last one that reduced. scale: of a job's loss scaler, which
+        is in the gradients still."""
         if self.tracer is not None:
             if self._job is not None:  # complete by now: what stages of a pipeline share is added up last
                 gradients = gradients_of(self._model)
                 self.tracer.step.gradients = {name: g / scale for name, g in gradients.items()}
             self.tracer.step.loss += float(loss)
-            if self._batch is not None and self._batch[0].samples:
-                self.tracer.step.rank_losses.append(float(own))
 
     # An optimizer's step.
 

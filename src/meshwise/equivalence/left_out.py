@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from meshwise.data.keyed import GENERATOR
@@ -22,10 +23,21 @@ ADAPTIVE_STEPS = (
 )
 
 
-def left_out(reference: Trace, actual: Trace, not_compared: Counter[str], noise: Named) -> Iterator[str]:
-    """not_compared: outputs, and how many calls; noise: elements of parameters."""
-    for where, calls in not_compared.items():
-        yield f"outputs of {where} ({calls} call{'s' * (calls > 1)})."
+@dataclass(frozen=True)
+class Unseen:
+    """The output of a call that could not be compared. at: its place among those of the step."""
+
+    step: int
+    at: int
+    module: str
+    kind: str
+    why: str
+
+
+def left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: Named) -> Iterator[str]:
+    """unseen: outputs; noise: elements of parameters."""
+    for (module, kind, why), calls in Counter((each.module, each.kind, each.why) for each in unseen).items():
+        yield f"outputs of {module or 'the model'} ({kind}): {why} ({calls} call{'s' * (calls > 1)})."
     small = {name: int(mask.sum()) for name, mask in noise.items() if bool(mask.any())}
     if small:
         count, total = sum(small.values()), sum(mask.numel() for mask in noise.values())

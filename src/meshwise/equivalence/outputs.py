@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,6 +32,60 @@ def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, floa
     if not _all_equal(sizes) and all(rank.shape == one.shape for rank in ranks):  # the same on every rank
         sizes = [rows_difference(one.sketches["whole"], rank.sketches["whole"]) for rank in ranks]
     return max(sizes) if _all_equal(sizes) else None  # of what differs it is not known whether it is of the samples
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How slices along a dim of one device lie on the ranks: how many it has, how many each rank has, in which order
+    they follow on each other there."""
+
+    whole: int
+    parts: tuple[int, ...]
+    order: str
+
+
+ORDERS = ("one after the other", "in turn", "from both ends")
+"""Contiguous; every n-th; a chunk from the front and one from the back, as balances causal attention."""
+
+
+def _order(layout: Layout) -> Tensor:
+    """The slices of one device, in the order of the ranks."""
+    every, ranks = torch.arange(layout.whole), len(layout.parts)
+    if layout.order == "in turn":
+        return torch.cat([every[rank::ranks] for rank in range(ranks)])
+    if layout.order == "from both ends" and layout.whole % (2 * ranks) == 0:
+        chunks = every.chunk(2 * ranks)
+        return torch.cat([torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)])
+    return every
+
+
+def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, tuple[float, float]]]:
+    """Each way in which the slices of the ranks may be those of one device, and how much they differ then."""
+    if len(ranks) < 2:
+        return
+    for dim in {0, min(1, len(one.shape) - 1), len(one.shape) - 1} if one.shape else ():
+        parts = [rank.sketches.get(f"along {dim}") for rank in ranks]
+        rest = [rank.shape[:dim] + rank.shape[dim + 1 :] for rank in ranks]
+        alike = all(other == one.shape[:dim] + one.shape[dim + 1 :] for other in rest)
+        found = [part for part in parts if part is not None]
+        if f"along {dim}" in one.sketches and alike and len(found) == len(ranks):
+            counts = tuple(map(len, found))
+            for order in ORDERS if sum(counts) == one.shape[dim] else ():
+                layout = Layout(one.shape[dim], counts, order)
+                yield layout, rows_difference(one.sketches[f"along {dim}"][_order(layout)], torch.cat(found))
+
+
+def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
+    """Whether the ranks' add up to that of one device, as before an all_reduce."""
+    if len(ranks) < 2 or any(rank.shape != one.shape for rank in ranks):
+        return False
+    total = torch.stack([rank.sketches["whole"] for rank in ranks]).sum(0)
+    return rows_difference(one.sketches["whole"], total)[0] <= LIMIT
+
+
+def has_rows_of_samples(one: Output, ranks: Sequence[Output]) -> bool:
+    """Whether its rows may be those of the samples, so that no other layout is looked for."""
+    return any(f"{dim}" in one.sketches and _fits(one, ranks, dim) for dim in (0, 1))
 
 
 def _same_rows(one: Output, ranks: Sequence[Output]) -> bool:

@@ -67,7 +67,7 @@ def compute(engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> Los
         own = total_of(losses)
         total, weighed = collectives.all_reduce(own.clone()).unbind()
         scale = float(loss.scale(torch.ones_like(total)))
-        engine.watcher.loss_known(total / weighed, own[0] / own[1], scale)
+        engine.watcher.loss_known(total / weighed, scale)
     return losses
 
 
