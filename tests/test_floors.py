@@ -105,8 +105,8 @@ a forward writes or skips, averages of sharded models, computed weights and chec
 other in one process, a run folder that is gone, sums that would count padding, options behind a
 script's name, what a dead run has left, gradients that are read while they wait, ends without a word, last
 words on a line of their own, the events of the engine and the files of its guards, the doubts of a check, the choice
-of a plan among all that save memory, transformers' Trainer, the kinds of state that a check compares, its hints, weights
-of ranks, numbers of a loss and exchanges by hand."""
+of a plan among all that save memory, transformers' Trainer, the kinds of state that a check compares, its hints,
+weights of ranks, numbers of a loss and exchanges by hand."""
 MOST_SAY_CUDA = 20
 """Files whose code says `cuda`, messages and docstrings left out: the rest asks `has_streams` and
 `torch.get_device_module`. May only fall."""

@@ -11,7 +11,7 @@ from meshwise.equivalence.compare import Comparison, compare
 from meshwise.equivalence.diagnosis import cause_of, module_of
 from meshwise.equivalence.doubts import NO_ROUNDING, OTHER_STEPS, rounding_doubts, unproven
 from meshwise.equivalence.noise import noise_of
-from meshwise.equivalence.shown import shown_otherwise
+from meshwise.equivalence.shown import ALONE, shown_otherwise
 from meshwise.equivalence.trace import CheckSpec, Trace
 from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.parallel.tensor import UNDIVIDED
@@ -101,7 +101,7 @@ def prove(
     of_rounded = [compare(reference, trace) for trace in rounded] if same_steps else []
     looked = bool(of_rounded) or spec.plan.precision == "fp64"
     warnings = tuple(note for note in actual.notes if note.startswith(UNDIVIDED))
-    doubts = (*unproven(reference), *wrong, *rounding_doubts(of_rounded, spec.plan.dtypes))
+    doubts = (*unproven(reference), *(f"{each} {ALONE}" for each in wrong), *rounding_doubts(of_rounded, spec.plan.dtypes))
     return Proof(
         job,
         spec.plan,

@@ -24,6 +24,8 @@ MEASURED = {
     *("devices", "device", "rank", "ranks", "world", "workers", "gpus"),
 }
 """Words before a number of a time, of memory, or of the devices."""
+ALONE = "It counts this rank's samples alone: use mw.sum(total) / mw.sum(count)."
+"""Why a line shows another number where all that is compared is equal."""
 
 
 def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) -> tuple[list[str], list[str]]:
@@ -42,7 +44,7 @@ def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) ->
             if all(_is_measured(text, n) or _is_of_the_moment(text, repeated, n) for n in apart):
                 harmless.append(f"{says}: a time, memory or devices.")
             else:
-                wrong.append(f"{says}. It counts this rank's samples alone: use mw.sum(total) / mw.sum(count).")
+                wrong.append(f"{says}.")
                 break
     return wrong, list(dict.fromkeys(harmless))
 
