@@ -101,7 +101,8 @@ def prove(
     of_rounded = [compare(reference, trace) for trace in rounded] if same_steps else []
     looked = bool(of_rounded) or spec.plan.precision == "fp64"
     warnings = tuple(note for note in actual.notes if note.startswith(UNDIVIDED))
-    doubts = (*unproven(reference), *(f"{each} {ALONE}" for each in wrong), *rounding_doubts(of_rounded, spec.plan.dtypes))
+    alone = [f"{each} {ALONE}" for each in wrong]
+    doubts = (*unproven(reference), *alone, *rounding_doubts(of_rounded, spec.plan.dtypes))
     return Proof(
         job,
         spec.plan,
