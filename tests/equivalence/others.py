@@ -271,7 +271,7 @@ EQUAL = {
 WRONG = {
     "every sample with every other": (HEAD + COUPLED.format(loss=CONTRASTIVE), "coupled samples", "train.py:23"),
     "a soft maximum over the batch": (HEAD + COUPLED.format(loss=SOFTEST), "coupled samples", "no mean of the ranks'"),
-    "class weights that nobody says": (HEAD + WEIGHTED, "loss weighting", "module outputs are equal"),
+    "class weights that nobody says": (HEAD + WEIGHTED, "loss weighting", "is a mean over"),
     "draws of numpy": (HEAD + MASKED, "dropout masks", "numpy.random"),
     "dropout in experts": (HEAD + ROUTED, "dropout masks", "rows that are not those of the samples"),
     "a batch size for each device": (A_SHARE, "batch size depends on devices", "4 samples on 2 devices, and 8 on one"),

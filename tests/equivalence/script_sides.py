@@ -52,7 +52,13 @@ ALONE = CheckSpec(Plan(data=2), STEPS)
 
 
 def sides(
-    text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2, in_float64: bool = True
+    text: str,
+    pool: Any,
+    plan: Plan | None = None,
+    *arguments: str,
+    size: int = 2,
+    in_float64: bool = True,
+    perturb: bool = False,
 ) -> tuple[ProgramTrace, ProgramTrace]:
     """What the script does on one device, here, and on the workers of a pool."""
     script = Path("train.py").resolve()
@@ -60,7 +66,7 @@ def sides(
     said = None if plan is None else plan_to_toml(plan)
     for name in ("one", "many"):
         Path(name).mkdir(exist_ok=True)
-    case = (str(script), list(arguments), CheckSpec(plan or Plan(data=size), STEPS, in_float64))
+    case = (str(script), list(arguments), CheckSpec(plan or Plan(data=size), STEPS, in_float64, perturb))
     end_sessions()
     one = watched(*case, None, str(Path("one").resolve()), said)
     end_sessions()
@@ -70,9 +76,15 @@ def sides(
 
 
 def proof(
-    text: str, pool: Any, plan: Plan | None = None, *arguments: str, size: int = 2, rounding: bool = False
+    text: str,
+    pool: Any,
+    plan: Plan | None = None,
+    *arguments: str,
+    size: int = 2,
+    rounding: bool = False,
+    perturb: bool = False,
 ) -> Proof:
-    one, many = sides(text, pool, plan, *arguments, size=size)
+    one, many = sides(text, pool, plan, *arguments, size=size, perturb=perturb)
     mine, theirs = (trace_to_compare(found, "train.py") for found in (one, many))
     assert many.plan is not None
     rounded = sides(text, pool, plan, *arguments, size=size, in_float64=False) if rounding else ()

@@ -852,9 +852,9 @@ SILENT = [
     Silent("also 2", "causal mask of another block", block_of_another_mask, "decoder", CONTEXT,
            OUTPUTS, "layers.0.attn", "module"),
     Silent("also 3", "moments lost when resumed", after_resume(moments_are_lost), "decoder", SHARD,
-           ("optimizer state", "parameters"), None, "optimizer step"),
+           "resumed state", None, "state after a resume"),
     Silent("also 4", "ticks lost when resumed", after_resume(ticks_are_lost), "plain", DATA,
-           ("learning rate", "scheduler"), None, "scheduler"),
+           "resumed state", None, "state after a resume"),
     Silent("also 5", "frozen when resumed", after_resume(frozen), "counting", DATA, GRADIENTS, "net.2", "backward"),
 ]  # fmt: skip
 

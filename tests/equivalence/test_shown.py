@@ -47,13 +47,3 @@ def test_the_last_digit_that_is_shown_may_differ_and_words_too() -> None:
     other = [("a.py:1", "loss 0.1235, 0.001, -2.000001"), ("a.py:2", "model v2: good"), ("a.py:3", "3")]
     assert shown_otherwise(same, other, "2xcpu") == ([], [])
     assert len(shown_otherwise([("a.py:1", "loss 0.12"), ("a.py:1", "7")], [("a.py:1", "loss 0.14")], "2xcpu")[0]) == 1
-
-
-def test_a_number_that_is_divided_by_the_devices_is_said() -> None:
-    def said(one: str, many: str) -> str:
-        return shown_otherwise([("a.py:1", f"loss {one}")], [("a.py:1", f"loss {many}")], "2xcpu")[0][0]
-
-    assert "divided by 2" in said("1.0411", "0.5205") and "without mw.world_size()" in said("1.0411", "0.5205")
-    assert "one device" not in said("1.0411", "2.0823").partition(". ")[2]
-    assert "one device" not in said("1.0411", "1.6918").partition(". ")[2]
-    assert "one device" not in said("0.04", "0.02").partition(". ")[2], "too few digits to tell"

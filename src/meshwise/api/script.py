@@ -91,8 +91,9 @@ def _script_program(script: Path, arguments: Sequence[str], options: RunOptions,
     if plan is not None:
         api.plans.check_for_script(plan, world)
     call = partial(_script_in_worker, script.resolve(), list(arguments), options)
-    plain = "meshwise" not in script.read_text(encoding="utf-8", errors="replace")  # it picks its device by LOCAL_RANK
-    return LaunchedProgram(str(script), plan, call, {"arguments": list(arguments)}, sees_all=plain)
+    text = script.read_text(encoding="utf-8", errors="replace")
+    picks = "meshwise" not in text or "TrainingArguments" in text or "trl" in text  # its device, by LOCAL_RANK
+    return LaunchedProgram(str(script), plan, call, {"arguments": list(arguments)}, sees_all=picks)
 
 
 def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOptions, folder: Path) -> None:

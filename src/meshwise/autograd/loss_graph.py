@@ -192,6 +192,19 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
     return ""
 
 
+def cross_entropy_means(loss: Tensor) -> list[tuple[Tensor, int, bool]]:
+    """Of the cross entropies in a loss that are means: what each is a mean over, how many targets it has, and whether
+    its classes have weights. Nothing is read."""
+    found = []
+    for node, following in _walk(loss.grad_fn):
+        kind = node.name()
+        if kind.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == MEAN:
+            found.append((node._saved_total_weight, node._saved_target.numel(), node._saved_weight is not None))
+        elif kind in SUMS or kind in FACTORS or kind in ("MulBackward1", "ToCopyBackward0", "ViewBackward0"):
+            following += _below(node)
+    return found
+
+
 def _count(target: Tensor, counted: float, ignored: int) -> str:
     """What gives the number of targets that count, in the names of the program's own lines where it has such."""
     frame = user_frame()

@@ -87,6 +87,10 @@ class Perturbed:
         self._open.append(exchange)
         return exchange
 
+    def under_way(self) -> list[_Exchange]:
+        """Exchanges that nobody has waited for yet."""
+        return [each for each in self._open if not each.settled]
+
     def end(self) -> None:
         """The program is over: what nobody has waited for is a race."""
         for exchange in self._open:
@@ -174,6 +178,14 @@ def _instead(args: Sequence[Any], name: str, writes: Any, reads: Any) -> list[An
     return found
 
 
+def open_exchanges() -> list[str]:
+    """What is under way now, in this process: the function, and the line that began it."""
+    return [each.name for each in _now[-1].under_way()] if _now else []
+
+
+_now: list[Perturbed] = []
+
+
 @contextlib.contextmanager
 def perturbed(seed: int, rank: int) -> Iterator[Perturbed]:
     """Perturb the communication of this process during the body."""
@@ -195,9 +207,11 @@ def perturbed(seed: int, rank: int) -> Iterator[Perturbed]:
     for name, real in kept.items():
         setattr(dist, name, surrounded(name, real))
     dist.P2POp = point_to_point  # type: ignore[misc, assignment]
+    _now.append(owner)
     try:
         yield owner
         owner.end()
     finally:
+        _now.pop()
         for name, real in {**kept, "P2POp": point}.items():
             setattr(dist, name, real)

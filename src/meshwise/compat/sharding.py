@@ -54,8 +54,12 @@ class Group:
 
     def made_from(self) -> dict[int, nn.Parameter]:
         """The id of each parameter as it is gathered -> what this rank holds of it."""
+        return {id(whole): held for held, whole in self.wholes()}
+
+    def wholes(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """What this rank holds of each parameter, and what that is gathered into, once it was."""
         parts = [part for part in self._group.fsdp_params if hasattr(part, "_unsharded_param")]
-        return {id(part._unsharded_param): part.sharded_param for part in parts}
+        return [(part.sharded_param, part._unsharded_param) for part in parts]
 
     def around_collectives(self, around: Around) -> None:
         """Enter `around(kind, bytes, group, dtype=...)` around each all-gather and reduce-scatter of the group. Bytes

@@ -104,7 +104,7 @@ class Engine:
         self.watcher = watcher
         self.notify.untrue = DROPOUT_NOTE  # draws are keyed in a check
         self.carried.settings = tuple  # none: a check finds itself where ranks differ in them
-        self.events.listen(watcher, When.WATCH, only=("step_begins", "step_ends"))
+        self.events.listen(watcher, When.WATCH, only=("backward_begins", "step_begins", "step_ends"))
 
     def close(self) -> None:
         """End: optimizers step as if there were no engine."""

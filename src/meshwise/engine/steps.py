@@ -141,7 +141,7 @@ def backward(
     if engine.program.backwards >= events.due:
         events.tell()
     if engine.watcher is not None:
-        engine.watcher.loss_known(mean, loss.detach())
+        engine.watcher.loss_known(mean)
     return mean
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,8 +28,8 @@ class Watcher(Protocol):
     def batch_limit(self, batch_size: int) -> int | None:
         """How many samples that may have; 0 ends the loop, None leaves it as it is."""
 
-    def batch_given(self, part: BatchSlice, *, split: bool = False) -> None:
-        """A microbatch begins: its forward comes. split: it is of `mw.split`, not of a loader."""
+    def batch_given(self, part: BatchSlice, batch: Any, *, loader: Any = None, split: bool = False) -> None:
+        """A microbatch begins: its forward comes. loader: the user's, of a script. split: it is of `mw.split`."""
 
     def in_stage(self, stage: int, microbatch: int) -> None:
         """The coming forward or backward is that of a microbatch in a stage of a pipeline."""
@@ -43,9 +43,9 @@ class Watcher(Protocol):
     def backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
         """Around the backward of a microbatch; reduce: whether it leaves reduced gradients."""
 
-    def loss_known(self, loss: Tensor, own: Tensor, scale: float = 1.0) -> None:
-        """The global loss of the backwards since the last one that reduced, and this rank's own. scale: of a job's loss
-        scaler, which is in the gradients still."""
+    def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
+        """The global loss of the backwards since the last one that reduced. scale: of a job's loss scaler, which
+        is in the gradients still."""
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """An optimizer begins its step; gradients are reduced."""

@@ -21,7 +21,7 @@ from meshwise.data.order import BatchSlice
 from meshwise.equivalence.model_state import buffers_of, optimizer_state_of, parameters_of
 from meshwise.equivalence.sketches import sketch
 from meshwise.equivalence.tolerance import apart, finite, precision_of
-from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
+from meshwise.equivalence.trace import Contents, Divergence, Named, Output, StepTrace, Trace
 from meshwise.spec.world import World
 from meshwise.transfer import stages
 from meshwise.transfer.collectives import gather_objects
@@ -138,10 +138,17 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
     optimizer: None for an update by hand. divided: each rank has the optimizer's state of some parameters only.
     """
     step.outputs, differ = _outputs_of_ranks(step.outputs)
+    step.contents = _contents_of_ranks(step.contents)
+    own = to_rank_0((get_rank(everyone()), step.own_gradients, step.own_boxes), _alike())
+    step.own_gradients = {(rank, number): named for rank, each, _ in own for (_, number), named in each.items()}
+    step.own_boxes = {(rank, name): box for rank, _, boxes in own for (_, name), box in boxes.items()}
     step.evaluating = set().union(*gather_objects(step.evaluating))
+    step.loaded = any(gather_objects(step.loaded))
+    step.changed_behind = set().union(*gather_objects(step.changed_behind))
+    step.nan_while_open = sorted({text for own in gather_objects(step.nan_while_open) for text in own})
     ranks = enumerate(gather_objects(step.modified_between_backwards))
     step.modified_between_backwards = [(rank, *found[1:]) for rank, each in ranks for found in each]
-    step.rank_losses = [loss for own in gather_objects(step.rank_losses) for loss in own]
+    step.numbers = [numbers for own in gather_objects(step.numbers) for numbers in own]
     step.rng_mismatch = any(gather_objects(step.rng_mismatch))
     step.parameters, step.buffers = parameters_of(model), buffers_of(model)
     state = {} if optimizer is None else optimizer_state_of(optimizer, model)
@@ -176,6 +183,14 @@ def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], Divergence]:
     return [output for outputs in found.values() for output in outputs], differ
 
 
+def _contents_of_ranks(own: list[Contents]) -> list[Contents]:
+    """What the ranks have of the batches, in rank order, on rank 0: once where several have the same. Collective."""
+    found: dict[int, list[Contents]] = {}
+    for rank, contents in to_rank_0((get_rank(), own), _alike()):
+        found.setdefault(rank, contents)
+    return [contents for each in found.values() for contents in each]
+
+
 def _apart(first: Output, other: Output) -> float:
     """How much the same calls on two ranks differ, relative to the size of what they gave."""
     if first.sketches.keys() != other.sketches.keys():
@@ -203,6 +218,7 @@ def _join_stages(step: StepTrace) -> None:
     step.rank_divergence |= numbers_diverge("loss", {"loss": step.loss}, group)
     step.low_precision = of_any_rank(step.low_precision, group)
     step.rank_divergence = of_any_rank(step.rank_divergence, group)
+    step.own_gradients = {k: named for each in to_rank_0(step.own_gradients, group) for k, named in each.items()}
     step.outputs = [output for outputs in to_rank_0(step.outputs, group) for output in outputs]
     step.rng_mismatch = any(gather_objects(step.rng_mismatch, group))
     step.evaluating = set().union(*gather_objects(step.evaluating, group))

@@ -14,34 +14,29 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwise.data.keyed import GENERATOR
+from meshwise.equivalence.contents import compared_fields
+from meshwise.equivalence.left_out import Unseen, left_out
 from meshwise.equivalence.noise import note_noise
-from meshwise.equivalence.outputs import output_difference
+from meshwise.equivalence.outputs import Layout, divided_outputs, has_rows_of_samples, is_sum_of, output_difference
 from meshwise.equivalence.tolerance import FLOOR, LIMIT, apart, finite, largest, ratio
 from meshwise.equivalence.trace import Divergence, Named, Output, StepTrace, Trace
-from meshwise.spec.words import some
 
-NORMALISED = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
-"""What the state of an optimizer holds that divides a gradient by its size."""
-ADAPTIVE_STEPS = (
-    "This optimizer divides it by its size, so in float32 it takes steps of up to the learning rate in directions of "
-    "no meaning, others on each number of devices. Training is the same; an evaluation, whose running statistics lag "
-    "behind, differs a little. Write bias=False there."
-)
-
+MICROBATCHES = "number of microbatches"
+"""How that difference in the order of samples is called."""
 KINDS = (
     "races",
     "modules",
     "tied weights",
     "initial parameters",
     "initial buffers",
+    "resumed state",
     "sample order",
+    "batch contents",
     "module outputs",
     "loss",
     "gradients",
@@ -52,6 +47,7 @@ KINDS = (
     "parameters",
     "buffers",
     "scheduler",
+    "steps",
     "evaluation",
 )
 """What is compared, in the order in which a step makes it."""
@@ -97,7 +93,8 @@ class Compared:
 class Comparison:
     """Two sides compared. first: the first fault in the order in which things happen; None when they are equal.
 
-    modules: class of each module. left_out: what could not be compared, with the reason, a sentence each.
+    modules: class of each module. left_out: what could not be compared, with the reason, a sentence each. unseen: the
+    outputs among it.
     """
 
     kinds: tuple[Compared, ...]
@@ -105,6 +102,7 @@ class Comparison:
     first: Difference | None
     modules: Mapping[str, str]
     left_out: tuple[str, ...]
+    unseen: tuple[Unseen, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -116,22 +114,28 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
     found = [Difference("races", 0, race, math.inf, 0.0) for race in actual.races]
     found += _over_ranks(_start(reference, actual), actual.rank_divergence)
     noise: dict[str, Tensor] = {}
-    not_compared: Counter[str] = Counter()
-    for number, (mine, other) in enumerate(zip(reference.steps, actual.steps, strict=bool(actual.steps)), 1):
+    unseen: list[Unseen] = []
+    for number, (mine, other) in enumerate(zip(reference.steps, actual.steps, strict=False), 1):
+        if number == len(actual.steps) > 1:
+            found += [d for resumed in actual.resumed for d in _resumed(number, actual.steps[-2], resumed)]
         found += _samples(number, mine, other)
+        contents = list(_contents(number, mine, other))
         gradients = _over_ranks(_gradients(number, mine, other), other.rank_divergence)
-        outputs = _over_ranks(_outputs(number, mine, other, not_compared), other.rank_divergence)
-        found += outputs if any(d.fault for d in gradients) else _of_samples(outputs, not_compared)
+        outputs = _over_ranks(_outputs(number, mine, other, unseen), other.rank_divergence)
+        wrong = any(d.fault for d in gradients)
+        found += [d for d in contents if wrong or not d.fault]  # what differs and changes nothing may be anything
+        found += outputs if wrong else _of_samples(outputs, unseen)
         found += gradients
         note_noise(noise, mine.gradients, other.gradients)
         found += _over_ranks(_after(number, mine, other, noise), other.rank_divergence)
     if actual.steps:
+        found += _number_of_steps(len(reference.steps), len(actual.steps))
         found += _over_ranks(_evaluation(reference, actual), actual.rank_divergence)
     by_kind = {kind: [d for d in found if d.kind == kind] for kind in KINDS}
     kinds = tuple(_compared(kind, differences) for kind, differences in by_kind.items() if differences)
     first = next((d for d in found if d.fault), None)
-    left_out = tuple(_left_out(reference, actual, not_compared, noise))
-    return Comparison(kinds, tuple(found), first, reference.modules, left_out)
+    left = tuple(left_out(reference, actual, unseen, noise))
+    return Comparison(kinds, tuple(found), first, reference.modules, left, tuple(unseen))
 
 
 def _compared(kind: str, differences: Sequence[Difference]) -> Compared:
@@ -153,7 +157,8 @@ def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> li
 
 
 def _start(reference: Trace, actual: Trace) -> Iterator[Difference]:
-    diverging = [[name for of, name in sorted(actual.rank_divergence) if of == kind] for kind in KINDS[:2]]
+    kinds = ("modules", "tied weights")
+    diverging = [[name for of, name in sorted(actual.rank_divergence) if of == kind] for kind in kinds]
     yield from (Difference("modules", 0, name, 0.0, 0.0) for name in diverging[0])
     mine, others = ({" = ".join(group) for group in side.tied} for side in (reference, actual))
     for group in sorted(mine | others | set(diverging[1])):
@@ -164,13 +169,26 @@ def _start(reference: Trace, actual: Trace) -> Iterator[Difference]:
     yield from _tensors("initial buffers", 0, reference.initial_buffers, actual.initial_buffers)
 
 
+def _number_of_steps(one: int, plan: int) -> Iterator[Difference]:
+    if one != plan:
+        facts = {"one device": one, "the plan": plan}
+        yield Difference("steps", min(one, plan), "number of steps", math.inf, float(abs(one - plan)), facts)
+
+
+def _resumed(step: int, before: StepTrace, after: StepTrace) -> Iterator[Difference]:
+    """What a job goes on with, behind a resume, against what the plan itself had before it."""
+    for kind in ("parameters", "buffers", "optimizer_state"):
+        yield from _tensors("resumed state", step, getattr(before, kind), getattr(after, kind))
+    yield from _numbers("resumed state", step, before.scheduler, after.scheduler)
+
+
 def _samples(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
     for number, sides in enumerate(zip(mine.samples, other.samples, strict=False), 1):
         want, got = ([index for part in ranks for index in part] for ranks in sides)
         yield _indices("sample order", step, f"microbatch {number}", want, got)
     if len(mine.samples) != len(other.samples):
         facts = {"one device": len(mine.samples), "the plan": len(other.samples)}
-        yield Difference("sample order", step, "number of microbatches", math.inf, 0.0, facts)
+        yield Difference("sample order", step, MICROBATCHES, math.inf, 0.0, facts)
 
 
 def _indices(kind: str, step: int, name: str, want: Sequence[int], got: Sequence[int]) -> Difference:
@@ -180,30 +198,59 @@ def _indices(kind: str, step: int, name: str, want: Sequence[int], got: Sequence
     return Difference(kind, step, name, math.inf if wrong else 0.0, float(wrong), facts if wrong else {})
 
 
-def _outputs(step: int, mine: StepTrace, other: StepTrace, not_compared: Counter[str]) -> Iterator[Difference]:
+def _contents(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
+    for number, sides in enumerate(zip(mine.samples, other.samples, strict=False)):
+        one, ranks = ([each for each in side.contents if each.microbatch == number] for side in (mine, other))
+        samples = [[index for part in side for index in part] for side in sides]
+        for found in compared_fields(one, ranks, *samples):
+            facts = {
+                "microbatch": number + 1,
+                "sample": found.wrong[0],
+                "how many": f"{len(found.wrong)} of {found.samples}",
+                "from the first": samples[1][0] in found.wrong,
+                "place": ranks[0].place,
+                "source": ranks[0].source,
+                "draws": ranks[0].draws,
+                "collate": ranks[0].collate,
+            } if found.wrong else {}  # fmt: skip
+            yield Difference("batch contents", step, found.name, found.relative, found.absolute, facts)
+
+
+def _outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[Unseen]) -> Iterator[Difference]:
     theirs: dict[Any, list[Output]] = defaultdict(list)
     for output in other.outputs:
         theirs[output.key].append(output)
-    for output in mine.outputs:
-        ranks = theirs[output.key]
-        sizes = output_difference(output, ranks) if ranks else None
-        if sizes is None:
+    sizes = [output_difference(one, theirs[one.key]) if theirs[one.key] else None for one in mine.outputs]
+    ways = [[] if size else _other_ways(one, theirs[one.key]) for one, size in zip(mine.outputs, sizes, strict=True)]
+    layouts = {layout for way in ways for layout, size in way if size[0] <= LIMIT}
+    for at, (output, size, way) in enumerate(zip(mine.outputs, sizes, ways, strict=True)):
+        near = [found for layout, found in way if layout in layouts]  # those of its neighbours
+        size = size or min(near, default=None)
+        if size is None and is_sum_of(output, theirs[output.key]):
+            size = 0.0, 0.0
+        if size is None:
             single = math.prod(output.shape) == 1
             why = "one number of the whole batch, such as a loss in it" if single else "not that of single samples"
-            why = why if ranks else "under the plan its forward hooks saw no such call"
-            not_compared[f"{output.module or 'the model'} ({output.kind}): {why}"] += 1
+            why = why if theirs[output.key] else "under the plan its forward hooks saw no such call"
+            unseen.append(Unseen(step, at, output.module, output.kind, why))
         else:
-            facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1}
-            yield Difference("module outputs", step, output.module, *sizes, facts)
+            facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1, "at": at}
+            yield Difference("module outputs", step, output.module, *size, facts)
 
 
-def _of_samples(outputs: Iterable[Difference], not_compared: Counter[str]) -> Iterator[Difference]:
+def _other_ways(one: Output, ranks: Sequence[Output]) -> list[tuple[Layout, tuple[float, float]]]:
+    """How an output may be divided over the ranks that is not divided by samples."""
+    return [] if has_rows_of_samples(one, ranks) else list(divided_outputs(one, ranks))
+
+
+def _of_samples(outputs: Iterable[Difference], unseen: list[Unseen]) -> Iterator[Difference]:
     """The outputs of a step whose loss and gradients are equal: what differs among them was taken for rows of samples
     by mistake (the tokens of an expert, as many as there are samples by chance)."""
     for difference in outputs:
         if difference.fault:
-            where = f"{difference.name or 'the model'} ({difference.facts['class']})"
-            not_compared[f"{where}: its rows are not those of the samples, since nothing made of them differs"] += 1
+            why = "its rows are not those of the samples, since nothing made of them differs"
+            at, kind = difference.facts["at"], difference.facts["class"]
+            unseen.append(Unseen(difference.step, at, difference.name, kind, why))
         else:
             yield difference
 
@@ -229,7 +276,8 @@ def _after(step: int, mine: StepTrace, other: StepTrace, noise: Named) -> Iterat
         yield from _tensors("optimizer state", step, *states, noise=of_key)
     yield from _tensors("parameters", step, mine.parameters, other.parameters, noise=noise)
     yield from _tensors("buffers", step, mine.buffers, other.buffers)
-    yield from _numbers("scheduler", step, mine.scheduler, other.scheduler)
+    if mine.scheduler and other.scheduler:  # which a program that has ended may have let go
+        yield from _numbers("scheduler", step, mine.scheduler, other.scheduler)
 
 
 def _evaluation(reference: Trace, actual: Trace) -> Iterator[Difference]:
@@ -288,39 +336,3 @@ def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
 
 def _norm(named: Named) -> float:
     return math.sqrt(sum(float((t * t).sum()) for t in named.values()))
-
-
-def _left_out(reference: Trace, actual: Trace, not_compared: Counter[str], noise: Named) -> Iterator[str]:
-    for where, calls in not_compared.items():
-        yield f"outputs of {where} ({calls} call{'s' * (calls > 1)})."
-    small = {name: int(mask.sum()) for name, mask in noise.items() if bool(mask.any())}
-    if small:
-        count, total = sum(small.values()), sum(mask.numel() for mask in noise.values())
-        many = [name for name, few in small.items() if few * 10 > noise[name].numel()]
-        where = f", most of them in {some(many)}" if many else ""
-        yield (
-            f"{count:,} of {total:,} values of the parameters after a step{where}: "
-            "their gradients are so small that rounding is much of them."
-        )
-        if biases := _of_norms(reference, many):
-            yield (
-                f"of these, {some(biases)}: a bias in front of a batch norm, which takes it out again, so its gradient "
-                f"is zero but for rounding. {ADAPTIVE_STEPS}"
-            )
-    for name in sorted(reference.unkeyed | actual.unkeyed):
-        differ = "ranks draw what theirs holds" if name.endswith(GENERATOR) else "ranks draw different numbers"
-        yield f"draws of {name}: it is not keyed, so {differ}."
-    for name in sorted(actual.drawn_alike):
-        yield (
-            f"draws of {name} after mw.split, for the rows of a rank: in a run every rank draws the same numbers. Draw "
-            "them for the whole batch, and give them to mw.split with it."
-        )
-
-
-def _of_norms(reference: Trace, names: Sequence[str]) -> list[str]:
-    """Those that are a bias in front of a batch norm, under an optimizer that divides by the size of gradients."""
-    calls = [output for step in reference.steps[:1] for output in step.outputs]
-    behind = {one.module: following.kind for one, following in pairwise(calls)}
-    adapted = {n.rpartition(" ")[0] for n in reference.steps[0].optimizer_state if n.rpartition(" ")[2] in NORMALISED}
-    kinds = {name: behind.get(name.removesuffix(".bias"), "") for name in names if name in adapted}
-    return [name for name, kind in kinds.items() if "BatchNorm" in kind or "InstanceNorm" in kind]

@@ -7,17 +7,14 @@ is wrong inside a module leaves all right that lies behind it.
 from __future__ import annotations
 
 import math
-from itertools import pairwise, takewhile
-
-import torch
-from torch import Tensor
+from itertools import takewhile
 
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.compare import Difference
+from meshwise.equivalence.diagnose_weights import by_weights
 from meshwise.equivalence.evidence import Evidence, Rule, is_inside, near, owner_of, precision_lost, says
-from meshwise.equivalence.sketches import sketch
-from meshwise.equivalence.tolerance import LIMIT
+from meshwise.equivalence.rank_weights import weights_in
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 
@@ -50,10 +47,18 @@ def _not_reduced(evidence: Evidence) -> str:
 
 def _modified_between_backwards(evidence: Evidence) -> Cause | None:
     """Gradients must not be modified between the microbatches of a step."""
-    for rank, micro, before, after, alike in evidence.steps[1].modified_between_backwards:
+    one, plan = evidence.steps
+    for rank, micro, before, after, alike in plan.modified_between_backwards:
         where = f"behind microbatch {micro + 1} on rank {rank}"
         if after == 0:
             return Cause(K.MISSING_REDUCTION, f"gradients are thrown away {where}, before the step.")
+        if not alike and micro in one.standing:  # who reads gradients gets those of all ranks
+            before, alike = one.standing[micro], True
+        if near(before, after):
+            continue
+        if alike and (after > before or near(before / after, round(before / after))):
+            text = f"gradients are multiplied by {after / before:.6g} {where}, and the next are added to them"
+            return Cause(K.SCALED_BETWEEN, f"{text}: what came before weighs otherwise than what comes after.")
         if after < before:
             text = f"gradients are {'scaled' if alike else 'cut'} from norm {before:.3g} to {after:.3g} {where}"
             return Cause(K.CLIP_NORM, f"{text}, before the step: they are clipped each microbatch.")
@@ -96,51 +101,6 @@ def _meaning(factor: float, plan: Plan) -> str:
     return f"the same factor for each{scale}"
 
 
-def _other_weights_of_microbatches(evidence: Evidence) -> Cause | None:
-    """Are the plan's gradients those of the microbatches, added up with other weights?"""
-    weights = _weights_of_microbatches(evidence)
-    if not weights:
-        return None
-    count = len(weights)
-    absent = [str(k) for k, weight in enumerate(weights, 1) if abs(weight) <= 1e-6]
-    if absent:
-        there = [str(k) for k in range(1, count + 1) if str(k) not in absent]
-        text = f"the gradients are those of microbatch {', '.join(there)} of {count}"
-        return Cause(K.MISSING_REDUCTION, f"{text} alone; {some(absent)} is not in them.")
-    shown = ", ".join(f"{weight:.6g}" for weight in weights)
-    text = f"the gradients are those of {count} microbatches, which weigh {shown} times what they should"
-    shrunk = all(0 < a <= b * (1 + 1e-6) for a, b in pairwise(weights)) and weights[0] < 1
-    if evidence.steps[0].clipped_gradients and shrunk and near(weights[-1], 1):
-        return Cause(K.CLIP_NORM, f"{text}: they are clipped each microbatch.")
-    return Cause(K.LOSS_WEIGHTING, f"{text}.")
-
-
-def _weights_of_microbatches(evidence: Evidence) -> list[float]:
-    reference, actual = evidence.steps
-    if len(reference.microbatch_gradients) < 2:
-        return []
-    columns, wanted = [], []
-    for name, gradient in reference.gradients.items():
-        parts = [part.get(name) for part in reference.microbatch_gradients]
-        size = max((float(p.norm()) for p in parts if p is not None), default=0.0)
-        if size > 0 and name in actual.gradients and actual.gradients[name].shape == gradient.shape:
-            zero = torch.zeros_like(next(p for p in parts if p is not None))
-            columns.append(torch.stack([zero if p is None else p for p in parts]).flatten(1).T / size)
-            wanted.append(sketch(actual.gradients[name].double()).flatten() / size)
-    return _solved(torch.cat(columns), torch.cat(wanted)) if columns else []
-
-
-def _solved(columns: Tensor, wanted: Tensor) -> list[float]:
-    """The weights with which columns add up to what is wanted; empty where they do not, or not with these alone."""
-    if not bool(wanted.isfinite().all() and columns.isfinite().all()):
-        return []
-    if int(torch.linalg.matrix_rank(columns, rtol=1e-8)) < columns.shape[1] or columns.shape[0] <= columns.shape[1]:
-        return []
-    weights: Tensor = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
-    rest = float((columns @ weights - wanted).norm()) / max(float(wanted.norm()), 1e-300)
-    return weights.tolist() if rest <= 1e3 * LIMIT else []
-
-
 def _only_tied_weights(evidence: Evidence) -> str:
     tied = {name: len(group) for group in evidence.reference.tied for name in group}
     name = evidence.first.name
@@ -158,6 +118,30 @@ def _lower_precision(evidence: Evidence) -> str:
     return f"every value of the {len(names)} gradients that differ is one that {' or '.join(sorted(found))} holds."
 
 
+def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
+    """What a program exchanges itself brings other ranks no gradient, or the wrong one: no weights explain it."""
+    solved = weights_in(*evidence.steps, [evidence.first.name])
+    if solved is None or solved.one is not None:
+        return None
+    owner = owner_of(evidence.first.name)
+    module = next((name for name in (owner, *_called_next(evidence)) if evidence.exchanges_in(name)), None)
+    if module is None:
+        return None
+    kind = evidence.comparison.modules.get(module, "")
+    text = (
+        f"{evidence.how_many()}, from {evidence.first.name} on; no weights of the ranks' own gradients of it give that "
+        f"of one device: something is on no rank. {module or 'the model'} ({kind}) exchanges by hand in"
+    )
+    if lost := evidence.exchanges_without_backward(module):
+        return Cause(
+            K.MISSING_REDUCTION,
+            f"{text} {some(lost)}, and nothing in the backward of it: what other ranks make of it sends no gradient "
+            "back. Write that into the backward of a torch.autograd.Function (what was gathered or added up is added "
+            "up there), or use torch.distributed.nn.functional.",
+        )
+    return Cause(K.BACKWARD, f"{text} {some(evidence.exchanges_in(module))}: look at the backward of that.")
+
+
 def _random_recompute(evidence: Evidence) -> str:
     """A block that runs again draws the numbers of its first run, or its gradients are those of another function."""
     reference, actual = evidence.steps
@@ -165,7 +149,9 @@ def _random_recompute(evidence: Evidence) -> str:
         return ""
     block = _block_of(evidence)
     where = f"{block}, which is recomputed," if block else "a recomputed block"
-    return f"outputs and loss are equal; in the backward {where} draws other random numbers."
+    return (
+        f"module outputs{evidence.not_seen()} and loss are equal; in the backward {where} draws other random numbers."
+    )
 
 
 def _wrong_recompute(evidence: Evidence) -> str:
@@ -192,21 +178,9 @@ def _wrong_from_batch_norm_on(evidence: Evidence) -> str:
     for name in _called_next(evidence):
         kind = evidence.comparison.modules.get(name, "")
         if "BatchNorm" in kind:
-            text = f"outputs are equal; gradients are right down to {name} ({kind}), and wrong in all that lies before"
-            return f"{text}: its backward is that of another set of samples."
+            text = f"module outputs{evidence.not_seen()} are equal; gradients are right down to {name} ({kind})"
+            return f"{text}, and wrong in all that lies before: its backward is that of another set of samples."
     return ""
-
-
-def _other_weights(evidence: Evidence) -> str:
-    """Ranks agree on gradients that are all wrong, and there is something that could be weighted wrongly."""
-    if evidence.first.kind == "gradients" and not _all_wrong(evidence):
-        return ""
-    reference, actual = evidence.steps
-    counts = [len(part) for micro in actual.samples for part in micro]
-    if not reference.loss_has_weight and len(set(counts)) < 2:
-        return ""
-    why = "the loss gives a weight of its own" if reference.loss_has_weight else "ranks have unequal batches"
-    return f"{evidence.how_many()}, ranks agree on them, and {why} ({', '.join(map(str, counts))} samples)."
 
 
 GRADIENT_RULES: tuple[Rule, ...] = (
@@ -215,13 +189,13 @@ GRADIENT_RULES: tuple[Rule, ...] = (
     _modified_between_backwards,
     says(K.DROPOUT, _random_recompute),
     _one_factor,
-    _other_weights_of_microbatches,
+    by_weights,
     says(K.DOUBLED_REDUCTION, _begins_with_a_factor),
     says(K.TIED_WEIGHT, _only_tied_weights),
     says(K.LOWER_PRECISION, _lower_precision),
+    _exchanged_by_hand,
     says(K.BACKWARD, _wrong_recompute),
     says(K.BATCH_NORM, _wrong_from_batch_norm_on),
-    says(K.LOSS_WEIGHTING, _other_weights),
     says(K.BACKWARD, "{how_many}; {name} was the first to be ready."),
 )
 

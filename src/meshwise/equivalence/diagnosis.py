@@ -8,24 +8,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
-
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.compare import Comparison, Difference
+from meshwise.equivalence.diagnose_by_hand import exchanges_by_hand, sum_by_hand_is_missing
 from meshwise.equivalence.diagnose_evaluation import EVALUATION_RULES
 from meshwise.equivalence.diagnose_gradients import GRADIENT_RULES
-from meshwise.equivalence.evidence import ROUNDING, Evidence, Rule, is_inside, near, owner_of, precision_lost, says
+from meshwise.equivalence.diagnose_kinds import CONTENTS_RULES, not_finite, open_exchange, own_statistics
+from meshwise.equivalence.diagnose_updates import (
+    UPDATE_RULES,
+    accumulates_by_ranks,
+    changed_by_a_load,
+    fewer_steps,
+    lost_by_a_resume,
+    other_microbatches,
+    skipped_step,
+)
+from meshwise.equivalence.diagnose_weights import by_numbers, by_weights, line_of, not_a_mean
+from meshwise.equivalence.evidence import Evidence, Rule, is_inside, near, owner_of, says
 from meshwise.equivalence.pairs import pairs_of_both
-from meshwise.equivalence.tolerance import LIMIT, precision_of
-from meshwise.equivalence.trace import Named, Trace
+from meshwise.equivalence.tolerance import LIMIT
+from meshwise.equivalence.trace import Trace
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 
 ranks_differ = Evidence.ranks_differ
-SAY_SUM = "mw.backward(loss, reduction='sum'), or Job(reduction='sum')"
-OF_SUM = f"is your loss a sum over samples? Say {SAY_SUM}. Else leave out what divides it by the ranks."
-OF_MEAN = f"is your loss a mean over samples? Leave out {SAY_SUM}, or what multiplies it by the ranks."
 
 
 def module_of(difference: Difference, comparison: Comparison) -> str:
@@ -95,27 +102,9 @@ def _outputs_are_equal(evidence: Evidence) -> bool:
     return bool(evidence.of_kind("module outputs")) and not evidence.faults("module outputs")
 
 
-def _sum_and_mean(evidence: Evidence) -> str:
-    """A sum over samples taken for a mean is divided by the ranks; a mean taken for a sum is multiplied by them."""
-    (one, plan), ranks = (evidence.first.facts[side] for side in ("one device", "the plan")), evidence.plan.devices
-    text = f"module outputs are equal, the loss is {evidence.both_numbers()}"
-    if not _outputs_are_equal(evidence) or ranks == 1:
-        return ""
-    if near(plan, one / ranks):
-        return f"{text}, that divided by the number of ranks: {OF_SUM}"
-    if near(plan, one * ranks):
-        return f"{text}, that times the number of ranks: {OF_MEAN}"
-    return ""
-
-
 def _lacks_a_part(evidence: Evidence) -> bool:
     """Whether ranks that have the same samples differ from each other, and all from one device."""
     return bool(evidence.first.facts.get("first rank", 0.0) > LIMIT)
-
-
-def _is_weighed(evidence: Evidence) -> bool:
-    """Whether there are several means to weigh: of ranks with other samples or positions, or of microbatches."""
-    return evidence.plan.context * evidence.plan.accumulate > 1 or evidence.plan.data * evidence.plan.shard > 1
 
 
 def _other_mode(evidence: Evidence) -> str:
@@ -137,16 +126,14 @@ def _pairs_samples(evidence: Evidence) -> str:
     """A loss of pairs of samples, or one that no weighting of the ranks' own gives."""
     one, plan = evidence.steps
     places = pairs_of_both(one.pairs, plan.pairs)
-    if _outputs_are_equal(evidence) and places:
+    if places:
         return f"{places[0]}; the loss is {evidence.both_numbers()}."
-    ranks, number = plan.rank_losses, evidence.first.facts["one device"]
-    summed = near(sum(ranks), plan.loss) or near(sum(ranks), number)
-    if summed or len(plan.samples) > 1 or len(ranks) < 2 or not _outputs_are_equal(evidence):
-        return ""
-    if min(ranks) * (1 - 1e-6) <= number <= max(ranks) * (1 + 1e-6):
-        return ""
-    shown = some([f"{loss:.6g}" for loss in ranks])
-    return f"module outputs are equal, and the loss of one device, {number:.6g}, is no mean of the ranks' own, {shown}."
+    other = not_a_mean(evidence)
+    return "" if other is None else f"{line_of(other)} is {other.shown}: no mean of the ranks' own."
+
+
+def _where_outputs_are_equal(rule: Rule) -> Rule:
+    return lambda evidence: rule(evidence) if _outputs_are_equal(evidence) else None
 
 
 def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
@@ -210,54 +197,6 @@ def _extra_ticks(evidence: Evidence) -> str:
     return f"after step {evidence.first.step} the scheduler has ticked {plan:g} times, on one device {one:g} times."
 
 
-def _kept_in_low_precision(evidence: Evidence) -> str:
-    """Values that a lower precision can hold, on rank 0 or on any other, where those of one device are finer."""
-    name = evidence.first.name
-    if evidence.first.kind == "optimizer state":
-        reference, actual = (step.optimizer_state.get(name) for step in evidence.steps)
-        found = {name: precision_lost(reference, actual)}
-    else:
-        found = _parameters_in_low_precision(evidence)
-    for name, dtype in found.items():
-        if dtype:
-            return f"gradients are equal; every value of {name} is one that {dtype} can hold."
-    return ""
-
-
-def _parameters_in_low_precision(evidence: Evidence) -> dict[str, str]:
-    faults, (reference, actual) = evidence.faults("parameters"), evidence.steps
-    start, now = _parameters_before(evidence.actual, evidence), actual.parameters
-    moved = [d.name for d in faults if d.name in now and not torch.equal(now[d.name], start[d.name])]
-    found = {name: precision_lost(reference.parameters.get(name), now[name]) for name in moved}
-    on_others = [d.name for d in faults if d.facts.get("ranks apart", 1.0) <= ROUNDING and not found.get(d.name)]
-    fine = [n for n in on_others if n in reference.parameters and not precision_of(reference.parameters[n])]
-    return found | {name: actual.low_precision[name] for name in fine if name in actual.low_precision}
-
-
-def _parameters_before(trace: Trace, evidence: Evidence) -> Named:
-    """The parameters that the step of the first difference begins with."""
-    step = evidence.first.step
-    return trace.initial_parameters if step == 1 else trace.steps[step - 2].parameters
-
-
-def _stale_optimizer(evidence: Evidence) -> str:
-    reference, actual = evidence.steps
-    theirs, mine = (_parameters_before(trace, evidence) for trace in (evidence.actual, evidence.reference))
-    moved = [n for n in reference.parameters if n in theirs and not torch.equal(reference.parameters[n], mine[n])]
-    still = [n for n in moved if n in actual.parameters and torch.equal(actual.parameters[n], theirs[n])]
-    wanted, held = (dict.fromkeys(n.rpartition(" ")[0] for n in step.optimizer_state) for step in evidence.steps)
-    unknown = [name for name in held if name.startswith("unknown_param")]
-    lost = sorted(wanted.keys() - held.keys())
-    parts = [f"{some(still)} did not move"] if still else []
-    parts += [f"{some(unknown)} of the optimizer do not belong to the model"] if unknown else []
-    parts += [f"it has no state of {some(lost)}"] if lost and not unknown else []
-    return f"gradients are equal; {'; '.join(parts)}." if parts else ""
-
-
-def _parameters_differ(evidence: Evidence) -> bool:
-    return bool(evidence.faults("parameters"))
-
-
 def _belongs_to_batch_norm(evidence: Evidence) -> bool:
     return "BatchNorm" in evidence.comparison.modules.get(module_of(evidence.first, evidence.comparison), "")
 
@@ -267,13 +206,6 @@ START_RULES: tuple[Rule, ...] = (
     says(K.START_VALUES, "ranks have different values of {name} before the first step.", ranks_differ),
     says(K.START_VALUES, "{lacking} has no {name}.", lambda evidence: "lacking" in evidence.first.facts),
     says(K.START_VALUES, "{name} differs before the first step."),
-)
-UPDATE_RULES: tuple[Rule, ...] = (
-    says(K.MASTER_WEIGHTS, _kept_in_low_precision),
-    says(K.OPTIMIZER_STEP, "gradients are equal; ranks have different values of {name}.", ranks_differ),
-    says(K.STALE_OPTIMIZER, _stale_optimizer),
-    says(K.OPTIMIZER_STEP, "gradients are equal, the optimizer update of {name} differs.", _parameters_differ),
-    says(K.OPTIMIZER_STEP, "gradients and parameters are equal, the optimizer's {name} differs."),
 )
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "races": (says(K.RACE, "{name}."),),
@@ -285,17 +217,23 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "initial parameters": START_RULES,
     "initial buffers": START_RULES,
     "sample order": (
+        says(K.BATCH_SIZE, accumulates_by_ranks),
+        says(K.SKIPPED, other_microbatches),
         says(K.BATCH_SIZE, _is_of_a_share_of_the_batch),
         says(K.DATA_ORDER, "{name} has as many samples, each once, and other ones: {samples}.", _reads_other_samples),
         says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
         says(K.DATA_ORDER, "{name} has the same samples in another order."),
     ),
+    "resumed state": (says(K.RESUMED, lost_by_a_resume),),
+    "batch contents": CONTENTS_RULES,
     "module outputs": (
+        says(K.RACE, open_exchange),
         says(K.MODE, _other_mode),
         says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_norm),
-        says(K.DROPOUT, "{name} ({class}) draws random numbers; everything before it is equal.", _is_random),
-        says(K.DROPOUT, _random_before),
+        says(K.BATCH_NORM, own_statistics),
         says(K.DROPOUT, _contains_draws_of_ranks),
+        says(K.DROPOUT, "{name} ({class}) draws random numbers; {before}.", _is_random),
+        says(K.DROPOUT, _random_before),
         says(
             K.DROPOUT, "a forward draws from numpy.random, which is not keyed: ranks draw other numbers.", _numpy_draws
         ),
@@ -305,18 +243,25 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             "{name} ({class}) gives other outputs on ranks that work on the same samples: a sum lacks a part.",
             _lacks_a_part,
         ),
-        says(K.MODULE, "{name} ({class}) is the first whose outputs differ; everything before it is equal."),
+        says(K.NOT_FINITE, not_finite),
+        says(K.MISSING_REDUCTION, sum_by_hand_is_missing),
+        says(K.MODULE, exchanges_by_hand),
+        says(K.MODULE, "{name} ({class}) is the first whose outputs differ; {before}."),
     ),
     "loss": (
+        says(K.RACE, open_exchange),
+        says(K.NOT_FINITE, not_finite),
         says(K.LOSS, "ranks have different losses, which should all be that of the global batch.", ranks_differ),
-        says(K.LOSS_WEIGHTING, _sum_and_mean),
-        says(K.COUPLED, _pairs_samples),
-        says(K.LOSS_WEIGHTING, "module outputs are equal, the loss is {both}.", _outputs_are_equal, _is_weighed),
+        _where_outputs_are_equal(by_numbers),
+        _where_outputs_are_equal(by_weights),
+        says(K.COUPLED, _pairs_samples, _outputs_are_equal),
         says(K.LOSS, "the loss is {both}."),
     ),
-    "gradients": GRADIENT_RULES,
+    "gradients": (says(K.RACE, open_exchange), *GRADIENT_RULES),
     "gradient norm": GRADIENT_RULES,
     "clipped gradients": (
+        says(K.RACE, open_exchange),
+        says(K.SKIPPED, skipped_step),
         says(
             K.CLIP_NORM, "gradients are equal before they are clipped; ranks have different ones after.", ranks_differ
         ),
@@ -336,15 +281,17 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "optimizer state": UPDATE_RULES,
     "parameters": UPDATE_RULES,
     "buffers": (
-        says(K.BATCH_NORM, "outputs are equal, but {name}, of a batch norm, is not.", _belongs_to_batch_norm),
-        says(K.BUFFER, "outputs and parameters are equal; ranks have different values of {name}.", ranks_differ),
-        says(K.BUFFER, "{name} differs, and outputs and parameters are equal."),
+        says(K.RESUMED, changed_by_a_load),
+        says(K.BATCH_NORM, "{outputs}, but {name}, of a batch norm, is not.", _belongs_to_batch_norm),
+        says(K.BUFFER, "{outputs}, and parameters; ranks have different values of {name}.", ranks_differ),
+        says(K.BUFFER, "{name} differs; {outputs}, and parameters."),
     ),
     "scheduler": (
         says(K.SCHEDULER, "ranks have different values of {name} after step {step}.", ranks_differ),
         says(K.EXTRA_TICKS, _extra_ticks),
         says(K.SCHEDULER, "{name} is {both} after step {step}."),
     ),
+    "steps": (says(K.SKIPPED, fewer_steps),),
     "evaluation": EVALUATION_RULES,
 }
 """Kind of the first difference -> its rules, the surest first: the first that knows a cause names it."""

@@ -9,21 +9,26 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.compat.complex_numbers import stored_in
+from meshwise.compat.perturbed import open_exchanges
 from meshwise.compat.reducer import default_store
 from meshwise.data.keyed import KeyedDraws, Rows
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
 from meshwise.equivalence import across_ranks
+from meshwise.equivalence.contents import Reading, reading_of
 from meshwise.equivalence.diagnose_evaluation import UNSUMMED
-from meshwise.equivalence.model_state import gradients_of, learning_rates_of, local_sum, scheduler_numbers
-from meshwise.equivalence.model_tracer import ModelTracer
+from meshwise.equivalence.hints import Hints
+from meshwise.equivalence.model_state import gradients_of, learning_rates_of, local_sum, local_sums, scheduler_numbers
+from meshwise.equivalence.model_tracer import LooksOn, ModelTracer
 from meshwise.equivalence.noise import take_noise
+from meshwise.equivalence.open_exchanges import is_nan, say_nan
 from meshwise.equivalence.passes import say_step
 from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds, ShortLoops
@@ -34,6 +39,7 @@ from meshwise.job.job import Job
 from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
+from meshwise.spec.user_code import user_place
 from meshwise.spec.world import World
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.transfer.collectives import gather_objects
@@ -67,9 +73,17 @@ class EngineWatcher:
         self.tracer: ModelTracer | None = None
         self._model: nn.Module = nn.Module()
         self._batch: tuple[Rows, list[list[int]]] | None = None
+        self._contents: Any = None  # of that batch
+        self._loader: Any = None  # that has given it
+        self.reading = Reading()
+        """Where batches come from."""
         self._forward: contextlib.ExitStack | None = None
         self._place: tuple[int, int] | None = None  # stage and microbatch, in a pipeline
         self._waiting: dict[tuple[int, int], tuple[tuple[Rows, list[list[int]]], KeyedDraws]] = {}
+        self.hints = Hints() if draws is None and job is None else None
+        """Of one device."""
+        self._left: dict[str, float] = {}  # by the last step of an optimizer: see `local_sums`
+        self._has_loaded = False  # since then
         self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, until the next backward
         self._in_step = self._split = False
         self._reduced = 0.0  # a sum of the parameters when gradients were reduced last
@@ -97,6 +111,8 @@ class EngineWatcher:
     def loop_begins(self) -> None:
         """A loop over batches begins."""
         self._loops.loop_begins()
+        if self.hints is not None:
+            self.hints.loop_begins()
 
     def batch_asked(self) -> None:
         """It asks for its next batch: a forward that had no backward was no microbatch."""
@@ -107,7 +123,7 @@ class EngineWatcher:
         """How many samples that may have."""
         return self._loops.limit(batch_size)
 
-    def batch_given(self, part: BatchSlice, *, split: bool = False) -> None:
+    def batch_given(self, part: BatchSlice, batch: Any, *, loader: Any = None, split: bool = False) -> None:
         """It has its batch: what the last step has left behind is complete. Collective."""
         self._wait_for_ranks("mw.split" if split else "the next batch of a loader")
         if self.tracer is None:
@@ -116,28 +132,47 @@ class EngineWatcher:
         self.complete_step()
         self._split = split
         (samples,), (rows,) = across_ranks.slices_of_ranks([part], self._world)
-        self._batch = rows, samples
+        self._batch, self._contents = (rows, samples), batch
+        if loader is not None and loader is not self._loader:
+            self._loader, self.reading = loader, reading_of(loader.dataset, loader.collate_fn)
         self._loops.batch_given()
         self._begin_forward()
 
     def loop_ends(self) -> None:
         """It is over, or was left."""
         self.batch_asked()
+        if self.hints is not None:
+            self.hints.loop_ends()
 
     def _start(self) -> None:
         models = self._engine.program.models
         if not models:
             raise UsageError("mw.distribute was given no model before the first batch. Give it the model that trains.")
         self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self.tracer = ModelTracer(self._model, self._seed, self._drawn, upcast=self._spec.in_float64)
+        self.tracer = ModelTracer(
+            self._model, self._seed, self._drawn, upcast=self._spec.in_float64, perturb=self._spec.perturb
+        )
         trace = self.found.trace = self.tracer.trace
+        for model in models:
+            model.register_load_state_dict_post_hook(LooksOn(self._loads))
+            if self.hints is not None:
+                self.hints.follow(self.tracer, model)
         trace.notes = tuple(note for note in self._engine.notes if note.startswith(UNDIVIDED))
         trace.rank_divergence = across_ranks.start_diverges(trace)
         if any(gather_objects(across_ranks.cannot_train(trace.rank_divergence))):
             raise ScriptEnds
         self.tracer.begin(0)
 
+    def _loads(self, *_: object) -> None:
+        self._has_loaded = True
+
     # A microbatch.
+
+    def backward_begins(self, loss: Any, *_: object) -> None:
+        """A backward of this rank's loss comes; a job's may have its weight beside it."""
+        own = loss[0] if isinstance(loss, tuple) and loss else loss
+        if self.tracer is not None and isinstance(own, Tensor):
+            self.tracer.loss_made(own)
 
     def _begin_forward(self) -> None:
         """From here on the program may run a forward of the batch that it has."""
@@ -145,7 +180,9 @@ class EngineWatcher:
         if self._batch is not None and self.tracer is not None:
             self._forward = contextlib.ExitStack()
             number = None if self._place is None else self._place[1]
-            self._forward.enter_context(self.tracer.forward(self._batch[0], alike=self._split, number=number))
+            self._forward.enter_context(
+                self.tracer.forward(self._batch[0], self._contents, self.reading, alike=self._split, number=number)
+            )
 
     def _end_forward(self, *, discard: bool) -> None:
         """discard: it had no backward."""
@@ -172,6 +209,8 @@ class EngineWatcher:
         self._wait_for_ranks("mw.backward")
         self.found.backwards += 1
         self._loops.backward()
+        if self.hints is not None:
+            self.hints.backward_begins(self._model)
         waiting = None if self._place is None else self._waiting.pop(self._place, None)
         if waiting is not None and self.tracer is not None:
             self._batch, self.tracer.draws = waiting
@@ -183,7 +222,7 @@ class EngineWatcher:
         self._stepped = None
         if self._in_step:
             self.tracer.forget_gradients()
-        with self.tracer.backward():
+        with self.tracer.backward(None if self._place is None else self._place[1]):
             yield
         if self._place is None or self._place[1] == len(self.tracer.step.samples):
             self.tracer.step.samples.append(self._batch[1])
@@ -193,16 +232,14 @@ class EngineWatcher:
         if self._job is None:
             self._begin_forward()
 
-    def loss_known(self, loss: Tensor, own: Tensor, scale: float = 1.0) -> None:
-        """The global loss of the backwards since the last one that reduced, and this rank's own. scale: of a job's loss
-        scaler, which is in the gradients still."""
+    def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
+        """The global loss of the backwards since the last one that reduced. scale: of a job's loss scaler, which
+        is in the gradients still."""
         if self.tracer is not None:
             if self._job is not None:  # complete by now: what stages of a pipeline share is added up last
                 gradients = gradients_of(self._model)
                 self.tracer.step.gradients = {name: g / scale for name, g in gradients.items()}
             self.tracer.step.loss += float(loss)
-            if self._batch is not None and self._batch[0].samples:
-                self.tracer.step.rank_losses.append(float(own))
 
     # An optimizer's step.
 
@@ -220,6 +257,9 @@ class EngineWatcher:
         self.tracer.step.learning_rates = learning_rates_of(optimizer)
         if self._job is None or self._job.clip_norm is not None:
             self.tracer.step.clipped_gradients = gradients_of(self._model)
+        under_way = open_exchanges() if self._spec.perturb else []
+        if under_way and any(is_nan(g) for g in gradients_of(self._model).values()):
+            say_nan(self.tracer.step.nan_while_open, "optimizer.step() was called with gradients of", under_way)
         if self._spec.in_float64:
             _widen_state(optimizer)
 
@@ -249,6 +289,9 @@ class EngineWatcher:
     def _made_step(self, optimizer: Optimizer | None) -> None:
         if self.tracer is not None:
             self._loops.step_made()
+            if self.hints is not None:
+                self.hints.step_made()
+            self._left, self._has_loaded = local_sums(self._model) if self._job is None else {}, False
             self._stepped = (optimizer, self.tracer.step) if self._loops.made <= self._spec.steps else None
             self.tracer.begin(self._loops.made)
 
@@ -259,6 +302,9 @@ class EngineWatcher:
         (optimizer, step), steps = self._stepped, self.found.trace.steps
         if not steps or steps[-1] is not step:
             plan = self.found.plan or self._engine.plan
+            now = local_sums(self._model) if self._left else {}
+            step.changed_behind = {name for name, value in now.items() if value != self._left.get(name, value)}
+            step.loaded = self._has_loaded
             divided = plan.state_divided and not plan.parameters_divided
             across_ranks.collect_step(step, self._model, optimizer, divided=divided)
             steps.append(step)
@@ -277,6 +323,20 @@ class EngineWatcher:
 
     # An evaluation, and the end.
 
+    def resumed(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
+        """A job goes on from what was saved. Collective."""
+        if self.found.trace is None or not self.found.trace.steps:
+            return
+        plan, state = self.found.plan or self._engine.plan, StepTrace()
+        divided = plan.state_divided and not plan.parameters_divided
+        across_ranks.collect_step(state, model, optimizer, divided=divided)
+        state.scheduler = scheduler_numbers(scheduler)
+        for kind in ("parameters", "buffers", "optimizer_state"):  # what is the same is kept once
+            before = getattr(self.found.trace.steps[-1], kind)
+            now = getattr(state, kind).items()
+            setattr(state, kind, {n: before[n] if n in before and torch.equal(t, before[n]) else t for n, t in now})
+        self.found.trace.resumed.append(state)
+
     def summed(self, value: Tensor | float) -> None:
         """What `mw.sum` gives."""
         if self.found.trace is None:
@@ -285,7 +345,8 @@ class EngineWatcher:
         numbers = value.detach().double().reshape(-1).tolist() if isinstance(value, Tensor) else [float(value)]
         for place, number in enumerate(numbers[:16]):
             where = f"[{place}]" if len(numbers) > 1 else ""
-            self.found.trace.evaluation[f"mw.sum {self._sums}{where}, after step {self._loops.made}"] = number
+            name = f"mw.sum {self._sums}{where} at {user_place()}, after step {self._loops.made}"
+            self.found.trace.evaluation[name] = number
 
     def shown(self, where: str, text: str) -> None:
         """What `mw.print` or `mw.log` shows."""
@@ -308,6 +369,8 @@ class EngineWatcher:
             self._see_update_by_hand()
             self.complete_step()
             across_ranks.collect_run(trace)
+            if self.hints is not None:
+                trace.hints = self.hints.end(any(map(_is_by_hand, trace.steps)))
             if (undistributed := self._engine.events.find(UndistributedLoops)) is not None:
                 trace.counted_again = undistributed.said
             for place in unsummed.places if unsummed is not None else ():
@@ -329,6 +392,14 @@ class EngineWatcher:
                 f"rank {self._world.rank} came to {where} (after step {self._loops.made}), and other ranks of the "
                 "script did not. Every rank must run the same loop: look for what depends on mw.rank()."
             )
+
+
+def _is_by_hand(step: StepTrace) -> bool:
+    """Whether gradients that the optimizer has got are no multiple of those that the last backward has left."""
+    names = step.gradients.keys() & step.clipped_gradients.keys()
+    pairs = [(step.gradients[name], step.clipped_gradients[name]) for name in names]
+    square = math.prod(sum(float((t * t).sum()) for t in side) for side in zip(*pairs, strict=True))
+    return sum(float((a * b).sum()) for a, b in pairs) ** 2 < (1 - 1e-9) * square
 
 
 def _widen_state(optimizer: Optimizer) -> None:

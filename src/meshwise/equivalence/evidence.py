@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
 from meshwise.equivalence.causes import Cause, CauseKind
 from meshwise.equivalence.compare import Comparison, Difference
+from meshwise.equivalence.exchanges import adds_up
 from meshwise.equivalence.noise import NOISE
 from meshwise.equivalence.tolerance import largest, precision_of
 from meshwise.equivalence.trace import StepTrace, Trace
@@ -47,6 +50,40 @@ class Evidence:
         noise = NOISE * largest(values.values())
         return [d for d in self.of_kind("gradients") if d.fault or largest([values[d.name]]) > noise]
 
+    def not_seen(self, before: float = math.inf) -> str:
+        """` that can be compared` where some outputs of that step cannot, of those before a place among them."""
+        names = [
+            each.module or "the model"
+            for each in self.comparison.unseen
+            if each.step == self.first.step and each.at < before
+        ]
+        return f" that can be compared (those of {some(list(dict.fromkeys(names)))} cannot)" if names else ""
+
+    def exchanges_in(self, module: str, *, sums: bool | None = None) -> list[str]:
+        """Lines in which the program exchanges by hand in the forward of `module`, what is inside it or around it, and
+        by what. sums: only what adds up, or what does not."""
+        near_it = [
+            (where, name)
+            for of, where, name, _ in self.actual.exchanges
+            if of and (is_inside(of, module) or is_inside(module, of)) and sums in (None, adds_up(name))
+        ]
+        return [f"{where} ({name})" for where, name in dict.fromkeys(near_it)]
+
+    def exchanges_without_backward(self, module: str) -> list[str]:
+        """Those of `exchanges_in` whose torch.autograd.Function exchanges nothing in its backward, or that lie in
+        none."""
+        there, back = self.exchanges_in(module), {function for *_, function in self.actual.exchanges_backward}
+        lost = {f"{at} ({name})": of for _, at, name, of in self.actual.exchanges if not of or of not in back}
+        return [f"{line[:-1]} in {lost[line]})" if lost[line] else line for line in there if line in lost]
+
+    def divided_by_hand(self, module: str) -> list[str]:
+        """Parameters of a module of which each rank has a gradient for a part of its own."""
+        found: dict[str, list[list[tuple[int, int]]]] = {}
+        for (_, name), box in sorted(self.steps[1].own_boxes.items()):
+            if is_inside(name, module):
+                found.setdefault(name, []).append(box)
+        return [name for name, boxes in found.items() if len(boxes) > 1 and _are_apart(boxes)]
+
     def ranks_differ(self) -> bool:
         """Whether ranks differ from each other in what should be one value."""
         return "ranks apart" in self.first.facts
@@ -69,7 +106,16 @@ class Evidence:
         """Which samples count too often, and which do not."""
         ends = {"repeated": "counts too often", "missing": "not at all"}
         found = {end: [str(index) for index in self.first.facts.get(fact, ())] for fact, end in ends.items()}
-        return ", ".join(f"sample {some(indices)} {end}" for end, indices in found.items() if indices)
+        text = ", ".join(f"sample {some(indices)} {end}" for end, indices in found.items() if indices)
+        if self.first.kind != "sample order":
+            return text
+        places = [each.place for each in self.steps[1].contents if each.place]
+        return f"{text}, in the loop at {places[0]}" if places else text
+
+
+def _are_apart(boxes: list[list[tuple[int, int]]]) -> bool:
+    """Whether boxes follow on each other in some dim."""
+    return all(boxes) and any(all(a[1] <= b[0] for a, b in pairwise(dim)) for dim in zip(*boxes, strict=True))
 
 
 Rule = Callable[[Evidence], Cause | None]
@@ -97,6 +143,8 @@ def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable
             "both": evidence.both_numbers(),
             "samples": evidence.samples_text(),
             "how_many": evidence.how_many(),
+            "outputs": f"module outputs{evidence.not_seen()} are equal",
+            "before": f"everything before it{evidence.not_seen(first.facts.get('at', math.inf))} is equal",
         }
         return Cause(kind, text.format_map(words))
 

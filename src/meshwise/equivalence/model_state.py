@@ -77,6 +77,13 @@ def local_sum(model: nn.Module) -> float:
     return math.fsum(float(as_real(p.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for p in own)
 
 
+def local_sums(model: nn.Module) -> dict[str, float]:
+    """Of each parameter, or this rank's part of it, and of each buffer: another once it is changed."""
+    every = [*named_parameters(model), *((clean(name), b) for name, b in model.named_buffers())]
+    own = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in every)
+    return {name: float(as_real(t.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for name, t in own}
+
+
 def tied_in(model: nn.Module) -> list[tuple[str, ...]]:
     """Groups of names that are one parameter."""
     names: dict[int, list[str]] = {}

@@ -14,14 +14,20 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.compat.dispatch import without_interception
+from meshwise.compat.sharding import groups_of, sharded_modules
 from meshwise.compat.tree import tensors_in
 from meshwise.data.keyed import DrawLayout, KeyedDraws, Rows, by_reference, by_rows, on_one_device
-from meshwise.equivalence.model_state import buffers_of, clean, local_norms, parameters_of, tied_in
+from meshwise.equivalence.contents import Reading, contents_of
+from meshwise.equivalence.exchanges import noting_exchanges
+from meshwise.equivalence.loss_numbers import NotedNumbers
+from meshwise.equivalence.model_state import buffers_of, clean, local_norms, named_parameters, parameters_of, tied_in
+from meshwise.equivalence.open_exchanges import noting_nan
 from meshwise.equivalence.pairs import noting_pairs
-from meshwise.equivalence.sketches import sketches
-from meshwise.equivalence.trace import Draws, Output, StepTrace, Trace
+from meshwise.equivalence.sketches import pieces, sketches
+from meshwise.equivalence.trace import Draws, Named, Output, StepTrace, Trace
 from meshwise.equivalence.upcast import upcast
 from meshwise.parallel.recompute import recomputed
 from meshwise.splits.crossing import gather
@@ -36,12 +42,14 @@ class ModelTracer:
     follows it. Collective where the model is divided.
     """
 
-    def __init__(self, model: nn.Module, seed: int, reference: Draws | None = None, *, upcast: bool) -> None:
+    def __init__(
+        self, model: nn.Module, seed: int, reference: Draws | None = None, *, upcast: bool, perturb: bool = False
+    ) -> None:
         kinds = {clean(name): type(module).__name__ for name, module in model.named_modules()}
         again = tuple(clean(name) for name in recomputed(model))
         self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model), recomputed_modules=again)
         self.step = StepTrace()
-        self._seed, self._reference, self._upcast = seed, reference, upcast
+        self._seed, self._reference, self._upcast, self._perturb = seed, reference, upcast, perturb
         self._at = 0, -1  # the step that began last, its newest microbatch
         self._begun = 0  # of those before this step
         self._forwards = 0  # of microbatches, and of batches that became none
@@ -49,17 +57,23 @@ class ModelTracer:
         self.draws: KeyedDraws
         """Those of the microbatch that is worked on."""
         self._calls: dict[str, int] = {}
-        self._in_forward = False
+        self.in_forward = False
+        """Whether the forward of a microbatch is open."""
+        self._numbers = NotedNumbers()
+        self._running = list[str]()  # modules, the innermost last
         self._open_calls: list[list[int]] = []  # of each: draws before it, draws of the calls inside it
         self._norms_left: dict[str, float] | None = None
+        self._own: Named | None = None  # of this rank, in the backward that runs now
+        self._own_factor = 1.0  # what the backward that runs now has multiplied the loss with
+        self._hooked = WeakIdKeyDictionary()  # parameters that `_keep_own` is called for
         self.follow(model)
 
     def follow(self, model: nn.Module) -> None:
         """`model` is what trains from now on."""
         self._model = model
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(_Hook(partial(self._entered, clean(name))))
-            module.register_forward_hook(_Hook(partial(self._left, clean(name))))
+            module.register_forward_pre_hook(LooksOn(partial(self._entered, clean(name))))
+            module.register_forward_hook(LooksOn(partial(self._left, clean(name))))
         for name, p in model.named_parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(partial(self._ready, clean(name)))
@@ -70,28 +84,36 @@ class ModelTracer:
         return self.step
 
     @contextlib.contextmanager
-    def forward(self, rows: Rows, *, alike: bool = False, number: int | None = None) -> Iterator[None]:
-        """The forward of the next microbatch of the step, of which this rank has `rows`.
+    def forward(
+        self, rows: Rows, batch: Any, reading: Reading, *, alike: bool = False, number: int | None = None
+    ) -> Iterator[None]:
+        """The forward of the next microbatch of the step, of which this rank has `rows`, and got `batch`.
 
         number: of the microbatch, where a pipeline takes them in its own order. alike: in a run, ranks draw the same
         numbers outside of the modules.
         """
         step, newest = self._at
         self._at, self._rows = (step, newest + 1 if number is None else number), rows
+        if rows.samples > 0:
+            self.step.contents.append(contents_of(self._at[1], batch, rows.count, reading))
         count = self._forwards if number is None else self._begun + number
         layout = on_one_device if self._reference is None else by_reference(self._reference.get(count, ()), rows)
         self.draws = KeyedDraws((self._seed, count, 0), rows, self._noting(layout) if alike else layout)
         self.trace.draws[count] = self.draws.log
         self._forwards = max(self._forwards, count + 1)
-        self._calls, self._in_forward, self._open_calls = {}, True, []
+        self._calls, self.in_forward, self._open_calls, self._running = {}, True, [], []
         of_numpy = np.random.get_state()
         try:
             pairs = noting_pairs(rows.count, self.step.pairs, lambda: bool(self._open_calls))
             of_modules = stages.carried(lambda: dict(self._calls), self._go_on)
-            with upcast(self._upcast), of_modules, self.draws.forward(), pairs:
+            self._numbers = NotedNumbers()
+            nan = noting_nan(self.step.nan_while_open, self._perturb)
+            by_hand = noting_exchanges(self.trace.exchanges, lambda: self._running[-1] if self._running else "")
+            noting = self._numbers.noting()
+            with upcast(self._upcast), of_modules, self.draws.forward(), pairs, noting, by_hand, nan:
                 yield
         finally:
-            self._in_forward = False
+            self.in_forward = False
             self.trace.unkeyed |= self.draws.unkeyed
             self.trace.numpy_draws |= _position(np.random.get_state()) != _position(of_numpy)
 
@@ -105,6 +127,7 @@ class ModelTracer:
         step, number = self._at
         self._at = step, number - 1
         self.step.outputs = [output for output in self.step.outputs if output.microbatch < number]
+        self.step.contents = [contents for contents in self.step.contents if contents.microbatch < number]
 
     def _noting(self, layout: DrawLayout) -> DrawLayout:
         """Note draws outside of the modules that are for this rank's rows."""
@@ -118,13 +141,20 @@ class ModelTracer:
         return noted
 
     @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        """The backward of the newest microbatch: what it recomputes is in float64 and keyed alike."""
+    def backward(self, number: int | None = None) -> Iterator[None]:
+        """The backward of the newest microbatch, or of that `number`: what it recomputes is in float64 and keyed
+        alike."""
         self.step.ready_order.clear()
+        if self._reference is not None:
+            self._own = self.step.own_gradients.setdefault((0, self._at[1] if number is None else number), {})
+            self._watch_own()
         self._compare_with_last_backward()
         drawn = len(self.draws.log)
-        with upcast(self._upcast), self.draws.backward():
+        nan = noting_nan(self.step.nan_while_open, self._perturb)
+        by_hand = noting_exchanges(self.trace.exchanges_backward, str)
+        with upcast(self._upcast), self.draws.backward(), by_hand, nan:
             yield
+        self._own = None
         # What runs again and draws the same numbers as at first is the same call, and not noted again.
         self.step.rng_mismatch |= len(self.draws.log) > drawn
         self._norms_left = local_norms(self._model)
@@ -132,12 +162,45 @@ class ModelTracer:
     def forget_gradients(self) -> None:
         """The next backward makes gradients anew, as a closure does."""
         self._norms_left = None
+        self.step.own_gradients.clear()
+
+    def loss_made(self, loss: Tensor) -> None:
+        """Of this rank alone: its gradients are kept, and what the plan multiplies it with is not in them."""
+        if self._at[1] == 0 and self._rows.samples:
+            self.step.numbers[:] = [self._numbers.of(loss)]
+
+        def note(gradient: Tensor) -> None:
+            self._own_factor = float(gradient)
+
+        if self._reference is not None and loss.requires_grad and type(loss) is Tensor:
+            loss.register_hook(note)
+
+    def _watch_own(self) -> None:
+        """Hooks where gradients of this rank alone come: at a parameter, or at what it is gathered into."""
+        names = {id(p): name for name, p in named_parameters(self._model)}
+        found = [(name, p) for name, p in named_parameters(self._model)]
+        for _, module in sharded_modules(self._model):
+            found += [
+                (names[id(p)], whole) for group in groups_of(module) for p, whole in group.wholes() if id(p) in names
+            ]
+        for name, p in found:
+            if p.requires_grad and p not in self._hooked and type(p) is nn.Parameter:
+                self._hooked[p] = p.register_hook(partial(self._keep_own, name))
+
+    def _keep_own(self, name: str, gradient: Tensor) -> None:
+        """What comes later in a backward is played again for the parameter, by what reduces gradients."""
+        if self._own is not None and name not in self._own and type(gradient) is Tensor:
+            with without_interception():
+                self._own[name] = pieces(gradient.detach()).div(self._own_factor or math.inf)
+                if self.trace.exchanges:
+                    self.step.own_boxes[0, name] = _box(gradient.detach() != 0)
 
     def _compare_with_last_backward(self) -> None:
         """Were gradients changed since the last backward of this step?"""
         if self._norms_left is None:
             return
         now = local_norms(self._model)
+        self.step.standing[self._at[1] - 1] = math.hypot(*now.values())
         ratios = [now.get(name, 0.0) / norm for name, norm in self._norms_left.items() if norm > 0]
         if ratios and max(abs(ratio - 1) for ratio in ratios) > 1e-12:
             alike = max(ratios) - min(ratios) <= 1e-9 * max(ratios)
@@ -166,13 +229,14 @@ class ModelTracer:
         self.step.ready_order.append(name)
 
     def _entered(self, name: str, module: nn.Module, inputs: Any) -> None:
-        if self._in_forward:
+        if self.in_forward:
             if not module.training:
                 self.step.evaluating.add(name)
+            self._running.append(name)
             self._open_calls.append([self._drawn(), 0])
 
     def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._in_forward:
+        if self.in_forward:
             self._close_call(name)
             for tensor in tensors_in(output) if stages.counts(module) else ():
                 if tensor.is_floating_point() or tensor.is_complex():
@@ -195,6 +259,7 @@ class ModelTracer:
         """A module's call ends: did it draw more than the modules inside it?"""
         if not self._open_calls:
             return
+        self._running.pop()
         before, below = self._open_calls.pop()
         drawn = self._drawn() - before
         if drawn > below:
@@ -203,13 +268,19 @@ class ModelTracer:
             self._open_calls[-1][1] += drawn
 
 
+def _box(there: Tensor) -> list[tuple[int, int]]:
+    """From where to where something is there, in each dim; empty where nothing is."""
+    along = [there.transpose(0, dim).reshape(size, -1).any(1).nonzero() for dim, size in enumerate(there.shape)]
+    return [(int(where[0]), int(where[-1]) + 1) for where in along if len(where)]
+
+
 def _position(state: Any) -> tuple[bytes, int]:
     """Where numpy's generator stands: its key, and how much of it is used."""
     _, key, used, *_ = state
     return key.tobytes(), used
 
 
-class _Hook:
+class LooksOn:
     """A hook that looks on. A copy of its module, or what a file holds of it, has one that does nothing."""
 
     def __init__(self, looks: Callable[..., None]) -> None:
@@ -219,7 +290,7 @@ class _Hook:
         self._looks(*given)
 
     def __reduce__(self) -> Any:
-        return _Hook, (_nothing,)
+        return LooksOn, (_nothing,)
 
 
 def _nothing(*given: Any) -> None:

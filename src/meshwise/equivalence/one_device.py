@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Microbatch
 from meshwise.engine.weighing import as_weight, split_weight
 from meshwise.equivalence import model_state
+from meshwise.equivalence.contents import Reading
+from meshwise.equivalence.hints import noting_unused
 from meshwise.equivalence.model_tracer import ModelTracer
 from meshwise.equivalence.noise import take_noise
-from meshwise.equivalence.sketches import sketch
-from meshwise.equivalence.trace import Batches, CheckSpec, Named, StepTrace, Trace, microbatches, test_samples
+from meshwise.equivalence.trace import Batches, CheckSpec, StepTrace, Trace, microbatches, test_samples
 from meshwise.equivalence.upcast import called_in_float64, upcast
 from meshwise.job.job import Job
 from meshwise.job.run import Data, open_data, read_parts
@@ -58,7 +58,8 @@ def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
         model.to(device)
         check_room(model, spec, job)
         run = _Reference(job, spec, device, model, ModelTracer(model, job.seed, upcast=spec.in_float64))
-        _train(run, None if job.test is None else open_data(job, job.test(), "test set"))
+        with noting_unused(run.tracer.trace.hints.append):
+            _train(run, None if job.test is None else open_data(job, job.test(), "test set"))
     return run.tracer.trace
 
 
@@ -133,32 +134,26 @@ def _batches(run: _Reference, data: Data, slices: list[BatchSlice], epoch: int) 
     return [(cast_batch(batch, run.spec.dtypes), part) for batch, part in read_parts(data, slices, epoch, run.device)]
 
 
-def _weighed(result: Any, part: BatchSlice, where: str, summed: int | None) -> tuple[Tensor, Tensor, bool]:
-    """A mean, what it is over, and whether the job says what that is. summed: see `split_weight`."""
+def _weighed(result: Any, part: BatchSlice, where: str, summed: int | None) -> tuple[Tensor, Tensor]:
+    """A mean, and what it is over. summed: see `split_weight`."""
     mean, weight = split_weight(result, part, where, summed=summed)
-    return mean, as_weight(part.samples if weight is None else weight, mean), weight is not None
+    return mean, as_weight(part.samples if weight is None else weight, mean)
 
 
 def _backward(run: _Reference, batches: list[Microbatch], step: StepTrace) -> float:
     """Leave in `.grad` the mean over all that the microbatches' weights count; gives that of the losses."""
     total = weights = torch.zeros((), dtype=torch.float64)
-    step.loss_has_weight = False
-    sums: list[Named] = [{}]  # sketches of the gradients after each microbatch
-    named = [(model_state.clean(name), p) for name, p in run.model.named_parameters()]
     for batch, part in batches:
-        with run.tracer.forward(_all_rows(part)), computing(run.device, run.spec.dtypes):
+        with run.tracer.forward(_all_rows(part), batch, Reading()), computing(run.device, run.spec.dtypes):
             summed = part.total if run.job.reduction == "sum" else None
-            mean, weight, given = _weighed(run.job.loss(run.model, batch), part, f"job '{run.job.name}'", summed)
-        step.loss_has_weight = step.loss_has_weight or given
+            mean, weight = _weighed(run.job.loss(run.model, batch), part, f"job '{run.job.name}'", summed)
+        run.tracer.loss_made(mean)
         with run.tracer.backward():
             (mean * weight.to(mean.dtype)).backward()
         total, weights = total + model_state.copied(mean) * weight.cpu(), weights + weight.cpu()
-        sums.append({name: sketch(p.grad) for name, p in named if p.grad is not None})
-    for _, p in named:
+    for p in run.model.parameters():
         if p.grad is not None:
             p.grad /= float(weights)
-    for before, after in pairwise(sums):
-        step.microbatch_gradients.append({n: (s - before.get(n, 0.0)) / float(weights) for n, s in after.items()})
     return float(total / weights)
 
 
@@ -197,6 +192,6 @@ def _measured(
         found = {}
         for name, result in results.items():
             summed = 1 if run.job.reduction == "sum" and not run.job.metrics else None
-            mean, weight, _ = _weighed(result, part, f"metric '{name}' of job '{run.job.name}'", summed)
+            mean, weight = _weighed(result, part, f"metric '{name}' of job '{run.job.name}'", summed)
             found[name] = (model_state.copied(mean), weight.cpu())
         yield part, found

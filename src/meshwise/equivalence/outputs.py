@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,15 +23,69 @@ def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, floa
         if layout in one.sketches and len(parts) == len(ranks) and _fits(one, ranks, dim):
             mine = one.sketches[layout]
             if sum(map(len, parts)) == len(mine):
-                found = _rows_difference(mine, torch.cat(parts))
+                found = rows_difference(mine, torch.cat(parts))
                 return None if found[0] > LIMIT and _same_rows(one, ranks) else found
     sizes = []
     if "each" in one.sketches and _fits(one, ranks, 0, padded=True):
         each = [rank.sketches["each"] for rank in ranks if "each" in rank.sketches]
         sizes = _positions_difference(one.sketches["each"], each)
     if not _all_equal(sizes) and all(rank.shape == one.shape for rank in ranks):  # the same on every rank
-        sizes = [_rows_difference(one.sketches["whole"], rank.sketches["whole"]) for rank in ranks]
+        sizes = [rows_difference(one.sketches["whole"], rank.sketches["whole"]) for rank in ranks]
     return max(sizes) if _all_equal(sizes) else None  # of what differs it is not known whether it is of the samples
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How slices along a dim of one device lie on the ranks: how many it has, how many each rank has, in which order
+    they follow on each other there."""
+
+    whole: int
+    parts: tuple[int, ...]
+    order: str
+
+
+ORDERS = ("one after the other", "in turn", "from both ends")
+"""Contiguous; every n-th; a chunk from the front and one from the back, as balances causal attention."""
+
+
+def _order(layout: Layout) -> Tensor:
+    """The slices of one device, in the order of the ranks."""
+    every, ranks = torch.arange(layout.whole), len(layout.parts)
+    if layout.order == "in turn":
+        return torch.cat([every[rank::ranks] for rank in range(ranks)])
+    if layout.order == "from both ends" and layout.whole % (2 * ranks) == 0:
+        chunks = every.chunk(2 * ranks)
+        return torch.cat([torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)])
+    return every
+
+
+def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, tuple[float, float]]]:
+    """Each way in which the slices of the ranks may be those of one device, and how much they differ then."""
+    if len(ranks) < 2:
+        return
+    for dim in {0, min(1, len(one.shape) - 1), len(one.shape) - 1} if one.shape else ():
+        parts = [rank.sketches.get(f"along {dim}") for rank in ranks]
+        rest = [rank.shape[:dim] + rank.shape[dim + 1 :] for rank in ranks]
+        alike = all(other == one.shape[:dim] + one.shape[dim + 1 :] for other in rest)
+        found = [part for part in parts if part is not None]
+        if f"along {dim}" in one.sketches and alike and len(found) == len(ranks):
+            counts = tuple(map(len, found))
+            for order in ORDERS if sum(counts) == one.shape[dim] else ():
+                layout = Layout(one.shape[dim], counts, order)
+                yield layout, rows_difference(one.sketches[f"along {dim}"][_order(layout)], torch.cat(found))
+
+
+def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
+    """Whether the ranks' add up to that of one device, as before an all_reduce."""
+    if len(ranks) < 2 or any(rank.shape != one.shape for rank in ranks):
+        return False
+    total = torch.stack([rank.sketches["whole"] for rank in ranks]).sum(0)
+    return rows_difference(one.sketches["whole"], total)[0] <= LIMIT
+
+
+def has_rows_of_samples(one: Output, ranks: Sequence[Output]) -> bool:
+    """Whether its rows may be those of the samples, so that no other layout is looked for."""
+    return any(f"{dim}" in one.sketches and _fits(one, ranks, dim) for dim in (0, 1))
 
 
 def _same_rows(one: Output, ranks: Sequence[Output]) -> bool:
@@ -38,7 +93,7 @@ def _same_rows(one: Output, ranks: Sequence[Output]) -> bool:
     parts = [rank.sketches["unordered"] for rank in ranks if "unordered" in rank.sketches]
     if "unordered" not in one.sketches or len(parts) < len(ranks):
         return False
-    return _rows_difference(one.sketches["unordered"], torch.stack(parts).sum(0))[0] <= LIMIT
+    return rows_difference(one.sketches["unordered"], torch.stack(parts).sum(0))[0] <= LIMIT
 
 
 def _all_equal(sizes: Sequence[tuple[float, float]]) -> bool:
@@ -68,13 +123,13 @@ def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[f
         return []
     parts = mine.split([len(part) for part in ranks])
     return [
-        _rows_difference(part[:, : own.shape[1]].flatten(0, 1), own.flatten(0, 1))
+        rows_difference(part[:, : own.shape[1]].flatten(0, 1), own.flatten(0, 1))
         for part, own in zip(parts, ranks, strict=True)
         if own.numel()
     ]
 
 
-def _rows_difference(mine: Tensor, other: Tensor) -> tuple[float, float]:
+def rows_difference(mine: Tensor, other: Tensor) -> tuple[float, float]:
     """Of sketches: what is not finite in a row makes its sketch so, on both sides."""
     lengths, difference = mine.norm(dim=1), apart(other, mine).norm(dim=1)
     scale = lengths.nan_to_num(0.0, 0.0).clamp(min=FLOOR * largest([lengths]))

@@ -42,12 +42,3 @@ def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
             "mw.backward. Make the optimizer of the parameters of the model that is distributed, and call its step()."
         )
     return found.trace
-
-
-def check_same_steps(one: Trace, many: Trace, script: str) -> None:
-    """Raises UsageError for a script that makes another number of steps under the plan."""
-    if len(one.steps) != len(many.steps):
-        raise UsageError(
-            f"{script}: made {len(one.steps)} optimizer steps on one device and {len(many.steps)} under the plan, so "
-            "they cannot be compared. Let the number of steps not depend on the number of devices (mw.world_size())."
-        )

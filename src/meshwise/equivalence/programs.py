@@ -19,6 +19,7 @@ from meshwise.compat.perturbed import perturbed
 from meshwise.data.order import epoch_slices, sequential_slices
 from meshwise.engine.engine import Engine
 from meshwise.equivalence.across_ranks import slices_of_ranks
+from meshwise.equivalence.contents import reading_of
 from meshwise.equivalence.engine_watcher import EngineWatcher
 from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds
@@ -59,6 +60,7 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
             _disturbed(spec, seed) as races,
             upcast(inside),
             called_in_float64(inside),
+            watcher.hints.noting() if watcher.hints is not None else contextlib.nullcontext(),
             contextlib.suppress(ScriptEnds),
         ):
             try:
@@ -146,7 +148,9 @@ def watch_job(job: Job, spec: CheckSpec, draws: Draws) -> ProgramTrace | None:
 
 def _train(run: _Run) -> None:
     job, spec, trace = run.job, run.spec, run.watcher.found
-    data = open_data(job, job.data(), "training set")
+    held = job.data()
+    data = open_data(job, held, "training set")
+    run.watcher.reading = reading_of(held, job.collate)
     test = None if job.test is None else open_data(job, job.test(), "test set")
     notes = tuple(run.engine.notes)
     run.begin()
@@ -177,6 +181,7 @@ def _go_on(run: _Run) -> None:
     run.state = begun(run.job, run.spec.applied(run.spec.plan), run.engine)
     unpack(run.state, saved)
     run.watcher.follow(run.engine, run.state.model)
+    run.watcher.resumed(run.state.model, run.state.optimizer, run.state.scheduler)
     run.begin()
 
 

@@ -11,7 +11,7 @@ from meshwise.equivalence.compare import Comparison, compare
 from meshwise.equivalence.diagnosis import cause_of, module_of
 from meshwise.equivalence.doubts import NO_ROUNDING, OTHER_STEPS, kept_coarser, rounding_doubts, unproven
 from meshwise.equivalence.noise import noise_of
-from meshwise.equivalence.shown import shown_otherwise
+from meshwise.equivalence.shown import ALONE, shown_otherwise
 from meshwise.equivalence.trace import CheckSpec, Trace
 from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.parallel.tensor import UNDIVIDED
@@ -50,7 +50,8 @@ class Proof:
     in the order in which things happen, None when there is none. module: that of the first difference; empty where it
     has none. cause: the likely cause of it, with the evidence. rounding: of each side in the plan's own precision;
     empty where it was not asked for. notes: what the plan says of itself, and what was not looked at. doubts: figures
-    that differ though all that is compared in float64 is equal, a sentence each. warnings: a plan that divides little.
+    that differ though all that is compared in float64 is equal, a sentence each. warnings: a plan that divides little,
+    and what is wrong on one device too.
     """
 
     job: str
@@ -100,9 +101,10 @@ def prove(
     of_rounded = [compare(reference, trace) for trace in rounded] if same_steps else []
     looked = bool(of_rounded) or spec.plan.precision == "fp64"
     warnings = tuple(note for note in actual.notes if note.startswith(UNDIVIDED))
+    alone = [f"{each} {ALONE}" for each in wrong]
     doubts = (
         *unproven(reference),
-        *wrong,
+        *alone,
         *rounding_doubts(of_rounded, spec.plan.dtypes),
         *kept_coarser(rounded if same_steps else ()),
     )
@@ -122,7 +124,7 @@ def prove(
             *([] if looked else [OTHER_STEPS if rounded else NO_ROUNDING]),
         ),
         doubts if comparison.equal else (),
-        warnings,
+        (*warnings, *reference.hints),
     )
 
 

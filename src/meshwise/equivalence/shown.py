@@ -24,6 +24,8 @@ MEASURED = {
     *("devices", "device", "rank", "ranks", "world", "workers", "gpus"),
 }
 """Words before a number of a time, of memory, or of the devices."""
+ALONE = "It counts this rank's samples alone: use mw.sum(total) / mw.sum(count)."
+"""Why a line shows another number where all that is compared is equal."""
 
 
 def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) -> tuple[list[str], list[str]]:
@@ -42,20 +44,9 @@ def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) ->
             if all(_is_measured(text, n) or _is_of_the_moment(text, repeated, n) for n in apart):
                 harmless.append(f"{says}: a time, memory or devices.")
             else:
-                wrong.append(f"{says}. {_advice(text, other, apart[0], devices)}")
+                wrong.append(f"{says}.")
                 break
     return wrong, list(dict.fromkeys(harmless))
-
-
-def _advice(text: str, other: str, number: int, devices: str) -> str:
-    """What makes the number of one device of that of several."""
-    use, count = "use mw.sum(total) / mw.sum(count)", int(devices.partition("x")[0]) if "x" in devices else 1
-    one, many = (Decimal(_NUMBER.findall(each)[number]) for each in (text, other))
-    last = Decimal(1).scaleb(_exponent(one, many))
-    if count == 1 or abs(many) < 100 * last or abs(many * count - one) > count * last:
-        return f"It counts this rank's samples alone: {use}."
-    text = f"That of one device divided by {count}: it counts this rank's samples alone, or divides what is of all"
-    return f"{text} devices by them once more: {use}, without mw.world_size()."
 
 
 def _by_line(shown: Shown) -> dict[str, list[str]]:
@@ -76,12 +67,8 @@ def _apart(text: str, other: str) -> list[int]:
 def _close(a: Decimal, b: Decimal) -> bool:
     if a.as_tuple().exponent == b.as_tuple().exponent == 0:  # counts
         return a == b
-    return abs(a - b) <= max(Decimal(1).scaleb(_exponent(a, b)), _CLOSE * abs(a))
-
-
-def _exponent(a: Decimal, b: Decimal) -> int:
-    """Of the last digit that both have."""
-    return max(int(a.as_tuple().exponent), int(b.as_tuple().exponent))
+    last = Decimal(1).scaleb(max(int(a.as_tuple().exponent), int(b.as_tuple().exponent)))
+    return abs(a - b) <= max(last, _CLOSE * abs(a))
 
 
 def _is_measured(text: str, number: int) -> bool:

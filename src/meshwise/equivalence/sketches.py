@@ -16,6 +16,8 @@ from meshwise.compat.complex_numbers import as_real
 from meshwise.data.keyed import keyed_normal
 
 DIRECTIONS = 8
+PIECES = 16
+MOST_SLICES = 1024
 LONGEST = 4096  # values that are projected together; a longer row has a sketch for each such piece
 
 
@@ -24,12 +26,23 @@ def sketch(value: Tensor) -> Tensor:
     return _projected(as_real(value).reshape(1, -1))
 
 
+def pieces(value: Tensor) -> Tensor:
+    """A tensor of whatever shape as some numbers: all of a small one, else the sketches of so many pieces of it."""
+    flat = as_real(value).reshape(-1).to(torch.float64)
+    if flat.numel() <= PIECES * DIRECTIONS:
+        return flat.cpu()
+    return _projected(nn.functional.pad(flat, (0, -flat.numel() % PIECES)).reshape(PIECES, -1)).flatten()
+
+
 def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
     """Sketches of a tensor in every layout that it may have: `0` and `1` for the dim of the batch, `each` for samples
-    and positions in them (samples, positions, ...), `whole`; and for rows in whatever order `unordered`, whose sum over
-    the ranks is that of one device."""
+    and positions in them (samples, positions, ...), `along D` for the slices along dim D, `whole`; and for rows in
+    whatever order `unordered`, whose sum over the ranks is that of one device."""
     value = as_real(value)
     found = {"whole": sketch(value)}
+    for dim in {0, min(1, value.dim() - 1), value.dim() - 1} if value.dim() else ():
+        if 1 <= value.shape[dim] <= MOST_SLICES and value.numel():
+            found[f"along {dim}"] = _projected(value.transpose(0, dim).reshape(value.shape[dim], -1))
     if value.dim() == 2:
         found["unordered"] = _projected(value).pow(3).sum(0, keepdim=True)
     if rows == 0:
@@ -41,6 +54,11 @@ def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
         each = _projected(value.reshape(rows * value.shape[1], math.prod(value.shape[2:])))
         found["each"] = each.reshape(rows, value.shape[1], each.shape[1])
     return found
+
+
+def row_sketches(value: Tensor) -> Tensor:
+    """A sketch for each row of dim 0."""
+    return _projected(as_real(value).flatten(1) if value.dim() > 1 else value[:, None])
 
 
 def _projected(rows: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from meshwise.data.keyed import Draw
 from meshwise.data.order import BatchSlice, epoch_order
+from meshwise.equivalence.exchanges import Exchanges
+from meshwise.equivalence.loss_numbers import Numbers
 from meshwise.equivalence.pairs import Pairs
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan, at_precision
@@ -74,25 +76,48 @@ class Output:
         return self.microbatch, self.module, self.number
 
 
+@dataclass(frozen=True)
+class Contents:
+    """A rank's part of a microbatch, as the program got it.
+
+    place: the user's line that reads it. source: the data set. draws: a generator of its own. collate: what makes a
+    batch of samples, where that is the user's. fields: of each tensor with a row for each sample its place in the
+    batch, the shape of a row, and a sketch of each.
+    """
+
+    microbatch: int
+    place: str
+    source: str
+    draws: str
+    collate: str
+    fields: dict[str, tuple[tuple[int, ...], Tensor]]
+
+
 @dataclass
 class StepTrace:
     """One optimizer step of a side, in the order in which things happen.
 
-    samples: microbatch -> rank -> the indices that counted. outputs: of all ranks that had samples, in rank order.
+    samples: microbatch -> rank -> the indices that counted. outputs, contents: of all ranks that had samples, in rank
+    order.
     ready_order: parameters in the order in which their gradients were ready in the last backward. clipped_gradients: as
     the optimizer saw them, where they are clipped. learning_rates: of each group in this step. optimizer_state:
     `PARAMETER KEY` -> tensor; scheduler: its numbers after the step.
-    microbatch_gradients: microbatch -> sketches of its part of each gradient, where a step has several, on one device.
-    loss_has_weight: whether the loss gives a weight of its own. modified_between_backwards: (rank, microbatch, norm
-    before, norm after, all by one factor) for gradients that changed between two backwards. rng_mismatch: whether a
-    backward drew numbers that its forward did not. low_precision: parameters that some rank has in values of a lower
-    precision, and which. pairs: operators that may make something of pairs of samples (see pairs.py), on rank 0.
-    rank_losses: the loss that each rank has of its own samples, of those that have any. evaluating: modules that are in
-    evaluation mode in a forward of it.
+    own_gradients: rank and microbatch -> the gradients of its loss alone, before anything is exchanged, in pieces (see
+    sketches.py), under the plan. own_boxes: rank and parameter -> from where to where that is not zero, in each dim.
+    modified_between_backwards: (rank, microbatch, norm before, norm after, all by one factor) for gradients that
+    changed between two backwards. standing: microbatch -> the norm of the gradients that the next backward adds to.
+    rng_mismatch: whether a backward drew numbers that its forward did not. low_precision: parameters that some rank has
+    in values of a lower precision, and which. pairs: operators that may make something of pairs of samples (see
+    pairs.py), on rank 0. numbers: what the loss of the first microbatch is made of (see loss_numbers.py), of each rank
+    that has samples. evaluating: modules that are in evaluation mode in a forward of it. nan_while_open: what became
+    NaN while an exchange was under way, a sentence each, where exchanges are perturbed. changed_behind: parameters and
+    buffers that changed between the optimizer's step and the next batch; loaded: whether a model has loaded a state
+    there.
     """
 
     samples: list[list[list[int]]] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
+    contents: list[Contents] = field(default_factory=list)
     loss: float = 0.0
     gradients: Named = field(default_factory=dict)
     ready_order: list[str] = field(default_factory=list)
@@ -103,14 +128,18 @@ class StepTrace:
     buffers: Named = field(default_factory=dict)
     scheduler: dict[str, float] = field(default_factory=dict)
     rank_divergence: Divergence = field(default_factory=dict)
-    microbatch_gradients: list[Named] = field(default_factory=list)
-    loss_has_weight: bool = True
+    own_gradients: dict[tuple[int, int], Named] = field(default_factory=dict)
+    own_boxes: dict[tuple[int, str], list[tuple[int, int]]] = field(default_factory=dict)
     modified_between_backwards: list[tuple[int, int, float, float, bool]] = field(default_factory=list)
+    standing: dict[int, float] = field(default_factory=dict)
     rng_mismatch: bool = False
     low_precision: dict[str, str] = field(default_factory=dict)
     pairs: Pairs = field(default_factory=dict)
-    rank_losses: list[float] = field(default_factory=list)
+    numbers: list[Numbers] = field(default_factory=list)
     evaluating: set[str] = field(default_factory=set)
+    nan_while_open: list[str] = field(default_factory=list)
+    changed_behind: set[str] = field(default_factory=set)
+    loaded: bool = False
 
 
 @dataclass
@@ -126,8 +155,10 @@ class Trace:
     metric_sums: sum and weight of each metric. single_sample_metrics: metric -> sample -> its mean and weight alone, of
     samples at the ends of batches. padding_ranks: first sample of an evaluated batch -> how many ranks had no sample of
     it. races: what is wrong with exchanges, where they were perturbed. shown: lines of a script, and what each printed
-    or logged. counted_again: sentences on loops of which every rank has read the whole, and mw.sum counts them once a
-    rank.
+    or logged. exchanges, exchanges_backward: of the program itself (see exchanges.py), on rank 0. counted_again:
+    sentences on loops of which every rank has read the whole, and mw.sum counts them once a rank. resumed: what each
+    resume before the last step of a job has brought back. hints: what is wrong on one device too, a sentence each (see
+    hints.py).
     """
 
     modules: dict[str, str]
@@ -151,7 +182,11 @@ class Trace:
     metric_sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     single_sample_metrics: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
     padding_ranks: dict[int, int] = field(default_factory=dict)
+    exchanges: Exchanges = field(default_factory=dict)
+    exchanges_backward: Exchanges = field(default_factory=dict)
     races: list[str] = field(default_factory=list)
+    resumed: list[StepTrace] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

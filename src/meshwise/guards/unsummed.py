@@ -218,7 +218,7 @@ def _ran(loop: Loop, module: nn.Module, arguments: Any, output: Any) -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == _MODULE_CALL:
         frame = frame.f_back
-    loop.used = frame is None or not _drops(frame.f_code, frame.f_lasti)
+    loop.used = frame is None or not drops(frame.f_code, frame.f_lasti)
     first = next(iter(tensors_in(output)), None)
     if first is not None:
         loop.output = StorageWeakRef(first.untyped_storage())
@@ -234,7 +234,7 @@ def _ran_inside(loop: Loop, module: nn.Module, arguments: Any, output: Any) -> N
 
 
 @functools.cache
-def _drops(code: CodeType, at: int) -> bool:
+def drops(code: CodeType, at: int) -> bool:
     """Whether the result of the call at this instruction is dropped, or bound to a name that `code` never reads."""
     instructions = list(dis.get_instructions(code))
     after = next((i for i in instructions if i.offset > at), None)

@@ -67,7 +67,7 @@ def compute(engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> Los
         own = total_of(losses)
         total, weighed = collectives.all_reduce(own.clone()).unbind()
         scale = float(loss.scale(torch.ones_like(total)))
-        engine.watcher.loss_known(total / weighed, own[0] / own[1], scale)
+        engine.watcher.loss_known(total / weighed, scale)
     return losses
 
 
@@ -134,7 +134,7 @@ class Microbatches:
         engine, part = self._engine, self._parts[number][1]
         engine.part = part
         if engine.watcher is not None:
-            engine.watcher.batch_given(part)
+            engine.watcher.batch_given(part, self._parts[number][0])
         return None if engine.draws is None else engine.draws.of_microbatch((*self._loss.key, number), part)
 
     def _found(self, number: int) -> Any:

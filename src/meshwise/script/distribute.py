@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sized
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, TypeVarTuple, cast, overload
 
@@ -39,6 +40,7 @@ from meshwise.process.session import default_engine, engines
 from meshwise.script.distributed_loader import DistributedLoader
 from meshwise.script.in_loss import mean_in_loss, sum_in_loss
 from meshwise.script.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
+from meshwise.script.trainer import distribute_trainer, is_trainer, join_as_trainer, model_of
 from meshwise.slips.divided_batch import says_divided
 from meshwise.slips.padded_sums import refuse_padded_sums
 from meshwise.spec.errors import UsageError
@@ -65,7 +67,8 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     Models and optimizers are changed in place: class, hooks and state_dict keys stay; start values are those of rank 0.
     Loaders are new, with the same `len`; their `batch_size` is global, their order that of torch's own. A loader around
     a DataLoader, which may read ahead (timm's PrefetchLoader), stays and reads the new one. Schedulers pass through. On
-    one device only the loaders are replaced, so that a loop goes on on any number of devices.
+    one device only the loaders are replaced, so that a loop goes on on any number of devices. transformers' Trainer is
+    taken whole, changed in place: `trainer = mw.distribute(trainer)`, then `trainer.train()`.
 
     plan: a Plan or a plan file; by default that of `meshwise run --plan` or of the file that MESHWISE_PLAN names, else
     replicas. Optimizers made before go on with what it makes of the parameters.
@@ -74,9 +77,13 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     that cannot be applied.
     """
     came_to("mw.distribute")
-    engine = default_engine()
+    trainers = [thing for thing in objects if is_trainer(thing)]
+    if trainers:
+        join_as_trainer()
+    engine, chosen = default_engine(), None
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
-    if models or plan is not None:
+    models += [model for trainer in trainers for model in model_of(trainer)]
+    if models or trainers or plan is not None:
         chosen = choose_plan(plan, engine)
         if engine.program.begins_with(models):
             _program_begins(engine)
@@ -86,7 +93,10 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     seed = draw_alike()
     if engine.world.size > 1:
         refuse_padded_sums(objects, engine.world.size)
-    result = tuple(_distributed(thing, seed, engine, streams) for thing in objects)
+    share = partial(_distributed, seed=seed, engine=engine, streams=streams)
+    result = tuple(
+        distribute_trainer(thing, engine, chosen, share) if thing in trainers else share(thing) for thing in objects
+    )
     return result[0] if len(result) == 1 else result
 
 
@@ -198,7 +208,7 @@ def _begin_split(engine: Engine, part: BatchSlice) -> None:
     if engine.watcher is not None:
         engine.watcher.batch_asked()
         counted = part if not part.whole or engine.world.rank == 0 else replace(part, samples=0)
-        engine.watcher.batch_given(counted, split=True)
+        engine.watcher.batch_given(counted, None, split=True)
 
 
 def sum(value: Number, *, grad: bool = False) -> Number:

@@ -89,6 +89,11 @@ class DistributedLoader:
         order = {} if self._order is None else {"order": packed(self._order)}
         return state | order | {"generators": packed(self._generators.states())}
 
+    def go_to(self, epoch: int, batches: int = 0) -> None:
+        """Begin the next loop behind so many batches of that epoch, whose order is drawn anew."""
+        self._running, self._order = False, None
+        self._epoch, self._index, self._batches_given = epoch, batches * (self.batch_size or 1), batches
+
     def state_beside(self) -> dict[str, Any]:
         """`state_dict` where another loader's loop saves, in which this one is read: a batch that was given since the
         last step is trained on in the next one, and an epoch that was left is over."""
@@ -129,7 +134,7 @@ class DistributedLoader:
         if self._order is None and not (loader.persistent_workers and self._epoch) and not self._spec.draws_base_seed:
             with self._engine.generator.drawing():
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as torch seeds its workers
-        return self._batches(self._read(None) if loader.num_workers else None)
+        return self._batches(self._read(None) if loader.num_workers or self.wrapper is not None else None)
 
     def leave_epoch(self) -> None:
         """The epoch is over, where its loop was left early."""
@@ -157,7 +162,7 @@ class DistributedLoader:
                 engine.reads.begin(part, loop)
                 engine.part = part
                 if engine.watcher is not None:
-                    engine.watcher.batch_given(part)
+                    engine.watcher.batch_given(part, batch, loader=self._loader)
                 self.in_batch, loop.batch = True, batch
                 try:
                     if engine.draws is None or engine.watcher is not None:

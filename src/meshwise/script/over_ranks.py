@@ -33,7 +33,7 @@ Number = TypeVar("Number", int, float, Tensor)
 def sum_over_ranks(engine: Engine, value: Number) -> Number:
     """`value` added over all ranks, padding left out. See `mw.sum`."""
     total = _sum(engine, value) if engine.world.size > 1 else value
-    return _joined(engine, total)
+    return joined(engine, total)
 
 
 def _sum(engine: Engine, value: Number) -> Number:
@@ -67,7 +67,7 @@ def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tenso
     if engine.world.size > 1:
         here = _here(engine, mean) if isinstance(value, Tensor) else mean
         mean = _mean(engine, here, weight).to(mean.device)
-    mean = _joined(engine, mean)
+    mean = joined(engine, mean)
     return mean if isinstance(value, Tensor) else mean.item()
 
 
@@ -136,7 +136,7 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
         with _adding(engine, "mw.gather_samples", values):
             result = map_tensors(lambda tensor: _gather(tensor.detach(), table, engine.world.rank), values)
     for tensor in all_leaves(result):
-        _joined(engine, tensor)
+        joined(engine, tensor)
     return result
 
 
@@ -194,7 +194,7 @@ def _gather(rows: Tensor, table: Tensor, rank: int) -> Tensor:
     return gathered[(torch.repeat_interleave(begins, counts) + within).to(rows.device)]
 
 
-def _joined(engine: Engine, value: Number) -> Number:
+def joined(engine: Engine, value: Number) -> Number:
     """Who looks on is told what was joined over the ranks."""
     if (loops := engine.events.find(UnsummedLoops)) is not None:
         loops.reduced()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwise.compat.driver import shown_gpus
+from meshwise.compat.reducer import default_store
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.workers import parting_of_others
@@ -92,6 +93,15 @@ def join() -> RankContext:
     return session
 
 
+def rejoin() -> None:
+    """Make a process group that the program has opened anew, as ours: another may have no backend for the CPU.
+    Collective; a group of ours stays."""
+    if dist.is_initialized() and not _made_group and rank_context().world.size > 1:
+        store = default_store()
+        dist.destroy_process_group()
+        enter_process_group(rank_context().world, dist.PrefixStore("meshwise/again", store))  # type: ignore[attr-defined]
+
+
 def made_process_group() -> bool:
     """Whether `join` made the process group that this process is in, or was in: not the program itself."""
     return _made_group
@@ -129,8 +139,9 @@ def _put_back(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def enter_process_group(world: World) -> None:
-    """gloo for CPU tensors and, beside it, nccl for CUDA tensors. Leaves the group when the process ends."""
+def enter_process_group(world: World, store: Any = None) -> None:
+    """gloo for CPU tensors and, beside it, nccl for CUDA tensors. Leaves the group when the process ends. store: where
+    the ranks meet; by default that of the environment."""
     global _made_group
     _refuse_without_rank_0(world)
     alone = world.local_size == world.size  # on this machine, whose own name often does not resolve
@@ -143,7 +154,7 @@ def enter_process_group(world: World) -> None:
     device = torch.device(world.device) if world.kind == "cuda" else None
     _made_group = True
     dist.init_process_group(
-        backend, rank=world.rank, world_size=world.size, timeout=timedelta(minutes=30), device_id=device
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(minutes=30), device_id=device
     )
     atexit.register(leave)
 

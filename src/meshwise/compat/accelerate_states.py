@@ -1,0 +1,55 @@
+"""What accelerate knows of a process, and has no public way to: its states, its seeded sampler, the loop at its end.
+
+Read in accelerate 1.15. Nothing of it is imported before a Trainer is there. Tested in tests/script/test_trainer.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+from torch.utils.data import BatchSampler, DataLoader
+
+HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def be_alone(rank: int, local_rank: int, device: str, make: Callable[[], object]) -> Any:
+    """Its states anew, for a world of one, in which `make` makes an Accelerator; which process writes and logs is still
+    known. Gives the state that all of them share."""
+    states = import_module("accelerate.state")
+    alone = {name: value for name, value in os.environ.items() if name not in HIDDEN}
+    with mock.patch.dict(os.environ, alone | {"ACCELERATE_TORCH_DEVICE": device}, clear=True):
+        states.AcceleratorState._reset_state(reset_partial_state=True)
+        states.GradientState._reset_state()
+        told = states.PartialState(cpu=device == "cpu")
+        told.process_index, told.local_process_index = rank, local_rank
+        make()
+    return told
+
+
+def seed_order(loader: DataLoader[Any], seed: int | None) -> None:
+    """The order of an epoch is that of (seed, epoch), as it is with accelerate on one device."""
+    sampler: Any = loader.sampler
+    seeded = import_module("accelerate.data_loader").SeedableRandomSampler(
+        data_source=sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator,
+        data_seed=seed,
+    )
+    object.__setattr__(loader, "sampler", seeded)  # which a DataLoader lets nobody set once it is made
+    if type(loader.batch_sampler) is BatchSampler:
+        loader.batch_sampler.sampler = seeded
+
+
+def loop_begins(state: Any, loader: Any) -> None:
+    """A loop over this loader, which knows whether it is at its end."""
+    state._add_dataloader(loader)
+
+
+def loop_ends(state: Any, loader: Any) -> None:
+    """It is over."""
+    state._remove_dataloader(loader)

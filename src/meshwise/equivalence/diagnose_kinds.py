@@ -1,0 +1,89 @@
+"""Causes that one kind of state tells: a batch, what a step or a resume has left behind, what is no number.
+
+Tested in tests/equivalence/test_kinds.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshwise.equivalence.causes import CauseKind as K
+from meshwise.equivalence.evidence import Evidence, Rule, owner_of, says
+from meshwise.spec.words import some
+
+# The contents of batches.
+
+
+def _other_contents(evidence: Evidence) -> str:
+    """Which sample is other numbers, and what reads it."""
+    facts = evidence.first.facts
+    where = f"{facts['place']}: " if facts["place"] else ""
+    text = f"{where}sample {facts['sample']} of {facts['source']} is other numbers in {evidence.first.name}"
+    return f"{text} than on one device ({facts['how many']} samples of microbatch {facts['microbatch']} are)."
+
+
+def _own_generator(evidence: Evidence) -> str:
+    draws = evidence.first.facts["draws"]
+    if not draws:
+        return ""
+    return (
+        f"{_other_contents(evidence)} {draws} draws in the order in which each rank reads. Make a generator of the "
+        "sample's index, np.random.default_rng((seed, index)), or draw from torch, numpy.random or random, whose draws "
+        "are keyed by epoch and index."
+    )
+
+
+def _made_of_the_batch(evidence: Evidence) -> str:
+    """The first sample that is read differs too, before anything can have been drawn otherwise."""
+    facts = evidence.first.facts
+    if not facts["collate"] or not facts["from the first"] or evidence.first.step > 1:
+        return ""
+    return (
+        f"{_other_contents(evidence)} {facts['collate']} makes a batch of the samples of one rank: what it makes "
+        "of all of them (a mean, say) take in the loop, with mw.mean or mw.sum."
+    )
+
+
+CONTENTS_RULES: tuple[Rule, ...] = (
+    says(K.CONTENTS, _own_generator),
+    says(K.CONTENTS, _made_of_the_batch),
+    says(K.CONTENTS, _other_contents),
+)
+
+# Statistics of a module's own.
+
+
+def own_statistics(evidence: Evidence) -> str:
+    """A module whose own buffers differ behind the step: it keeps something of the samples that it is given."""
+    name, kind = evidence.first.name, evidence.first.facts["class"]
+    kept = [d.name for d in evidence.faults("buffers") if owner_of(d.name) == name]
+    if not kept:
+        return ""
+    return (
+        f"{name or 'the model'} ({kind}) keeps {some(kept)}, which after the step is of the samples of one rank. Take "
+        "what is of the whole batch with mw.mean(x.mean(0), weight=len(x), grad=True); torch's own batch norms are "
+        "joined by themselves."
+    )
+
+
+# Values that are not finite.
+
+
+def open_exchange(evidence: Evidence) -> str:
+    """What was under way when a value became NaN, where exchanges were perturbed."""
+    one, plan = evidence.steps
+    if not math.isinf(evidence.first.relative) or not math.isfinite(one.loss) or not plan.nan_while_open:
+        return ""
+    return f"{plan.nan_while_open[0]}."
+
+
+def not_finite(evidence: Evidence) -> str:
+    """A number that one device has, and the plan has not."""
+    one, plan = evidence.steps
+    if not math.isfinite(one.loss) or math.isfinite(plan.loss) or "lacking" in evidence.first.facts:
+        return ""
+    if not math.isinf(evidence.first.relative):
+        return ""
+    where = evidence.first.name or "the model"
+    losses = f"the loss is {plan.loss} there and {one.loss:.6g} on one device"
+    return f"{where} is the first that is not finite under the plan; {losses}."

@@ -1,0 +1,66 @@
+"""Which lines of a program exchange something between ranks by hand: collectives of torch.distributed that it calls.
+
+Those that we call for it, in its forward or its backward, are not its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from meshwise.compat.dispatch import intercept_operators, operator_name
+from meshwise.spec.user_code import is_users, place
+
+TORCH = str(Path(torch.__file__).parent) + os.sep
+DISTRIBUTED = TORCH + "distributed" + os.sep
+NAMESPACES = ("c10d", "_c10d_functional")
+SUMS = ("allreduce", "all_reduce", "reduce_scatter", "reduce")
+Exchanges = dict[tuple[str, str, str, str], None]
+"""Module, line, operator, and the torch.autograd.Function that it lies in; in their order. The module is empty outside
+of the model, and in a backward; the function where it lies in none."""
+
+
+def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractContextManager[Any]:
+    """In the with-body the program's own exchanges go into `found`. module: the one that runs now."""
+
+    def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        frame = _by_hand() if operator.namespace in NAMESPACES else None
+        if frame is not None:
+            where = place(frame.f_code.co_filename, frame.f_lineno)
+            found[module(), where, operator_name(operator).strip("_"), _function(frame)] = None
+        return operator(*args, **kwargs)
+
+    return intercept_operators(note)
+
+
+def _by_hand() -> FrameType | None:
+    """The line of the program that has called torch.distributed; None where that was not its own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(DISTRIBUTED):
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+        frame = frame.f_back
+    return frame if frame is not None and is_users(frame.f_code.co_filename) else None
+
+
+def _function(frame: FrameType | None) -> str:
+    """The torch.autograd.Function around a line of the program, by the context that its forward and backward take."""
+    while frame is not None and is_users(frame.f_code.co_filename):
+        first = frame.f_code.co_varnames[:1]
+        if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx):
+            return frame.f_code.co_qualname.rpartition(".")[0]
+        frame = frame.f_back
+    return ""
+
+
+def adds_up(operator: str) -> bool:
+    """Whether an exchange adds up."""
+    return operator.startswith(SUMS)

@@ -1,0 +1,229 @@
+"""What is wrong on one device too, so that no comparison shows it: seen while a script runs there, told with its line.
+
+A hint is a warning: what it tells of may be wanted. Said is what holds for every step, or loop, that was seen.
+
+Tested in tests/equivalence/test_hints.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from meshwise.equivalence.model_state import local_sum
+from meshwise.equivalence.model_tracer import LooksOn, ModelTracer
+from meshwise.guards.unsummed import drops
+from meshwise.slips.divided_validation import Evaluated, divided_evaluation, evaluated_here
+from meshwise.spec.user_code import is_users, place, user_place
+from meshwise.spec.words import some
+
+DROPOUT = (
+    "{place}: dropout is active in an evaluation ({names}): call model.eval() before it. Where it samples on purpose, "
+    "as Monte Carlo dropout does, that is right."
+)
+THROWN_AWAY = (
+    "{place}: gradients are set to zero between the {count} backwards of a step, so that only those of the last train. "
+    "Call optimizer.zero_grad() behind optimizer.step()."
+)
+TICKS = (
+    "{place}: the scheduler ticks behind every backward, and {count} of them make a step: it decays {count} times as "
+    "fast as steps are made. Call scheduler.step() behind optimizer.step()."
+)
+UNUSED = "{place}: what {name}.apply gives is not used, so its backward never runs. Write x = {name}.apply(x)."
+DROPS = {"bernoulli_", "native_dropout"}
+"""Operators of dropout."""
+OF_STATISTICS = "torch/optim/swa_utils.py"
+
+
+@dataclass
+class _Window:
+    """From one optimizer step to the next. zeroed, ticked: where that was, once for each two backwards that it lies
+    between. moved: whether parameters changed between two."""
+
+    backwards: int = 0
+    zeroed: list[str] = field(default_factory=list)
+    ticked: list[str] = field(default_factory=list)
+    parameters: float = 0.0
+    moved: bool = False
+
+
+@dataclass
+class _Loop:
+    trained: bool = False
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+
+
+class Hints:
+    """Collects them on one device."""
+
+    def __init__(self) -> None:
+        self.tracer: ModelTracer | None = None
+        self._said: dict[str, None] = {}
+        self._loops: list[_Loop] = []
+        self._window, self._windows = _Window(), list[_Window]()
+        self._zeroed = self._ticked = ""  # where, since the last backward
+        self._evaluated: list[Evaluated] = []
+        self._begun = 0  # random draws before the call of a model that runs now
+
+    def follow(self, tracer: ModelTracer, model: nn.Module) -> None:
+        """A model that trains. tracer: of all of them."""
+        self.tracer = tracer
+        model.register_forward_pre_hook(LooksOn(self._call_begins))
+        model.register_forward_hook(LooksOn(self._call_ends))
+
+    # What the program does.
+
+    def loop_begins(self) -> None:
+        """A loop over batches begins."""
+        self._loops.append(_Loop())
+
+    def loop_ends(self) -> None:
+        """It is over, or was left."""
+        loop = self._loops.pop()
+        if loop.trained:
+            return
+        if (found := evaluated_here()) is not None:
+            self._evaluated.append(found)
+        for where, names in loop.dropped.items():
+            self._say(DROPOUT.format(place=where, names=some(names)))
+
+    def backward_begins(self, model: nn.Module) -> None:
+        """A backward of the program."""
+        for loop in self._loops:
+            loop.trained = True
+        window, now = self._window, local_sum(model)
+        if window.backwards:
+            none = all(p.grad is None or not p.grad.any() for p in model.parameters())
+            window.zeroed += [self._zeroed] if self._zeroed and none else []
+            window.ticked += [self._ticked] if self._ticked else []
+            window.moved |= now != window.parameters  # as a step that looks ahead does
+        window.backwards, window.parameters = window.backwards + 1, now
+        self._zeroed = self._ticked = ""
+
+    def step_made(self) -> None:
+        """An optimizer has made its step."""
+        if self._window.backwards:
+            self._windows.append(self._window)
+        self._window, self._zeroed, self._ticked = _Window(), "", ""
+
+    def _call_begins(self, root: nn.Module, *_: object) -> None:
+        in_forward = self.tracer is not None and self.tracer.in_forward
+        self._begun = len(self.tracer.draws.log) if self.tracer is not None and in_forward else 0
+
+    def _call_ends(self, root: nn.Module, *_: object) -> None:
+        """A model was called: is it evaluated, and does dropout draw?"""
+        if torch.is_grad_enabled() or _remakes_statistics():
+            return
+        active, where = [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)], user_place()
+        if self.tracer is not None and self.tracer.in_forward:
+            drawn = {draw.operator for draw in self.tracer.draws.log[self._begun :]}
+            if drawn & DROPS and self._loops:
+                self._loops[-1].dropped[where] = active or [type(root).__name__]
+        elif active and not self._loops:
+            self._say(DROPOUT.format(place=where, names=some(active)))
+
+    # What is said of it.
+
+    def _say(self, text: str) -> None:
+        self._said[text] = None
+
+    def end(self, by_hand: bool) -> list[str]:
+        """All of them. by_hand: gradients of some step were made by the program after the last backward."""
+        several = [window for window in self._windows if window.backwards > 1]
+        count = max((window.backwards for window in several), default=1)
+        for text, wrong in ((THROWN_AWAY, [w.zeroed for w in several]), (TICKS, [w.ticked for w in several])):
+            skipped = text is THROWN_AWAY and (by_hand or any(window.moved for window in several))
+            every = all(len(places) == w.backwards - 1 for places, w in zip(wrong, several, strict=True))
+            if several and every and not skipped:
+                self._say(text.format(place=wrong[0][0], count=count))
+        for loop in self._evaluated:
+            for text in divided_evaluation(loop, count):
+                self._say(text)
+        return list(self._said)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note, in the body, where gradients are set to zero, and where schedulers tick."""
+
+        def zeroed(thing: Any) -> None:
+            if self._window.backwards:
+                self._zeroed = user_place()
+
+        def ticked(thing: Any) -> None:
+            if self._window.backwards:
+                self._ticked = user_place()
+
+        with contextlib.ExitStack() as stack:
+            for scheduler in _with_own(LRScheduler, "step"):
+                stack.enter_context(_told(scheduler, "step", ticked))
+            holders: list[type[Any]] = [nn.Module, *_with_own(Optimizer, "zero_grad")]
+            for holder in holders:
+                stack.enter_context(_told(holder, "zero_grad", zeroed))
+            stack.enter_context(noting_unused(self._say))
+            yield
+
+
+def _remakes_statistics() -> bool:
+    """Whether it is called by what makes the statistics of batch norms anew, in training mode."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(OF_STATISTICS):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_active(module: nn.Module) -> bool:
+    return "Dropout" in type(module).__name__ and module.training and getattr(module, "p", 0) > 0
+
+
+def _with_own(kind: type[Any], name: str) -> Iterator[type[Any]]:
+    """The class and those made of it which define a method themselves."""
+    if name in vars(kind):
+        yield kind
+    for each in kind.__subclasses__():
+        yield from _with_own(each, name)
+
+
+@contextlib.contextmanager
+def _told(kind: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
+    """`tell(thing)` before each call of a method, in the body."""
+    real = vars(kind)[name]
+
+    @functools.wraps(real)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tell(self)
+        return real(self, *args, **kwargs)
+
+    setattr(kind, name, method)
+    try:
+        yield
+    finally:
+        setattr(kind, name, real)
+
+
+@contextlib.contextmanager
+def noting_unused(say: Callable[[str], None]) -> Iterator[None]:
+    """Tell, in the body, of a Function of the user's whose result is dropped where it is made."""
+    real = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found = real.__get__(None, cls)(*args, **kwargs)
+        frame = sys._getframe(1)
+        if torch.is_grad_enabled() and is_users(frame.f_code.co_filename) and drops(frame.f_code, frame.f_lasti):
+            say(UNUSED.format(place=place(frame.f_code.co_filename, frame.f_lineno), name=cls.__name__))
+        return found
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = real  # type: ignore[method-assign]

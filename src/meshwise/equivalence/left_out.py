@@ -1,0 +1,71 @@
+"""What a comparison leaves out, and why, a sentence each.
+
+Tested in tests/equivalence/test_pieces.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from meshwise.data.keyed import GENERATOR
+from meshwise.equivalence.trace import Named, Trace
+from meshwise.spec.words import some
+
+NORMALISED = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
+"""What the state of an optimizer holds that divides a gradient by its size."""
+ADAPTIVE_STEPS = (
+    "This optimizer divides it by its size, so in float32 it takes steps of up to the learning rate in directions of "
+    "no meaning, others on each number of devices. Training is the same; an evaluation, whose running statistics lag "
+    "behind, differs a little. Write bias=False there."
+)
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """The output of a call that could not be compared. at: its place among those of the step."""
+
+    step: int
+    at: int
+    module: str
+    kind: str
+    why: str
+
+
+def left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: Named) -> Iterator[str]:
+    """unseen: outputs; noise: elements of parameters."""
+    for (module, kind, why), calls in Counter((each.module, each.kind, each.why) for each in unseen).items():
+        yield f"outputs of {module or 'the model'} ({kind}): {why} ({calls} call{'s' * (calls > 1)})."
+    small = {name: int(mask.sum()) for name, mask in noise.items() if bool(mask.any())}
+    if small:
+        count, total = sum(small.values()), sum(mask.numel() for mask in noise.values())
+        many = [name for name, few in small.items() if few * 10 > noise[name].numel()]
+        where = f", most of them in {some(many)}" if many else ""
+        yield (
+            f"{count:,} of {total:,} values of the parameters after a step{where}: "
+            "their gradients are so small that rounding is much of them."
+        )
+        if biases := _of_norms(reference, many):
+            yield (
+                f"of these, {some(biases)}: a bias in front of a batch norm, which takes it out again, so its gradient "
+                f"is zero but for rounding. {ADAPTIVE_STEPS}"
+            )
+    for name in sorted(reference.unkeyed | actual.unkeyed):
+        differ = "ranks draw what theirs holds" if name.endswith(GENERATOR) else "ranks draw different numbers"
+        yield f"draws of {name}: it is not keyed, so {differ}."
+    for name in sorted(actual.drawn_alike):
+        yield (
+            f"draws of {name} after mw.split, for the rows of a rank: in a run every rank draws the same numbers. Draw "
+            "them for the whole batch, and give them to mw.split with it."
+        )
+
+
+def _of_norms(reference: Trace, names: Sequence[str]) -> list[str]:
+    """Those that are a bias in front of a batch norm, under an optimizer that divides by the size of gradients."""
+    calls = [output for step in reference.steps[:1] for output in step.outputs]
+    behind = {one.module: following.kind for one, following in pairwise(calls)}
+    adapted = {n.rpartition(" ")[0] for n in reference.steps[0].optimizer_state if n.rpartition(" ")[2] in NORMALISED}
+    kinds = {name: behind.get(name.removesuffix(".bias"), "") for name in names if name in adapted}
+    return [name for name, kind in kinds.items() if "BatchNorm" in kind or "InstanceNorm" in kind]

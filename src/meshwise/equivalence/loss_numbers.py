@@ -1,0 +1,143 @@
+"""The single numbers that a loss is made of, with the line of each: which of them is a mean over samples, which a sum.
+
+One device has each of the whole batch, a rank of its own samples. What is a mean, weighed by samples, what adds up and
+what is alike follows from the numbers; the first that is none of these is where a loss stops being a mean over samples.
+
+Tested in tests/equivalence/test_loss_numbers.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from meshwise.compat.dispatch import intercept_operators, operator_name
+from meshwise.spec.user_code import user_place
+
+Key = tuple[str, str, int]
+"""The line, the operator, and which of its calls there."""
+MEANS = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
+"""Losses that say what their mean is over, as a second result."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A single number. made_of: those that it is made of. over: what it is divided by, or its mean is over; 0 where it
+    is neither."""
+
+    value: float
+    made_of: tuple[Key, ...]
+    over: float = 0.0
+
+
+Numbers = dict[Key, Number]
+
+
+class NotedNumbers:
+    """The numbers of one forward. `of` gives those that a loss is made of."""
+
+    def __init__(self) -> None:
+        self._numbers: Numbers = {}
+        self._keys: dict[int, tuple[Key, Tensor]] = {}  # by the id of the tensor, which is kept
+        self._calls: Counter[tuple[str, str]] = Counter()
+
+    def noting(self) -> AbstractContextManager[Any]:
+        """In the with-body the numbers that operators give are noted, in their order."""
+        return intercept_operators(self._note)
+
+    def _note(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = operator(*args, **kwargs)
+        number = result[0] if isinstance(result, tuple) and result else result
+        if type(number) is Tensor and number.dim() == 0 and not number.is_complex():  # else a fake one: it has no value
+            name, at = operator_name(operator), user_place()
+            self._calls[at, name] += 1
+            key = at, name, self._calls[at, name]
+            made_of = tuple(self._keys[id(arg)][0] for arg in args if id(arg) in self._keys)
+            self._numbers[key] = Number(float(number), made_of, _over(name, args, result))
+            self._keys[id(number)] = key, number
+        return result
+
+    def of(self, loss: Tensor) -> Numbers:
+        """Those that this number is made of, and itself as the last; empty where it is not known."""
+        wanted = {self._keys[id(loss)][0]} if id(loss) in self._keys else set()
+        for key in reversed(self._numbers):
+            if key in wanted:
+                wanted.update(self._numbers[key].made_of)
+        return {key: number for key, number in self._numbers.items() if key in wanted}
+
+
+def _over(name: str, args: tuple[Any, ...], result: Any) -> float:
+    if name == "div" and not (isinstance(args[1], Tensor) and args[1].requires_grad):
+        return float(args[1])
+    if name in COUNTED:
+        return float(result[1])
+    return float(args[0].numel()) if name == "mean" or name in MEANS else 0.0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A number of one device beside those of the ranks."""
+
+    key: Key
+    one: Number
+    ranks: tuple[Number, ...]
+    samples: tuple[int, ...]
+
+    @property
+    def place(self) -> str:
+        """The line of it."""
+        return self.key[0]
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is a mean over samples."""
+        return _near(self.weighed(self.samples), self.one.value * sum(self.samples))
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the ranks' add up to it."""
+        return _near(sum(number.value for number in self.ranks), self.one.value)
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether each rank has the same."""
+        return all(_near(number.value, self.one.value) for number in self.ranks)
+
+    @property
+    def is_mean_of_its_own(self) -> bool:
+        """Whether it is a mean over what it is divided by."""
+        over = [number.over for number in self.ranks]
+        return (
+            min(over) > 0 and _near(sum(over), self.one.over) and _near(self.weighed(over), self.one.value * sum(over))
+        )
+
+    @property
+    def shown(self) -> str:
+        """Its values."""
+        ranks = ", ".join(f"{number.value:.6g}" for number in self.ranks)
+        return f"{self.one.value:.6g} on one device and {ranks} on the ranks"
+
+    def weighed(self, weights: Sequence[float]) -> float:
+        """The sum of the ranks' with these weights."""
+        return sum(weight * number.value for weight, number in zip(weights, self.ranks, strict=False))
+
+
+def joined(one: Numbers, ranks: Sequence[Numbers], samples: Sequence[int]) -> dict[Key, Joined]:
+    """The numbers of a forward, in the order of one device. What a side computes more often is left out: a number for
+    each sample."""
+    sides = [Counter((at, name) for at, name, _ in side) for side in (one, *ranks)]
+    found = {}
+    for key, number in one.items():
+        if key[0] and all(side[key[:2]] == sides[0][key[:2]] for side in sides):
+            found[key] = Joined(key, number, tuple(rank[key] for rank in ranks), tuple(samples))
+    return found
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-9 * max(abs(a), abs(b), 1e-300)

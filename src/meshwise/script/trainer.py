@@ -1,0 +1,128 @@
+"""transformers' Trainer on all devices: `trainer = mw.distribute(trainer)`, then `trainer.train()`.
+
+The Trainer of each rank is told that it is alone, so that all that it does for several processes rests, and batches,
+backwards, evaluations and files are meshwise's. Its class, and that of its Accelerator, get a class of ours in front:
+
+    batches     `per_device_train_batch_size` is that of all devices together; each rank reads its rows of every batch,
+                in the order that the Trainer has on one device
+    ahead       Trainer reads all batches of a step before the first forward, to count `num_items_in_batch`: they are
+                looked at, and given to the loop one by one, so that each is worked on with its own share
+    loss        a sum over `num_items_in_batch`, which is that of all ranks; else a mean over samples, or over what a
+                cross entropy counts
+    evaluation  the loss is that of the whole batch, and the rows of all ranks come in the order of the data
+    files       rank 0 writes, what a plan divides is whole, and any number of devices goes on from it
+
+Read in transformers 5.23 and accelerate 1.15; nothing is imported of them. Tested in tests/script/test_trainer.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.compat.accelerate_states import be_alone
+from meshwise.engine.engine import Engine
+from meshwise.script.trainer_accelerator import AcceleratorOnRanks
+from meshwise.script.trainer_front import REFUSED, TRAINER, OnRanks
+from meshwise.script.trainer_loss import Ranks
+from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import Plan
+from meshwise.workers.join import rank_context, rejoin
+
+WHOLE = (
+    "Trainer: per_device_train_batch_size={train} and per_device_eval_batch_size={eval} are of all {ranks} devices "
+    "together."
+)
+
+
+def is_trainer(thing: Any) -> bool:
+    """Whether it is transformers' Trainer, or of a class made from it."""
+    return any(cls.__module__ == TRAINER and cls.__name__ == "Trainer" for cls in type(thing).__mro__)
+
+
+def join_as_trainer() -> None:
+    """TrainingArguments have opened a process group, which may have no backend for the CPU: make it anew, as ours."""
+    rank_context()
+    rejoin()
+
+
+def model_of(trainer: Any) -> list[nn.Module]:
+    """The model that the plan is applied to now; one of `model_init` is when it is made."""
+    return [trainer.model] if trainer.model_init is None and isinstance(trainer.model, nn.Module) else []
+
+
+def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: Callable[[Any], Any]) -> Any:
+    """Make the Trainer work on all ranks, in place. share: `mw.distribute` of one thing. Raises UsageError for what
+    would not be the same on several devices."""
+    if isinstance(trainer, OnRanks):
+        return trainer
+    world = rank_context().world
+    if world.size > 1:
+        _refuse(trainer, world.size)
+    ranks = Ranks(engine, plan, share, trainer)
+    _be_alone(trainer)
+    accelerator = trainer.accelerator
+    _put_in_front(AcceleratorOnRanks, accelerator, ranks)
+    _put_in_front(OnRanks, trainer, ranks)
+    gather = functools.partial(accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object)
+    trainer.gather_function = gather
+    trainer.state.is_world_process_zero = trainer.is_world_process_zero()
+    trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+    if isinstance(trainer.optimizer, torch.optim.Optimizer):
+        engine.add_optimizer(trainer.optimizer)
+    if world.size > 1:
+        args = trainer.args
+        train, evaluation = args.per_device_train_batch_size, args.per_device_eval_batch_size
+        engine.notify(WHOLE.format(train=train, eval=evaluation, ranks=engine.world.size))
+    return trainer
+
+
+def _put_in_front(front: type, thing: Any, ranks: Ranks) -> None:
+    cls = type(thing)
+    thing.__class__ = type(cls.__name__, (front, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    thing.meshwise = ranks
+
+
+def _be_alone(trainer: Any) -> None:
+    world = rank_context().world
+    make = trainer.create_accelerator_and_postprocess
+    trainer.args.distributed_state = be_alone(world.rank, world.local_rank, world.device, make)
+
+
+def _refuse(trainer: Any, ranks: int) -> None:
+    """Raises UsageError for what is not the same on several devices."""
+    args = trainer.args
+    own = sorted({cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")})
+    found = {
+        "deepspeed": (args.deepspeed, "leave it out; a plan divides the model (meshwise plan, --plan)"),
+        "fsdp": (args.fsdp, "leave it out; a plan with shard divides the model (meshwise plan, --plan)"),
+        "parallelism_config": (getattr(args, "parallelism_config", None), "leave it out; use a plan (--plan)"),
+        "a model that was divided where it was loaded": (
+            getattr(trainer, "is_distributed_loading_by_transformers", False),
+            "load it whole, or under mw.deferred(); a plan divides it (--plan)",
+        ),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "a rank that runs out of memory would begin anew alone. Leave it out; meshwise plan says what fits, and "
+            "per_device_train_batch_size is of all devices",
+        ),
+        "torch_compile": (args.torch_compile, "leave it out; use a plan with compile"),
+        f"optim={getattr(args.optim, 'value', args.optim)}": (
+            any(name in str(args.optim).lower() for name in ("layerwise", "lomo")),
+            "it steps inside the backward, before gradients are averaged. Use one that steps behind it",
+        ),
+        f"TRL's {own and own[0]}": (own, "none was compared with one device yet. Write its loop with mw.distribute"),
+        "a get_batch_samples of your own": (_is_own(trainer, "get_batch_samples"), "leave it to Trainer"),
+    }
+    for name, (given, instead) in found.items():
+        if given:
+            raise UsageError(REFUSED.format(ranks=ranks, what=name, instead=instead))
+
+
+def _is_own(trainer: Any, name: str) -> bool:
+    """Whether a method is not that of transformers itself."""
+    return not str(getattr(type(trainer), name).__module__).startswith("transformers.")

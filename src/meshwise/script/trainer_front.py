@@ -1,0 +1,154 @@
+"""What stands in front of a Trainer's own class, method by method.
+
+Tested in tests/script/test_trainer.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from meshwise.data.order import BatchSlice
+from meshwise.recovery.collect import collected
+from meshwise.script.over_ranks import joined
+from meshwise.script.trainer_loader import Window, skip_batches
+from meshwise.script.trainer_loss import ITEMS, Ranks, first_loss, loss_of, weight_of
+from meshwise.spec.errors import UsageError
+from meshwise.tracking import tracking
+from meshwise.transfer import collectives
+
+TRAINER = "transformers.trainer"
+UNLIKE = ("_runtime", "_per_second", "_time", "total_flos", "num_input_tokens_seen")
+"""Of what is logged: times, and what was computed, for which a rank pads to the longest of its own rows."""
+REFUSED = "mw.distribute(trainer) on {ranks} devices: {what} is refused: {instead}."
+SWEEP = "each rank would try other values. Loop over them in the script, with a Trainer for each"
+
+
+class OnRanks:
+    """In front of a Trainer's own class."""
+
+    meshwise: Ranks
+
+    def train(self: Any, *args: Any, **options: Any) -> Any:
+        module = import_module(TRAINER)
+        skips = functools.partial(skip_batches, module.skip_first_batches)
+        with mock.patch.object(module, "skip_first_batches", skips):
+            try:
+                return super().train(*args, **options)  # type: ignore[misc]
+            except (KeyboardInterrupt, SystemExit):
+                if self.meshwise.engine.stopped and self.args.save_strategy != "no":  # all ranks before the same batch
+                    self._save_checkpoint(self.model_wrapped, None)
+                raise
+
+    def get_train_dataloader(self: Any) -> Any:
+        return self.accelerator.prepare_data_loader(super().get_train_dataloader())  # type: ignore[misc]
+
+    def get_eval_dataloader(self: Any, *args: Any, **options: Any) -> Any:
+        return self.accelerator.prepare_data_loader(super().get_eval_dataloader(*args, **options))  # type: ignore[misc]
+
+    def get_test_dataloader(self: Any, *args: Any, **options: Any) -> Any:
+        return self.accelerator.prepare_data_loader(super().get_test_dataloader(*args, **options))  # type: ignore[misc]
+
+    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, Any]:
+        ahead = epoch_iterator.look(num_batches)
+        batches, parts = [batch for batch, _ in ahead], [part for _, part in ahead]
+        return Window(epoch_iterator, len(ahead)), self._get_num_items_in_batch(batches, device, parts)
+
+    def _get_num_items_in_batch(self: Any, batches: Any, device: Any, parts: Sequence[BatchSlice] = ()) -> Any:
+        """Of all ranks, padding left out. Collective."""
+        ranks, own = self.meshwise, super()._get_num_items_in_batch  # type: ignore[misc]
+        items = own(batches, device)
+        if items is None or ranks.alone:
+            return items
+        parts = parts or [ranks.engine.part]
+        if padding := [batch for batch, part in zip(batches, parts, strict=True) if not part.samples]:
+            items = items - own(padding, device)
+        whole = collectives.all_reduce(torch.as_tensor(items, dtype=torch.float64, device=device))
+        return whole.to(items.dtype) if isinstance(items, Tensor) else type(items)(whole.item())
+
+    def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        ranks = self.meshwise
+        compute = functools.partial(super().compute_loss, model, inputs)  # type: ignore[misc]
+        if ranks.alone:
+            return compute(*args, **options)
+        items = options.get("num_items_in_batch")
+        ranks.computed, ranks.items, ranks.weight = True, items is not None, None
+        if ranks.items not in ranks.kinds:
+            return first_loss(ranks, compute, items, args, options)
+        with torch.enable_grad() if ranks.kind == ITEMS else contextlib.nullcontext():
+            result = compute(*args, **options)
+        if ranks.kind == ITEMS:
+            ranks.weight = weight_of(ranks, loss_of(result))
+        return result
+
+    def training_step(self: Any, *args: Any, **options: Any) -> Any:
+        own = super().training_step(*args, **options)  # type: ignore[misc]
+        whole = self.meshwise.loss
+        return own if whole is None else whole.to(own)
+
+    def prediction_step(self: Any, *args: Any, **options: Any) -> Any:
+        ranks = self.meshwise
+        ranks.computed = False
+        loss, logits, labels = super().prediction_step(*args, **options)  # type: ignore[misc]
+        if loss is None:
+            return loss, logits, labels
+        if not ranks.computed and not ranks.alone:  # Seq2SeqTrainer, which generates, asks the model itself
+            ranks.items, inputs = False, args[1] if len(args) > 1 else options["inputs"]
+            ranks.weight = super()._get_num_items_in_batch([inputs], self.args.device)  # type: ignore[misc]
+        return joined(ranks.engine, loss if ranks.alone else ranks.whole_loss(loss)), logits, labels
+
+    def hyperparameter_search(self: Any, *args: Any, **options: Any) -> Any:
+        if self.meshwise.alone:
+            return super().hyperparameter_search(*args, **options)  # type: ignore[misc]
+        raise UsageError(
+            REFUSED.format(ranks=self.meshwise.engine.world.size, what="hyperparameter_search", instead=SWEEP)
+        )
+
+    # Files, and what is logged.
+
+    def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        if _internal_call:  # of a checkpoint: others look whether it is there
+            collectives.barrier(collectives.everyone())
+
+    def _save(self: Any, output_dir: Any = None, state_dict: Any = None) -> None:
+        if self.meshwise.engine.plan.parameters_divided and state_dict is None:
+            state_dict = collected(self.model.state_dict())
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_checkpoint(self: Any, *args: Any, **options: Any) -> Any:
+        result = super()._save_checkpoint(*args, **options)  # type: ignore[misc]
+        collectives.barrier(collectives.everyone())
+        return result
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: Any) -> None:
+        optimizer = self.optimizer
+        if self.meshwise.engine.plan.state_divided:
+            whole = collected(optimizer.state_dict())
+            self.optimizer = SimpleNamespace(state_dict=lambda: whole)
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        finally:
+            self.optimizer = optimizer
+
+    def _save_rng_state(self: Any, output_dir: Any) -> None:
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+
+    def store_flos(self: Any) -> None:
+        if not self.meshwise.alone:
+            self.current_flos = collectives.all_reduce(torch.tensor(self.current_flos, dtype=torch.float64)).item()
+        super().store_flos()  # type: ignore[misc]
+
+    def log(self: Any, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        super().log(logs, *args, **options)  # type: ignore[misc]
+        numbers = {n: value for n, value in logs.items() if isinstance(value, int | float) and not n.endswith(UNLIKE)}
+        tracking.log(numbers, step=self.state.global_step)

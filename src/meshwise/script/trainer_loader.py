@@ -1,0 +1,125 @@
+"""The loaders of a Trainer: an epoch is set, batches are skipped, those of a step are looked at before they come.
+
+Tested in tests/script/test_trainer.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from meshwise.compat.accelerate_states import loop_begins, loop_ends
+from meshwise.data.order import BatchSlice
+from meshwise.script.distributed_loader import DistributedLoader
+
+Share = tuple[Any, BatchSlice]
+
+
+class _Ahead:
+    """What a distributed loader is read through: batches with their shares, which may be looked at before they come."""
+
+    def __init__(self, pairs: Iterator[Share]) -> None:
+        self._pairs, self._waiting = pairs, deque[Share]()
+
+    def __iter__(self) -> Iterator[Share]:
+        return self
+
+    def __next__(self) -> Share:
+        return self._waiting.popleft() if self._waiting else next(self._pairs)
+
+    def look(self, count: int) -> list[Share]:
+        while len(self._waiting) < count and (pair := next(self._pairs, None)) is not None:
+            self._waiting.append(pair)
+        return list(self._waiting)[:count]
+
+
+class _Reader:
+    """A `Wrapper` of a distributed loader that lets its Trainer look ahead."""
+
+    def __init__(self) -> None:
+        self.ahead = _Ahead(iter(()))
+
+    def take(self) -> None:
+        """The loop itself reads."""
+
+    def pairs(self, inner: Iterator[Share]) -> Iterator[Share]:
+        self.ahead = _Ahead(inner)
+        return self.ahead
+
+
+class TrainerLoader:
+    """A distributed loader as Trainer wants it: with an epoch that is set, and batches that are skipped."""
+
+    end_of_dataloader, remainder = False, -1
+
+    def __init__(self, loader: DistributedLoader, state: Any) -> None:
+        """state: accelerate's, which knows the loop that is at its end."""
+        self._loader, self._state, self.skipped = loader, state, 0
+        self._reader = loader.wrapper = _Reader()  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Of what draws the order."""
+        for each in (self.batch_sampler, self.sampler, self.dataset):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+        self._loader.go_to(epoch, self.skipped)
+        self.skipped = 0
+
+    def __iter__(self) -> _Epoch:
+        return _Epoch(self, iter(self._loader), self._reader, self._state)
+
+
+class _Epoch:
+    """A loop over a loader."""
+
+    def __init__(self, loader: TrainerLoader, batches: Iterator[Any], reader: _Reader, state: Any) -> None:
+        self._loader, self._batches, self._reader, self._state = loader, batches, reader, state
+        loader.end_of_dataloader = False
+        loop_begins(state, loader)
+
+    def __iter__(self) -> _Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches, None)
+        if batch is None:
+            loop_ends(self._state, self._loader)
+            raise StopIteration
+        self._loader.end_of_dataloader = not self.look(1)
+        return batch
+
+    def look(self, count: int) -> list[Share]:
+        return self._reader.ahead.look(count)
+
+
+def skip_batches(otherwise: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
+    """accelerate's `skip_first_batches`, which `otherwise` is, for our loaders too: the next loop begins behind."""
+    if not isinstance(loader, TrainerLoader):
+        return otherwise(loader, num_batches)
+    loader.skipped = num_batches
+    return loader
+
+
+class Window:
+    """The batches of an optimizer step, each read when it is worked on."""
+
+    def __init__(self, epoch: Iterator[Any], count: int) -> None:
+        self._epoch, self._count = epoch, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._count):
+            if (batch := next(self._epoch, None)) is None:
+                return
+            yield batch

@@ -1,0 +1,129 @@
+"""What the loss of a Trainer is a mean over: found at the first one, in its derivative and in its graph.
+
+Tested in tests/script/test_trainer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.autograd.loss_graph import cross_entropy_means
+from meshwise.engine import steps
+from meshwise.engine.engine import Engine
+from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import Plan
+from meshwise.transfer import collectives
+
+SUM, MEAN, ITEMS = "a sum over num_items_in_batch", "a mean over samples", "a mean over the items of a cross entropy"
+MIXED = "a sum over num_items_in_batch and more"
+
+
+@dataclass(eq=False)
+class Ranks:
+    """What a Trainer and its Accelerator share. share: `mw.distribute` of one thing.
+
+    loss: of all ranks, of the newest backward. weight: what the newest loss is a mean over. computed: whether Trainer's
+    `compute_loss` gave it, and items: with `num_items_in_batch`. kinds: of losses, by `items`; each is found once.
+    """
+
+    engine: Engine
+    plan: Plan | None
+    share: Callable[[Any], Any]
+    trainer: Any
+    loss: Tensor | None = None
+    weight: Tensor | None = None
+    computed: bool = False
+    items: bool = False
+
+    def __post_init__(self) -> None:
+        self.kinds: dict[bool, str] = {}
+
+    @property
+    def alone(self) -> bool:
+        return self.engine.world.size == 1
+
+    @property
+    def kind(self) -> str:
+        return self.kinds.get(self.items, MEAN)
+
+    @property
+    def samples(self) -> int:
+        """Of this rank's part of the batch; 1 outside of loops."""
+        part = self.engine.part
+        return 1 if part is None else part.samples
+
+    def backward(self, loss: Tensor) -> None:
+        """`mw.backward` of a loss of this rank's part of the batch."""
+        if self.kind == SUM:
+            self.loss = steps.backward(self.engine, loss, None, "sum")
+        else:
+            self.loss = steps.backward(self.engine, loss, self.weight if self.kind == ITEMS else None, "mean")
+
+    def whole_loss(self, loss: Tensor) -> Tensor:
+        """That of the whole batch, of an evaluation's on this rank's part. Collective."""
+        own = loss.detach().double().reshape(())
+        weight = torch.as_tensor(1.0 if self.kind == SUM else self.samples if self.weight is None else self.weight)
+        weight = weight.to(own) * (self.samples > 0)
+        total = collectives.all_reduce(torch.stack([torch.where(weight != 0, own * weight, 0), weight]))
+        return (total[0] if self.kind == SUM else total[0] / total[1]).to(loss)
+
+
+def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any, options: dict[str, Any]) -> Any:
+    """The first loss of its kind; what it is a mean over is seen in its derivative and its graph. Collective."""
+    if items is not None:
+        items = torch.as_tensor(items).detach()
+        items = (items if items.is_floating_point() else items.double()).clone().requires_grad_()
+        options = {**options, "num_items_in_batch": items}
+    with torch.enable_grad():
+        result = compute(*args, **options)
+    loss, kind = loss_of(result), MEAN
+    by = None
+    if items is not None and loss.requires_grad:
+        by = torch.autograd.grad(loss, items, retain_graph=True, allow_unused=True)[0]
+    if by is not None:
+        added, near = -(by * items).detach().double(), 1e-5 if torch.finfo(loss.dtype).eps < 1e-5 else 3e-2
+        alike = torch.allclose(added, loss.detach().double(), rtol=near, atol=1e-12, equal_nan=True)
+        kind = SUM if alike else MIXED
+    elif _is_of_items(ranks, loss):
+        kind = ITEMS
+    kinds = collectives.gather_objects(kind)
+    kind = next((each for each in (MIXED, SUM, ITEMS) if each in kinds), MEAN)
+    if kind == MIXED:
+        raise UsageError(
+            f"Trainer: the loss of {type(ranks.trainer.model).__name__} is {SUM} and a term besides (such as that of a "
+            "router, which is of the rows of one rank): several devices would not compute what one does. Leave that "
+            "term out (router_aux_loss_coef=0), or give compute_loss_func a sum divided by num_items_in_batch."
+        )
+    ranks.kinds[ranks.items] = kind
+    ranks.weight = weight_of(ranks, loss) if kind == ITEMS else None
+    return result
+
+
+def loss_of(result: Any) -> Tensor:
+    """The loss that `compute_loss` gave, maybe with the outputs."""
+    loss: Tensor = result[0] if isinstance(result, tuple) else result
+    return loss
+
+
+def _is_of_items(ranks: Ranks, loss: Tensor) -> bool:
+    """Whether a cross entropy in it is a mean over other items than samples."""
+    part = ranks.engine.part
+    rows = 1 if part is None else len(part.indices)
+    return any(targets != rows or weighed for _, targets, weighed in cross_entropy_means(loss))
+
+
+def weight_of(ranks: Ranks, loss: Tensor) -> Tensor:
+    """What the cross entropy in a loss is a mean over."""
+    found = cross_entropy_means(loss)
+    if len(found) != 1:
+        raise UsageError(
+            f"Trainer: the loss of {type(ranks.trainer.model).__name__} has {len(found)} cross entropies that are "
+            "means over other items than samples, so it is not known how the parts of several devices add up. Give a "
+            "compute_loss_func that divides a sum by num_items_in_batch."
+        )
+    return found[0][0]

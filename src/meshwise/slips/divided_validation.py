@@ -1,0 +1,103 @@
+"""A loss of an evaluation that is divided by the number of accumulated backwards, as that of the training is.
+
+    loss = criterion(model(x), y) / ACCUMULATE      where mw.backward(loss) follows, and in the evaluation too
+
+Said where the source divides both by the same name or number, and a step has as many backwards.
+
+Tested in tests/equivalence/test_hints.py.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwise.slips.user_source import Scope, Source, given, inside, loop_at, name_of, reads, source_of
+from meshwise.spec.user_code import user_frame
+
+DIVIDED = (
+    "{place}: this evaluation divides by {divisor}, the number of backwards that make a step: its figure is {count} "
+    "times too small. Only what mw.backward accumulates is divided by it."
+)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A loop without a backward, and what the source tells where it ran."""
+
+    source: Source
+    loop: ast.For
+
+
+def evaluated_here() -> Evaluated | None:
+    """The user's loop that ends in this line; None where the source does not tell."""
+    frame = user_frame()
+    if frame is None:
+        return None
+    source = source_of(frame)
+    loop = loop_at(source)
+    return None if loop is None else Evaluated(source, loop)
+
+
+def divided_evaluation(evaluated: Evaluated, count: int) -> Iterator[str]:
+    """What to say of it, where a step has so many backwards."""
+    source = evaluated.source
+    if count < 2:
+        return
+    divisors = {ast.dump(node): node for node in _of_training(source) if source.number(node) == count}
+    for node, divisor in _divisions(evaluated.loop, source):
+        if ast.dump(divisor) in divisors and not _is_given_in(evaluated.loop, divisor):
+            yield DIVIDED.format(place=source.place(node.lineno), divisor=ast.unparse(divisor), count=count)
+            return
+
+
+def _of_training(source: Source) -> Iterator[ast.expr]:
+    """What losses are divided by whose backward runs."""
+    scopes: list[Scope] = [source.tree, *(n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef))]
+    for scope in scopes:
+        nodes = list(inside(scope))
+        for call in nodes:
+            if source.verb(call) != "backward" or not isinstance(call, ast.Call) or not call.args:
+                continue
+            loss = call.args[0]
+            values = [loss]
+            if isinstance(loss, ast.Name):
+                values += [value for node in nodes for name, value in given(node) if name == loss.id]
+                values += [n for n in nodes if isinstance(n, ast.AugAssign) and reads(n.target, loss.id)]  # type: ignore[misc]
+            for value in values:
+                yield from (divisor for _, divisor in _divided(value))
+                for function in _called(value, source):
+                    yield from (divisor for _, divisor in _divided_in(function))
+
+
+def _divisions(loop: ast.For, source: Source) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr]]:
+    """Divisions in the loop, and in what functions of the file return that it calls."""
+    for node in inside(loop):
+        yield from _divided(node, deep=False)
+        if isinstance(node, ast.Call):
+            for function in _called(node, source):
+                yield from _divided_in(function)
+
+
+def _divided(node: ast.AST, deep: bool = True) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr]]:
+    for each in ast.walk(node) if deep else [node]:
+        if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Div):
+            yield each, each.right
+        elif isinstance(each, ast.AugAssign) and isinstance(each.op, ast.Div):
+            yield each, each.value
+
+
+def _divided_in(function: ast.FunctionDef) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr]]:
+    for node in inside(function):
+        yield from _divided(node, deep=False)
+
+
+def _called(value: ast.AST, source: Source) -> Iterator[ast.FunctionDef]:
+    names = {name_of(each) for each in ast.walk(value) if isinstance(each, ast.Call)}
+    yield from (n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef) and n.name in names)
+
+
+def _is_given_in(loop: ast.For, divisor: ast.expr) -> bool:
+    """Whether the loop makes that number itself."""
+    return any(reads(divisor, name) for node in inside(loop) for name, _ in given(node))
