@@ -102,12 +102,8 @@ def prove(
     looked = bool(of_rounded) or spec.plan.precision == "fp64"
     warnings = tuple(note for note in actual.notes if note.startswith(UNDIVIDED))
     alone = [f"{each} {ALONE}" for each in wrong]
-    doubts = (
-        *unproven(reference),
-        *alone,
-        *rounding_doubts(of_rounded, spec.plan.dtypes),
-        *kept_coarser(rounded if same_steps else ()),
-    )
+    doubts = (*unproven(reference), *alone, *rounding_doubts(of_rounded, spec.plan.dtypes))
+    doubts += tuple(kept_coarser(rounded if same_steps else ()))
     return Proof(
         job,
         spec.plan,
