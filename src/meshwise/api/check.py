@@ -103,8 +103,8 @@ def check(options: CheckOptions) -> Proof:
     return check_options(options)
 
 
-def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof:
-    """The check with these options. forks: what has begun to import torch for its workers."""
+def check_options(options: CheckOptions) -> Proof:
+    """The check with these options."""
     if started_by_launcher():
         raise UsageError("meshwise check starts its own workers. Call it alone, without torchrun, srun or mpirun.")
     script = options.job if isinstance(options.job, str) and options.job.endswith(".py") else ""
@@ -119,8 +119,7 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof:
     specs = [CheckSpec(plan or Plan(data=len(slots)), options.steps, perturb=options.perturb)]
     if options.rounding and (plan is None or plan.precision != "fp64"):
         specs.append(replace(specs[0], in_float64=False))
-    with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD, stays=True)) as forks:
-        forks.server(os.environ)  # by this thread: a server ends with the thread that began it
+    with scratch_folder("check") as folder, closing(Forks(PRELOAD, stays=True)) as forks:
         program = _script(Path(script), options, plan, slots, folder) if script else _job(options, slots, folder)
         passes = Passes(_passes(specs, plan, devices), options.steps, options.notify, options.progress)
         traces = partial(_traces, program, forks)
@@ -183,6 +182,7 @@ def _traces(
     if not program.alone and places[0][0].device == "cpu" and wanted[0][1] is None:
         return [_in_this_process(program, spec, passes) for spec, _ in wanted]
     halt = Halt()
+    forks.server(os.environ)  # by this thread: a server ends with the thread that began it
 
     def run(group: Sequence[tuple[CheckSpec, Draws | None]], slots: Sequence[WorkerSlot]) -> list[ProgramTrace]:
         listeners = Listeners(passes.begin(), hang_limit=HANG_LIMIT, idle=True)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from meshwise import api, launcher
+from meshwise import api
 from meshwise.api.check_options import CheckOptions
 from meshwise.commands.command_line import ScriptCommand, from_dataclass
 from meshwise.equivalence import views
 from meshwise.spec.exit_codes import DONE, DOUBTFUL, FAILED
 from meshwise.spec.units import plural
-from meshwise.workers.fork_server import Forks
 
 LONGEST_NAME = 80
 QUIET_SECONDS = 10
@@ -43,12 +41,10 @@ def check(
     meshwise check train.py:job --set shard=4   a Job under any plan
     meshwise check gpt --plan plan.toml --json  every figure
     """
-    forks = Forks(launcher.supervise.PRELOAD, stays=True)
-    with _progress_shown(str(options.job)) as (notify, progress), closing(forks):
+    with _progress_shown(str(options.job)) as (notify, progress):
         notify(f"a check of {plural(options.steps, 'step')}")  # at once: torch is still to be imported
-        forks.server(os.environ)  # by its workers, and meanwhile by this process
         given = replace(options, arguments=context.args, notify=notify, progress=progress)
-        proof = api.check.check_options(given, forks)
+        proof = api.check.check_options(given)
     if as_json:
         print(json.dumps(views.check_dict.check_dict(proof), indent=2))
     else:
