@@ -136,8 +136,8 @@ def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
         return Cause(
             K.MISSING_REDUCTION,
             f"{text} {some(lost)}, and nothing in the backward of it: what other ranks make of it sends no gradient "
-            "back. Write that into the backward of a torch.autograd.Function (what was gathered or added up is added "
-            "up there), or use torch.distributed.nn.functional.",
+            "back. Write that into the backward of a torch.autograd.Function: what was gathered or added up is added "
+            "up there.",
         )
     return Cause(K.BACKWARD, f"{text} {some(evidence.exchanges_in(module))}: look at the backward of that.")
 
