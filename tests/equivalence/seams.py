@@ -28,6 +28,7 @@ SEAMS = {
     "sum of weights": "meshwise.engine.weighing.StepWeights.begin_sum",
     "update": "meshwise.job.step._update",
     "guard of steps": "meshwise.engine.program.Program.check_step",
+    "guard of gathered weights": "meshwise.parallel.shard_units.StaysGathered._look_for_writes",
     "optimizer is bound": "meshwise.engine.program.Program.add_optimizer",
     # the data
     "slice of a rank": "meshwise.data.order.batch_slice",

@@ -447,6 +447,7 @@ def weights_of_the_step_before(patch: Any) -> None:
         before.update(now)
         now.clear()
 
+    replaced(patch, "guard of gathered weights", lambda *arguments, **more: None)
     gathered_block("things.layers.0", late)(patch)
     after_update(patch, stepped)
 
@@ -460,6 +461,7 @@ def gone_in_the_backward(patch: Any) -> None:
         if gathers[key] == 2:
             gathered.zero_()
 
+    replaced(patch, "guard of gathered weights", lambda *arguments, **more: None)
     gathered_block("things.layers.1", zero)(patch)
     after_update(patch, lambda training: gathers.clear())
 
