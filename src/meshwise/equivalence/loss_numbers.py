@@ -59,7 +59,7 @@ class NotedNumbers:
             self._calls[at, name] += 1
             key = at, name, self._calls[at, name]
             made_of = tuple(self._keys[id(arg)][0] for arg in args if id(arg) in self._keys)
-            self._numbers[key] = Number(float(number), made_of, _over(name, args, result))
+            self._numbers[key] = Number(float(number.detach()), made_of, _over(name, args, result))
             self._keys[id(number)] = key, number
         return result
 

@@ -34,7 +34,6 @@ class BatchShapes:
         self.given: dict[object, tuple[str, str, Any]] = {}
         """By loader."""
         self._told = False
-        self._places = set[str]()
 
     def begins(self) -> None:
         """Another program, or another loop, begins."""
@@ -63,9 +62,6 @@ class BatchShapes:
                     for one, other in zip(of_rank_0, mine, strict=False):
                         if one != other:
                             self._told = True
-                            if place in self._places:
-                                return ""
-                            self._places.add(place)
                             return OTHER.format(place=place, shapes=f"{_shown(one)} and {_shown(other)}")
         return ""
 
