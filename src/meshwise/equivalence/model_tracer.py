@@ -64,6 +64,7 @@ class ModelTracer:
         self._open_calls: list[list[int]] = []  # of each: draws before it, draws of the calls inside it
         self._norms_left: dict[str, float] | None = None
         self._own: Named | None = None  # of this rank, in the backward that runs now
+        self._of_loss: Any = None  # the hook of the newest loss
         self._own_factor = 1.0  # what the backward that runs now has multiplied the loss with
         self._hooked = WeakIdKeyDictionary()  # parameters that `_keep_own` is called for
         self.follow(model)
@@ -155,6 +156,8 @@ class ModelTracer:
         with upcast(self._upcast), self.draws.backward(), by_hand, nan:
             yield
         self._own = None
+        if self._of_loss is not None:
+            self._of_loss.remove()  # a program's tensor with a hook is left alone by what looks at gradients
         # What runs again and draws the same numbers as at first is the same call, and not noted again.
         self.step.rng_mismatch |= len(self.draws.log) > drawn
         self._norms_left = local_norms(self._model)
@@ -173,7 +176,7 @@ class ModelTracer:
             self._own_factor = float(gradient)
 
         if self._reference is not None and loss.requires_grad and type(loss) is Tensor:
-            loss.register_hook(note)
+            self._of_loss = loss.register_hook(note)
 
     def _watch_own(self) -> None:
         """Hooks where gradients of this rank alone come: at a parameter, or at what it is gathered into."""
