@@ -25,7 +25,9 @@ import numpy as np
 import pytest
 import torch
 
+from meshwise.process.session import end_sessions
 from meshwise.rehearsal import timing
+from meshwise.timeline.recorder import current, make_current
 from meshwise.workers.fork_server import LISTENS
 from tests import fork_server, left_over
 from tests.faults import runs
@@ -96,6 +98,15 @@ def fixed_random_numbers() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_program_outlives_its_test() -> Iterator[None]:
+    """Each test is a program of its own: its engine is closed, and its spans are nobody else's."""
+    before = current()
+    yield
+    end_sessions()
+    make_current(before)
 
 
 @pytest.fixture(scope="session")

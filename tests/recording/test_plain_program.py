@@ -44,7 +44,8 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     names.begin_session(tmp_path, 0.0, job="train.py", world=1)
     monkeypatch.setenv(RUN_FOLDER, str(tmp_path))
     yield tmp_path
-    plain_program.end()
+    if (recording := plain_program.end()) is not None:
+        recording.close()
     end_sessions()
 
 
