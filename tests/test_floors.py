@@ -83,8 +83,9 @@ SHARED_BY_TECHNIQUES |= {
     "skipped",
     "expert_axis",
     "expert_list",
+    "computes",
 }
-JOIN_TECHNIQUES = {"apply"}
+JOIN_TECHNIQUES = {"apply", "fits"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "managers", "base", "misc"}
 
 MOST_FILE_LINES = 350

@@ -14,9 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from meshwise import api
+from meshwise import api, process
 from meshwise.job.job import Job
-from meshwise.job.loop import run_job
 from meshwise.job.options import AUTO, PlanText, RunOptions
 from meshwise.jobs.registry import find_job
 from meshwise.launcher.alone import Alone
@@ -27,8 +26,7 @@ from meshwise.launcher.start import LaunchedProgram, Started, in_attempt, record
 from meshwise.launcher.supervise import Viewer, summarise
 from meshwise.machine.find import find_devices
 from meshwise.machine.memory import cap_memory
-from meshwise.parallel.apply import check_fits
-from meshwise.process.session import program_ends
+from meshwise.parallel.fits import check_fits
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.claims import write_of
@@ -155,7 +153,7 @@ def _job_in_worker(options: RunOptions, folder: Path) -> dict[str, Any]:
     record_blocks(options)
     if options.memory_cap is not None:
         cap_memory(rank_context().world.device, options.memory_cap)
-    return run_job(_job_of(options), options, folder)
+    return api.training.run_job(_job_of(options), options, folder)
 
 
 def _job_again(options: RunOptions, folder: Path, plan: str, resumes: bool) -> dict[str, Any]:
@@ -200,7 +198,7 @@ def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[Ru
             halt=session.gate,
             machines=Alone(session.world.size) if run.first else None,
         )
-        call = partial(run_job, job, options, send=viewer.send if run.first else None)
+        call = partial(api.training.run_job, job, options, send=viewer.send if run.first else None)
         results = gather_objects(in_attempt(restarts.number, restarts.due(), call, run.folder))
     started = Started(_job_program(job, options, session.world), run.folder, run.slots, restarts, Alone(len(run.slots)))
     summary = _finish(started, results, console if run.first else Console(quiet=True), keep=run.first)
@@ -212,7 +210,7 @@ def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     try:
         return function(*arguments)
     finally:
-        program_ends()
+        process.session.program_ends()
 
 
 def _note(rank: int, message: Message) -> None:
