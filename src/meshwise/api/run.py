@@ -42,9 +42,9 @@ from meshwise.timeline.run_summary import RunSummary
 from meshwise.timeline.views.live_progress import LiveView
 from meshwise.timeline.views.summary_text import summary_text
 from meshwise.workers.channel import Message
+from meshwise.workers.environment import loaded_with
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.launch import launch as launch_workers
-from meshwise.workers.launch import loaded_with
 from meshwise.workers.launchers.find import place_in
 from meshwise.workers.listeners import Listeners
 

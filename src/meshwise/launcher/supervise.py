@@ -221,8 +221,7 @@ def supervise(
             machines.leave(halt.exit_code if halt.ends else DONE)
             forks.close()
             restarts.close(view.print)
-        stopped = halt.ends
-        if stopped:
+        if stopped := halt.ends:
             viewer.stops()
     if is_lost(restarts.folder):
         raise WorkerFailed(

@@ -90,11 +90,6 @@ def launch(
         ]
 
 
-def loaded_with(slot: WorkerSlot) -> dict[str, str]:
-    """What Python and libraries read from the environment of a worker when they are loaded."""
-    return {"PYTHONUNBUFFERED": "1", **({"OMP_NUM_THREADS": str(slot.threads)} if slot.threads else {})}
-
-
 class _Launcher:
     """The workers of one launch on this machine, and what is known of each."""
 
@@ -155,7 +150,7 @@ class _Launcher:
             "LOCAL_WORLD_SIZE": str(self.local_size),
             "MASTER_ADDR": self.nodes.master if self.nodes else "127.0.0.1",
             "MASTER_PORT": str(port),
-            **loaded_with(slot),
+            **environment.loaded_with(slot),
             environment.VISIBLE: visible,
             ADDRESS: self._channel.address,
             TOKEN: self._token,
