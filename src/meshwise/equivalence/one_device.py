@@ -24,7 +24,7 @@ from meshwise.equivalence.hints import noting_unused
 from meshwise.equivalence.model_tracer import ModelTracer
 from meshwise.equivalence.noise import take_noise
 from meshwise.equivalence.trace import Batches, CheckSpec, StepTrace, Trace, microbatches, test_samples
-from meshwise.equivalence.upcast import called_in_float64, upcast
+from meshwise.equivalence.upcast import called_in_float64, plain_attention, upcast
 from meshwise.job.job import Job
 from meshwise.job.run import Data, open_data, read_parts
 from meshwise.machine.memory import free_bytes
@@ -51,7 +51,7 @@ class _Reference:
 
 def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
     """Train `job` for the steps of `spec` in this process, and evaluate it."""
-    with torch.random.fork_rng(), called_in_float64(spec.in_float64):
+    with torch.random.fork_rng(), called_in_float64(spec.in_float64), plain_attention():
         torch.manual_seed(job.seed)
         model = job.model()
         store_parameters(model, spec.dtypes)

@@ -24,7 +24,7 @@ from meshwise.equivalence.engine_watcher import EngineWatcher
 from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds
 from meshwise.equivalence.trace import Batches, CheckSpec, Draws, test_samples
-from meshwise.equivalence.upcast import called_in_float64, upcast
+from meshwise.equivalence.upcast import called_in_float64, plain_attention, upcast
 from meshwise.guards.registry import attach
 from meshwise.job.evaluate import evaluate
 from meshwise.job.job import Job
@@ -60,6 +60,7 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
             _disturbed(spec, seed) as races,
             upcast(inside),
             called_in_float64(inside),
+            plain_attention(),
             watcher.hints.noting() if watcher.hints is not None else contextlib.nullcontext(),
             contextlib.suppress(ScriptEnds),
         ):
@@ -135,7 +136,8 @@ def watch_job(job: Job, spec: CheckSpec, draws: Draws) -> ProgramTrace | None:
     run: _Run | None = None
     try:
         watcher.found.plan = spec.plan
-        with _disturbed(spec, job.seed) as races, called_in_float64(spec.in_float64), contextlib.suppress(ScriptEnds):
+        in_float64 = called_in_float64(spec.in_float64)
+        with _disturbed(spec, job.seed) as races, in_float64, plain_attention(), contextlib.suppress(ScriptEnds):
             run = _Run(job, spec, engine, watcher, begun(job, spec.applied(spec.plan), engine))
             _train(run)
         found = watcher.end()

@@ -47,6 +47,18 @@ def upcast(active: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def plain_attention() -> Iterator[None]:
+    """In the with-body: `nn.TransformerEncoder` packs no padded batch into nested tensors, whose sizes nobody can read.
+    Evaluation then computes what training computes."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextlib.contextmanager
 def called_in_float64(active: bool = True) -> Iterator[None]:
     """In the with-body: a module that is called in `upcast` has its own parameters and buffers in float64; afterwards
     in what they were."""
