@@ -347,10 +347,10 @@ MODELS: dict[str, Model] = {
         losses.classified,
         (T, DT, P),
     ),
-    "MAE": Model(
+    "SimMIM": Model(
         "vit-pytorch",
-        "vit_pytorch:MAE(encoder=ViT(image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=4, mlp_dim=64, "
-        "dim_head=8), masking_ratio=0.75, decoder_dim=32, decoder_depth=1, decoder_heads=4, decoder_dim_head=8)",
+        "vit_pytorch:simmim.SimMIM(encoder=ViT(image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=4, "
+        "mlp_dim=64, dim_head=8), masking_ratio=0.5)",
         images(3, 32, 32),
         lambda model, batch: model(batch["x"]),
         (S, T),
