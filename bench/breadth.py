@@ -65,9 +65,7 @@ LINES = ROOT / "runs" / "breadth.jsonl"
 Row = dict[str, Any]
 
 
-def under_plan(
-    folder: str, models: str, name: str, spec: CheckSpec, draws: Any
-) -> tuple[Trace | None, float, int]:
+def under_plan(folder: str, models: str, name: str, spec: CheckSpec, draws: Any) -> tuple[Trace | None, float, int]:
     """On a worker: what the plan does, the share of the parameters that is divided, calls of the loss. models: the
     module of `folder` whose `job_of(name)` is the job."""
     import importlib
@@ -155,7 +153,9 @@ def hold(
         return Row(status="timeout", text=str(late))
     many, row["share"], _ = answers[0]
     calls = [answer[2] for answer in answers]
-    proof = prove(name, spec, f"{spec.plan.devices}xcpu", one, many, (), lambda spec: one_device(models.job_of(name), spec))
+    proof = prove(
+        name, spec, f"{spec.plan.devices}xcpu", one, many, (), lambda spec: one_device(models.job_of(name), spec)
+    )
     row["largest"] = max((k.largest.relative for k in proof.comparison.kinds if k.largest is not None), default=0.0)
     row["notes"] = list(proof.notes)
     if proof.equal:

@@ -182,10 +182,20 @@ class SoftMixture(nn.Module):
 def byol() -> nn.Module:
     """BYOL around a small network, without random augmentations."""
     net = nn.Sequential(
-        nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5)
+        nn.Conv2d(3, 16, 3, 2, 1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 5),
     )
     made = importlib.import_module("byol_pytorch").BYOL(
-        net, 32, projection_size=32, projection_hidden_size=64, augment_fn=nn.Identity(), use_simplicial_embeddings=False
+        net,
+        32,
+        projection_size=32,
+        projection_hidden_size=64,
+        augment_fn=nn.Identity(),
+        use_simplicial_embeddings=False,
     )
     return made  # type: ignore[no-any-return]
 

@@ -42,7 +42,9 @@ def main() -> None:
         name: breadth.Row(package=model.package, version=foreign_table.version_of(model), call=model.call)
         for name, model in models.items()
     }
-    done = breadth.play(asked, {name: (facts[name], model.plans) for name, model in models.items()}, foreign_table, PLANS)
+    done = breadth.play(
+        asked, {name: (facts[name], model.plans) for name, model in models.items()}, foreign_table, PLANS
+    )
     sys.exit(0 if done else 75)
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """The models of bench/foreign_models.py: constructor calls of packages, tiny, and the losses that train them.
 
 `call` is `module:constructor(...)`, evaluated with `nn` and `transformers` beside the names of its module. Losses are
@@ -349,7 +350,7 @@ MODELS: dict[str, Model] = {
     ),
     "SimMIM": Model(
         "vit-pytorch",
-        "vit_pytorch:simmim.SimMIM(encoder=ViT(image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=4, "
+        "vit_pytorch.simmim:SimMIM(encoder=vit(image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=4, "
         "mlp_dim=64, dim_head=8), masking_ratio=0.5)",
         images(3, 32, 32),
         lambda model, batch: model(batch["x"]),

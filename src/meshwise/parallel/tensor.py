@@ -32,6 +32,7 @@ from meshwise.parallel.layout import cuts_of
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.technique import Setup, Technique
+from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 from meshwise.spec.world import World
@@ -48,6 +49,12 @@ LITTLE = 0.5
 UNDIVIDED = "this plan divides little: "
 """How a note of such a plan begins."""
 SPLIT = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+
+NOT_GATHERED = (
+    "tensor={ranks} with data or shard: parameters are gathered, and gradients reduced, while the model itself is "
+    "called, model(x), or the block that they are in. What was called here is another method, or a layer without its "
+    "block. Let forward call it (with an argument that says so), or use tensor={ranks} alone."
+)
 
 
 def _apply(setup: Setup) -> None:
@@ -80,7 +87,7 @@ def _apply(setup: Setup) -> None:
             owners = tuple(own for own in _modules(module, blocks) if parameters_in(own))
             if any(True for _ in module.parameters()):
                 around = entering_once if module in blocks else contextlib.nullcontext
-                put_forward(module, functools.partial(_run, owners, axis, around, module.forward))
+                put_forward(module, functools.partial(_run, module, owners, axis, around, module.forward))
                 if has_pre_hooks(module) and parameters_in(module):
                     around_pre_hooks(module, functools.partial(_localise, [module], axis), _put_back)
     setup.notes.append(_share(setup.model, mesh.size()))
@@ -129,6 +136,7 @@ def _placed(p: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
 
 
 def _run(
+    module: nn.Module,
     owners: Sequence[nn.Module],
     axis: Axis,
     around: Callable[[], contextlib.AbstractContextManager[None]],
@@ -137,7 +145,10 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A module's forward, with the parameters of `owners`, which run in it, as this rank's parts."""
+    """A module's forward, with the parameters of `owners`, which run in it, as this rank's parts. Raises PlanError
+    where shard, which holds parameters with data too, has not gathered the module's own."""
+    if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in parameters_in(module).values()):
+        raise PlanError(NOT_GATHERED.format(ranks=axis.size))
     changed = _localise(owners, axis)
     try:
         with around():
@@ -153,11 +164,11 @@ def _put_back(changed: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> 
 
 
 def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-    """Put local parts where modules have their parameters, and give what was there."""
+    """Put local parts of what is gathered where modules have their parameters, and give what was there."""
     changed: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     local: dict[int, Tensor] = {}
     for own in owners:
-        held = {name: p for name, p in parameters_in(own).items() if isinstance(p, DTensor)}
+        held = {n: p for n, p in parameters_in(own).items() if isinstance(p, DTensor) and p.device_mesh.ndim == 1}
         if held:
             changed.append((own, dict(held)))
             for name, p in held.items():
