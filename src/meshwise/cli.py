@@ -18,8 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
-from meshwise.spec.exit_codes import DOUBTFUL, FAILED, INTERRUPTED, MEANINGS
-from meshwise.spec.user_code import name_line
+from meshwise.spec.exit_codes import DOUBTFUL, FAILED, MEANINGS
 from meshwise.spec.words import printable
 from meshwise.terminal import last_words
 from meshwise.workers import sudden_end
@@ -67,16 +66,12 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except Exception:
             raise
-        except KeyboardInterrupt as interrupted:
-            stopped = WorkerFailed("stopped by Ctrl-C.", exit_code=INTERRUPTED)
-            stopped.__traceback__ = interrupted.__traceback__
-            name_line(stopped)
-            raise stopped from None
         except BaseException as error:
             workers = f"{__package__}.workers"  # read where they are needed, as commands are
-            if import_module(f"{workers}.environment").started_by_launcher():
+            stopped = isinstance(error, KeyboardInterrupt)
+            if not stopped and import_module(f"{workers}.environment").started_by_launcher():
                 raise
-            raise import_module(f"{workers}.failure").of_program(error) from None
+            raise import_module(f"{workers}.failure").of_command(error) from None
 
 
 app = typer.Typer(

@@ -1,4 +1,5 @@
-"""What starts without torch: the help of every command, the list of runs, a report, and the launcher of a script."""
+"""What starts without torch: the help of every command, the list of runs, a report, and the launcher of a script or
+a job, which leaves api/training.py to its workers."""
 
 from __future__ import annotations
 
@@ -63,6 +64,14 @@ def test_help_runs_and_reports_import_no_torch(processes: None, tmp_path: Path) 
 def test_the_launcher_of_a_script_imports_no_torch(processes: None, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('from a worker')")
     assert "from a worker" in without_torch(tmp_path, "run --devices 1xcpu train.py")
+
+
+@pytest.mark.parametrize("plan", ["", "--set shard=2 --set recompute=full"])
+def test_the_launcher_of_a_job_imports_no_torch(processes: None, tmp_path: Path, plan: str) -> None:
+    """It took 220 MB beside its workers, and two seconds before they began."""
+    assert "none of them" in without_torch(
+        tmp_path, f"run --devices 2xcpu --epochs 1 --batch-size 4096 {plan} mnist-mlp"
+    )
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

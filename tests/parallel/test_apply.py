@@ -1,4 +1,4 @@
-"""Techniques are joined in order; what is not built is refused; optimizers made before go on."""
+"""Techniques are joined in order; what is not built is refused (parallel/fits.py); optimizers made before go on."""
 
 from __future__ import annotations
 

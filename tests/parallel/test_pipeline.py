@@ -31,13 +31,13 @@ from meshwise.job.options import RunOptions
 from meshwise.parallel.blocks import repeated_blocks
 from meshwise.parallel.buckets import local
 from meshwise.parallel.deferred import constructed, take_fakes
+from meshwise.parallel.fits import check_for_scripts
 from meshwise.parallel.load import load_weights
 from meshwise.parallel.passing import Pass
 from meshwise.parallel.pipeline import STAGES, Pipeline, costs_of
 from meshwise.parallel.schedule import CHUNKS, Action, orders, stage_ranges
 from meshwise.parallel.shard import Sharded
 from meshwise.parallel.technique import Setup
-from meshwise.process.plan_choice import check_for_scripts
 from meshwise.spec.errors import PlanError, WorkerFailed
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_settings import plan_on

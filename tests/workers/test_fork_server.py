@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -16,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshwise.launcher.supervise import PRELOAD
 from meshwise.spec.devices import WorkerSlot
-from meshwise.spec.errors import WorkerFailed
+from meshwise.spec.errors import PlanError, UsageError, WorkerFailed
 from meshwise.workers.fork_server import LISTENS, Forks
 from meshwise.workers.launch import Halt, launch
 from meshwise.workers.listeners import Listeners
@@ -44,6 +46,25 @@ def end(how: int) -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), how)
     time.sleep(60)
+
+
+def called(how: str, given: list[int]) -> dict[str, Any]:
+    class Own(UsageError):
+        """Nobody else knows it."""
+
+    if how == "refused":
+        raise PlanError("no plan of that kind. Use shard.")
+    if how == "refused by an error of its own":
+        raise Own("no.")
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "ended":
+        os._exit(3)
+    if how == "left":
+        sys.exit("enough")
+    if how == "failed":
+        raise RuntimeError("odd")
+    return {"given": given, "parent": os.getppid(), "torch": "torch" in sys.modules}
 
 
 def wait_beside(file: str) -> None:
@@ -82,6 +103,25 @@ def test_a_worker_has_its_own_environment_folder_session_and_random_numbers(
     assert first["parent"] == second["parent"]
     assert first["number"] != second["number"]
     assert gone(first["parent"])
+
+
+def test_a_function_is_called_in_a_process_that_has_what_workers_have(processes: None) -> None:
+    with contextlib.closing(Forks(PRELOAD)) as forks:
+        server = forks.server(os.environ | {"PYTHONUNBUFFERED": "1"})
+        assert server is not None
+        value = server.call(called, "", [1, 2])
+        assert value["given"] == [1, 2] and value["torch"] and value["parent"] != os.getpid()
+        for how, kind, text in [
+            ("refused", PlanError, "no plan of that kind. Use shard."),
+            ("refused by an error of its own", UsageError, "no."),
+            ("killed", WorkerFailed, "the process that reads the job ended with SIGKILL."),
+            ("ended", UsageError, "os._exit(3) ended the command before it was done."),
+            ("left", UsageError, "sys.exit('enough') ended the command before it was done."),
+            ("failed", WorkerFailed, "the program failed: RuntimeError: odd"),
+        ]:
+            with pytest.raises(kind) as refused:
+                server.call(called, how, [])
+            assert text in str(refused.value) and type(refused.value) is kind, how
 
 
 def test_a_killed_worker_is_known_by_its_signal(processes: None) -> None:

@@ -36,8 +36,7 @@ from meshwise.jobs.registry import find_job
 from meshwise.jobs.script import run_script_file
 from meshwise.launcher.supervise import PRELOAD
 from meshwise.machine.find import find_devices
-from meshwise.parallel.apply import check_fits
-from meshwise.process.plan_choice import check_for_scripts
+from meshwise.parallel.fits import check_fits, check_for_scripts
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.options import refuse_options_of_jobs, takes

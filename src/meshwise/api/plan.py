@@ -164,7 +164,7 @@ class _Kept:
 
 
 def _in_bf16(program: Tracer | Script, options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
-    """A model that nobody trains in float32 is planned in bfloat16, unless a dtype is given; and what is said of it."""
+    """A model that nobody trains in float32 is planned in bfloat16, unless a dtype is given; and the note on it."""
     given = {setting.partition("=")[0].strip() for setting in options.settings}
     if options.fits is not None or given & {"precision", *OWN_DTYPES} or isinstance(program, Script):
         return options, ()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from meshwise.parallel.apply import check_fits
-from meshwise.process.plan_choice import check_for_scripts
-from meshwise.process.session import process_engine
+from meshwise import process
+from meshwise.parallel.fits import check_fits, check_for_scripts
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 
@@ -17,7 +16,8 @@ def check_for_script(plan: Plan, world: World) -> None:
 
 def tell_if_unused(script: str) -> None:
     """In a worker, when its script has ended: say that the plan changed nothing, if no model was distributed."""
-    if not process_engine().has_applied:
-        process_engine().notify(
+    engine = process.session.process_engine()
+    if not engine.has_applied:
+        engine.notify(
             f"{script} never passed a model to mw.distribute, so the plan changed nothing: every worker ran alone."
         )

@@ -22,7 +22,7 @@ from meshwise.launcher.placing import ask_for_kind, check_kind, refuse_devices
 from meshwise.launcher.start import worker_slots
 from meshwise.launcher.supervise import PRELOAD, forwarded_signals
 from meshwise.machine.find import describe
-from meshwise.parallel.apply import check_fits
+from meshwise.parallel.fits import check_fits
 from meshwise.prediction.options import PredictOptions
 from meshwise.prediction.predict import SAID, digest_of, run_predict
 from meshwise.records.folder import source_of

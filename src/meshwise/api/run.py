@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from meshwise import api
+from meshwise import api, launcher, process
 from meshwise.job.job import Job
-from meshwise.job.loop import run_job
 from meshwise.job.options import AUTO, PlanText, RunOptions
-from meshwise.jobs.registry import find_job
 from meshwise.launcher.alone import Alone
-from meshwise.launcher.joined import joined_run
 from meshwise.launcher.own_folder import continued
 from meshwise.launcher.placing import placed
-from meshwise.launcher.start import LaunchedProgram, Started, in_attempt, record_blocks, start, supervised
-from meshwise.launcher.supervise import Viewer, summarise
+from meshwise.launcher.start import LaunchedProgram, Started, in_attempt, record_blocks, start, supervised, worker_slots
+from meshwise.launcher.supervise import Viewer, own_forks, summarise
 from meshwise.machine.find import find_devices
-from meshwise.machine.memory import cap_memory
-from meshwise.parallel.apply import check_fits
-from meshwise.process.session import program_ends
+from meshwise.parallel.fits import check_fits
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.claims import write_of
@@ -45,13 +41,12 @@ from meshwise.terminal.notebook import shown_by
 from meshwise.timeline.run_summary import RunSummary
 from meshwise.timeline.views.live_progress import LiveView
 from meshwise.timeline.views.summary_text import summary_text
-from meshwise.transfer.collectives import gather_objects
 from meshwise.workers.channel import Message
-from meshwise.workers.join import join, rank_context
+from meshwise.workers.environment import loaded_with
+from meshwise.workers.fork_server import Forks
 from meshwise.workers.launch import launch as launch_workers
 from meshwise.workers.launchers.find import place_in
 from meshwise.workers.listeners import Listeners
-from meshwise.workers.stopping import agree_to_stop
 
 shown_by(RunSummary, summary_text)
 
@@ -116,9 +111,10 @@ def start_job(
     if joined:
         return _run_joined(options, console, began)
     starts(options)
-    job = _job_of(options)  # here too: what is wrong is reported before any worker starts
-    started = start(partial(_job_program, job, options), options, began)
-    results, code = supervised(started, console, options.seconds_left(began))
+    with contextlib.closing(own_forks()) as forks:
+        job = _read(options, forks)  # what is wrong is reported before any worker starts
+        started = start(partial(_job_program, job, options), options, began)
+        results, code = supervised(started, console, options.seconds_left(began), forks)
     if None in results:
         text = f"{job.name} called sys.exit(0) on every rank before its end: no weights were saved."
         if started.keeps_record:
@@ -128,7 +124,28 @@ def start_job(
     return _finish(started, results, Console(quiet=True) if once else console, keep=started.keeps_record), code
 
 
-def _job_program(job: Job, options: RunOptions, world: World) -> LaunchedProgram:
+@dataclass(frozen=True)
+class Named:
+    """What the launcher of a job knows of it."""
+
+    name: str
+    batch_size: int
+
+
+def _read(options: RunOptions, forks: Forks) -> Named:
+    """The job, as its launcher needs it. One without torch asks a process that waits for it anyway."""
+    slot = worker_slots(options)[0]  # asks torch where there are accelerators
+    alone = isinstance(options.job, Job) or "torch" in sys.modules
+    server = None if alone else forks.server(os.environ | loaded_with(slot))
+    return Named(*(_named(options) if server is None else server.call(_named, options)))
+
+
+def _named(options: RunOptions) -> tuple[str, int]:
+    job = _job_of(options)
+    return job.name, job.batch_size
+
+
+def _job_program(job: Named, options: RunOptions, world: World) -> LaunchedProgram:
     plan = options.plan_on(world.size)
     check_fits(plan, world)  # before there is a folder
     record = {"request": options.record(), **predicted_of_run(options, job, plan)}
@@ -138,7 +155,7 @@ def _job_program(job: Job, options: RunOptions, world: World) -> LaunchedProgram
     return LaunchedProgram(job.name, plan, call, record, again=again)
 
 
-def predicted_of_run(options: RunOptions, job: Job, plan: Plan) -> dict[str, Any]:
+def predicted_of_run(options: RunOptions, job: Named, plan: Plan) -> dict[str, Any]:
     """What run.json keeps of the prediction in a plan file: the prediction, or why it is none of this run."""
     predicted = prediction_in(options.plan.text) if isinstance(options.plan, PlanText) else None
     if predicted is None or not isinstance(options.plan, PlanText):
@@ -154,8 +171,8 @@ def predicted_of_run(options: RunOptions, job: Job, plan: Plan) -> dict[str, Any
 def _job_in_worker(options: RunOptions, folder: Path) -> dict[str, Any]:
     record_blocks(options)
     if options.memory_cap is not None:
-        cap_memory(rank_context().world.device, options.memory_cap)
-    return run_job(_job_of(options), options, folder)
+        api.training.cap_memory(api.training.rank_context().world.device, options.memory_cap)
+    return api.training.run_job(_job_of(options), options, folder)
 
 
 def _job_again(options: RunOptions, folder: Path, plan: str, resumes: bool) -> dict[str, Any]:
@@ -167,7 +184,7 @@ def _job_again(options: RunOptions, folder: Path, plan: str, resumes: bool) -> d
 
 def _job_of(options: RunOptions) -> Job:
     assert options.job is not None
-    return options.override(find_job(options.job, data=options.data, seed=options.seed, args=options.args))
+    return options.override(api.training.find_job(options.job, data=options.data, seed=options.seed, args=options.args))
 
 
 def _finish(started: Started, results: Sequence[dict[str, Any]], console: Console, *, keep: bool) -> RunSummary:
@@ -185,9 +202,10 @@ def _finish(started: Started, results: Sequence[dict[str, Any]], console: Consol
 def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[RunSummary, int]:
     """Run in this process, one of those that torchrun, srun or mpirun started."""
     job = _job_of(options)
-    with joined_run(partial(_job_program, job, options), options, began) as run:
-        session, restarts = join(), run.restarts
-        agree_to_stop(session.world, session.gate, interrupts=True)
+    program = partial(_job_program, Named(job.name, job.batch_size), options)
+    with launcher.joined.joined_run(program, options, began) as run:
+        session, restarts = api.training.join(), run.restarts
+        api.training.agree_to_stop(session.world, session.gate, interrupts=True)
         if options.folder is not None and names.saved_step(run.folder) is not None:
             options = replace(options, resume=run.folder)
         record_blocks(options)
@@ -200,19 +218,19 @@ def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[Ru
             halt=session.gate,
             machines=Alone(session.world.size) if run.first else None,
         )
-        call = partial(run_job, job, options, send=viewer.send if run.first else None)
-        results = gather_objects(in_attempt(restarts.number, restarts.due(), call, run.folder))
-    started = Started(_job_program(job, options, session.world), run.folder, run.slots, restarts, Alone(len(run.slots)))
+        call = partial(api.training.run_job, job, options, send=viewer.send if run.first else None)
+        results = api.training.gather_objects(in_attempt(restarts.number, restarts.due(), call, run.folder))
+    started = Started(program(session.world), run.folder, run.slots, restarts, Alone(len(run.slots)))
     summary = _finish(started, results, console if run.first else Console(quiet=True), keep=run.first)
     return summary, code_of_stop(session.gate.signal) if results[0]["status"] == "stopped" else DONE
 
 
 def _joined(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    join()
+    api.training.join()
     try:
         return function(*arguments)
     finally:
-        program_ends()
+        process.session.program_ends()
 
 
 def _note(rank: int, message: Message) -> None:

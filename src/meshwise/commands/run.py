@@ -90,6 +90,6 @@ def _workers(devices: str | None) -> str:
     try:
         request = parse_devices(devices or "all")
     except UsageError:
-        return "the workers"  # what is wrong with the words is said where they are used
+        return "the workers"  # wrong words are refused where they are used
     count = len(request.indices) if request.indices else request.count
     return f"{count} worker{'s' * (count > 1)}" if count else "the workers"

@@ -75,6 +75,7 @@ class UndistributedLoops:
         self._compared += 1
         store, keys = default_store(), [f"{self._key}/{self._compared}/{rank}" for rank in range(ranks)]
         store.set(keys[self.world.rank], json.dumps([loop.place, [loop.batches, loop.total, *_numbers(value)]]))
+        store.check(keys)  # answered once it is there: a store answers no `set`
         yield  # every rank has been in it: what all have written is there
         if store.check(keys) and _are_same([json.loads(store.get(key)) for key in keys]):
             loop.compared = MOST

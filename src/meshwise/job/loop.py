@@ -32,7 +32,7 @@ from meshwise.job.run import JobRun, Pace, begun, made_with, make_engine, open_d
 from meshwise.job.spikes import Spikes
 from meshwise.job.step import train_step
 from meshwise.machine.memory import peak_bytes
-from meshwise.parallel.apply import check_fits
+from meshwise.parallel.fits import check_fits
 from meshwise.process.explain import explain
 from meshwise.process.smaller import smaller_plan
 from meshwise.recording.recording import Recording

@@ -38,6 +38,7 @@ from meshwise.spec.units import plural
 from meshwise.spec.world import World
 from meshwise.workers import deadline
 from meshwise.workers.environment import ATTEMPT, BLOCKS, KEPT, read_world
+from meshwise.workers.fork_server import Forks
 from meshwise.workers.launchers.find import place_in
 
 OWN_OPTIONS = ("job", "devices", "data", "log")
@@ -216,8 +217,11 @@ def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
     return last.get("scheduler_job") == here.get("scheduler_job", "") and last.get("start", 0) < here.get("start", 0)
 
 
-def supervised(started: Started, console: Console, limit: float | None = None) -> tuple[list[Any], int]:
-    """Show what runs, and run it: the results in rank order, and the exit code. limit: seconds after which it stops."""
+def supervised(
+    started: Started, console: Console, limit: float | None = None, forks: Forks | None = None
+) -> tuple[list[Any], int]:
+    """Show what runs, and run it: the results in rank order, and the exit code. limit: seconds after which it stops.
+    forks: makes the workers, where something has been asked of it before."""
     program, slots = started.program, started.slots
     plan = "" if program.plan is None else f"{program.plan}  "
     machines, nodes = started.machines, started.machines.nodes
@@ -236,6 +240,7 @@ def supervised(started: Started, console: Console, limit: float | None = None) -
                 machines=machines,
                 hang_limit=started.hang_limit,
                 limit=limit,
+                forks=forks,
             )
     except WorkerFailed as error:
         refused = error.exit_code == UsageError.exit_code and started.restarts.attempt == 1

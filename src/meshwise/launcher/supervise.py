@@ -166,6 +166,11 @@ PRELOAD = ("meshwise.script.distribute", "meshwise.job.loop", "torch._dynamo")
 """Modules that a worker that trains needs; the first optimizer of a process imports the last."""
 
 
+def own_forks() -> Forks:
+    """What makes the workers of all attempts of a run."""
+    return Forks(PRELOAD, stays=True)
+
+
 def supervise(
     task: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
     slots: Sequence[WorkerSlot],
@@ -175,15 +180,16 @@ def supervise(
     machines: Alone | Several,
     limit: float | None = None,
     hang_limit: float | None = None,
+    forks: Forks | None = None,
 ) -> tuple[list[Any], int]:
     """Launch `task` (a function and its arguments) on the slots, again where `restarts` allows it, and show the run.
     Returns the results in rank order and the exit code.
 
-    limit: seconds after which it stops at the end of a step.
+    limit: seconds after which it stops at the end of a step. forks: makes the workers; it is closed at the end.
 
     run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails for good.
     """
-    halt, forks = Halt(), Forks(PRELOAD, stays=True)
+    halt, forks = Halt(), forks or own_forks()
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit), KeptMemory(len(slots)) as kept:
         restarts.kept = kept if machines.nodes is None else None
         named, devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], DevicesLeft(slots)
@@ -215,8 +221,7 @@ def supervise(
             machines.leave(halt.exit_code if halt.ends else DONE)
             forks.close()
             restarts.close(view.print)
-        stopped = halt.ends
-        if stopped:
+        if stopped := halt.ends:
             viewer.stops()
     if is_lost(restarts.folder):
         raise WorkerFailed(

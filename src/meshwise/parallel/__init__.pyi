@@ -1,2 +1,4 @@
+from meshwise.parallel import compiled as compiled
+from meshwise.parallel import computes as computes
 from meshwise.parallel import shard as shard
 from meshwise.parallel import shard_refusals as shard_refusals

@@ -70,15 +70,6 @@ TECHNIQUES = (
 )
 
 
-def check_fits(plan: Plan, world: World) -> None:
-    """Raises PlanError when the run has another number of devices than the plan, or they lack what it asks for."""
-    if plan.devices != world.size:
-        check_devices(plan, world.size)
-    for technique in TECHNIQUES:
-        if technique.check and any(getattr(plan, name) != getattr(Plan, name) for name in technique.fields):
-            technique.check(plan, world)
-
-
 def apply(
     model: nn.Module,
     plan: Plan,

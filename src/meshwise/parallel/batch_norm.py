@@ -270,7 +270,7 @@ def _apply(setup: Setup) -> None:
         )
 
 
-BATCH_NORM = Technique(fields=("batch_norm",), apply=_apply)
+BATCH_NORM = Technique(apply=_apply)
 
 
 def _along(channels: Tensor, like: Tensor) -> Tensor:

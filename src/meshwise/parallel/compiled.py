@@ -22,9 +22,7 @@ from meshwise.parallel.blocks import blocks_of, repeated_blocks
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
-from meshwise.spec.world import World
 
 BACKEND = "inductor"
 
@@ -59,11 +57,6 @@ def check_can_compile(device: str) -> None:
         )
 
 
-def _check(plan: Plan, world: World) -> None:
-    if plan.compile:
-        check_can_compile(world.device)
-
-
 def _check_model(setup: Setup) -> None:
     if setup.plan.compile or setup.was_compiled:
         check_can_compile(setup.world.device)
@@ -77,4 +70,4 @@ def _apply(setup: Setup) -> None:
     setup.notes.append(f"compile: {before}each of {len(blocks)} blocks is compiled separately: {some(blocks)}.")
 
 
-COMPILE = Technique(("compile",), _check, _check_model, _apply)
+COMPILE = Technique(check_model=_check_model, apply=_apply)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,15 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwise.compat.complex_numbers import store_model, stored_in
-from meshwise.compat.driver import computes_bf16
 from meshwise.compat.modules import put_forward
 from meshwise.compat.tree import map_tensors
+from meshwise.parallel.computes import check_computes, instead, lacks
 from meshwise.parallel.reduction import TORCH, reduced_in
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import Plan
-from meshwise.spec.world import World
 
 LACKS = ("not implemented for", "could not create a primitive", "does not support")  # how torch says that it lacks one
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -75,7 +72,7 @@ def saying_what_lacks(device: str, dtypes: Dtypes) -> Iterator[None]:
     except RuntimeError as error:
         if computed in ("fp64", "fp32") or not any(words in str(error) for words in LACKS):
             raise
-        raise PlanError(f"{_lacks(device, computed)}: {str(error).splitlines()[0]}. {_instead(computed)}") from error
+        raise PlanError(f"{lacks(device, computed)}: {str(error).splitlines()[0]}. {instead(computed)}") from error
 
 
 def cast_batch(batch: Any, dtypes: Dtypes) -> Any:
@@ -95,55 +92,6 @@ def gathered_narrow(model: nn.Module) -> set[int]:
     return {key for key, always in cast.items() if always}
 
 
-def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None:
-    """Raises PlanError where torch cannot compute in the precision on `device`, as far as that is known before a run.
-
-    Tried on the device: a matrix product, and an LSTM where `model` holds one (torch 2.13 has none in float16 on CPU).
-    """
-    computed = dtypes.computed
-    if computed in ("fp64", "fp32"):
-        return
-    if computed == "bf16" and not computes_bf16(device):
-        raise PlanError(f"{_lacks(device, computed)}: this GPU is older than it. {_instead(computed)}")
-    with_lstm = model is not None and any(isinstance(part, nn.LSTM) for part in model.modules())
-    for kind_of, wrong in _tried(device, computed, with_lstm):
-        instead = "fp32" if _tried(device, "bf16", with_lstm) else "bf16"
-        raise PlanError(f"{_lacks(device, computed)}: {kind_of} fails ({wrong}). {_use(instead)}")
-
-
-@functools.cache
-def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]:
-    """What fails on the device, and how torch says it."""
-    failed = []
-    with torch.random.fork_rng(), torch.enable_grad():  # start values are drawn
-        parts: list[nn.Module] = [nn.Linear(1, 1), *([nn.LSTM(1, 1)] if with_lstm else [])]
-        for part in parts:
-            try:
-                with torch.autocast(device.split(":")[0], TORCH[computed]):
-                    result = part.to(device)(torch.ones(2, 1, 1, device=device))
-                (result if isinstance(result, Tensor) else result[0]).float().sum().backward()
-            except RuntimeError as error:
-                failed.append((type(part).__name__, textwrap.shorten(str(error), 100, placeholder=" …")))
-    return failed
-
-
-def _lacks(device: str, computed: str) -> str:
-    return f"compute_dtype='{computed}': torch {torch.__version__} cannot compute it on {device.split(':')[0]}"
-
-
-def _instead(computed: str) -> str:
-    return _use("bf16" if computed == "fp16" else "fp32")
-
-
-def _use(precision: str) -> str:
-    return f"Use precision='{precision}', or a device that has it."
-
-
-def _check(plan: Plan, world: World) -> None:
-    if world.kind == "cpu":  # the process that starts workers leaves GPUs alone
-        check_computes(None, world.device, plan.dtypes)
-
-
 def _apply(setup: Setup) -> None:
     dtypes = setup.plan.dtypes
     store_parameters(setup.model, dtypes)
@@ -154,8 +102,6 @@ def _apply(setup: Setup) -> None:
 
 
 PRECISION = Technique(
-    ("precision", "param_dtype", "compute_dtype", "grad_dtype"),
-    check=_check,
     check_model=lambda setup: check_computes(setup.model, setup.world.device, setup.plan.dtypes),
     apply=_apply,
 )

@@ -73,15 +73,11 @@ class Setup:
 class Technique:
     """Functions that do nothing under a plan that does not ask for the technique; None where it has nothing to do.
 
-    fields: those of the plan that ask for it.
-    check: raises PlanError, before workers start, for what the machine lacks. Called where a field is set.
     check_model: raises PlanError, before the model is touched, for what the model cannot have.
     apply: changes the model in place. Collective.
     bind: changes an optimizer of the model's parameters in place.
     """
 
-    fields: tuple[str, ...] = ()
-    check: Callable[[Plan, World], None] | None = None
     check_model: Callable[[Setup], None] | None = None
     apply: Callable[[Setup], None] | None = None
     bind: Callable[[Optimizer, Plan, World], None] | None = None

@@ -73,7 +73,7 @@ class PredictOptions:
                 f"--out {self.out}: predictions are JSON lines or safetensors. Name a file that ends in "
                 f"{' or '.join(FORMATS)}."
             )
-        plan = self.run_options.plan  # what is wrong with the plan's options is said now
+        plan = self.run_options.plan  # refuses wrong options of the plan now
         object.__setattr__(self, "plan", plan)
 
     @property

@@ -24,9 +24,9 @@ from meshwise.engine.steps import batches as read_batches
 from meshwise.job.job import Job
 from meshwise.job.run import Data, make_engine, open_data, read_parts
 from meshwise.job.step import shapes_of
-from meshwise.parallel.apply import check_fits
 from meshwise.parallel.data import DROPOUT_NOTE
 from meshwise.parallel.deferred import constructed
+from meshwise.parallel.fits import check_fits
 from meshwise.parallel.load import load_weights
 from meshwise.prediction.files import InMemory, Lines, Outputs, PartialFolder, Pieces, Store, saying_what_is_kept
 from meshwise.prediction.options import PredictOptions

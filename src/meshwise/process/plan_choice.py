@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwise.engine.engine import Engine
+from meshwise.parallel.fits import check_for_scripts
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_devices import check_devices, on_one_device
@@ -65,24 +66,3 @@ def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Pla
     check_devices(plan, world.size)
     check_for_scripts(plan)
     return plan
-
-
-def check_for_scripts(plan: Plan) -> None:
-    """Raises PlanError for what a plan cannot say of a loop that is not ours."""
-    if plan.pipeline > 1:
-        raise PlanError(
-            f"pipeline={plan.pipeline}: stages run the loss in an order of their own, and a script runs it "
-            "itself. Write a Job, whose loss(model, batch) they call; or use shard or tensor for this script."
-        )
-    if plan.accumulate > 1:
-        raise PlanError(
-            f"accumulate={plan.accumulate}: a script that keeps its own loop cuts its batches itself. Leave it out of "
-            "the plan, and put `with mw.accumulate():` around mw.backward for every batch but the last of a step. "
-            "Or write a Job."
-        )
-    if plan.dtypes.scaled:
-        raise PlanError(
-            "fp16 needs a scaled loss and an optimizer that skips steps, which in a script belong to its own loop. "
-            "Use bf16 in the plan; or leave it out, and write torch.autocast and torch.amp.GradScaler yourself: "
-            "mw.backward(scaler.scale(loss)). Or write a Job."
-        )

@@ -120,7 +120,7 @@ class Saver:
             self._board = StoreBoard() if self._world.size > 1 else OwnBoard()
             key = secrets.token_hex(8)
             if self._world.rank == 0:
-                with contextlib.suppress(OSError):  # what cannot be written is said where it is written
+                with contextlib.suppress(OSError):  # a write that fails reports its own error
                     make_folder(self._folder)
                     files.remove_leftovers(self._folder, self._numbered())
             number = self._numbered()

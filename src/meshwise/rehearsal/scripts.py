@@ -38,7 +38,7 @@ from meshwise.compat.sharding import local_of
 from meshwise.engine.engine import Engine
 from meshwise.engine.events import When
 from meshwise.parallel.batch_norm import normalises
-from meshwise.process.plan_choice import check_for_scripts
+from meshwise.parallel.fits import check_for_scripts
 from meshwise.process.session import apart
 from meshwise.rehearsal.fakes.cuda import cuda_by_name, torch_as_it_was
 from meshwise.rehearsal.from_few import Facts

@@ -1,4 +1,4 @@
-"""`mw.checkpoint`: the state of a loop of one's own, saved while it runs and restored where it starts.
+"""`mw.checkpoint`: the state of your own loop, saved while it runs and restored where it starts.
 
 A step is over when the next batch is asked for and `optimizer.step` was called since the last one: there the state is
 saved, with the place in the loader's epoch, the random generators and the count of steps. After an epoch's last step

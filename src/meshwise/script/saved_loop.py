@@ -1,4 +1,4 @@
-"""What a state of a loop of one's own holds: gathered from its things, and restored into them.
+"""What a state of the user's own loop holds: gathered from its things, and restored into them.
 
 Tested in tests/script/test_checkpoint.py, and what lies beside the loop in tests/script/test_saved_loop.py.
 """

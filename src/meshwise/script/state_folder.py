@@ -66,7 +66,7 @@ def hold(folder: Path) -> HeldFolder:
 
 
 def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
-    """The lock, the number of this start and a refusal. What cannot be written is said where it is written."""
+    """The lock, the number of this start and a refusal. A write that fails reports its own error."""
     lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)

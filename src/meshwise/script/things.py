@@ -1,4 +1,4 @@
-"""The program's things: what `mw.checkpoint` is given, and what of `mw.distribute` a loop would lose in silence.
+"""The program's things: what `mw.checkpoint` is given, and what of `mw.distribute` a loop would lose without a word.
 
 Tested in tests/script/test_checkpoint.py and test_lost_in_a_loop.py.
 """

@@ -49,7 +49,7 @@ def accumulate() -> Iterator[None]:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0: for what is done once, such as a plot or a line in a file of one's own.
+    """Whether this is rank 0: for what is done once, such as a plot, or a line in a file of yours.
 
     What all ranks must do together (`mw.backward`, `mw.sum`, a forward of a sharded model) does not belong under it.
     """

@@ -1,4 +1,4 @@
-"""A loop that goes on inside an epoch: what the program counts itself begins at 0 again, which is said.
+"""A loop that goes on inside an epoch: what the program counts itself begins at 0 again. Warned of.
 
 Its source tells: the numbers of `enumerate(loader)`, and what the body adds to that is empty as it begins.
 

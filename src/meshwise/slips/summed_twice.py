@@ -1,6 +1,6 @@
 """What the source around a value that is joined over the ranks tells: that it was summed before, or is a ratio of sums.
 
-A sum of a sum is left as it is, where the ranks do hold the same, and said. The mean of the ranks' ratios is said.
+A sum of a sum is left as it is, where the ranks do hold the same, with a note. So is the mean of the ranks' ratios.
 
 Tested in tests/slips/test_slips.py.
 """

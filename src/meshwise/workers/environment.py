@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.units import plural
 from meshwise.spec.world import World
@@ -95,3 +96,8 @@ def read_world(environment: Mapping[str, str]) -> World:
     if not 0 <= rank < size:
         raise UsageError(f"RANK={rank} with WORLD_SIZE={size}: a rank lies between 0 and {size - 1}.")
     return World(rank, size, local_rank, local_size, environment.get(DEVICE_KIND, ""))
+
+
+def loaded_with(slot: WorkerSlot) -> dict[str, str]:
+    """What Python and libraries read from the environment of a worker when they are loaded."""
+    return {"PYTHONUNBUFFERED": "1", **({"OMP_NUM_THREADS": str(slot.threads)} if slot.threads else {})}

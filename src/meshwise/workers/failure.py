@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.spec.errors import MeshwiseError, ReplicaError, SpoiledError, UsageError, WorkerFailed
+from meshwise.spec.exit_codes import INTERRUPTED
 from meshwise.spec.user_code import OURS, is_users, name_line
 from meshwise.spec.words import error_text, readable, text_of
 from meshwise.workers import loader_failure, sudden_end
@@ -118,8 +119,15 @@ def by_exit(rank: int, exit: SystemExit) -> Failure:
     return Failure(rank, "raised", message, exit_code=code if 0 < code < 256 else 1, time=time.time())
 
 
-def of_program(error: BaseException) -> MeshwiseError:
-    """What a program that a command calls in its own process has ended it with, such as `sys.exit(0)`: no result."""
+def of_command(error: BaseException) -> MeshwiseError:
+    """What a program that a command calls has ended it with: a Ctrl-C, or `sys.exit(0)`, which is no result."""
+    if isinstance(error, MeshwiseError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        stopped = WorkerFailed("stopped by Ctrl-C.", exit_code=INTERRUPTED)
+        stopped.__traceback__ = error.__traceback__
+        name_line(stopped)
+        return stopped
     if isinstance(error, SystemExit):
         refused = UsageError(sudden_end.OF_COMMAND.format(call=f"sys.exit({error.code!r})"))
         refused.__traceback__ = error.__traceback__

@@ -4,6 +4,7 @@
     ForkServer(preload)      starts it    ->     imports what workers need
     .start(...)              a request    ->     forks; the child becomes the worker
     ForkedWorker.poll()      <-    its process id, later its exit status
+    .call(function)          a request    ->     forks; the child calls it, and leaves what it gives in a file
 
 It forks before anything has asked for a device or started a thread of torch's, which is what CUDA and OpenMP ask for
 (tests/every_import.py); a worker that still has lost its device by the fork starts anew.
@@ -23,17 +24,23 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
+from meshwise.spec import errors
+from meshwise.spec.errors import MeshwiseError, WorkerFailed
 from meshwise.spec.exit_codes import WARNINGS
 from meshwise.workers.environment import LISTENER
 
 PACKET = 1 << 16
 KILL_TIMEOUT = 2.0  # seconds for killed workers to be gone
+CALL = "--call"
 LISTENS = "MESHWISE_FORK_SERVER"
 """The address of a server that is kept for many launches, as our tests do."""
 
@@ -74,6 +81,27 @@ class ForkServer:
             with contextlib.suppress(OSError):  # a server that has died is seen by `poll`
                 socket.send_fds(self._line, [b"%d" % number], [file.fileno(), *files])
         return ForkedWorker(self, number)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function gives, in a process of its own that prints where this one does: values that JSON has.
+
+        Raises the MeshwiseError that it raises; WorkerFailed where the process is gone without an answer."""
+        with tempfile.TemporaryDirectory() as folder:
+            task = Path(folder, "call")
+            task.write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, arguments)))))
+            for file in (sys.stdout, sys.stderr):
+                file.flush()
+            status = self.start([CALL, str(task)], os.environ, [1, 2]).wait()
+            try:
+                answer = json.loads(answer_of(task).read_text())
+            except (OSError, ValueError):
+                ended = f"exit code {status}" if status >= 0 else signal.Signals(-status).name
+                raise WorkerFailed(f"the process that reads the job ended with {ended}.") from None
+        if "error" not in answer:
+            return answer["value"]
+        error: MeshwiseError = getattr(errors, answer["error"])(answer["text"])
+        error.exit_code = answer["exit code"]
+        raise error
 
     def known(self, number: int, *, wait: bool = False) -> dict[str, int]:
         """What the server has told of a worker: `pid`, then `status`. wait: until its status is known."""
@@ -256,6 +284,11 @@ def serve_many(address: str, work: Callable[[], int]) -> int:
                 if os.fork() == 0:
                     door.close()
                     return serve(line, work)
+
+
+def answer_of(task: Path) -> Path:
+    """Where a process that is called leaves what `task` gave."""
+    return task.with_suffix(".json")
 
 
 def kill_group(pid: int) -> None:

@@ -142,7 +142,6 @@ class _Launcher:
             listener.close()  # rank 0 has it
 
     def _environment(self, rank: int, local_rank: int, port: int, slot: WorkerSlot) -> dict[str, str]:
-        threads = {"OMP_NUM_THREADS": str(slot.threads)} if slot.threads else {}
         visible = ",".join(map(environment.visible, slot.sees or ([] if slot.index is None else [slot.index])))
         return {
             "RANK": str(rank),
@@ -151,9 +150,8 @@ class _Launcher:
             "LOCAL_WORLD_SIZE": str(self.local_size),
             "MASTER_ADDR": self.nodes.master if self.nodes else "127.0.0.1",
             "MASTER_PORT": str(port),
-            **threads,
+            **environment.loaded_with(slot),
             environment.VISIBLE: visible,
-            "PYTHONUNBUFFERED": "1",
             ADDRESS: self._channel.address,
             TOKEN: self._token,
             environment.DEVICE_KIND: slot.device,

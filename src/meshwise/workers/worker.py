@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -24,12 +25,13 @@ import torch
 
 from meshwise.compat.driver import lost_by_fork
 from meshwise.spec.devices import threads_in
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.world import World
 from meshwise.workers import failure, heartbeat, join, loader_failure, on_device, stopping, sudden_end, verb_log
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.environment import CORES, DEVICE_KIND, LISTENER, RUN_FOLDER, result_path
 from meshwise.workers.failure import Failure
+from meshwise.workers.fork_server import CALL, answer_of
 from meshwise.workers.hints import add_hint
 from meshwise.workers.parting import trail_path
 from meshwise.workers.written_files import FileWatch
@@ -44,6 +46,8 @@ in_progress: set[str] = set()
 
 def main() -> int:
     """The life of a worker: its cores, its session, its task. Returns the exit code of the process."""
+    if sys.argv[1] == CALL:
+        return answer(Path(sys.argv[2]))
     die_with_parent()
     bind_to_cores(os.environ.get(CORES, ""))
     threads = threads_in(os.environ)
@@ -65,11 +69,34 @@ def main() -> int:
 def main_of_fork() -> int:
     """`main` in a process that was forked. Where something in the environment, such as a plugin of torch, has asked for
     accelerators before the fork, the worker starts anew: they cannot be used after it."""
-    if lost_by_fork(os.environ[DEVICE_KIND]):
+    if DEVICE_KIND in os.environ and lost_by_fork(os.environ[DEVICE_KIND]):
         if LISTENER in os.environ:
             os.set_inheritable(int(os.environ[LISTENER]), True)
         os.execve(sys.executable, [sys.executable, "-m", "meshwise.workers", *sys.argv[1:]], os.environ)
     return main()
+
+
+def answer(task: Path) -> int:
+    """Call the function of `task`, and write down what it gives, or how it failed. See `ForkServer.call`."""
+
+    def told(error: MeshwiseError) -> None:
+        kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == MeshwiseError.__module__)
+        tell(error=kind, text=str(error), **{"exit code": error.exit_code})
+
+    def tell(**facts: Any) -> None:
+        answer_of(task).write_text(json.dumps(facts))
+
+    def ended(call: str) -> None:
+        told(UsageError(sudden_end.OF_COMMAND.format(call=call)))
+
+    with sudden_end.told(ended):
+        try:
+            sys.path[:], pickled = cloudpickle.loads(task.read_bytes())
+            function, arguments = cloudpickle.loads(pickled)
+            tell(value=function(*arguments))
+        except BaseException as error:
+            told(failure.of_command(error))
+    return 0
 
 
 def watch_files(channel: WorkerChannel) -> None:

@@ -1,0 +1,12 @@
+"""What a rank trains with: a job, an engine, and all that a plan may ask for. The launcher of a job does without.
+
+Tested in tests/cli/test_start_up.py.
+"""
+
+from meshwise.job.loop import run_job as run_job
+from meshwise.jobs.registry import find_job as find_job
+from meshwise.machine.memory import cap_memory as cap_memory
+from meshwise.transfer.collectives import gather_objects as gather_objects
+from meshwise.workers.join import join as join
+from meshwise.workers.join import rank_context as rank_context
+from meshwise.workers.stopping import agree_to_stop as agree_to_stop

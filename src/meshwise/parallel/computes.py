@@ -1,0 +1,63 @@
+"""Whether torch computes in the precision of a plan on a device: tried there, before a run.
+
+Tested in tests/parallel/test_precision.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.compat.driver import computes_bf16
+from meshwise.parallel.reduction import TORCH
+from meshwise.spec.dtypes import Dtypes
+from meshwise.spec.errors import PlanError
+
+
+def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None:
+    """Raises PlanError where torch cannot compute in the precision on `device`, as far as that is known before a run.
+
+    Tried on the device: a matrix product, and an LSTM where `model` holds one (torch 2.13 has none in float16 on CPU).
+    """
+    computed = dtypes.computed
+    if computed in ("fp64", "fp32"):
+        return
+    if computed == "bf16" and not computes_bf16(device):
+        raise PlanError(f"{lacks(device, computed)}: this GPU is older than it. {instead(computed)}")
+    with_lstm = model is not None and any(isinstance(part, nn.LSTM) for part in model.modules())
+    for kind_of, wrong in _tried(device, computed, with_lstm):
+        other = "fp32" if _tried(device, "bf16", with_lstm) else "bf16"
+        raise PlanError(f"{lacks(device, computed)}: {kind_of} fails ({wrong}). {_use(other)}")
+
+
+@functools.cache
+def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]:
+    """What fails on the device, and how torch says it."""
+    failed = []
+    with torch.random.fork_rng(), torch.enable_grad():  # start values are drawn
+        parts: list[nn.Module] = [nn.Linear(1, 1), *([nn.LSTM(1, 1)] if with_lstm else [])]
+        for part in parts:
+            try:
+                with torch.autocast(device.split(":")[0], TORCH[computed]):
+                    result = part.to(device)(torch.ones(2, 1, 1, device=device))
+                (result if isinstance(result, Tensor) else result[0]).float().sum().backward()
+            except RuntimeError as error:
+                failed.append((type(part).__name__, textwrap.shorten(str(error), 100, placeholder=" …")))
+    return failed
+
+
+def lacks(device: str, computed: str) -> str:
+    """What the device cannot do, as the beginning of an error."""
+    return f"compute_dtype='{computed}': torch {torch.__version__} cannot compute it on {device.split(':')[0]}"
+
+
+def instead(computed: str) -> str:
+    """What to write instead of a precision that the device lacks."""
+    return _use("bf16" if computed == "fp16" else "fp32")
+
+
+def _use(precision: str) -> str:
+    return f"Use precision='{precision}', or a device that has it."

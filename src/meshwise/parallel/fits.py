@@ -1,0 +1,42 @@
+"""Whether a run can have a plan, as far as its launcher knows. It imports no torch where it need not.
+
+Tested in tests/parallel/test_apply.py.
+"""
+
+from __future__ import annotations
+
+from meshwise import parallel
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_devices import check_devices
+from meshwise.spec.world import World
+
+
+def check_fits(plan: Plan, world: World) -> None:
+    """Raises PlanError when the run has another number of devices than the plan, or they lack what it asks for."""
+    check_devices(plan, world.size)
+    if world.kind == "cpu" and plan.dtypes.computed not in ("fp64", "fp32"):  # a launcher leaves GPUs alone
+        parallel.computes.check_computes(None, world.device, plan.dtypes)
+    if plan.compile:
+        parallel.compiled.check_can_compile(world.device)
+
+
+def check_for_scripts(plan: Plan) -> None:
+    """Raises PlanError for what a plan cannot say of a loop that is not ours."""
+    if plan.pipeline > 1:
+        raise PlanError(
+            f"pipeline={plan.pipeline}: stages run the loss in an order of their own, and a script runs it "
+            "itself. Write a Job, whose loss(model, batch) they call; or use shard or tensor for this script."
+        )
+    if plan.accumulate > 1:
+        raise PlanError(
+            f"accumulate={plan.accumulate}: a script that keeps its own loop cuts its batches itself. Leave it out of "
+            "the plan, and put `with mw.accumulate():` around mw.backward for every batch but the last of a step. "
+            "Or write a Job."
+        )
+    if plan.dtypes.scaled:
+        raise PlanError(
+            "fp16 needs a scaled loss and an optimizer that skips steps, which in a script belong to its own loop. "
+            "Use bf16 in the plan; or leave it out, and write torch.autocast and torch.amp.GradScaler yourself: "
+            "mw.backward(scaler.scale(loss)). Or write a Job."
+        )
