@@ -50,12 +50,6 @@ UNDIVIDED = "this plan divides little: "
 """How a note of such a plan begins."""
 SPLIT = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
-NOT_GATHERED = (
-    "tensor={ranks} with data or shard: parameters are gathered, and gradients reduced, while the model itself is "
-    "called, model(x), or the block that they are in. What was called here is another method, or a layer without its "
-    "block. Let forward call it (with an argument that says so), or use tensor={ranks} alone."
-)
-
 
 def _apply(setup: Setup) -> None:
     if setup.plan.tensor == 1:
@@ -63,8 +57,8 @@ def _apply(setup: Setup) -> None:
     rules.prepare()
     whole_mesh = make_mesh(setup.plan, setup.world)
     mesh, axis = whole_mesh[AXIS], MeshAxis.of(whole_mesh, AXIS, sequence=setup.plan.sequence)
-    packed_too = setup.plan.shard == 1  # along dim 0: else both would divide it, which torch has no word for
-    cuts = cuts_of(setup.model, mesh.size(), packed=packed_too)
+    # packed along dim 0 without shard alone: else both would divide it, which torch has no word for
+    cuts = cuts_of(setup.model, mesh.size(), packed=setup.plan.shard == 1)
     known: dict[int, nn.Parameter] = {}
     lacked = stages.lacked_parameters(setup.model)
     for module in setup.model.modules():
@@ -148,7 +142,10 @@ def _run(
     """A module's forward, with the parameters of `owners`, which run in it, as this rank's parts. Raises PlanError
     where shard, which holds parameters with data too, has not gathered the module's own."""
     if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in parameters_in(module).values()):
-        raise PlanError(NOT_GATHERED.format(ranks=axis.size))
+        raise PlanError(
+            f"tensor={axis.size} with data or shard: parameters are gathered while model(x) runs, or the block "
+            "that has them. Here another method was called, or a layer alone. Let forward call it, or use tensor alone."
+        )
     changed = _localise(owners, axis)
     try:
         with around():
