@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +43,7 @@ from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import prove
 from meshwise.equivalence.tolerance import LIMIT
 from meshwise.equivalence.trace import CheckSpec, Trace
+from meshwise.job.job import Job
 from meshwise.parallel.shard_refusals import note_what_was_not_gathered
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
@@ -57,15 +58,17 @@ PLANS = {
     "pipeline": Plan(pipeline=2, accumulate=MICROBATCHES),
     "context": Plan(context=2),
 }
-LEAST = {"shard": 0.8, "tensor": 0.5}
+LEAST = {"shard": 0.8, "tensor": 0.5, "data × tensor": 0.5, "shard × tensor": 0.8}
 """Share of the parameters that must be divided."""
 REFUSALS = ("PlanError", "UsageError", "DataError")
 LINES = ROOT / "runs" / "breadth.jsonl"
 Row = dict[str, Any]
 
 
-def under_plan(folder: str, name: str, spec: CheckSpec, draws: Any) -> tuple[Trace | None, float, int]:
-    """On a worker: what the plan does, the share of the parameters that is divided, calls of the loss."""
+def under_plan(folder: str, models: str, name: str, spec: CheckSpec, draws: Any) -> tuple[Trace | None, float, int]:
+    """On a worker: what the plan does, the share of the parameters that is divided, calls of the loss. models: the
+    module of `folder` whose `job_of(name)` is the job."""
+    import importlib
     import logging as log
     import sys as system
     import warnings as warned
@@ -74,9 +77,7 @@ def under_plan(folder: str, name: str, spec: CheckSpec, draws: Any) -> tuple[Tra
         system.path.insert(0, folder)
     log.disable(log.WARNING)
     warned.filterwarnings("ignore")
-    import tiny_models as models
-
-    job, seen = models.job_of(name), {"share": 0.0, "calls": 0}
+    job, seen = importlib.import_module(models).job_of(name), {"share": 0.0, "calls": 0}
 
     def loss(model: Any, batch: Any) -> Any:
         seen["calls"] += 1
@@ -114,16 +115,25 @@ def time_limit(seconds: float) -> Any:
         signal.signal(signal.SIGALRM, before)
 
 
-def hold(pool: Any, name: str, label: str, reference: dict[int, Trace], limit: float = 120) -> Row:
-    """One architecture under one plan. reference: microbatches -> what one device does; filled here."""
-    spec, row = CheckSpec(PLANS[label], STEPS), Row(status="crash")
+def hold(
+    pool: Any,
+    name: str,
+    label: str,
+    reference: dict[int, Trace],
+    limit: float = 120,
+    models: Any = tiny_models,
+    plans: Mapping[str, Plan] = PLANS,
+) -> Row:
+    """One architecture under one plan. reference: microbatches -> what one device does; filled here. models: a module
+    of this folder with `job_of(name)`."""
+    spec, row = CheckSpec(plans[label], STEPS), Row(status="crash")
     micro = spec.plan.accumulate
     try:
         with time_limit(limit):
-            if not reference and (why := cannot_be_built(name)):
+            if not reference and (why := cannot_be_built(models.job_of(name))):
                 return Row(status="not built", text=why)
             if micro not in reference:
-                reference[micro] = one_device(tiny_models.job_of(name), spec)
+                reference[micro] = one_device(models.job_of(name), spec)
     except TimeoutError as late:
         return Row(status="timeout", text=f"one device: {late}")
     except BaseException as error:
@@ -132,7 +142,7 @@ def hold(pool: Any, name: str, label: str, reference: dict[int, Trace], limit: f
         return Row(status="crash", text=f"one device: {type(error).__name__}: {_short(error)}", at=_where())
     one = reference[micro]
     try:
-        answers = pool.run(under_plan, str(ROOT / "bench"), name, spec, one.draws, timeout=limit)
+        answers = pool.run(under_plan, str(ROOT / "bench"), models.__name__, name, spec, one.draws, timeout=limit)
     except CaseFailed as failed:
         status = "refused" if failed.kind in REFUSALS else "crash"
         more = {} if status == "refused" else {"at": failed.args[0][-600:]}
@@ -143,7 +153,9 @@ def hold(pool: Any, name: str, label: str, reference: dict[int, Trace], limit: f
         return Row(status="timeout", text=str(late))
     many, row["share"], _ = answers[0]
     calls = [answer[2] for answer in answers]
-    proof = prove(name, spec, "2xcpu", one, many, (), lambda spec: one_device(tiny_models.job_of(name), spec))
+    proof = prove(
+        name, spec, f"{spec.plan.devices}xcpu", one, many, (), lambda spec: one_device(models.job_of(name), spec)
+    )
     row["largest"] = max((k.largest.relative for k in proof.comparison.kinds if k.largest is not None), default=0.0)
     row["notes"] = list(proof.notes)
     if proof.equal:
@@ -162,12 +174,14 @@ def hold(pool: Any, name: str, label: str, reference: dict[int, Trace], limit: f
     return row | {"text": "" if cause is None else _short(cause.evidence)}
 
 
-def cannot_be_built(name: str) -> str:
-    """Why PyTorch alone does not train the architecture as bench/tiny_models.py makes it; empty where it does."""
-    job = tiny_models.job_of(name)
+def cannot_be_built(job: Job) -> str:
+    """Why PyTorch alone does not train it as it is made here; empty where it does."""
     try:
         data = job.data()
-        few = {k: v[:4] for k, v in data.items()} if isinstance(data, dict) else tuple(v[:4] for v in data)
+        if job.collate is not None:
+            few: Any = job.collate(data[:4])
+        else:
+            few = {k: v[:4] for k, v in data.items()} if isinstance(data, dict) else tuple(v[:4] for v in data)
         found = job.loss(job.model().train(), few)
         (found[0] if isinstance(found, tuple) else found).backward()
     except Exception as error:  # whatever a model of others raises
@@ -189,43 +203,65 @@ def read(lines: Path) -> dict[tuple[str, str], Row]:
     return {(row["name"], row["plan"]): row for row in rows}
 
 
-def main() -> None:
-    """Run what has no line yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lines", type=Path, default=LINES)
+def options(doc: str | None, lines: Path, plans: Iterable[str]) -> argparse.ArgumentParser:
+    """The command line that benches of this kind share. lines: where results lie by default."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lines", type=Path, default=lines)
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--plan", nargs="*", default=list(PLANS), choices=PLANS)
+    parser.add_argument("--plan", nargs="*", default=list(plans), choices=list(plans))
     parser.add_argument("--again", nargs="*", default=[])
     parser.add_argument("--limit", type=float, default=120)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no pair begins after so many")
     parser.add_argument("--table", action="store_true")
-    asked = parser.parse_args()
+    return parser
+
+
+def play(
+    asked: argparse.Namespace,
+    entries: Mapping[str, tuple[Row, Iterable[str]]],
+    models: Any = tiny_models,
+    plans: Mapping[str, Plan] = PLANS,
+) -> bool:
+    """Run what has no line yet; gives whether all has one. entries: name -> what its lines say of it, its plans."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    asked.lines.parent.mkdir(parents=True, exist_ok=True)
+    pools, until = dict[int, Pool](), time.monotonic() + asked.seconds
+    for name, (facts, labels) in entries.items():
+        if asked.only and not any(word.lower() in name.lower() for word in asked.only):
+            continue
+        known, reference = read(asked.lines), dict[int, Trace]()
+        for label in (label for label in labels if label in asked.plan):
+            before = known.get((name, label))
+            if before is not None and before["status"] not in asked.again:
+                continue
+            if time.monotonic() > until:
+                break
+            devices = plans[label].devices
+            pool = pools.get(devices) or pools.setdefault(devices, Pool(devices))
+            began = time.perf_counter()
+            row = Row(name=name) | facts | Row(plan=label)
+            row |= hold(pool, name, label, reference, asked.limit, models, plans)
+            row |= {"seconds": round(time.perf_counter() - began, 1), "commit": commit()}
+            with asked.lines.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(name, label, row["status"], row["seconds"], row.get("text", "")[:200], flush=True)
+    for pool in pools.values():
+        pool.close()
+    return time.monotonic() <= until
+
+
+def main() -> None:
+    """Run what has no line yet."""
+    asked = options(__doc__, LINES, PLANS).parse_args()
     if asked.table:
         import breadth_table
 
         breadth_table.write(read(asked.lines))
         return
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    asked.lines.parent.mkdir(parents=True, exist_ok=True)
-    pool: Pool | None = None
-    for name, (task, kind, _) in tiny_models.architectures().items():
-        if asked.only and not any(word.lower() in name.lower() for word in asked.only):
-            continue
-        known, reference = read(asked.lines), dict[int, Trace]()
-        for label in asked.plan:
-            before = known.get((name, label))
-            if before is not None and before["status"] not in asked.again:
-                continue
-            pool = pool or Pool(2)
-            began = time.perf_counter()
-            row = Row(name=name, task=task, type=kind, plan=label) | hold(pool, name, label, reference, asked.limit)
-            row |= {"seconds": round(time.perf_counter() - began, 1), "commit": commit()}
-            with asked.lines.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(name, label, row["status"], row["seconds"], row.get("text", "")[:200], flush=True)
-    if pool is not None:
-        pool.close()
+    found = tiny_models.architectures()
+    play(asked, {name: (Row(task=task, type=kind), asked.plan) for name, (task, kind, _) in found.items()})
 
 
 def commit() -> str:

@@ -141,10 +141,17 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 def write(rows: Rows) -> None:
     """Write both files."""
+    keep("breadth", results_of(rows))
+    write_page()
+
+
+def write_page() -> None:
+    """Write the page, with the models of bench/foreign_models.py behind these."""
     import json
 
+    from foreign_page import part
     from keep import RESULTS
 
-    keep("breadth", results_of(rows))
-    PAGE.write_text(page(json.loads((RESULTS / "breadth.json").read_text())))
+    breadth, foreign = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("breadth", "foreign_models"))
+    PAGE.write_text(page(breadth) + "\n" + "\n".join(part(foreign)) + "\n")
     print(f"written: {PAGE}")

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from meshwise.compat.sharding import division
 from meshwise.parallel.load import load_weights
 from meshwise.parallel.mesh import divide_work
+from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.transfer import collectives
 from meshwise.transfer.sharded import full_tensor
@@ -99,3 +100,19 @@ def test_packed_weights_are_trained_copied_saved_and_loaded(pool: Any, tmp_path:
 @pytest.mark.slow
 def test_what_is_packed_along_dim_1_is_so_under_shard_too(pool: Any, tmp_path: Path) -> None:
     assert pool(4).run(trained_and_saved, tmp_path, turned, Plan(shard=2, tensor=2), 2) == [[], [], [], []]
+
+
+def what_says_a_layer_alone(plan: Plan) -> str:
+    """A layer of the model is called without the model."""
+    net = model()
+    apply_with(net, plan, divide_work(plan, here()))
+    with pytest.raises(PlanError) as refused:
+        net[0](torch.zeros(2, 5, 8, dtype=torch.float64))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("plan", [Plan(data=2, tensor=2), Plan(shard=2, tensor=2)])
+def test_a_layer_that_is_called_without_the_model_is_refused_where_its_gradient_would_not_be_reduced(
+    pool: Callable[[int], Any], plan: Plan
+) -> None:
+    assert "Let forward call it" in pool(4).run(what_says_a_layer_alone, plan)[0]

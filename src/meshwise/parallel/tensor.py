@@ -32,6 +32,7 @@ from meshwise.parallel.layout import cuts_of
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.technique import Setup, Technique
+from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 from meshwise.spec.world import World
@@ -56,8 +57,8 @@ def _apply(setup: Setup) -> None:
     rules.prepare()
     whole_mesh = make_mesh(setup.plan, setup.world)
     mesh, axis = whole_mesh[AXIS], MeshAxis.of(whole_mesh, AXIS, sequence=setup.plan.sequence)
-    packed_too = setup.plan.shard == 1  # along dim 0: else both would divide it, which torch has no word for
-    cuts = cuts_of(setup.model, mesh.size(), packed=packed_too)
+    # packed along dim 0 without shard alone: else both would divide it, which torch has no word for
+    cuts = cuts_of(setup.model, mesh.size(), packed=setup.plan.shard == 1)
     known: dict[int, nn.Parameter] = {}
     lacked = stages.lacked_parameters(setup.model)
     for module in setup.model.modules():
@@ -80,7 +81,7 @@ def _apply(setup: Setup) -> None:
             owners = tuple(own for own in _modules(module, blocks) if parameters_in(own))
             if any(True for _ in module.parameters()):
                 around = entering_once if module in blocks else contextlib.nullcontext
-                put_forward(module, functools.partial(_run, owners, axis, around, module.forward))
+                put_forward(module, functools.partial(_run, module, owners, axis, around, module.forward))
                 if has_pre_hooks(module) and parameters_in(module):
                     around_pre_hooks(module, functools.partial(_localise, [module], axis), _put_back)
     setup.notes.append(_share(setup.model, mesh.size()))
@@ -129,6 +130,7 @@ def _placed(p: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
 
 
 def _run(
+    module: nn.Module,
     owners: Sequence[nn.Module],
     axis: Axis,
     around: Callable[[], contextlib.AbstractContextManager[None]],
@@ -137,7 +139,13 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A module's forward, with the parameters of `owners`, which run in it, as this rank's parts."""
+    """A module's forward, with the parameters of `owners`, which run in it, as this rank's parts. Raises PlanError
+    where shard, which holds parameters with data too, has not gathered the module's own."""
+    if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in parameters_in(module).values()):
+        raise PlanError(
+            f"tensor={axis.size} with data or shard: parameters are gathered while model(x) runs, or the block "
+            "that has them. Here another method was called, or a layer alone. Let forward call it, or use tensor alone."
+        )
     changed = _localise(owners, axis)
     try:
         with around():
@@ -153,11 +161,11 @@ def _put_back(changed: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> 
 
 
 def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-    """Put local parts where modules have their parameters, and give what was there."""
+    """Put local parts of what is gathered where modules have their parameters, and give what was there."""
     changed: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     local: dict[int, Tensor] = {}
     for own in owners:
-        held = {name: p for name, p in parameters_in(own).items() if isinstance(p, DTensor)}
+        held = {n: p for n, p in parameters_in(own).items() if isinstance(p, DTensor) and p.device_mesh.ndim == 1}
         if held:
             changed.append((own, dict(held)))
             for name, p in held.items():
