@@ -1,5 +1,7 @@
 """Both backwards of a window are in mw.accumulate, and its gradients are clipped before the step. Expected: right."""
 
+# After https://github.com/huggingface/diffusers/pull/721: gradients are clipped before they are synchronised
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

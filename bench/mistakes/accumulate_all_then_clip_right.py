@@ -1,5 +1,7 @@
 """The last backward of a window is outside mw.accumulate, and its gradients are clipped then. Expected: right."""
 
+# After https://github.com/huggingface/diffusers/pull/721: gradients are clipped before they are synchronised
+
 import contextlib
 
 import torch

@@ -1,5 +1,7 @@
 """One rank leaves the loop early. Expected: refused."""
 
+# After https://github.com/speechbrain/speechbrain/pull/2051: the main process alone stops its loop early
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

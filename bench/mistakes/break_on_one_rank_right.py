@@ -1,5 +1,7 @@
 """All ranks leave the loop early. Expected: right."""
 
+# After https://github.com/speechbrain/speechbrain/pull/2051: the main process alone stops its loop early
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """Rank 0 alone runs the model forward. Expected: right, refused."""
 
+# After https://github.com/pytorch/pytorch/issues/89716: one rank alone runs a forward, and hangs
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """A running loss weighs the loss of the whole batch by its samples over all ranks. Expected: right."""
 
+# After https://github.com/huggingface/pytorch-image-models/issues/672: a reduced loss, weighed by a rank's rows
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

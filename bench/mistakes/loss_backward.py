@@ -1,5 +1,7 @@
 """loss.backward() is left as it was. Expected: refused, right."""
 
+# After https://github.com/lucidrains/med-seg-diff-pytorch/pull/6: loss.backward() for accelerator.backward(loss)
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

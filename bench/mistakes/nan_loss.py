@@ -1,5 +1,7 @@
 """One sample is NaN, so the loss is from then on, and the file that is saved is worthless. Expected: said, exit 1."""
 
+# After https://github.com/mlfoundations/open_lm/pull/7: the loss is NaN, and training goes on and saves
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """One sample is NaN; the program leaves that step out. Expected: right, said how many, exit 0."""
 
+# After https://github.com/mlfoundations/open_lm/pull/7: the loss is NaN, and training goes on and saves
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

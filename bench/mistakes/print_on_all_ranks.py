@@ -1,5 +1,7 @@
 """Every rank prints. Expected: right (once), or each line with its rank."""
 
+# After https://github.com/open-mmlab/mmdetection/issues/5010: a print is shown once for each GPU
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """Right answers are added over the ranks once, after the loop. Expected: right, as on one device."""
 
+# After https://github.com/facebookresearch/fairchem/pull/75: a total that is reduced already is reduced again
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

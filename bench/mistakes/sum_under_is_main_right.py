@@ -1,5 +1,7 @@
 """All ranks call mw.sum. Expected: right."""
 
+# After https://github.com/open-mmlab/mmdetection/issues/4724: a reduction under an if that ranks may decide apart
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,5 +1,7 @@
 """Parameters are updated by hand, after loss.backward(). Expected: refused."""
 
+# After https://github.com/iCog-Labs-Dev/PC-Transformers/pull/135: weights written by hand pass DDP by
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
