@@ -50,7 +50,7 @@ def test_machines_that_start_a_run_together_may_hold_its_folder(
 
 
 LOUD = """
-import subprocess, sys, threading, time
+import os, signal, subprocess, sys, threading, time
 import torch
 import meshwise as mw
 
@@ -58,58 +58,161 @@ def loud(file):
     while True:
         print("x" * 50, file=file)
         file.write("no end, ")
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 for file in (sys.stdout, sys.stderr):
     threading.Thread(target=loud, args=(file,), daemon=True).start()
+where = os.environ["WHERE"]
+
+def ends(at, how):
+    if at == where:
+        print("no end", end="", file=sys.stderr)
+        how()
+
+def fails():
+    raise ValueError("a fault")
+
+def refuses():
+    raise mw.UsageError("refused")
 """
-SCRIPT = f"""{LOUD}
+SCRIPT = (
+    LOUD
+    + """
+ends("import", fails)
+ends("exit", lambda: sys.exit(3))
 if mw.rank() == 0:  # it outlives its rank, for a while
     subprocess.Popen(["timeout", "10", "bash", "-c", "while echo left; do sleep 0.001; done"], start_new_session=True)
-where, data = sys.argv[1], torch.utils.data.TensorDataset(torch.ones(64, 4))
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, at):
+        if at == 40:
+            ends("row", fails)
+            ends("loader worker", fails)
+        return torch.full((4,), at / 64)
+
 model = torch.nn.Linear(4, 1)
-optimizer, loader = torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.DataLoader(data, batch_size=8)
-if where == "distribute":
-    mw.distribute(model, optimizer, 5)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(Rows(), batch_size=8, num_workers=where == "loader worker")
+ends("distribute", lambda: mw.distribute(model, optimizer, 5))
 model, optimizer, loader = mw.distribute(model, optimizer, loader)
-for (x,) in loader:
-    loss = model(x if where != "loader" else next(iter(loader))).mean()
-    mw.backward(loss.repeat(2) if where == "backward" else loss)
-    optimizer.step("closure") if where == "step" else optimizer.step()
+for step, x in enumerate(loader, 1):
+    loss = model(x if where != "loader" else [x]).mean()
+    if where == "by hand":
+        loss.backward()
+        model.weight.data -= 0.1 * model.weight.grad
+        continue
+    mw.backward(loss.repeat(2) if where == f"backward {step}" else loss / 0 if where == f"nan {step}" else loss)
+    optimizer.step("closure") if where == f"step {step}" else optimizer.step()
+    optimizer.zero_grad()
+    if mw.rank() == 1:
+        ends(f"one rank {step}", fails)
+        ends(f"killed {step}", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    if where == f"parted {step}" and mw.rank() == 1:
+        break
+for x in loader:
+    ends("evaluation", lambda: mw.mean(1.0, weight="all"))
+    ends("evaluation fails", fails)
+ends("end", fails)
 """
-JOB = f"""{LOUD}
-x = torch.ones(64, 4)
+)
+JOB = (
+    LOUD
+    + """
+ends("import", fails)
+ends("exit", lambda: sys.exit(3))
+ends("os._exit", lambda: os._exit(3))
+x, steps = torch.ones(64, 4), 0
 
 def optimizer(params):
-    print("no end", end="", file=sys.stderr)
-    raise mw.UsageError("no optimizer here")
+    ends("optimizer", refuses)
+    return torch.optim.SGD(params, 0.1)
 
-job = mw.Job(name="loud", model=lambda: torch.nn.Linear(4, 1), loss=lambda model, batch: model(batch[0]).mean(),
-    data=lambda: (x,), batch_size=8, optimizer=optimizer)
+def loss(model, batch):
+    global steps
+    steps += 1
+    if mw.rank() == 1:
+        ends(f"one rank {steps}", fails)
+        ends(f"killed {steps}", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    found = model(batch[0])
+    return found if where == f"backward {steps}" else found.mean() / (where != f"nan {steps}")
+
+def data():
+    ends("data", fails)
+    return (x,)
+
+def metrics(model, batch):
+    ends("evaluation fails", fails)
+    return {"value": model(batch[0]) if where == "evaluation" else model(batch[0]).mean()}
+
+job = mw.Job(name="loud", model=lambda: torch.nn.Linear(4, 1), loss=loss, data=data, test=lambda: (x,), metrics=metrics,
+    batch_size=8, epochs=1, optimizer=optimizer)
 """
+)
+OF_JOB, OF_SCRIPT = "run loud.py:job --devices 2xcpu", "run --devices 2xcpu script.py"
 SAID = {
-    "plan loud.py:job --machine 2xcpu": "no optimizer here",
-    "run --devices 2xcpu script.py distribute": "mw.distribute takes models",
-    "check loud.py:job --set shard=7 --devices 2xcpu": "7",
-    "check loud.py:job": "no optimizer here",
-    "run loud.py:job --set shard=7 --devices 2xcpu": "7",
-    "run loud.py:job --devices 2xcpu": "no optimizer here",
-    "run --devices 2xcpu script.py loader": "all 2 ranks failed: ",
-    "run --devices 2xcpu script.py backward": "mw.backward",
-    "run --devices 2xcpu script.py step": "all 2 ranks failed: TypeError: ",
-    "report nothing": "nothing: no run folder",
+    ("plan loud.py:job --machine 2xcpu", "optimizer"): "refused",
+    ("check loud.py:job --set shard=7 --devices 2xcpu", ""): "7",
+    ("check loud.py:job", "optimizer"): "refused",
+    ("run loud.py:job --set shard=7 --devices 2xcpu", ""): "7",
+    ("report nothing", ""): "nothing: no run folder",
+    (OF_JOB, "import"): "loud.py: does not import. Line 22: ValueError: a fault",
+    (OF_JOB, "exit"): "loud.py: exits while it is imported (exit code 3)",
+    (OF_JOB, "os._exit"): "os._exit(3) ended the command before it was done",
+    (OF_JOB, "optimizer"): "refused",
+    (OF_JOB, "data"): "all 2 ranks failed: ValueError: a fault",
+    (OF_JOB, "backward 1"): "the loss of job 'loud' gave",
+    (OF_JOB, "backward 5"): "the loss of job 'loud' gave",
+    (OF_JOB, "one rank 5"): "rank 1 of 2 failed: ValueError: a fault",
+    (OF_JOB, "killed 1"): "rank 1 failed alike in step 1 of two attempts",
+    (OF_JOB, "nan 8"): "Lower the learning rate",
+    (OF_JOB, "evaluation"): "value",
+    (OF_JOB, "evaluation fails"): "all 2 ranks failed: ValueError: a fault",
+    (OF_SCRIPT, "import"): "all 2 ranks failed: ValueError: a fault",
+    (OF_SCRIPT, "exit"): "left with exit code 3",
+    (OF_SCRIPT, "distribute"): "mw.distribute takes models",
+    (OF_SCRIPT, "row"): "failed: ValueError: a fault",
+    (OF_SCRIPT, "loader worker"): "failed: ValueError: a fault",
+    (OF_SCRIPT, "loader"): "all 2 ranks failed: ",
+    (OF_SCRIPT, "backward 1"): "mw.backward",
+    (OF_SCRIPT, "backward 5"): "mw.backward",
+    (OF_SCRIPT, "step 5"): "all 2 ranks failed: TypeError: ",
+    (OF_SCRIPT, "by hand"): "Write mw.backward(loss) instead of loss.backward()",
+    (OF_SCRIPT, "one rank 5"): "rank 1 of 2 failed: ValueError: a fault",
+    (OF_SCRIPT, "killed 5"): "Give mw.checkpoint what it trains",
+    (OF_SCRIPT, "nan 8"): "not finite",
+    (OF_SCRIPT, "parted 5"): "Ranks diverged: ",
+    (OF_SCRIPT, "evaluation"): "weight='all'",
+    (OF_SCRIPT, "evaluation fails"): "all 2 ranks failed: ValueError: a fault",
+    (OF_SCRIPT, "end"): "all 2 ranks failed: ValueError: a fault",
 }
+BEGINS = (
+    "UsageError: ",
+    "PlanError: ",
+    "LossError: ",
+    "script.py:",
+    "all ",
+    "rank ",
+    "That was ",
+    "It is ",
+    "Ranks diverged: ",
+)
 
 
 @pytest.mark.usefixtures("own_fork_server")
-@pytest.mark.parametrize("words", [pytest.param(w, marks=[pytest.mark.slow] * (at > 0)) for at, w in enumerate(SAID)])
-def test_nothing_follows_a_refusal_or_stands_before_it_on_its_line(words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "where"), [pytest.param(*each, marks=[pytest.mark.slow] * (at > 0)) for at, each in enumerate(SAID)]
+)
+def test_nothing_follows_a_refusal_or_stands_before_it_on_its_line(words: str, where: str, tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(JOB)
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "WHERE": where}
     command = [sys.executable, "-m", "meshwise", *words.split()]
     done = subprocess.run(command, stdout=-1, stderr=subprocess.STDOUT, cwd=tmp_path, env=environment, timeout=120)
     text = done.stdout.decode()
     last = text.splitlines()[-1]
-    assert done.returncode in (1, 2) and text.endswith("\n"), text[-2000:]
-    assert SAID[words] in last and last.startswith(("UsageError: ", "PlanError: ", "script.py:", "all ")), last
+    assert done.returncode in (1, 2, 3) and text.endswith("\n"), text[-2000:]
+    assert SAID[words, where] in last, text[-2000:]
+    assert last.startswith(BEGINS), last

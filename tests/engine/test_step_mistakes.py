@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import meshwise as mw
+from meshwise.engine.weighing import as_weight
 from meshwise.process.session import default_engine, end_sessions
 from tests.pool import CaseFailed
 
@@ -57,6 +58,15 @@ def test_a_weight_that_counts_nothing_is_refused_on_one_device_too() -> None:
     with pytest.raises(mw.UsageError, match="weight=-1"):
         train("weight")
     end_sessions()
+
+
+@pytest.mark.parametrize(
+    ("weight", "said"),
+    [("all", "weight='all'"), (torch.ones(2), r"weight=a tensor of shape \(2,\)"), ([8], r"weight=\[8\]")],
+)
+def test_a_weight_that_is_no_number_is_refused_with_what_it_is(weight: Any, said: str) -> None:
+    with pytest.raises(mw.UsageError, match=said):
+        as_weight(weight, torch.ones(()))
 
 
 def test_a_step_without_any_backward_is_noted_with_its_line() -> None:

@@ -1,4 +1,5 @@
-"""What torch puts around modules and their weights works under plans: pruned weights, parametrizations, checkpoints."""
+"""What torch puts around modules and their weights works under plans: pruned weights, parametrizations, checkpoints,
+calls with weights that are given."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
@@ -99,6 +101,26 @@ def trained(plan: Plan, model: Any) -> list[float]:
 def test_a_computed_weight_under_tensor_is_that_of_one_device(model: Any, pool: Any) -> None:
     want = trained(Plan(), model)
     for found in pool(2).run(trained, Plan(tensor=2), model):
+        assert found == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize("plan", [Plan(tensor=2), Plan(shard=2), Plan(data=2)])
+def test_a_call_with_weights_that_are_given_is_that_of_one_device(plan: Plan, pool: Any) -> None:
+    def given(plan: Plan) -> list[float]:
+        class Given(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = layers()
+
+            def forward(self, x: Tensor) -> Tensor:
+                weights = {name: p * 0.5 for name, p in self.inner.named_parameters()}
+                out: Tensor = functional_call(self.inner, weights, (x,))
+                return out
+
+        return trained(plan, Given)
+
+    want = given(Plan())
+    for found in pool(2).run(given, plan):
         assert found == pytest.approx(want, rel=1e-9)
 
 

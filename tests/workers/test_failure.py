@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +59,9 @@ def caught(function: Callable[[], object]) -> BaseException:
 def test_an_exit_code_of_a_program_never_says_that_all_is_well(code: int | str, of_the_run: int, message: str) -> None:
     failed = by_exit(0, SystemExit(code))
     assert failed.exit_code == of_the_run and failed.message.startswith(message)
+    left: Any = caught(lambda: sys.exit(code))
+    where = "" if message == "bye" else r"\S*test_failure.py:\d+: "
+    assert re.match(where + message, by_exit(0, left).message)
 
 
 def test_an_error_without_a_text_and_one_with_an_exit_code_of_its_own_are_told() -> None:

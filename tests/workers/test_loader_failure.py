@@ -93,7 +93,8 @@ def test_a_rank_that_is_killed_leaves_no_folder_of_its_loader_workers(tmp_path: 
 def test_an_error_of_a_loader_worker_keeps_its_own_text_and_the_lines_of_the_user() -> None:
     found = failure.by_error(1, error_of(ValueError("record 5 is damaged:\nno such class")))
     assert (found.kind, found.of_machine) == ("raised", False)
-    assert found.message == "ValueError: record 5 is damaged:\nno such class\nin DataLoader worker process 0"
+    assert found.message == "ValueError: record 5 is damaged:\nno such class"
+    assert found.traceback.splitlines()[-1] == "in DataLoader worker process 0"
     assert "raise self.how" in found.traceback and "site-packages" not in found.traceback
     assert failure.recorded(found)["reason"] == "rank 1 failed: ValueError: record 5 is damaged:"
 

@@ -238,10 +238,14 @@ def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
     """`weight` as a detached float64 scalar on the device of `like` (float32 where the device has no float64). Raises
     UsageError for a number that counts nothing; what a tensor holds is not read."""
     dtype = _dtype_of_weights(like)
-    if isinstance(weight, Tensor):
-        return weight.detach().to(device=like.device, dtype=dtype).reshape(())
-    if not 0 <= weight < float("inf"):
-        raise UsageError(f"A loss was given with weight={weight:g}. Give how many items its mean is over: 0 or more.")
+    try:
+        if isinstance(weight, Tensor):
+            return weight.detach().to(device=like.device, dtype=dtype).reshape(())
+        told = None if 0 <= weight < float("inf") else f"{weight:g}"
+    except (TypeError, RuntimeError):  # of a text, and of a tensor with several elements
+        told = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+    if told is not None:
+        raise UsageError(f"A loss was given with weight={told}. Give how many items its mean is over: 0 or more.")
     return torch.tensor(float(weight), dtype=dtype, device=like.device)
 
 

@@ -18,6 +18,7 @@ from meshwise.guards import (
     draws_note,
     finite_losses,
     loss_looks,
+    replicas,
     same_data,
     undistributed,
     unsummed,
@@ -34,6 +35,7 @@ WATCH = (
     changeless_steps.watch,
     same_data.watch,
     draws_note.watch,
+    replicas.watch,
 )
 
 

@@ -2,25 +2,34 @@
 
 A scheduler or the program sets what optimizers step with, on each rank. Gradients are reduced, so parameters part only
 where something changes them apart: noise that each rank draws for itself, or a rule that looks at this rank's samples.
-The sums travel with the loss (agreed.py) at backward 2, 4, 8 … of each program.
+The sums travel with the loss (agreed.py) at backward 2, 4, 8 … of each program; what parts replicas after the last of
+these is noticed when the program ends.
 
 Tested in tests/guards/test_agreed.py and test_replicas.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
+import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshwise.compat.fake import rehearsing
+from meshwise.compat.reducer import default_store, versions
+from meshwise.engine.engine import Engine
+from meshwise.engine.loops import LoopRead
 from meshwise.engine.program import Program
 from meshwise.spec.user_code import user_place
+from meshwise.transfer.agreement import wait_for_all
 
 Settings: TypeAlias = tuple[tuple[str, str, Any], ...]
 """(name of the setting, whose it is, value)"""
@@ -56,6 +65,7 @@ def _shown(value: Any) -> str:
 
 
 PARAMETERS, BUFFER = "sum of parameters", "sum of a buffer"
+GRACE = 10.0  # seconds for the other ranks to end; where they do not, it is not known
 FAR = 1e-6  # of a sum: devices of different kinds may round a step otherwise
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -108,3 +118,42 @@ _BUFFER = (
     "the ranks' buffers {name} differ: the model updates it from this rank's samples alone, so it is not that of one "
     "device, and rank 0's is saved. Let the model compute it from sums over the ranks (mw.sum)."
 )
+
+
+class LastLook:
+    """Compares replicas when the program has ended, where no rank has written its parameters after the last loop that
+    trained: rank 0 may load others to save or to try them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._key = engine, f"meshwise/replicas/{next(_made)}"
+        self._backwards, self._versions = 0, list[int]()
+
+    def loop_ends(self, loop: LoopRead) -> None:
+        """It may have been the last that trains."""
+        program = self._engine.program
+        if program.backwards != self._backwards:
+            self._backwards, self._versions = program.backwards, versions(program.named_parameters().values())
+
+    def program_ends(self) -> None:
+        """Nothing more comes. Rank 0, which keeps the store, compares: the other ranks wait for nobody."""
+        program, world = self._engine.program, self._engine.world
+        trained, self._backwards = self._backwards, 0
+        if not (trained and program.plan and dist.is_initialized()) or program.plan.parameters_divided:
+            return
+        written = versions(program.named_parameters().values()) != self._versions
+        with contextlib.suppress(RuntimeError):  # rank 0 has left
+            store, sums = default_store(), () if written else sums_of(program)[:1]
+            store.set(f"{self._key}/{world.rank}", json.dumps(sums))
+            store.add(self._key, 1)
+            if world.rank == 0 and wait_for_all(self._key, world.size, GRACE):
+                ranks = [json.loads(store.get(f"{self._key}/{rank}")) for rank in range(world.size)]
+                self._engine.notify(parted(ranks, PARAMETERS).removeprefix(": ") if all(ranks) else "")
+
+
+_made = itertools.count()  # every rank makes its engines in the same order
+
+
+def watch(engine: Engine) -> None:
+    """Of a script on several ranks."""
+    if engine.script and engine.world.size > 1:
+        engine.events.listen(LastLook(engine), only=("loop_ends",))

@@ -12,6 +12,7 @@ from meshwise.data.keyed import ExactDraws
 from meshwise.engine.engine import Engine
 from meshwise.guards.finite_losses import FiniteLosses
 from meshwise.guards.registry import attach
+from meshwise.guards.replicas import LastLook
 from meshwise.guards.unsummed import UnsummedLoops
 from meshwise.parallel.mesh import divide_work
 from meshwise.process.explain import explain_in_script
@@ -111,6 +112,8 @@ def program_ends() -> None:
         engine.given.close()
         if engine.watcher is None and not _failed() and not engine.gate.halted:
             engine.carried.finish()
+            if (replicas := engine.events.find(LastLook)) is not None:
+                replicas.program_ends()
             if (losses := engine.events.find(FiniteLosses)) is not None:
                 losses.program_ends()
 

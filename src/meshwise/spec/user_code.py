@@ -55,10 +55,16 @@ def user_lines(most: int = 8) -> tuple[tuple[str, int], ...]:
 
 def name_line(error: Exception) -> None:
     """Begin the sentence of `error` with the user's line that it was raised in, unless it names one of that file."""
-    at, trace, text = None, error.__traceback__, str(error)
+    at, text = raised_at(error), str(error)
+    if at and f"{at.rpartition(':')[0]}:" not in text:
+        error.args = (f"{at}: {text}",)
+
+
+def raised_at(error: BaseException) -> str:
+    """The user's line that `error` was raised in; empty where there is none."""
+    at, trace = "", error.__traceback__
     while trace is not None:
-        code = trace.tb_frame.f_code
-        at = (code.co_filename, trace.tb_lineno) if is_users(code.co_filename) else at
+        name = trace.tb_frame.f_code.co_filename
+        at = place(name, trace.tb_lineno) if is_users(name) else at
         trace = trace.tb_next
-    if at is not None and f"{place(*at).rpartition(':')[0]}:" not in text:
-        error.args = (f"{place(*at)}: {text}",)
+    return at

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwise.spec.errors import MeshwiseError, ReplicaError, SpoiledError, UsageError, WorkerFailed
 from meshwise.spec.exit_codes import INTERRUPTED
-from meshwise.spec.user_code import OURS, is_users, name_line
+from meshwise.spec.user_code import OURS, is_users, name_line, raised_at
 from meshwise.spec.words import error_text, readable, text_of
 from meshwise.workers import loader_failure, sudden_end
 
@@ -88,11 +88,12 @@ def by_error(rank: int, error: BaseException) -> Failure:
     ours, caught = isinstance(error, MeshwiseError), loader_failure.caught(error)
     if isinstance(error, UsageError):
         name_line(error)
+    told = "" if ours or _is_of_system(error) else user_traceback(error)
     return Failure(
         rank,
         _kind_of(rank, error),
-        f"{readable(caught.text)}\nin {caught.where}" if caught else error_text(error),
-        caught.traceback if caught else "" if ours or _is_of_system(error) else user_traceback(error),
+        readable(caught.text) if caught else error_text(error),
+        f"{caught.traceback}in {caught.where}" if caught else told,
         plain=ours,
         notes=_notes(error),
         exit_code=error.exit_code if isinstance(error, MeshwiseError) else 1,
@@ -114,8 +115,9 @@ def _is_of_system(error: BaseException) -> bool:
 def by_exit(rank: int, exit: SystemExit) -> Failure:
     """The failure of a worker whose task left with an exit code that is not 0: it is that of the run, where a process
     can have it."""
-    code = exit.code if isinstance(exit.code, int) else 1
-    message = f"left with exit code {code}" if exit.code == code else readable(text_of(exit.code))
+    code, at = exit.code if isinstance(exit.code, int) else 1, raised_at(exit)
+    message = f"{at}: " * bool(at) + f"left with exit code {code}"
+    message = message if exit.code == code else readable(text_of(exit.code))
     return Failure(rank, "raised", message, exit_code=code if 0 < code < 256 else 1, time=time.time())
 
 

@@ -25,6 +25,7 @@ def told(tell: Callable[[str], object]) -> Iterator[None]:
     """Meanwhile `tell("train.py:3: os._exit(0)")` is called where the program, or a library, ends this process so. Not
     in processes that it forks, which end well by it, and not where we do: we have said why."""
     process, before = os.getpid(), (os._exit, os.abort)
+    modules: tuple[Any, ...] = (os, sys.modules[os.name])  # posix has them too
 
     def telling(ends: Any) -> Any:
         def call(*code: Any, **named: Any) -> Any:
@@ -36,8 +37,10 @@ def told(tell: Callable[[str], object]) -> Iterator[None]:
 
         return call
 
-    os._exit, os.abort = map(telling, before)
+    for module in modules:
+        module._exit, module.abort = map(telling, before)
     try:
         yield
     finally:
-        os._exit, os.abort = before
+        for module in modules:
+            module._exit, module.abort = before
