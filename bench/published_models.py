@@ -22,7 +22,9 @@ class Size:
     """positions: of a learned table, 0 for none. stream: the dtype of what flows between the blocks; None: that of the
     weights. loss: of LOSSES. flash: whether attention is one kernel. selective: whether blocks recompute all but
     attention and every second product, as torchtitan does. gathers: whether logits that a tensor axis has split are
-    gathered."""
+    gathered. megatron: queries, keys and values lie beside each other by head, and scale, mask and softmax of scores
+    are one kernel; selective then recomputes the core of attention. measured: whether a metric over all logits is
+    computed beside the loss."""
 
     layers: int
     width: int
@@ -37,6 +39,8 @@ class Size:
     flash: bool = True
     selective: bool = False
     gathers: bool = False
+    megatron: bool = False
+    measured: bool = False
 
 
 class Norm(nn.Module):
@@ -60,14 +64,19 @@ class GptAttention(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.heads, self.flash = size.heads, size.flash
+        self.heads, self.flash, self.megatron, self.again = size.heads, size.flash, size.megatron, size.selective
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.out = nn.Linear(size.width, size.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        if self.megatron:
+            q, k, v = self.qkv(x).unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(3, dim=-1)
+        else:
+            q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
         if self.flash:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif self.megatron:
+            mixed = checkpoint(scored, q, k, v, use_reentrant=False) if self.again else scored(q, k, v)
         else:
             scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
@@ -75,6 +84,14 @@ class GptAttention(nn.Module):
                 mixed = F.dropout(F.softmax(scores.masked_fill(hidden, -1e4), -1), 0.1) @ v
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
+
+
+def scored(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention whose scores lie in memory: two products, and one kernel for scale, mask and softmax, which takes what
+    a softmax alone does. A factor stands for the dropout, which moves as many bytes but for its mask: that of a split
+    layer is drawn for the whole here."""
+    with torch.autocast(q.device.type, enabled=False):
+        return F.softmax(q @ k.transpose(-1, -2), -1) * 0.9 @ v
 
 
 class GptBlock(nn.Module):
@@ -99,6 +116,7 @@ class Gpt(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.embed, self.stream, self.loss = nn.Embedding(size.vocabulary, size.width), size.stream, size.loss
+        self.measured = size.measured
         self.places = nn.Embedding(size.positions, size.width)
         self.blocks = nn.ModuleList(GptBlock(size) for _ in range(size.layers))
         self.norm = Norm(size.width, rms=False)
@@ -108,7 +126,10 @@ class Gpt(nn.Module):
         x = x if self.stream is None else x.to(self.stream)
         for block in self.blocks:
             x = block(x)
-        return loss_of(F.linear(self.norm(x), self.embed.weight), targets, self.loss)
+        logits = F.linear(self.norm(x), self.embed.weight)
+        if self.measured:
+            loss_of(logits.detach(), targets, "narrow")
+        return loss_of(logits, targets, self.loss)
 
 
 def every_second_product() -> Callable[..., CheckpointPolicy]:

@@ -25,6 +25,7 @@ from meshwise.rehearsal.price import (
     launch_seconds,
     tile_share,
 )
+from meshwise.rehearsal.prices import Prices
 from meshwise.rehearsal.work import Copy, Operation
 from meshwise.spec.machine import HOST, Device, Link, Machine, Matmul
 from meshwise.spec.timings import fitted
@@ -90,7 +91,9 @@ def test_a_side_that_is_not_aligned_is_slower() -> None:
 def test_what_computes_little_takes_the_time_of_its_bytes() -> None:
     price = of(add(1 << 28))
     assert price.factor == MEMORY
-    assert 3 * 2 * (1 << 28) / price.seconds == pytest.approx(0.89 * 0.95 * 3.35e12, rel=0.01)
+    assert 3 * 2 * (1 << 28) / price.seconds == pytest.approx(
+        0.89 * FIGURES["memory.elementwise"].value * 3.35e12, rel=0.01
+    )
     assert of(add(1)).seconds == pytest.approx(FIGURES["kernel"].value, rel=0.01)
 
 
@@ -165,7 +168,7 @@ def test_convolutions_transpose_images_that_are_not_channels_last() -> None:
     plain = Operation("aten.convolution", ((256, 64, 56, 56), (64, 64, 3, 3)), ("bf16",), flops, size, size)
     last = replace(plain, layout="channels_last")
     more = of(plain).seconds - of(last).seconds
-    assert more == pytest.approx(4 * size / (0.6 * 0.89 * 3.35e12))
+    assert more == pytest.approx(4 * size / (FIGURES["memory.transpose"].value * 0.89 * 3.35e12))
     full = [replace(one, dtypes=("fp64",)) for one in (plain, last)]
     device = replace(H100, part="a part without tensor cores", peak={"fp64": 60e12})
     assert of(full[0], device).seconds == of(full[1], device).seconds
@@ -236,6 +239,34 @@ def test_copies_to_the_host_take_the_time_of_their_link() -> None:
     found = copy_seconds(Copy(1 << 30, "device"), machine.devices[1], measured)
     assert found is not None and found.seconds == pytest.approx((1 << 30) / 20e9) and found.origin == MEASURED
     assert copy_seconds(Copy(1, "host"), machine.devices[0], Machine("bare", machine.devices)) is None
+
+
+def test_a_host_launches_as_fast_as_the_processors_of_its_devices_time() -> None:
+    parts = {"V100-SXM2-32GB": "volta", "A100-SXM-80GB": "ampere", "H100-SXM": "hopper"}
+    found = [launch_seconds(machine_from_words(name).devices[0]).seconds for name in parts]
+    assert found == [FIGURES[f"launch.{line}"].value for line in parts.values()]
+    assert launch_seconds(machine_from_words("MI300X").devices[0]).seconds == FIGURES["launch"].value
+
+
+def test_compiled_blocks_fuse_what_waits_for_memory_and_launch_less() -> None:
+    machine, many = machine_from_words("H100-SXM"), add(1 << 26)
+    plain, compiled = Prices(machine), Prices(machine, compiled=True)
+    product = matmul(4096, 4096, 4096)
+    ratio = compiled.of(many, 0).seconds / plain.of(many, 0).seconds  # type: ignore[union-attr]
+    assert ratio == pytest.approx(FIGURES["compile.memory"].value) and ratio < 1
+    assert compiled.of(product, 0) == plain.of(product, 0)
+    assert compiled.host(many, 0, "forward").seconds < plain.host(many, 0, "forward").seconds
+    assert compiled.host(many, 0, "optimizer") == plain.host(many, 0, "optimizer")
+
+
+def test_the_first_flash_attention_is_slower_than_the_second() -> None:
+    shape = (4, 16, 2048, 128)
+    second = Operation("aten._scaled_dot_product_flash_attention", (shape,) * 3, ("bf16",) * 3, 10**12, 1, 1)
+    first = replace(second, name="aten.flash1_scaled_dot_product_flash_attention")
+    a100 = machine_from_words("A100-SXM-80GB").devices[0]
+    assert of(first, a100).seconds == pytest.approx(
+        of(second, a100).seconds / FIGURES["attention.flash1"].value, rel=0.01
+    )
 
 
 def test_the_digest_changes_with_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:

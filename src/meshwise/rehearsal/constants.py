@@ -1,7 +1,8 @@
 """The constants of the model: each with how far the truth may lie from it, and where it is from.
 
-Figures of a part or a link are in machine/catalog.toml. Nothing here was fitted to a published run, and no constant
-belongs to a model, a data set or a row; `digest()` names this table in a scoreboard.
+Figures of a part or a link are in machine/catalog.toml. Those whose source says so were fitted to published runs by
+bench/fit.py, and are frozen until it is run again; no constant belongs to a model, a data set or a row; `digest()`
+names this table in a scoreboard.
 
 Tested in tests/rehearsal/test_price.py.
 """
@@ -26,6 +27,7 @@ class Figure:
 
 _FA2 = "FlashAttention-2, arXiv 2307.08691: 50 to 73 % of the peak of an A100"
 _FA3 = "FlashAttention-3, arXiv 2407.08608: FlashAttention-2 reaches about 35 % of an H100"
+_FITTED = "fitted to published runs by bench/fit.py, docs/accuracy.md; rows that say most"
 _GUIDE = "NVIDIA, Matrix Multiplication Background guide (order of tiles and alignment); the figure is ours"
 _TUNING = "NVIDIA/nccl src/graph/tuning.cc, as ported in meta-pytorch/autoparallel@a54c2529b1 nccl_cost_model.py"
 _OVERLAP = "arXiv 2507.03114: overlapped compute slows by 18.9 % on average, 40 % at most; Galvatron: 1.1 to 1.3"
@@ -39,39 +41,50 @@ _NCCL_MEMORY = "NVIDIA/nccl#964: 544 to 688 MB a group on A100; #1685: 1.06 GB w
 
 FIGURES: Mapping[str, Figure] = {
     # Shares of the best matmul that the catalog knows (`achievable`); of the peak for attention.
-    "matmul": Figure(0.92, 1.15, f"{OURS}: kernels chosen by heuristics, clocks under a power cap"),
+    "matmul": Figure(0.835, 1.15, f"{_FITTED}: language models in 16 bits"),
+    "matmul.hopper": Figure(0.906, 1.15, f"{_FITTED}: language models on H100 and H200"),
+    "matmul.blackwell": Figure(0.626, 1.15, f"{_FITTED}: language models on B200 and GB200"),
+    "matmul.tf32": Figure(0.52, 1.2, f"{_FITTED}: encoders in TF32 on Ampere and later"),
+    "matmul.fp32": Figure(1.06, 1.2, f"{_FITTED}: encoders in float32 on Volta and Turing"),
     "matmul.unknown-share": Figure(0.75, 1.25, "median of `achievable` over the catalog's parts"),
     "matmul.shape-unknown": Figure(0.85, 1.3, f"{OURS}: a product whose shape is not seen"),
     "matmul.misaligned": Figure(0.6, 1.4, _GUIDE),
-    "matmul.fill": Figure(128.0, 1.5, f"{OURS}: the k that filling and emptying a tile's pipeline costs"),
-    "convolution": Figure(0.65, 1.35, f"{OURS}: of a matmul of the same size (implicit GEMM)"),
+    "matmul.fill": Figure(161, 1.5, f"{_FITTED}: small products of tensor axes"),
+    "convolution": Figure(0.595, 1.35, f"{_FITTED}: convolutional networks in 16 bits"),
+    "convolution.tf32": Figure(1.3, 1.35, f"{_FITTED}: the same in TF32"),
+    "convolution.fp32": Figure(1.01, 1.35, f"{_FITTED}: the same in float32 (Winograd among them)"),
     "recurrent": Figure(0.4, 1.6, f"{OURS}: of a matmul of the same size"),
-    "attention.ampere.forward": Figure(0.60, 1.25, _FA2),
-    "attention.ampere.backward": Figure(0.50, 1.25, _FA2),
-    "attention.hopper.forward": Figure(0.34, 1.3, _FA3),
-    "attention.hopper.backward": Figure(0.28, 1.35, _FA3),
+    "attention.ampere.forward": Figure(0.64, 1.25, f"{_FITTED}: FSDP2 on A100"),
+    "attention.ampere.backward": Figure(0.533, 1.25, f"{_FITTED}: FSDP2 on A100"),
+    "attention.hopper.forward": Figure(0.26, 1.3, f"{_FITTED}: FSDP2 on H100 and H200"),
+    "attention.hopper.backward": Figure(0.214, 1.35, f"{_FITTED}: FSDP2 on H100 and H200"),
     "attention.other.forward": Figure(0.30, 1.7, f"{OURS}: no figure of this architecture"),
     "attention.other.backward": Figure(0.24, 1.7, f"{OURS}: no figure of this architecture"),
     "attention.cudnn": Figure(1.6, 1.3, "FlashAttention-3, arXiv 2407.08608, figure 5: cuDNN over FlashAttention-2"),
+    "attention.flash1": Figure(0.502, 1.3, f"{_FITTED}: 512 to 65,536 positions under FSDP1 on A100"),
     "attention.efficient": Figure(0.6, 1.4, f"{OURS}: of flash attention"),
     # Shares of the nominal memory bandwidth, beside what a copy reaches.
     "memory.copy": Figure(0.89, 1.1, "catalog.toml, [[reached]] memory: device-to-device copy on an H200"),
     "memory.elementwise": Figure(0.95, 1.15, f"{OURS}: of what a copy reaches"),
-    "memory.reduction": Figure(0.8, 1.3, f"{OURS}: of what a copy reaches"),
+    "memory.reduction": Figure(0.789, 1.3, f"{_FITTED}: all"),
     "memory.gather": Figure(0.45, 1.8, f"{OURS}: of what a copy reaches"),
-    "memory.optimizer": Figure(0.85, 1.2, f"{OURS}: of what a copy reaches"),
-    "memory.transpose": Figure(
-        0.6, 1.4, "NVIDIA, Convolutional Layers guide: tensor cores take NHWC, NCHW is transposed; the share is ours"
-    ),
+    "memory.optimizer": Figure(0.942, 1.2, f"{_FITTED}: all"),
+    "memory.transpose": Figure(0.709, 1.4, f"{_FITTED}: convolutional networks in TF32"),
     "memory.depthwise": Figure(0.35, 1.6, f"{OURS}: of what a copy reaches; convolutions of one channel a group"),
     # Seconds.
-    "kernel": Figure(2e-6, 1.5, f"{OURS}: the shortest kernel, and the gap before the next"),
+    "kernel": Figure(2.68e-06, 1.5, f"{_FITTED}: small blocks on A100"),
     "launch": Figure(6e-6, 1.3, "stas00/ml-engineering@744d01e18b: 5 to 7 µs of the CPU a kernel"),
+    "launch.volta": Figure(6e-6, 1.3, f"{OURS}: as others"),
+    "launch.ampere": Figure(1.1e-05, 1.3, f"{_FITTED}: small blocks on A100"),
+    "launch.hopper": Figure(6e-6, 1.3, f"{OURS}: as others"),
+    "compile.memory": Figure(0.573, 1.4, f"{_FITTED}: compiled blocks on H100 and H200"),
+    "compile.launch": Figure(0.5, 1.4, f"{OURS}: launches that fused kernels leave"),
     "program.forward": Figure(3.0, 1.7, f"{OURS}: modules and Python, of a launch; eager inference of small batches"),
     "program.backward": Figure(1.7, 1.6, f"{OURS}: autograd, of a launch"),
     "program.optimizer": Figure(2.0, 1.7, f"{OURS}: Python, of a launch"),
     "program.other": Figure(2.0, 1.7, f"{OURS}: Python, of a launch"),
-    "launch.collective": Figure(25e-6, 1.6, f"{OURS}: the host's share of one collective of torch.distributed"),
+    "launch.all-reduce": Figure(4.19e-06, 2.0, f"{_FITTED}: tensor axes of small blocks on A100"),
+    "launch.collective": Figure(2.7e-05, 1.6, f"{_FITTED}: tensor axes of small blocks on A100"),
     # A processor whose operators were not measured one by one.
     "cpu.matmul": Figure(1.0, 1.35, f"{OURS}: interpolated between measured products"),
     "cpu.convolution": Figure(0.6, 1.6, f"{OURS}: of a matmul of the same size"),
@@ -88,7 +101,7 @@ FIGURES: Mapping[str, Figure] = {
     "nccl.large": Figure(1.0, 1.15, "catalog.toml, [[reached]]: bus bandwidths measured inside hosts"),
     "nccl.small": Figure(1.0, 1.6, _TUNING),
     "nccl.network": Figure(0.9, 1.3, f"{OURS}: of the host's nominal rate"),
-    "nccl.pcie": Figure(0.6, 1.5, f"{OURS}: of the nominal rate of PCIe"),
+    "nccl.pcie": Figure(0.593, 1.5, f"{_FITTED}: replicas on consumer cards"),
     "nccl.unknown": Figure(0.75, 1.3, "nearest of the catalog's shares"),
     "gloo.step": Figure(150e-6, 2.0, f"{OURS}: one step of gloo over TCP"),
     "gloo.network": Figure(0.95, 1.15, "our measurement of gloo on links shaped to 200 Mbit/s by tc tbf"),
@@ -96,6 +109,7 @@ FIGURES: Mapping[str, Figure] = {
     "step": Figure(
         1.0, 1.25, "bench/pairs.py on four of its jobs, and two sets of published runs: what no price knows"
     ),
+    "step.gpu": Figure(1.0, 1.25, f"{OURS}: what no price knows"),
     # What computing and communicating at once cost each other, as factors on the overlapped part.
     "overlap.compute.gpu": Figure(1.19, 1.1, _OVERLAP),
     "overlap.communication.gpu": Figure(1.15, 1.15, "Galvatron: 1.1 to 1.3"),

@@ -55,7 +55,7 @@ def estimator(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
 
 def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Rehearsed]:
     """As `estimator`, with all that an estimate was made of."""
-    described = Prices(machine)
+    described = {compiled: Prices(machine, compiled=compiled) for compiled in (False, True)}
     kind = kind_of(machine)
     program = Tracer(job) if isinstance(job, Job) else job
     speeds = [speed_of(device) for device in machine.devices]
@@ -66,7 +66,7 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
         steps = [each.step for each in traces]
         notes, samples = (*steps[0].notes, *_cells(steps[0])), program.batch_size
         used = replace(machine, devices=machine.devices[: plan.devices])  # their workers share the cores of a host
-        prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described
+        prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described[plan.compile]
         notes = (*notes, *prices.notes)
         memory = max((memory_of(each, prices, cap) for each in traces), key=lambda memory: memory.filled)
         if not isinstance(program, Script):

@@ -78,6 +78,11 @@ def kernel_seconds(operation: Operation, device: Device, known: Known | None = N
     return Priced(*ends, flops_time.origin, COMPUTE)
 
 
+def fused_share(operation: Operation) -> float:
+    """What is left of an operator's time where its block is compiled: kernels that wait for memory are fused."""
+    return FIGURES["compile.memory"].value if sort_of(operation) in ("elementwise", "reduction") else 1.0
+
+
 def launch_seconds(device: Device, phase: str = "") -> Priced:
     """Seconds of the host to begin one operator on an accelerator; 0 on a CPU, whose operators hold their own.
 
@@ -85,7 +90,8 @@ def launch_seconds(device: Device, phase: str = "") -> Priced:
     """
     if device.kind == "cpu":
         return Priced(0.0, 0.0, 0.0, MEASURED, LAUNCH)
-    figure = FIGURES["launch"]
+    known = part(device.part)
+    figure = FIGURES.get(f"launch.{known.architecture}" if known else "") or FIGURES["launch"]
     seconds, origin = (figure.value, MODEL) if device.launch is None else (device.launch, MEASURED)
     if not phase:
         return priced(seconds, figure.spread, origin, LAUNCH)
@@ -149,6 +155,8 @@ def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
     if sort == "attention":
         return _attention(operation, device, dtype, known)
     name = sort if sort in ("convolution", "recurrent") else "matmul"
+    if name == "convolution" and f"convolution.{dtype}" in FIGURES:
+        name = f"convolution.{dtype}"
     share, spread = (1.0, 1.0) if name == "matmul" else (FIGURES[name].value, FIGURES[name].spread)
     if product is None:
         shape = FIGURES["matmul.shape-unknown"]
@@ -174,7 +182,8 @@ def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[f
     peak = device.peak.get(dtype)
     if peak is None:
         return None
-    typical = FIGURES["matmul"]
+    line = known.architecture if known else ""
+    typical = FIGURES.get(f"matmul.{dtype}") or FIGURES.get(f"matmul.{line}") or FIGURES["matmul"]
     found = device.achievable.get(dtype)
     if found is None and known is not None and (share := achievable(known, dtype)) is not None:
         found = share[0]
@@ -205,7 +214,7 @@ def _attention(operation: Operation, device: Device, dtype: str, known: CatalogP
     group = f"attention.{line}.{way}"
     share = FIGURES.get(group) or FIGURES[f"attention.other.{way}"]
     value, spread = share.value, share.spread
-    for kind in ("cudnn", "efficient"):
+    for kind in ("cudnn", "efficient", "flash1"):
         if kind in operation.name:
             other = FIGURES[f"attention.{kind}"]
             value, spread = value * other.value, _joint(spread, other.spread)

@@ -18,6 +18,7 @@ from meshwise.rehearsal.price import (
     Known,
     Priced,
     copy_seconds,
+    fused_share,
     kernel_seconds,
     launch_seconds,
     priced,
@@ -65,18 +66,21 @@ class Prices:
         crowd: float = 1.0,
         inside: Callable[[Operation], int] = lambda operation: 0,
         notes: tuple[str, ...] = (),
+        compiled: bool = False,
     ) -> None:
         """known: measured seconds of operators, by the name of the device's part. program: seconds that Python, modules
         and autograd add to each operator of a CPU worker; dtensor: that DTensor adds to one of its optimizer. crowd:
         workers that share one core, at least 1.
-        inside: measured bytes that an operator allocates for its own while it runs. notes: what is to be said."""
+        inside: measured bytes that an operator allocates for its own while it runs. notes: what is to be said.
+        compiled: blocks run compiled on accelerators, where they were traced as they run uncompiled."""
         self.machine, self._crowd, self.inside, self.notes = machine, crowd, inside, notes
-        self._program, self._dtensor = program, dtensor or 0.0
+        self._program, self._dtensor, self.compiled = program, dtensor or 0.0, compiled
         self._known = known or {}
         self._operations: dict[tuple[int, Operation], Priced | None] = {}
         self._others: dict[tuple[int, CollectiveOperation | Copy], Priced | None] = {}
         self._objects: dict[tuple[int, int], tuple[Operation | CollectiveOperation | Copy, Priced | None]] = {}
-        self._hosts: dict[tuple[int, type, str, bool], Priced] = {}
+        self._hosts: dict[tuple[int, type, str, bool, int], Priced] = {}
+        self._each = max(Counter(device.host for device in machine.devices).values(), default=1)
         alike: dict[str, int] = {}
         self._alike = [alike.setdefault(speed_of(device), len(alike)) for device in machine.devices]
 
@@ -94,6 +98,8 @@ class Prices:
             alike = self._alike[rank], what
             if alike not in self._operations:
                 seconds = kernel_seconds(what, device, self._known.get(device.part))
+                if self.compiled and seconds is not None and device.kind != "cpu":
+                    seconds = times(seconds, fused_share(what))
                 self._operations[alike] = None if seconds is None else times(seconds, self._crowd)
             return self._operations[alike]
         other = self._alike[rank], what
@@ -108,20 +114,27 @@ class Prices:
         self, what: Operation | CollectiveOperation | Copy, rank: int, phase: str = "other", dtensors: bool = False
     ) -> Priced:
         """Seconds of the host of this rank to launch it, in this phase. dtensors: as in `Work`."""
-        key = self._alike[rank], type(what), phase, dtensors
+        ranks = len(what.ranks) if isinstance(what, CollectiveOperation) and what.kind == "all-reduce" else 0
+        key = self._alike[rank], type(what), phase, dtensors, min(ranks, self._each)
         if key not in self._hosts:
-            self._hosts[key] = self._host(what, self.machine.devices[rank], phase, dtensors)
+            self._hosts[key] = self._host(what, self.machine.devices[rank], phase, dtensors, key[-1])
         return self._hosts[key]
 
-    def _host(self, what: Operation | CollectiveOperation | Copy, device: Device, phase: str, dtensors: bool) -> Priced:
+    def _host(
+        self, what: Operation | CollectiveOperation | Copy, device: Device, phase: str, dtensors: bool, ranks: int
+    ) -> Priced:
         if device.kind != "cpu":
             if isinstance(what, CollectiveOperation):
                 figure = FIGURES["launch.collective"]
-                return priced(figure.value, figure.spread, MODEL, LAUNCH)
+                more = ranks * FIGURES["launch.all-reduce"].value
+                return priced(figure.value + more, figure.spread, MODEL, LAUNCH)
         elif self._program is not None and isinstance(what, Operation):
             seconds = self._program + (self._dtensor if dtensors and phase == "optimizer" else 0.0)
             return priced(seconds * self._crowd, FIGURES["measured.program"].spread, MEASURED, LAUNCH)
-        return launch_seconds(device, phase)
+        found = launch_seconds(device, phase)
+        if self.compiled and device.kind != "cpu" and phase != "optimizer":
+            found = times(found, FIGURES["compile.launch"].value)
+        return found
 
 
 def missing(works: Sequence[Work], prices: Prices) -> tuple[str, ...]:

@@ -83,8 +83,9 @@ def simulate(
             least, most = ({rank: overlap_of(devices[rank], way) for rank in costs} for way in (-1, 1))
             factors[OVERLAP] = max(_length(played({}, True, most)) - middle, 0.0)
             under.append(max(middle - _length(played({}, True, least)), 0.0))
-            factors[STEP] = seconds * (FIGURES["step"].spread - 1)
-            under.append(seconds * (1 - 1 / FIGURES["step"].spread))
+            spread = FIGURES["step" if devices[0].kind == "cpu" else "step.gpu"].spread
+            factors[STEP] = seconds * (spread - 1)
+            under.append(seconds * (1 - 1 / spread))
         low, high = max(seconds - math.hypot(*under), 0.0), seconds + math.hypot(*factors.values())
     by_rank: dict[int, list[Done]] = {rank: [] for rank in costs}
     for one in done:
