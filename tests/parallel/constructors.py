@@ -89,12 +89,22 @@ class Halved(nn.Module):
         self.to(torch.float64)
 
 
+class Trying(nn.Module):
+    """Tries its layers on drawn numbers, as speechbrain's CRDNN does: batch norms keep what they have seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+        self.layers(torch.randn(32, 8))
+
+
 CONSTRUCTORS: dict[str, Callable[[], nn.Module]] = {
     **{name: case.make for name, case in ZOO.items()},
     "computing": Computing,
     "seeding": Seeding,
     "looking": Looking,
     "halved": Halved,
+    "trying": Trying,
 }
 
 OF_TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "gpt2": gpt2, "bert": bert, "vit": vit}

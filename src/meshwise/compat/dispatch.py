@@ -55,12 +55,18 @@ def operator_name(operator: Any) -> str:
     return str(operator._schema.name).split("::")[-1]
 
 
+KEEP_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+"""Operators that write the running statistics they are given, which torch's schemas do not say."""
+
+
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that the operator writes: `self` of add_, `out`."""
+    """The arguments that the operator writes: `self` of add_, `out`, the running statistics of a batch norm."""
+    schema = operator._schema
+    untold = ("running_mean", "running_var") if schema.name in KEEP_STATISTICS else ()
     return [
         args[index] if index < len(args) else kwargs.get(argument.name)
-        for index, argument in enumerate(operator._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        for index, argument in enumerate(schema.arguments)
+        if argument.name in untold or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
 
 
