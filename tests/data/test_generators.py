@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
 import meshwise as mw
-from meshwise.parallel import precision
+from meshwise.parallel import computes
 from meshwise.process.session import default_engine, end_sessions
 from meshwise.transfer import collectives
 
@@ -114,7 +114,7 @@ def test_several_devices_take_the_order_of_rank_0(size: int, pool: Any) -> None:
 
 def test_applying_a_plan_draws_nothing(pool: Any) -> None:
     def case(plan: mw.Plan) -> bool:
-        precision._tried.cache_clear()
+        computes._tried.cache_clear()
         model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8))
         before = torch.get_rng_state()
         mw.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)

@@ -5,7 +5,7 @@ Of autograd/coupled_loss.py and guards/coupled.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
 from meshwise.process.session import default_engine, end_sessions
 from meshwise.spec.plan import Plan
+from tests.pool import Pool
 
 F = nn.functional
 N = 6
@@ -261,6 +262,14 @@ def job() -> list[str]:
                   optimizer=lambda ps: torch.optim.SGD(ps, 0.01))  # fmt: skip
     notes = run_job(made, RunOptions(plan=Plan(data=2)), folder=None)["notes"]
     return [text for text in notes if "couples" in text]
+
+
+@pytest.fixture(scope="module")
+def pool(processes: None) -> Iterator[Callable[[int], Pool]]:
+    """Workers of their own: a tensor with a hook that an earlier test left behind would have losses left alone."""
+    own = Pool(2)
+    yield lambda size: own
+    own.close()
 
 
 def test_a_script_and_a_job_are_told_once(pool: Any) -> None:
