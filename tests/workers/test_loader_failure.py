@@ -46,7 +46,7 @@ def error_of(how: Any) -> Exception:
         try:
             list(DataLoader(Damaged(how), batch_size=2, num_workers=1))
         except Exception:
-            time.sleep(0.2)
+            time.sleep(2.0)  # ended by the handler, which raises; a core dump may take its time
             raise
     except Exception as error:
         return error
