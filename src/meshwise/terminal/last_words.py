@@ -49,14 +49,20 @@ def watch(out: Any, beside: Any) -> None:
     _watched[:] = _Watched(out, BrokenPipeError), _Watched(beside, OSError)
 
 
-def say_last(text: str) -> None:
-    """Say this on stderr, and nothing more. Raises OSError where it cannot be written."""
+def end_lines() -> None:
+    """End the line that a program has begun, on stdout and stderr, and write nothing more there."""
     with _lock:
         for each in _watched:
             with contextlib.suppress(OSError, ValueError):  # nobody reads it, or the program has closed it
                 each.write("" if each.ended else "\n")
                 each.file.flush()
             each.over = True
+
+
+def say_last(text: str) -> None:
+    """Say this on stderr, and nothing more. Raises OSError where it cannot be written."""
+    with _lock:
+        end_lines()
         file = _watched[-1].file
         file = os.fdopen(2, "w", closefd=False) if file.closed else file
         type(file).write(file, f"{fitted(text, file)}\n")

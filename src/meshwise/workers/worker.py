@@ -27,6 +27,7 @@ from meshwise.compat.driver import lost_by_fork
 from meshwise.spec.devices import threads_in
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.world import World
+from meshwise.terminal import last_words
 from meshwise.workers import failure, heartbeat, join, loader_failure, on_device, stopping, sudden_end, verb_log
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.environment import CORES, DEVICE_KIND, LISTENER, RUN_FOLDER, result_path
@@ -79,11 +80,15 @@ def main_of_fork() -> int:
 def answer(task: Path) -> int:
     """Call the function of `task`, and write down what it gives, or how it failed. See `ForkServer.call`."""
 
+    if sys.stdout is not None and sys.stderr is not None:
+        last_words.watch(sys.stdout, sys.stderr)
+
     def told(error: MeshwiseError) -> None:
         kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == MeshwiseError.__module__)
         tell(error=kind, text=str(error), **{"exit code": error.exit_code})
 
     def tell(**facts: Any) -> None:
+        last_words.end_lines()  # what the launcher says next has a line of its own
         answer_of(task).write_text(json.dumps(facts))
 
     def ended(call: str) -> None:
