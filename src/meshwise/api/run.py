@@ -22,7 +22,7 @@ from meshwise.launcher.alone import Alone
 from meshwise.launcher.own_folder import continued
 from meshwise.launcher.placing import placed
 from meshwise.launcher.start import LaunchedProgram, Started, in_attempt, record_blocks, start, supervised, worker_slots
-from meshwise.launcher.supervise import Viewer, own_forks, summarise
+from meshwise.launcher.supervise import PRELOAD, Viewer, summarise
 from meshwise.machine.find import find_devices
 from meshwise.parallel.fits import check_fits
 from meshwise.records import folder as names
@@ -111,7 +111,7 @@ def start_job(
     if joined:
         return _run_joined(options, console, began)
     starts(options)
-    with contextlib.closing(own_forks()) as forks:
+    with contextlib.closing(Forks(PRELOAD, stays=True)) as forks:
         job = _read(options, forks)  # what is wrong is reported before any worker starts
         started = start(partial(_job_program, job, options), options, began)
         results, code = supervised(started, console, options.seconds_left(began), forks)

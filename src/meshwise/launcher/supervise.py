@@ -166,11 +166,6 @@ PRELOAD = ("meshwise.script.distribute", "meshwise.job.loop", "torch._dynamo")
 """Modules that a worker that trains needs; the first optimizer of a process imports the last."""
 
 
-def own_forks() -> Forks:
-    """What makes the workers of all attempts of a run."""
-    return Forks(PRELOAD, stays=True)
-
-
 def supervise(
     task: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
     slots: Sequence[WorkerSlot],
@@ -189,7 +184,7 @@ def supervise(
 
     run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails for good.
     """
-    halt, forks = Halt(), forks or own_forks()
+    halt, forks = Halt(), forks or Forks(PRELOAD, stays=True)
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit), KeptMemory(len(slots)) as kept:
         restarts.kept = kept if machines.nodes is None else None
         named, devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], DevicesLeft(slots)

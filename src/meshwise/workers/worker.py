@@ -91,10 +91,7 @@ def answer(task: Path) -> int:
         last_words.end_lines()  # what the launcher says next has a line of its own
         answer_of(task).write_text(json.dumps(facts))
 
-    def ended(call: str) -> None:
-        told(UsageError(sudden_end.OF_COMMAND.format(call=call)))
-
-    with sudden_end.told(ended):
+    with sudden_end.told(lambda call: told(UsageError(sudden_end.OF_COMMAND.format(call=call)))):
         try:
             sys.path[:], pickled = cloudpickle.loads(task.read_bytes())
             function, arguments = cloudpickle.loads(pickled)
