@@ -5,8 +5,10 @@ Each command is a file of `commands`, read when it is typed: torch alone takes a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import gc
 import os
 import re
 import shutil
@@ -95,6 +97,7 @@ def main() -> None:
     """The command `meshwise`."""
     if any(word.startswith("--nnodes") for word in sys.argv):  # else torch prints C++ frames for a connection that ends
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    atexit.register(gc.freeze)  # else Python looks for garbage in all that was imported, before it ends
     _open_standard_files()
     last_words.watch(sys.stdout, sys.stderr)
     with sudden_end.told(_end):

@@ -256,8 +256,8 @@ def test_a_check_in_python_needs_no_server_begun_before(tmp_path: Path) -> None:
 
 
 def test_what_is_refused_later_has_said_at_once_that_it_began(check: Check) -> None:
-    _, _, err = check("absent.py")
-    assert err.startswith("absent.py  a check of 3 steps\n")
+    _, _, err = check("absent.py:job")
+    assert err.startswith("absent.py:job  a check of 3 steps\n")
 
 
 def test_the_old_name_of_notify_is_known_for_a_release() -> None:

@@ -112,6 +112,24 @@ def test_run_says_at_once_that_it_starts(
     assert capsys.readouterr().err.splitlines()[0] == said
 
 
+def test_a_check_imports_torch_in_its_fork_server_beside_its_own_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun: list[object] = []
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    monkeypatch.setattr("meshwise.commands.check.Forks.server", lambda forks, variables: begun.append(forks))
+
+    def ends(options: object, forks: object) -> None:
+        assert begun == [forks]
+        raise typer.Exit(7)
+
+    monkeypatch.setattr(api.check, "check_options", ends)
+    monkeypatch.setattr(sys, "argv", ["meshwise", "check", "train.py"])
+    with pytest.raises(SystemExit, match="7"):
+        cli.main()
+
+
 def test_a_run_began_when_it_was_typed_whatever_the_kernel_rounds_away_of_its_boot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 import meshwise as mw
 from meshwise.job.options import PlanText, RunOptions
 from meshwise.spec.errors import PlanError, UsageError
-from meshwise.spec.options import options_of, refuse_options_of_jobs
+from meshwise.spec.options import check_script, options_of
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.saves import Saves
@@ -237,14 +237,25 @@ def test_a_plan_file_that_is_not_there_is_refused_at_once() -> None:
         (RunOptions(resume="runs/a"), "--resume runs/a"),
     ],
 )
-def test_a_script_has_no_options_of_jobs(options: RunOptions, words: str) -> None:
+def test_a_script_has_no_options_of_jobs(
+    options: RunOptions, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     with pytest.raises(UsageError, match=words):
-        refuse_options_of_jobs("train.py", options)
+        check_script("train.py", options)
 
 
-def test_a_script_has_these_options() -> None:
+def test_a_script_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"none\.py: no such file"):
+        check_script("none.py", RunOptions())
+
+
+def test_a_script_has_these_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     options = RunOptions("train.py", devices="2xcpu", settings=("shard=2",), out="here", nnodes=2, blocks=True)
-    refuse_options_of_jobs("train.py", options)
+    check_script("train.py", options)
 
 
 def test_run_shows_its_options_to_people_and_to_editors() -> None:

@@ -39,7 +39,7 @@ from meshwise.machine.find import find_devices
 from meshwise.parallel.fits import check_fits, check_for_scripts
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
-from meshwise.spec.options import refuse_options_of_jobs, takes
+from meshwise.spec.options import check_script, takes
 from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.plan_file import plan_to_toml, read_plan
@@ -102,8 +102,8 @@ def check(options: CheckOptions) -> Proof:
     return check_options(options)
 
 
-def check_options(options: CheckOptions) -> Proof:
-    """The check with these options."""
+def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof:
+    """The check with these options. forks: makes the workers, and imports torch already; it is closed at the end."""
     if started_by_launcher():
         raise UsageError("meshwise check starts its own workers. Call it alone, without torchrun, srun or mpirun.")
     script = options.job if isinstance(options.job, str) and options.job.endswith(".py") else ""
@@ -118,7 +118,7 @@ def check_options(options: CheckOptions) -> Proof:
     specs = [CheckSpec(plan or Plan(data=len(slots)), options.steps, perturb=options.perturb)]
     if options.rounding and (plan is None or plan.precision != "fp64"):
         specs.append(replace(specs[0], in_float64=False))
-    with scratch_folder("check") as folder, closing(Forks(PRELOAD, stays=True)) as forks:
+    with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD, stays=True)) as forks:
         program = _script(Path(script), options, plan, slots, folder) if script else _job(options, slots, folder)
         passes = Passes(_passes(specs, plan, devices), options.steps, options.notify, options.progress)
         traces = partial(_traces, program, forks)
@@ -129,18 +129,14 @@ def check_options(options: CheckOptions) -> Proof:
         many = traces(list(zip(specs, drawn, strict=True)), [slots], passes)
         actual = trace_to_compare(many[0], program.name)
         spec = replace(specs[0], plan=many[0].plan or specs[0].plan)
-        rounded = [found[-1].trace for found in (ones, many)] if len(specs) > 1 else []
+        rounded = [last for found in (ones, many) if (last := found[-1].trace) is not None and len(specs) > 1]
         actual.races = sorted({race for each in (*ones, *many) if each.trace is not None for race in each.trace.races})
-        passes = Passes([NOISY], options.steps, options.notify, options.progress)
-        once_more = partial(_once_more, program.name, lambda spec: traces([(spec, None)], [slots[:1]], passes))
-        known = [trace for trace in rounded if trace is not None]
-        return prove(program.name, spec, devices, one, actual, known, once_more)
+        again = Passes([NOISY], options.steps, options.notify, options.progress)
 
+        def once_more(spec: CheckSpec) -> Trace:
+            return trace_to_compare(_traces(program, forks, [(spec, None)], [slots[:1]], again)[0], program.name)
 
-def _once_more(name: str, run: Callable[[CheckSpec], list[ProgramTrace]], spec: CheckSpec) -> Trace:
-    """One device with the plan's noise."""
-    (found,) = run(spec)
-    return trace_to_compare(found, name)
+        return prove(program.name, spec, devices, one, actual, rounded, once_more)
 
 
 def _passes(specs: Sequence[CheckSpec], plan: Plan | None, devices: str) -> list[str]:
@@ -231,12 +227,8 @@ def _in_this_process(program: CheckedProgram, spec: CheckSpec, passes: Passes) -
 
 def _job(options: CheckOptions, slots: Sequence[WorkerSlot], folder: Path) -> CheckedProgram:
     name = _find_job(options).name  # here too: what is wrong is reported before any worker starts
-    plain = replace(options, notify=_ignore, progress=_ignore, tell=None)
+    plain = replace(options, notify=CheckOptions.notify, progress=CheckOptions.progress, tell=None)
     return CheckedProgram(name, partial(_trace_job, plain, slots[0].device == "cpu", folder), alone=False)
-
-
-def _ignore(text: str) -> None:
-    pass
 
 
 def _trace_job(
@@ -266,9 +258,7 @@ def _uncompiled(make: Callable[[], nn.Module]) -> nn.Module:
 def _script(
     script: Path, options: CheckOptions, plan: Plan | None, slots: Sequence[WorkerSlot], folder: Path
 ) -> CheckedProgram:
-    refuse_options_of_jobs(str(script), options)
-    if not script.is_file():
-        raise UsageError(f"{script}: no such file. Name a Python file.")
+    check_script(str(script), options)
     if plan is not None:
         check_fits(plan, World(size=len(slots), device=slots[0].device))
         check_for_scripts(plan)

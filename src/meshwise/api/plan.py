@@ -34,7 +34,7 @@ from meshwise.rehearsal.views.plan_page import plan_page
 from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.machine import Machine
-from meshwise.spec.options import refuse_options_of_jobs, takes
+from meshwise.spec.options import check_script, takes
 from meshwise.spec.plan import OWN_DTYPES, Plan
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.plan_settings import settings_text, settings_values
@@ -280,11 +280,8 @@ def _machine_of(options: PlanOptions) -> Machine:
 def _job_of(options: PlanOptions, machine: Machine, stack: ExitStack) -> Job | Script:
     """The job; or the script, which writes into a folder of the stack's."""
     if isinstance(options.job, str) and options.job.endswith(".py"):
-        refuse_options_of_jobs(options.job, options)
-        script = Path(options.job)
-        if not script.is_file():
-            raise UsageError(f"{script}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
-        folder = stack.enter_context(scratch_folder("plan"))
+        check_script(options.job, options)
+        script, folder = Path(options.job), stack.enter_context(scratch_folder("plan"))
         run = functools.partial(_run_aside, folder, script.resolve(), list(options.arguments))
         return known_script(script.name, run, kind_of(machine))
     job = find_job(options.job, data=options.data, seed=options.seed, args=options.args)

@@ -23,7 +23,7 @@ from meshwise.launcher.placing import placed
 from meshwise.launcher.start import LaunchedProgram, record_blocks, start, supervised
 from meshwise.records import folder as names
 from meshwise.spec.errors import UsageError
-from meshwise.spec.options import refuse_options_of_jobs
+from meshwise.spec.options import check_script
 from meshwise.spec.world import World
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
@@ -53,9 +53,7 @@ def start_script(
             f"--resume {options.resume}: {script.name} is a script, which loads what it saved itself (mw.load). Leave "
             f"--resume out, and name the file to load behind {script.name}, by an option of its own."
         )
-    refuse_options_of_jobs(script.name, options)
-    if not script.is_file():
-        raise UsageError(f"{script}: no such file. Name a Python file.")
+    check_script(str(script), options)
     options, joined = placed(options)
     if options.folder is not None:
         launcher.own_folder.run_in(Path(options.folder), script)

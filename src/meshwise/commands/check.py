@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Annotated
 
@@ -14,10 +15,13 @@ from rich.console import Console
 
 from meshwise import api
 from meshwise.api.check_options import CheckOptions
-from meshwise.commands.command_line import ScriptCommand, from_dataclass
+from meshwise.commands.command_line import ScriptCommand, from_dataclass, is_script
 from meshwise.equivalence import views
+from meshwise.launcher.supervise import PRELOAD
 from meshwise.spec.exit_codes import DONE, DOUBTFUL, FAILED
+from meshwise.spec.options import check_script
 from meshwise.spec.units import plural
+from meshwise.workers.fork_server import Forks
 
 LONGEST_NAME = 80
 QUIET_SECONDS = 10
@@ -41,10 +45,13 @@ def check(
     meshwise check train.py:job --set shard=4   a Job under any plan
     meshwise check gpt --plan plan.toml --json  every figure
     """
-    with _progress_shown(str(options.job)) as (notify, progress):
+    if is_script(options.job):
+        check_script(str(options.job), options)
+    with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(PRELOAD, stays=True)) as forks:
         notify(f"a check of {plural(options.steps, 'step')}")  # at once: torch is still to be imported
-        given = replace(options, arguments=context.args, notify=notify, progress=progress)
-        proof = api.check.check_options(given)
+        forks.server(os.environ)  # which imports it too, beside this process
+        options = replace(options, arguments=context.args, notify=notify, progress=progress)
+        proof = api.check.check_options(options, forks)
     if as_json:
         print(json.dumps(views.check_dict.check_dict(proof), indent=2))
     else:

@@ -171,11 +171,6 @@ def keep_metrics(folder: Path, number: int, wanted: Callable[[Record], bool] = l
         write_of(folder, number, path, lambda file: file.write(kept_lines(path, wanted)))
 
 
-def attempts_in(folder: Path) -> int:
-    """How many attempts the run's record has."""
-    return len(read_run(folder).get("sessions", [])) if (folder / RUN).exists() else 0
-
-
 def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None = None, /, **facts: Any) -> int:
     """Write that workers of the run live from `began` on (seconds since 1970): run.json is made, or goes on. Returns
     which attempt they are, from 1. attempt: what else is known of it; facts: of the run."""

@@ -25,8 +25,6 @@ class Figure:
     source: str
 
 
-_FA2 = "FlashAttention-2, arXiv 2307.08691: 50 to 73 % of the peak of an A100"
-_FA3 = "FlashAttention-3, arXiv 2407.08608: FlashAttention-2 reaches about 35 % of an H100"
 _FITTED = "fitted to published runs by bench/fit.py, docs/accuracy.md; rows that say most"
 _GUIDE = "NVIDIA, Matrix Multiplication Background guide (order of tiles and alignment); the figure is ours"
 _TUNING = "NVIDIA/nccl src/graph/tuning.cc, as ported in meta-pytorch/autoparallel@a54c2529b1 nccl_cost_model.py"

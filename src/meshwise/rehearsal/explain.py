@@ -18,7 +18,7 @@ from meshwise.rehearsal.prices import Prices
 from meshwise.rehearsal.simulate import Step
 from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation
 from meshwise.spec.bandwidth import bus_bandwidth
-from meshwise.spec.machine import DEVICE, NODE, Machine, link_between
+from meshwise.spec.machine import DEVICE, Machine, link_between
 
 LAUNCHES, WAITING, IDLE, TO_HOST = "launches", "waiting for other ranks", "idle", "link to the host"
 MOST = 8
@@ -77,12 +77,6 @@ def link_words(machine: Machine, ranks: Sequence[int]) -> str:
     link = link_between(machine, devices[0].name, devices[-1].name) or link_between(machine, DEVICE, DEVICE)
     words = kind_text(link) if link is not None else ""
     return {"process": "processes of a host", "": "a link that is not known"}.get(words, words)
-
-
-def network_rate(machine: Machine) -> float | None:
-    """Bytes a second of a host's network, where that is known."""
-    link = link_between(machine, NODE, NODE) or link_between(machine, f"{NODE}0", f"{NODE}1")
-    return None if link is None else link.bandwidth
 
 
 def _limits(done: Sequence[Done], time: RankStep, prices: Prices) -> dict[str, float]:

@@ -14,6 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from meshwise.spec.errors import UsageError
@@ -58,8 +59,10 @@ def given_options(options: Any) -> Iterator[tuple[str, Any, Option]]:
             yield name, value, option
 
 
-def refuse_options_of_jobs(script: str, options: Any) -> None:
-    """Raises UsageError for an option that is given and that only jobs have."""
+def check_script(script: str, options: Any) -> None:
+    """Raises UsageError for a script that is not there, and for an option that is given and that only jobs have."""
+    if not Path(script).is_file():
+        raise UsageError(f"{script}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
     for name, value, option in given_options(options):
         if not option.scripts:
             given = "" if value is True else f" {value[0] if isinstance(value, tuple) else value}"

@@ -4,6 +4,7 @@ python -m meshwise.workers TASK                       a worker
 python -m meshwise.workers --fork-server FD MODULE... a server that forks workers; see fork_server.py
 """
 
+import gc
 import importlib
 import signal
 import socket
@@ -16,8 +17,10 @@ from meshwise.workers import fork_server, worker
 def _serve(descriptor: int, modules: Sequence[str]) -> int:
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # while it imports, too
     worker.die_with_parent()
+    gc.disable()  # what is imported stays
     for module in modules:
         importlib.import_module(module)
+    gc.enable()
     return fork_server.serve(socket.socket(fileno=descriptor), worker.main_of_fork, interrupted)
 
 
