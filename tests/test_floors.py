@@ -98,7 +98,7 @@ LONGER: dict[str, str] = {
     "parallel/data.py": "one class, which all of a backward's calls are flat in",
 }
 
-MOST_CODE_LINES = 51_850 + 7_470
+MOST_CODE_LINES = 51_850 + 8_045
 """Lines of the package without blank lines, comments and docstrings. What adds more makes something else simpler. The
 second number is what is new: races between streams, views of arrays that write through, a rendezvous with a secret,
 whether the ranks hold the same data, losses that are not finite, sums inside a loss, slips in a script's sums, what
@@ -108,7 +108,8 @@ script's name, what a dead run has left, gradients that are read while they wait
 words on a line of their own, the events of the engine and the files of its guards, the doubts of a check, the choice
 of a plan among all that save memory, transformers' Trainer, the kinds of state that a check compares, its hints,
 weights of ranks, numbers of a loss and exchanges by hand, a job that is read without torch, a last look at
-replicas."""
+replicas, what comes back to outputs in a backward by hand, parts of a sum among ranks, a forward that draws, a check
+that ends without a verdict, padding that a model may read."""
 MOST_SAY_CUDA = 20
 """Files whose code says `cuda`, messages and docstrings left out: the rest asks `has_streams` and
 `torch.get_device_module`. May only fall."""

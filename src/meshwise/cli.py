@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
-from meshwise.spec.exit_codes import DOUBTFUL, FAILED, MEANINGS
+from meshwise.spec.exit_codes import DOUBTFUL, FAILED, MEANINGS, USAGE
 from meshwise.spec.words import printable
 from meshwise.terminal import last_words
 from meshwise.workers import sudden_end
@@ -33,6 +33,7 @@ EXIT_CODES = {
     **MEANINGS,
     str(FAILED): f"{MEANINGS[str(FAILED)]}. bench: a path corrupts data. check: the plan differs. "
     "plan: no plan fits for certain",
+    str(USAGE): f"{MEANINGS[str(USAGE)]}. check: no verdict, also where the program fails",
     "3": "bench: a device or a path is far slower than its model usually is",
     str(DOUBTFUL): "check: equal in float64, but doubtful: rounding on one side, a number that the script shows, "
     "or losses that are not finite",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from meshwise import cli
 from meshwise.api.check import CheckOptions
-from meshwise.equivalence.compare import KINDS
+from meshwise.equivalence.compare import KINDS, Comparison
+from meshwise.equivalence.proof import Proof
+from meshwise.equivalence.views.check_dict import check_dict
+from meshwise.equivalence.views.check_text import check_text
+from meshwise.spec.plan import Plan
 from meshwise.workers.fork_server import LISTENS, ForkServer
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -111,20 +117,23 @@ def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     return call
 
 
+def last_of(out: str) -> str:
+    """The last paragraph of what is printed."""
+    return " ".join(out.rstrip().rpartition("\n\n")[2].splitlines())
+
+
 def test_what_is_equal_is_zero(check: Check) -> None:
     code, out, err = check("train.py:job", "--set", "accumulate=2", "--devices", "2xcpu", "--perturb")
     assert code == 0, out + err
     assert "doubt" not in out and "not looked at" not in out
     assert "CPUs have no streams to follow: --devices 2xcuda looks for races between streams too" in err
-    lines = out.splitlines()
-    verdict = " ".join(lines[: lines.index("")])
+    lines, verdict = out.splitlines(), last_of(out)
     band = (
         r"in fp32 rounding alone moves, in 3 steps and on one device too: loss \S+, parameters \S+, evaluation \S+\. "
     )
     assert re.search(band + "It grows over an epoch, and is no fault.$", verdict), verdict
-    assert lines[0].startswith("equal: Plan(data=2, accumulate=2) computes what one device computes")
-    table = lines[lines.index("") + 1 :]
-    table = table[: table.index("")]
+    assert verdict.startswith("equal: Plan(data=2, accumulate=2) computes what one device computes")
+    table = lines[: lines.index("")]
     assert table[0].split() == ["compared", "how", "many", "differ", "largest", "where"]
     assert "gradients" in out and "in fp32" in out and all(len(line) <= 80 for line in lines)
     assert len({line.index(" -") if " -" in line else line.index(" –") for line in table[1:]}) == 1  # they line up
@@ -135,9 +144,10 @@ def test_what_differs_is_one_and_says_why(check: Check) -> None:
     code, out, err = check("train.py:batch_norm", "--no-rounding")
     assert code == 1, out + err
     assert "not looked at (--no-rounding)" in out and "rounding alone" not in out
-    assert out.startswith("different: module outputs in 1, step 1, by ")
-    assert "module    1 (OwnBatchNorm)" in out
-    assert "cause     batch-norm statistics" in out and "because   1 is a OwnBatchNorm" in out
+    verdict = last_of(out)
+    assert verdict.startswith("different: module outputs in 1, step 1, by ")
+    assert "module    1 (OwnBatchNorm)" in verdict
+    assert "cause     batch-norm statistics" in verdict and "because   1 is a OwnBatchNorm" in verdict
 
 
 @pytest.mark.parametrize(("job", "warned"), [("own", True), ("job", False)])
@@ -145,10 +155,21 @@ def test_a_plan_that_divides_nothing_is_warned_of_above_the_verdict(job: str, wa
     code, out, err = check(f"train.py:{job}", "--set", "tensor=2", "--no-rounding", "--steps", 2)
     assert code == 0, out + err
     first, _, rest = " ".join(out.split()).partition("equal: Plan(tensor=2)")
-    assert first.startswith("warning: this plan divides little: tensor=2: 0% of the") == warned and rest
+    assert ("warning: this plan divides little: tensor=2: 0% of the" in first) == warned and rest
     if warned:
         assert "experts (OwnWeights)" in first and "expert=2, which divides stacked experts, or shard=2" in first
     assert "divides little" not in rest
+
+
+def test_much_that_is_not_compared_is_one_line_above_the_verdict() -> None:
+    left_out = tuple(f"outputs of {number} (Linear): not that of single samples (1 call)." for number in range(66))
+    proof = Proof("job", Plan(data=2), "2xcpu", (8, 8), Comparison((), (), None, {}, left_out), "", None)
+    written = io.StringIO()
+    Console(width=200, file=written).print(check_text(proof))
+    out = written.getvalue()
+    assert out.count("not compared") == 1 and "66 things, which --json names; the first: outputs of 0" in out
+    assert out.index("not compared") < out.index("equal: ")
+    assert check_dict(proof)["left_out"] == list(left_out)
 
 
 def test_every_figure_is_in_the_json(check: Check, tmp_path: Path) -> None:
@@ -186,7 +207,7 @@ def test_ranks_that_wait_for_each_other_are_ended_with_their_lines(
     extra = "if mw.rank() == 1:\n            torch.distributed.all_reduce(torch.ones(1))\n        optimizer.step()"
     (tmp_path / "own.py").write_text(VALIDATION.replace("VALUE", "a=1").replace("optimizer.step()", extra))
     code, out, err = check("--no-rounding", "own.py")
-    assert code == 1 and not out
+    assert code == 2 and not out
     last = err.splitlines()[-1]
     assert last.startswith("No progress for ") and "Every rank must call the same" in last
     assert "rank 1 stands at own.py:14 in <module>; rank 0 waits for it in optimizer.step" in last
@@ -274,6 +295,6 @@ def test_a_program_that_raises_is_shown_once_and_without_our_frames(check: Check
         "    raise ValueError('not today')\n\njob = replace(job, loss=loss)\n"
     )
     code, out, err = check("raises.py:job")
-    assert code == 1 and not out
+    assert code == 2 and not out
     assert err.endswith("\none device, in fp64, failed: ValueError: not today\n") and err.count("Traceback") == 1
     assert "raises.py" in err and "equivalence" not in err

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from meshwise.equivalence.scratch_files import scratch_files
 from meshwise.equivalence.trace import CheckSpec
 from meshwise.jobs.script import run_script_file
 from meshwise.process.plan_choice import PLAN_FILE
-from meshwise.process.session import end_sessions
+from meshwise.process.session import end_sessions, process_engine
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
 
@@ -37,17 +39,33 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     end_sessions()
 
 
-def watched(script: str, arguments: list[str], spec: CheckSpec, draws: Any, folder: str, plan: str | None) -> Any:
+class _Files(Counter[str]):
+    """How often each file was saved: the store of a pool keeps what was counted in earlier programs."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self._first = first
+
+    def __missing__(self, name: str) -> int:
+        return self._first
+
+
+def watched(
+    script: str, arguments: list[str], spec: CheckSpec, draws: Any, folder: str, plan: str | None, first: int = 0
+) -> Any:
+    """first: where the count of saved files begins."""
     if plan is not None:
         (Path(folder) / "plan.toml").write_text(plan)
         os.environ[PLAN_FILE] = str(Path(folder) / "plan.toml")
     try:
         with contextlib.chdir(Path(script).parent), scratch_files(Path(folder) / "files"):
+            process_engine().given.saves = _Files(first)
             return watch_script(partial(run_script_file, Path(script), arguments), spec, draws, 0)
     finally:
         os.environ.pop(PLAN_FILE, None)
 
 
+_firsts = itertools.count(0, 1000)
 ALONE = CheckSpec(Plan(data=2), STEPS)
 
 
@@ -71,7 +89,7 @@ def sides(
     one = watched(*case, None, str(Path("one").resolve()), said)
     end_sessions()
     draws = one.trace.draws if one.trace is not None else {}
-    many, *_ = pool(size).run(watched, *case, draws, str(Path("many").resolve()), said)
+    many, *_ = pool(size).run(watched, *case, draws, str(Path("many").resolve()), said, next(_firsts))
     return one, many
 
 

@@ -60,6 +60,13 @@ def test_a_loss_that_is_no_mean_over_samples_is_told_with_its_line(name: str, po
     assert LOSS in found.cause.evidence and says in found.cause.evidence, found.cause.evidence
 
 
+def test_a_name_of_another_function_is_not_advised_where_the_loss_is(pool: Any) -> None:
+    own = "def kept(error, keep):\n        return (error * keep).sum() / keep.sum()\n\n    loss = kept(error, mask)"
+    found = proof(LOSSES.replace("{loss}", own), pool)
+    assert found.cause is not None and found.cause.name == "loss weighting", found.cause
+    assert "let kept return keep.sum() beside the loss, and say mw.backward(loss, weight=…)" in found.cause.evidence
+
+
 @pytest.mark.parametrize("name", COUPLED)
 def test_a_loss_that_no_weights_give_is_coupled(name: str, pool: Any) -> None:
     found = proof(LOSSES.replace("{loss}", COUPLED[name]), pool)

@@ -9,6 +9,7 @@ import copy
 import math
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,15 @@ def test_complex_casts_give_complex128(cast: Any) -> None:
     assert cast(x).dtype == torch.complex64, "this is a cast"
     with upcast():
         assert cast(x).dtype == torch.complex128
+
+
+def test_a_file_of_float32_is_loaded_as_it_is_and_read_as_float64(tmp_path: Path) -> None:
+    held = {"weight": torch.rand(3), "half": torch.rand(2).half()}
+    torch.save(held, tmp_path / "state.pt")
+    with upcast():
+        loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+        assert (loaded["weight"] * 1).dtype == torch.float64
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in held.items())
 
 
 def test_complex_random_numbers_are_those_of_complex64() -> None:

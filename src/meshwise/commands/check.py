@@ -18,7 +18,8 @@ from meshwise.api.check_options import CheckOptions
 from meshwise.commands.command_line import ScriptCommand, from_dataclass, is_script
 from meshwise.equivalence import views
 from meshwise.launcher.supervise import PRELOAD
-from meshwise.spec.exit_codes import DONE, DOUBTFUL, FAILED
+from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.exit_codes import AGAIN, DONE, DOUBTFUL, FAILED, USAGE
 from meshwise.spec.options import check_script
 from meshwise.spec.units import plural
 from meshwise.workers.fork_server import Forks
@@ -38,7 +39,8 @@ def check(
 ) -> None:
     """Prove that the plan computes what one device computes, or name the first module that does not, and why.
 
-    Exit code 0: equal. 1: different. 2: refused. 4: equal in float64, but doubtful: a figure beside it differs.
+    Exit code 0: equal. 1: different. 2: no verdict: refused, or the program fails. 4: equal in float64, but doubtful: a
+    figure beside it differs.
 
     \b
     meshwise check --devices 3xcpu train.py     your script, three workers
@@ -51,12 +53,23 @@ def check(
         notify(f"a check of {plural(options.steps, 'step')}")  # at once: torch is still to be imported
         forks.server(os.environ)  # which imports it too, beside this process
         options = replace(options, arguments=context.args, notify=notify, progress=progress)
-        proof = api.check.check_options(options, forks)
+        with _no_verdict():
+            proof = api.check.check_options(options, forks)
     if as_json:
         print(json.dumps(views.check_dict.check_dict(proof), indent=2))
     else:
         Console().print(views.check_text.check_text(proof), soft_wrap=True)
     raise typer.Exit({"equal": DONE, "doubtful": DOUBTFUL, "different": FAILED}[proof.verdict.value])
+
+
+@contextmanager
+def _no_verdict() -> Iterator[None]:
+    """What fails or is refused is 2, as of diff: 1 and 4 are verdicts."""
+    try:
+        yield
+    except MeshwiseError as error:
+        error.exit_code = USAGE if error.exit_code < AGAIN else error.exit_code
+        raise
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from meshwise.engine.program import Program
 from meshwise.engine.seeds import StepDraws
 from meshwise.engine.watcher import Watcher
 from meshwise.injection import faults
-from meshwise.parallel.data import DROPOUT_NOTE
+from meshwise.parallel.data import OF_DRAWS
 from meshwise.parallel.holding import is_lacked
 from meshwise.parallel.precision import cast_batch, computing
 from meshwise.recording.recording import Recording
@@ -86,7 +86,7 @@ class Engine:
         """say: tells the user a line. draws: the exact random ones, where they are asked for. script: the loop is a
         script's, known from its calls alone."""
         self.world, self.gate, self.draws = world, gate, draws
-        self.notify = Notices(say, untrue=DROPOUT_NOTE if draws is not None else "")
+        self.notify = Notices(say, untrue=OF_DRAWS if draws is not None else ())
         # A function, not a method: a copy of a model copies what its batch norms hold.
         self.program = Program(world, lambda: _samples(self.part), self.notify, piggyback_loss=script)
         self.script, self.given = script, Given()
@@ -102,7 +102,7 @@ class Engine:
     def watch(self, watcher: Watcher) -> None:
         """Let `watcher` watch from now on."""
         self.watcher = watcher
-        self.notify.untrue = DROPOUT_NOTE  # draws are keyed in a check
+        self.notify.untrue = OF_DRAWS  # draws are keyed in a check
         self.carried.settings = tuple  # none: a check finds itself where ranks differ in them
         self.events.listen(watcher, When.WATCH, only=("backward_begins", "step_begins", "step_ends"))
 

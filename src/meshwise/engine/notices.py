@@ -5,15 +5,15 @@ Tested in tests/engine/test_step_mistakes.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from meshwise.transfer import collectives
 
 
 class Notices:
-    """Takes lines for the user. say: tells one. untrue: a line that does not hold here."""
+    """Takes lines for the user. say: tells one. untrue: lines that do not hold here."""
 
-    def __init__(self, say: Callable[[str], None], untrue: str = "") -> None:
+    def __init__(self, say: Callable[[str], None], untrue: Container[str] = ()) -> None:
         self._say, self.untrue = say, untrue
         self._said = set[str]()  # to the newest program of the process
         self.all: list[str] = []
@@ -21,7 +21,7 @@ class Notices:
 
     def __call__(self, text: str) -> None:
         """A line for the user; an empty one says nothing."""
-        if not text or text in self._said or text == self.untrue:
+        if not text or text in self._said or text in self.untrue:
             return
         self._said.add(text)
         self.all += [text] if text not in self.all else []

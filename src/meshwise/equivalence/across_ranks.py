@@ -137,9 +137,12 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
 
     optimizer: None for an update by hand. divided: each rank has the optimizer's state of some parameters only.
     """
-    step.outputs, differ = _outputs_of_ranks(step.outputs)
+    step.outputs, step.peers, differ = _outputs_of_ranks(step.outputs)
     step.contents = _contents_of_ranks(step.contents)
     own = to_rank_0((get_rank(everyone()), step.own_gradients, step.own_boxes), _alike())
+    step.alike = tuple(
+        rank for rank, part in gather_objects((get_rank(everyone()), get_rank()), everyone()) if part == 0
+    )
     step.own_gradients = {(rank, number): named for rank, each, _ in own for (_, number), named in each.items()}
     step.own_boxes = {(rank, name): box for rank, _, boxes in own for (_, name), box in boxes.items()}
     step.evaluating = set().union(*gather_objects(step.evaluating))
@@ -168,19 +171,22 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
     _join_stages(step)
 
 
-def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], Divergence]:
-    """The outputs of all samples, in rank order, on rank 0; and how much ranks that have the same samples differ in
-    them. Collective."""
-    found: dict[int, list[Output]] = {}
+def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[Output]]], Divergence]:
+    """The outputs of all samples, in rank order, on rank 0; those of ranks that have the same samples; and how much
+    these differ in them. Collective."""
+    found: dict[int, list[list[Output]]] = {}
     differ: Divergence = {}
     for rank, outputs in to_rank_0((get_rank(), own), _alike()):
-        first = {output.key: output for output in found.setdefault(rank, outputs)}
+        found.setdefault(rank, []).append(outputs)
+        first = {output.key: output for output in found[rank][0]}
         for output in outputs:
             far = _apart(first[output.key], output) if output.key in first else LACKS
             if far > 0:
                 key = "module outputs", output.module
                 differ[key] = max(far, differ.get(key, 0.0))
-    return [output for outputs in found.values() for output in outputs], differ
+    every = list(found.values())
+    peers = every if any(len(each) > 1 for each in every) else []
+    return [output for each in every for output in each[0]], peers, differ
 
 
 def _contents_of_ranks(own: list[Contents]) -> list[Contents]:

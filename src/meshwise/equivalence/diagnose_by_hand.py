@@ -1,29 +1,151 @@
-"""Why outputs differ of a module in which a program exchanges by hand."""
+"""Why outputs differ of a module in which a program exchanges by hand.
+
+Tested in tests/equivalence/test_by_hand.py and tests/equivalence/test_tensor_by_hand.py.
+"""
 
 from __future__ import annotations
 
-from meshwise.equivalence.evidence import Evidence
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from meshwise.equivalence.causes import Cause
+from meshwise.equivalence.causes import CauseKind as K
+from meshwise.equivalence.evidence import Evidence, near, owner_of
+from meshwise.equivalence.peers import Groups, peers_in
+from meshwise.equivalence.rank_weights import solve
+from meshwise.equivalence.sketches import row_sketches
+from meshwise.equivalence.tolerance import LIMIT
 from meshwise.spec.words import some
 
 
 def sum_by_hand_is_missing(evidence: Evidence) -> str:
-    """A module whose parameters a program has divided itself, and whose parts nobody adds up."""
-    name, kind = evidence.first.name, evidence.first.facts["class"]
+    """A module whose parts nobody adds up: its parameters are divided by the program itself, or its outputs add up to
+    that of one device."""
+    name = evidence.first.name
+    if evidence.first.facts.get("parts") == "a sum":
+        return (
+            f"the ranks have the same samples, and their outputs of {evidence.where(name)} add up to that of one "
+            "device: each has a part of a sum, and goes on with it. An all_reduce of it is missing."
+        )
+    if evidence.exchanges_in(name, sums=True):
+        return ""
+    if evidence.first.facts.get("parts") == "positions" and _follows_features(evidence):
+        return (
+            f"each rank gives {evidence.where(name)} a part of the features, and gets a part of the positions out of "
+            "it; in its forward nothing is added up over the ranks: a reduce_scatter, or an all_reduce, is missing."
+        )
     parts = evidence.divided_by_hand(name)
-    if not parts or evidence.exchanges_in(name, sums=True):
+    if not parts:
         return ""
     others = evidence.exchanges_in(name)
     there = f"; it exchanges in {some(others)}" if others else ""
     return (
-        f"each rank works with its own part of {some(parts)}, and {name} ({kind}) adds nothing up over the ranks"
+        f"each rank works with its own part of {some(parts)}, and {evidence.where(name)} adds nothing up over the ranks"
         f"{there}: an all_reduce of its result is missing."
     )
+
+
+def _follows_features(evidence: Evidence) -> bool:
+    """Whether what is called before the first wrong outputs gives each rank a part of the features."""
+    before = [d for d in evidence.of_kind("module outputs") if d.facts["at"] < evidence.first.facts["at"]]
+    return bool(before) and before[-1].facts.get("parts") == "features"
+
+
+def over_another_group(evidence: Evidence) -> str:
+    """A module that adds up over ranks that have other samples."""
+    said = evidence.of_another_group(evidence.exchanges(evidence.first.name, True))
+    return f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {said}" if said else ""
 
 
 def exchanges_by_hand(evidence: Evidence) -> str:
     """A module whose outputs are wrong, and the lines in which it exchanges."""
     lines = evidence.exchanges_in(evidence.first.name)
-    where = f"{evidence.first.name or 'the model'} ({evidence.first.facts['class']})"
     before = f"everything before it{evidence.not_seen(evidence.first.facts['at'])} is equal"
-    text = f"{where} is the first whose outputs differ; {before}"
+    text = f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {before}"
     return f"{text}. It exchanges by hand in {some(lines)}." if lines else ""
+
+
+def counted_by_ranks(evidence: Evidence) -> Cause | None:
+    """Outputs that are those of one device but for the number of ranks: times or over it, or a bias that often."""
+    key = _call(evidence)
+    ranks_of = [[output] for output in evidence.steps[1].outputs if output.key == key]
+    found = None if evidence.ranks_differ() else next(_scaled(evidence, ranks_of), None)
+    if found is None:
+        return None
+    factor, added, what = found
+    sizes = {evidence.plan.devices, evidence.plan.tensor, evidence.plan.context} - {1}
+    lines = evidence.exchanges_in(evidence.first.name, sums=True)
+    there = f" in {some(lines)}" if lines else ""
+    text = f"the outputs of {evidence.where(evidence.first.name)} are"
+    if near(factor, 1):
+        if not what or abs(added) < LIMIT or (what != "1" and not any(near(added, size - 1) for size in sizes)):
+            return None
+        return Cause(
+            K.DOUBLED_REDUCTION,
+            f"{text} those of one device and {added:.6g} {'more' if what == '1' else f'times {what}'}: what is added "
+            f"up{there} holds it on each rank. Add it behind the sum, or on one rank.",
+        )
+    apart = f", apart from {what}," if added else ""
+    for size in sizes:
+        if near(factor, size):
+            why = f"ranks that have the same are added up{there}"
+            return Cause(K.DOUBLED_REDUCTION, f"{text}{apart} {size} times those of one device: {why}.")
+        if near(factor, 1 / size):
+            why = f"the sum{there} is divided by the ranks, or a mean"
+            return Cause(K.DOUBLED_REDUCTION, f"{text}{apart} 1/{size} of those of one device: {why}.")
+    return None
+
+
+def ranks_have_parts(evidence: Evidence) -> str:
+    """Ranks that have the same samples differ from each other, and all from one device."""
+    if not evidence.first.facts.get("first rank", 0.0) > LIMIT:
+        return ""
+    text = f"{evidence.where(evidence.first.name)} gives other outputs on ranks that work on the same samples"
+    peers = peers_in(evidence.steps[1]).get(_call(evidence), [])
+    for factor, added, what in _scaled(evidence, peers):
+        if near(factor, 1) and near(added, len(peers[0]) - 1) and what != "1":
+            return (
+                f"{text}: apart from {what}, which each adds, they are parts of a sum, that of one device. An "
+                f"all_reduce is missing, before {what} is added."
+            )
+    return f"{text}: a sum lacks a part."
+
+
+def _call(evidence: Evidence) -> tuple[int, str, int]:
+    """That of the first outputs that differ."""
+    facts = evidence.first.facts
+    return facts["microbatch"] - 1, evidence.first.name, facts["call"] - 1
+
+
+def _scaled(evidence: Evidence, groups: Groups) -> Iterator[tuple[float, float, str]]:
+    """With which factor of one device, and how much of a bias or of 1, the first wrong outputs are made, those of
+    ranks that have the same samples added up."""
+    key = _call(evidence)
+    one = next((output for output in evidence.steps[0].outputs if output.key == key), None)
+    rows = _rows(groups)
+    if one is None or rows is None or "0" not in one.sketches or len(one.sketches["0"]) != len(rows):
+        return
+    size, wanted = one.shape[-1] if one.shape else 1, rows.flatten()
+    biases = {
+        name: p
+        for name, p in evidence.reference.initial_parameters.items()
+        if owner_of(name) == one.module and p.shape == (size,) and evidence.first.step == 1
+    }
+    for what, value in ({"": None} | biases | {"1": torch.ones(size, dtype=torch.float64)}).items():
+        columns = [one.sketches["0"].flatten()]
+        if value is not None:
+            shape = (1, one.shape[0] // len(rows), *one.shape[1:]) if one.shape[0] != len(rows) else (1, *one.shape[1:])
+            columns.append(row_sketches(value.expand(shape)).expand_as(rows).flatten())
+        found = solve(torch.stack(columns, 1), wanted)
+        if found is not None and found[1]:
+            yield found[0][0], found[0][1] if value is not None else 0.0, what
+
+
+def _rows(groups: Groups) -> Tensor | None:
+    held = [[rank.sketches["0"] for rank in ranks if "0" in rank.sketches] for ranks in groups]
+    sums = [
+        torch.stack(rows).sum(0) for rows, ranks in zip(held, groups, strict=True) if rows and len(rows) == len(ranks)
+    ]
+    return torch.cat(sums) if sums and len(sums) == len(groups) else None

@@ -11,8 +11,9 @@ from itertools import takewhile
 
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
-from meshwise.equivalence.compare import Difference
+from meshwise.equivalence.diagnose_backward import by_hand_in_the_backward
 from meshwise.equivalence.diagnose_weights import by_weights
+from meshwise.equivalence.difference import Difference
 from meshwise.equivalence.evidence import Evidence, Rule, is_inside, near, owner_of, precision_lost, says
 from meshwise.equivalence.rank_weights import weights_in
 from meshwise.spec.plan import Plan
@@ -185,6 +186,7 @@ def _wrong_from_batch_norm_on(evidence: Evidence) -> str:
 
 GRADIENT_RULES: tuple[Rule, ...] = (
     _no_gradient,
+    by_hand_in_the_backward,
     says(K.MISSING_REDUCTION, _not_reduced),
     _modified_between_backwards,
     says(K.DROPOUT, _random_recompute),

@@ -52,6 +52,11 @@ CONTENTS_RULES: tuple[Rule, ...] = (
 
 # Statistics of a module's own.
 
+OF_BATCH = (
+    "Take what is of the whole batch with mw.mean(x.mean(0), weight=len(x), grad=True); torch's own batch norms are "
+    "joined by themselves."
+)
+
 
 def own_statistics(evidence: Evidence) -> str:
     """A module whose own buffers differ behind the step: it keeps something of the samples that it is given."""
@@ -60,9 +65,8 @@ def own_statistics(evidence: Evidence) -> str:
     if not kept:
         return ""
     return (
-        f"{name or 'the model'} ({kind}) keeps {some(kept)}, which after the step is of the samples of one rank. Take "
-        "what is of the whole batch with mw.mean(x.mean(0), weight=len(x), grad=True); torch's own batch norms are "
-        "joined by themselves."
+        f"{name or 'the model'} ({kind}) keeps {some(kept)}, which after the step is of the samples of one rank. "
+        f"{OF_BATCH}"
     )
 
 

@@ -7,11 +7,15 @@ import linecache
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
+from torch import Tensor
+
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.evidence import Evidence, near
 from meshwise.equivalence.loss_numbers import Joined, Key, joined
 from meshwise.equivalence.rank_weights import RankWeights, shown, weights_in
+from meshwise.equivalence.tolerance import LIMIT
 from meshwise.spec.words import some
 
 SAY_SUM = "mw.backward(loss, reduction='sum'), or Job(reduction='sum')"
@@ -54,12 +58,15 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
     parts = [known[key] for key in number.one.made_of if key in known]
     means, sums = [p for p in parts if p.is_mean and not p.is_alike], [p for p in parts if p.is_sum and not p.is_mean]
     if number.is_mean_of_its_own:
-        over, what = shown(rank.over for rank in number.ranks), _divisor(number)
+        over, what, within = shown(rank.over for rank in number.ranks), _divisor(number), _function_of(number.place)
+        say = f"mw.backward(loss, weight={what}), or let a job's loss return (loss, {what})"
+        if within:  # whose names the line with mw.backward does not have
+            say = f"let {within} return {what} beside the loss, and say mw.backward(loss, weight=…) with it"
+            say += f"; the loss of a job returns (loss, {what})"
         return Cause(
             K.LOSS_WEIGHTING,
             f"{line_of(number)} is a mean over {number.one.over:g}, and over {over} on the ranks, which have "
-            f"{some(list(map(str, number.samples)))} samples. Say over how much: mw.backward(loss, weight={what}), or "
-            f"let a job's loss return (loss, {what}).",
+            f"{some(list(map(str, number.samples)))} samples. Say over how much: {say}.",
         )
     if number.key[1] in ("mul", "div") and len(parts) == 1 and (means or sums) and number.one.value:
         shares = [each / sum(number.samples) for each in number.samples] if means else [1.0] * len(number.ranks)
@@ -77,10 +84,55 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
     return None
 
 
+def cut_otherwise(evidence: Evidence) -> str:
+    """Means of pieces of a batch, over as much in all as on one device and with the same total: what differs is how
+    much a piece counts."""
+    one, plan = (step.numbers for step in evidence.steps)
+    for at, name in dict.fromkeys(key[:2] for key in one[0]) if len(one) == 1 < len(plan) else ():
+        mine, theirs = (
+            [number for each in side for key, number in each.items() if key[:2] == (at, name) and number.over]
+            for side in (one, plan)
+        )
+        totals = [(sum(n.over for n in side), sum(n.over * n.value for n in side)) for side in (mine, theirs)]
+        alike = all(near(a, b) for a, b in zip(*totals, strict=True))
+        means = [sum(n.value for n in side) / len(side) for side in (mine, theirs) if side]
+        # In a loss that is their mean, or a multiple of it: a product of means is no piece's.
+        if alike and len(mine) > 1 and near(evidence.steps[0].loss * means[1], evidence.steps[1].loss * means[0]):
+            return (
+                f"{at} ({_line(at) or name}) takes means over {shown(n.over for n in mine)} on one device, and over "
+                f"{shown(n.over for n in theirs)} on the ranks: over {totals[0][0]:g} in all, cut into other pieces, "
+                "each of which counts as a piece. Add up sums instead of means, and divide once, by what the whole "
+                "batch has."
+            )
+    return ""
+
+
+def other_targets(evidence: Evidence) -> str:
+    """A loss of torch's that is given the outputs of one device, and not its targets."""
+    for number in _numbers(evidence):
+        one, ranks = number.one.given, [rank.given for rank in number.ranks if rank.given is not None]
+        if one is None or len(ranks) < len(number.ranks) or sum(rank.rows for rank in ranks) != one.rows:
+            continue
+        pairs = ((one.outputs, [r.outputs for r in ranks]), (one.targets, [r.targets for r in ranks]))
+        outputs, targets, both = (_adds_up_to(a, b) for a, b in (*pairs, (one.both, [r.both for r in ranks])))
+        if outputs and not both:
+            other = "the same targets, beside other outputs" if targets else "other targets"
+            return (
+                f"{line_of(number)} is given the outputs of one device, and {other}. What a target takes from its "
+                "neighbours, as a shift of labels does, is made before the batch is divided."
+            )
+    return ""
+
+
+def _adds_up_to(one: Tensor, ranks: list[Tensor]) -> bool:
+    total = torch.stack(ranks).sum(0)
+    return float((one - total).norm()) <= LIMIT * float(one.norm())
+
+
 def _divisor(number: Joined) -> str:
     """What a line divides by, or takes a mean over, as it is written there; `…` where that is not plain."""
     try:
-        nodes = list(ast.walk(ast.parse(_source(number))))
+        nodes = list(ast.walk(ast.parse(_line(number.place))))
     except SyntaxError:
         return "…"
     found = [ast.unparse(n.right) for n in nodes if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div)]
@@ -88,6 +140,19 @@ def _divisor(number: Joined) -> str:
         calls = [n.func for n in nodes if isinstance(n, ast.Call) and not n.args and isinstance(n.func, ast.Attribute)]
         found = [f"{ast.unparse(of.value)}.numel()" for of in calls if of.attr == "mean"]
     return found[0] if len(found) == 1 and number.key[1] in ("div", "mean") else "…"
+
+
+def _function_of(place: str) -> str:
+    """The function around a line; empty where it is none, or goes backward itself."""
+    file, _, number = place.rpartition(":")
+    try:
+        line, tree = int(number), ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ""
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    around = [n for n in functions if n.lineno <= line <= (n.end_lineno or n.lineno)]
+    goes_back = around and any(isinstance(n, ast.Attribute) and n.attr == "backward" for n in ast.walk(around[-1]))
+    return around[-1].name if around and not goes_back else ""
 
 
 def _origin(number: Joined, known: dict[Key, Joined]) -> Joined:
@@ -99,11 +164,12 @@ def _origin(number: Joined, known: dict[Key, Joined]) -> Joined:
 
 def line_of(number: Joined) -> str:
     """The line of a number, and what stands there."""
-    return f"{number.place} ({_source(number) or number.key[1]})"
+    return f"{number.place} ({_line(number.place) or number.key[1]})"
 
 
-def _source(number: Joined) -> str:
-    file, _, line = number.place.rpartition(":")
+def _line(place: str) -> str:
+    """What stands in a line."""
+    file, _, line = place.rpartition(":")
     linecache.checkcache(file)
     return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
 

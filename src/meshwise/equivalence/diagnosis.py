@@ -10,11 +10,17 @@ from collections.abc import Mapping
 
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
-from meshwise.equivalence.compare import Comparison, Difference
-from meshwise.equivalence.diagnose_by_hand import exchanges_by_hand, sum_by_hand_is_missing
+from meshwise.equivalence.compare import Comparison
+from meshwise.equivalence.diagnose_by_hand import (
+    counted_by_ranks,
+    exchanges_by_hand,
+    over_another_group,
+    ranks_have_parts,
+    sum_by_hand_is_missing,
+)
 from meshwise.equivalence.diagnose_evaluation import EVALUATION_RULES
 from meshwise.equivalence.diagnose_gradients import GRADIENT_RULES
-from meshwise.equivalence.diagnose_kinds import CONTENTS_RULES, not_finite, open_exchange, own_statistics
+from meshwise.equivalence.diagnose_kinds import CONTENTS_RULES, OF_BATCH, not_finite, open_exchange, own_statistics
 from meshwise.equivalence.diagnose_updates import (
     UPDATE_RULES,
     accumulates_by_ranks,
@@ -24,11 +30,18 @@ from meshwise.equivalence.diagnose_updates import (
     other_microbatches,
     skipped_step,
 )
-from meshwise.equivalence.diagnose_weights import by_numbers, by_weights, line_of, not_a_mean
+from meshwise.equivalence.diagnose_weights import (
+    by_numbers,
+    by_weights,
+    cut_otherwise,
+    line_of,
+    not_a_mean,
+    other_targets,
+)
+from meshwise.equivalence.difference import Difference
 from meshwise.equivalence.evidence import Evidence, Rule, is_inside, near, owner_of, says
-from meshwise.equivalence.pairs import pairs_of_both
-from meshwise.equivalence.tolerance import LIMIT
-from meshwise.equivalence.trace import Trace
+from meshwise.equivalence.pairs import taken_together
+from meshwise.equivalence.trace import StepTrace, Trace
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 
@@ -102,11 +115,6 @@ def _outputs_are_equal(evidence: Evidence) -> bool:
     return bool(evidence.of_kind("module outputs")) and not evidence.faults("module outputs")
 
 
-def _lacks_a_part(evidence: Evidence) -> bool:
-    """Whether ranks that have the same samples differ from each other, and all from one device."""
-    return bool(evidence.first.facts.get("first rank", 0.0) > LIMIT)
-
-
 def _other_mode(evidence: Evidence) -> str:
     one, plan = (step.evaluating for step in evidence.steps)
     which = sorted(name for name in one ^ plan if is_inside(name, evidence.first.name))
@@ -122,18 +130,47 @@ def _reads_other_samples(evidence: Evidence) -> bool:
     return len(one) == len(plan) == len(set(plan)) and set(one) != set(plan)
 
 
+def _position_of_another_step(evidence: Evidence) -> str:
+    """A step that reads what one device reads in another: the position in the data was moved."""
+    plan, here = _read_in(evidence.steps[1]), evidence.first.step
+    same = [n for n, step in enumerate(evidence.reference.steps, 1) if n != here and _read_in(step) == plan]
+    if not same:
+        return ""
+    where, does = ("ahead", "skips") if same[0] > here else ("back", "reads again")
+    return (
+        f"step {here} reads the samples of step {same[0]} of one device: the position in the data went {where}, as "
+        f"where a resumed run {does} what an earlier one has read."
+    )
+
+
+def _read_in(step: StepTrace) -> list[list[int]]:
+    return [sorted(index for part in ranks for index in part) for ranks in step.samples]
+
+
 def _pairs_samples(evidence: Evidence) -> str:
-    """A loss of pairs of samples, or one that no weighting of the ranks' own gives."""
+    """A loss of pairs of samples, or one that no weighting of the ranks' own gives. What a module does whose outputs
+    are equal is none."""
     one, plan = evidence.steps
-    places = pairs_of_both(one.pairs, plan.pairs)
-    if places:
-        return f"{places[0]}; the loss is {evidence.both_numbers()}."
+    equal = {d.name for d in evidence.of_kind("module outputs")}
+    found = [each for each in taken_together(one.pairs, plan.pairs) if each.module not in equal]
+    if found:
+        return f"{found[0].text}; the loss is {evidence.both_numbers()}.{evidence.or_padding()}"
     other = not_a_mean(evidence)
-    return "" if other is None else f"{line_of(other)} is {other.shown}: no mean of the ranks' own."
+    return (
+        "" if other is None else f"{line_of(other)} is {other.shown}: no mean of the ranks' own.{evidence.or_padding()}"
+    )
 
 
-def _where_outputs_are_equal(rule: Rule) -> Rule:
-    return lambda evidence: rule(evidence) if _outputs_are_equal(evidence) else None
+def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
+    """A module that takes the samples of the batch together, of which each rank has its own."""
+    name, (one, plan) = evidence.first.name, evidence.steps
+    found = [each for each in taken_together(one.pairs, plan.pairs) if each.module == name]
+    if not found or evidence.exchanges_in(name):
+        return None
+    where = f"{evidence.where(name)} is the first whose outputs differ"
+    if found[0].is_statistic:
+        return Cause(K.BATCH_NORM, f"{where}; {found[0].text}, which are those of one rank. {OF_BATCH}")
+    return Cause(K.COUPLED, f"{where}; {found[0].text}, and each rank has only its own.{evidence.or_padding()}")
 
 
 def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
@@ -220,6 +257,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.BATCH_SIZE, accumulates_by_ranks),
         says(K.SKIPPED, other_microbatches),
         says(K.BATCH_SIZE, _is_of_a_share_of_the_batch),
+        says(K.DATA_ORDER, _position_of_another_step),
         says(K.DATA_ORDER, "{name} has as many samples, each once, and other ones: {samples}.", _reads_other_samples),
         says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
         says(K.DATA_ORDER, "{name} has the same samples in another order."),
@@ -238,22 +276,23 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             K.DROPOUT, "a forward draws from numpy.random, which is not keyed: ranks draw other numbers.", _numpy_draws
         ),
         says(K.BATCH_NORM, "{name} contains a batch norm, and nothing before it differs.", _contains_batch_norm),
-        says(
-            K.MISSING_REDUCTION,
-            "{name} ({class}) gives other outputs on ranks that work on the same samples: a sum lacks a part.",
-            _lacks_a_part,
-        ),
         says(K.NOT_FINITE, not_finite),
+        says(K.WRONG_GROUP, over_another_group),
         says(K.MISSING_REDUCTION, sum_by_hand_is_missing),
+        counted_by_ranks,
+        says(K.MISSING_REDUCTION, ranks_have_parts),
+        _statistics_in_a_module,
         says(K.MODULE, exchanges_by_hand),
-        says(K.MODULE, "{name} ({class}) is the first whose outputs differ; {before}."),
+        says(K.MODULE, "{name} ({class}) is the first whose outputs differ; {before}.{padding}"),
     ),
     "loss": (
         says(K.RACE, open_exchange),
         says(K.NOT_FINITE, not_finite),
         says(K.LOSS, "ranks have different losses, which should all be that of the global batch.", ranks_differ),
-        _where_outputs_are_equal(by_numbers),
-        _where_outputs_are_equal(by_weights),
+        by_numbers,
+        by_weights,
+        says(K.LOSS_WEIGHTING, cut_otherwise),
+        says(K.LOSS, other_targets),
         says(K.COUPLED, _pairs_samples, _outputs_are_equal),
         says(K.LOSS, "the loss is {both}."),
     ),

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
 from meshwise.equivalence.causes import Cause, CauseKind
-from meshwise.equivalence.compare import Comparison, Difference
-from meshwise.equivalence.exchanges import adds_up
+from meshwise.equivalence.compare import Comparison
+from meshwise.equivalence.difference import Difference
+from meshwise.equivalence.exchanges import Exchange
 from meshwise.equivalence.noise import NOISE
 from meshwise.equivalence.tolerance import largest, precision_of
 from meshwise.equivalence.trace import StepTrace, Trace
@@ -59,22 +61,63 @@ class Evidence:
         ]
         return f" that can be compared (those of {some(list(dict.fromkeys(names)))} cannot)" if names else ""
 
+    def or_padding(self) -> str:
+        """The other candidate, where ranks pad their own samples to other lengths than one device."""
+        theirs = dict[Any, list[int]]()
+        for output in self.steps[1].outputs if self.plan.tensor == self.plan.context == 1 else ():
+            theirs.setdefault(output.key, []).extend(output.shape[1:2])
+        for one in self.steps[0].outputs:
+            lengths = theirs.get(one.key, [])
+            if one.shape[1:] and lengths and min(lengths) < one.shape[1] == max(lengths):
+                return (
+                    f" Or the model reads padding: ranks pad to {some(list(map(str, lengths)), 8)}, and one device to "
+                    f"{one.shape[1]}. Give every attention its mask, that of the memory too, or pad to one length."
+                )
+        return ""
+
+    def where(self, module: str) -> str:
+        """A module, its class, and the line of its forward where the user has written that."""
+        at = self.reference.places.get(module)
+        return f"{module or 'the model'} ({self.comparison.modules.get(module, '')}{f', {at}' if at else ''})"
+
     def exchanges_in(self, module: str, *, sums: bool | None = None) -> list[str]:
-        """Lines in which the program exchanges by hand in the forward of `module`, what is inside it or around it, and
-        by what. sums: only what adds up, or what does not."""
-        near_it = [
-            (where, name)
-            for of, where, name, _ in self.actual.exchanges
-            if of and (is_inside(of, module) or is_inside(module, of)) and sums in (None, adds_up(name))
-        ]
-        return [f"{where} ({name})" for where, name in dict.fromkeys(near_it)]
+        """Lines in which the program exchanges by hand in the forward of `module` and what is inside it, or else of the
+        nearest around it, and by what. sums: only what adds up, or what does not."""
+        return list(dict.fromkeys(each.line for each in self.exchanges(module, sums)))
+
+    def exchanges(self, module: str, sums: bool | None = None) -> list[Exchange]:
+        """The same, as such."""
+        known = [each for each in self.actual.exchanges if each.module and sums in (None, each.adds_up)]
+        inside = [each for each in known if is_inside(each.module, module)]
+        around = [each for each in known if is_inside(module, each.module)]
+        nearest = max((each.module for each in around), key=len, default="")
+        return inside or [each for each in around if each.module == nearest]
 
     def exchanges_without_backward(self, module: str) -> list[str]:
         """Those of `exchanges_in` whose torch.autograd.Function exchanges nothing in its backward, or that lie in
-        none."""
-        there, back = self.exchanges_in(module), {function for *_, function in self.actual.exchanges_backward}
-        lost = {f"{at} ({name})": of for _, at, name, of in self.actual.exchanges if not of or of not in back}
-        return [f"{line[:-1]} in {lost[line]})" if lost[line] else line for line in there if line in lost]
+        none. A sum over ranks that have the same samples needs nothing there: they go on alike."""
+        back = {each.function for each in self.actual.exchanges_backward}
+        found = self.exchanges(module, False if self.steps[1].peers else None)
+        return list(dict.fromkeys(each.within for each in found if not each.function or each.function not in back))
+
+    def sums_in_backward(self, module: str) -> list[Exchange]:
+        """What adds up in the backward of what exchanges in the forward of `module`, or anywhere where that is not
+        known."""
+        used = {each.function for each in self.exchanges(module) if each.function}
+        known = [each for each in self.actual.exchanges_backward if each.adds_up]
+        return [each for each in known if each.function in used] or known
+
+    def of_another_group(self, sums: list[Exchange]) -> str:
+        """A sum over other ranks than those that have the same samples, which alone have parts of one."""
+        alike = self.steps[1].alike
+        wrong = [each for each in sums if each.ranks and set(each.ranks) != set(alike)]
+        if not wrong or len(alike) < 2:
+            return ""
+        over, right = (some(list(map(str, ranks)), 8) for ranks in (wrong[0].ranks, alike))
+        return (
+            f"{wrong[0].within} adds up over rank {over}; those that have the same samples, and parts of one sum, are "
+            f"rank {right}: it is given another group."
+        )
 
     def divided_by_hand(self, module: str) -> list[str]:
         """Parameters of a module of which each rank has a gradient for a part of its own."""
@@ -142,6 +185,7 @@ def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable
             "step": first.step,
             "both": evidence.both_numbers(),
             "samples": evidence.samples_text(),
+            "padding": evidence.or_padding(),
             "how_many": evidence.how_many(),
             "outputs": f"module outputs{evidence.not_seen()} are equal",
             "before": f"everything before it{evidence.not_seen(first.facts.get('at', math.inf))} is equal",

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
 from meshwise.compat.dispatch import intercept_operators, operator_name
@@ -23,9 +24,37 @@ TORCH = str(Path(torch.__file__).parent) + os.sep
 DISTRIBUTED = TORCH + "distributed" + os.sep
 NAMESPACES = ("c10d", "_c10d_functional")
 SUMS = ("allreduce", "all_reduce", "reduce_scatter", "reduce")
-Exchanges = dict[tuple[str, str, str, str], None]
-"""Module, line, operator, and the torch.autograd.Function that it lies in; in their order. The module is empty outside
-of the model, and in a backward; the function where it lies in none."""
+
+
+class Exchange(NamedTuple):
+    """An exchange of the program's own. module: empty outside of the model, and in a backward. function: the
+    torch.autograd.Function that it lies in; empty where it lies in none. ranks: of its group; empty where that is not
+    known."""
+
+    module: str
+    place: str
+    operator: str
+    function: str
+    ranks: tuple[int, ...]
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether it does."""
+        return self.operator.startswith(SUMS)
+
+    @property
+    def line(self) -> str:
+        """Where it is, and by what."""
+        return f"{self.place} ({self.operator})"
+
+    @property
+    def within(self) -> str:
+        """The same with the function."""
+        return f"{self.place} ({self.operator} in {self.function})" if self.function else self.line
+
+
+Exchanges = dict[Exchange, None]
+"""In their order."""
 
 
 def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractContextManager[Any]:
@@ -35,7 +64,8 @@ def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractCon
         frame = _by_hand() if operator.namespace in NAMESPACES else None
         if frame is not None:
             where = place(frame.f_code.co_filename, frame.f_lineno)
-            found[module(), where, operator_name(operator).strip("_"), _function(frame)] = None
+            name, ranks = operator_name(operator).strip("_"), _ranks()
+            found[Exchange(module(), where, name, _function(frame), ranks)] = None
         return operator(*args, **kwargs)
 
     return intercept_operators(note)
@@ -61,6 +91,11 @@ def _function(frame: FrameType | None) -> str:
     return ""
 
 
-def adds_up(operator: str) -> bool:
-    """Whether an exchange adds up."""
-    return operator.startswith(SUMS)
+def _ranks() -> tuple[int, ...]:
+    """Those of the group that torch.distributed was called with."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (frame.f_code.co_filename.startswith(DISTRIBUTED) and "group" in frame.f_locals):
+        frame = frame.f_back
+    group = None if frame is None else frame.f_locals["group"]
+    known = frame is not None and (group is None or isinstance(group, dist.ProcessGroup))
+    return tuple(sorted(dist.get_process_group_ranks(group))) if known else ()

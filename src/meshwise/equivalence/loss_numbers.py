@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwise.compat.dispatch import intercept_operators, operator_name
+from meshwise.equivalence.sketches import DIRECTIONS, row_sketches
 from meshwise.spec.user_code import user_place
 
 Key = tuple[str, str, int]
@@ -27,13 +28,25 @@ COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
 
 
 @dataclass(frozen=True)
+class Given:
+    """The rows that a loss of torch's takes: how many; a sketch of those of its outputs, of those of its targets, and
+    of both together. What the ranks' add up to is that of one device, in whatever order they are."""
+
+    rows: int
+    outputs: Tensor
+    targets: Tensor
+    both: Tensor
+
+
+@dataclass(frozen=True)
 class Number:
     """A single number. made_of: those that it is made of. over: what it is divided by, or its mean is over; 0 where it
-    is neither."""
+    is neither. given: of a loss of torch's."""
 
     value: float
     made_of: tuple[Key, ...]
     over: float = 0.0
+    given: Given | None = None
 
 
 Numbers = dict[Key, Number]
@@ -59,7 +72,7 @@ class NotedNumbers:
             self._calls[at, name] += 1
             key = at, name, self._calls[at, name]
             made_of = tuple(self._keys[id(arg)][0] for arg in args if id(arg) in self._keys)
-            self._numbers[key] = Number(float(number.detach()), made_of, _over(name, args, result))
+            self._numbers[key] = Number(float(number.detach()), made_of, _over(name, args, result), _given(name, args))
             self._keys[id(number)] = key, number
         return result
 
@@ -78,6 +91,15 @@ def _over(name: str, args: tuple[Any, ...], result: Any) -> float:
     if name in COUNTED:
         return float(result[1])
     return float(args[0].numel()) if name == "mean" or name in MEANS else 0.0
+
+
+def _given(name: str, args: tuple[Any, ...]) -> Given | None:
+    if name not in MEANS + COUNTED or any(type(arg) is not Tensor or not arg.dim() for arg in args[:2]):
+        return None
+    outputs, targets = (row_sketches(arg.detach()).unflatten(1, (-1, DIRECTIONS)).sum(1) for arg in args[:2])
+    if len(outputs) != len(targets):
+        return None
+    return Given(len(outputs), *(rows.pow(3).sum(0) for rows in (outputs, targets, outputs + targets)))
 
 
 @dataclass(frozen=True)
@@ -129,13 +151,17 @@ class Joined:
 
 
 def joined(one: Numbers, ranks: Sequence[Numbers], samples: Sequence[int]) -> dict[Key, Joined]:
-    """The numbers of a forward, in the order of one device. What a side computes more often is left out: a number for
-    each sample."""
+    """The numbers of a forward, in the order of one device, the loss as the last. What a side computes more often is
+    left out: a number for each sample."""
     sides = [Counter((at, name) for at, name, _ in side) for side in (one, *ranks)]
     found = {}
     for key, number in one.items():
         if key[0] and all(side[key[:2]] == sides[0][key[:2]] for side in sides):
             found[key] = Joined(key, number, tuple(rank[key] for rank in ranks), tuple(samples))
+    last = [next(reversed(side)) for side in (one, *ranks) if side]
+    if len(last) == 1 + len(ranks) and all(key[:2] == last[0][:2] for key in last):
+        losses = tuple(rank[key] for rank, key in zip(ranks, last[1:], strict=True))
+        found[last[0]] = Joined(last[0], one[last[0]], losses, tuple(samples))
     return found
 
 

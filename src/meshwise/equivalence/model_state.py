@@ -37,6 +37,11 @@ def copied(tensor: Tensor) -> Tensor:
     return copy.to(torch.float64) if copy.is_floating_point() else copy
 
 
+def is_replicated(tensor: Tensor) -> bool:
+    """Whether it is a DTensor that every rank of its mesh has whole."""
+    return isinstance(tensor, DTensor) and all(placement.is_replicate() for placement in tensor.placements)
+
+
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that this rank's stage trains, each once: where a block has stayed gathered, the part that it was
     made from."""

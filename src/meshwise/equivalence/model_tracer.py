@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.compat.dispatch import without_interception
@@ -23,13 +24,22 @@ from meshwise.data.keyed import DrawLayout, KeyedDraws, Rows, by_reference, by_r
 from meshwise.equivalence.contents import Reading, contents_of
 from meshwise.equivalence.exchanges import noting_exchanges
 from meshwise.equivalence.loss_numbers import NotedNumbers
-from meshwise.equivalence.model_state import buffers_of, clean, local_norms, named_parameters, parameters_of, tied_in
+from meshwise.equivalence.model_state import (
+    buffers_of,
+    clean,
+    is_replicated,
+    local_norms,
+    named_parameters,
+    parameters_of,
+    tied_in,
+)
 from meshwise.equivalence.open_exchanges import noting_nan
 from meshwise.equivalence.pairs import noting_pairs
 from meshwise.equivalence.sketches import pieces, sketches
 from meshwise.equivalence.trace import Draws, Named, Output, StepTrace, Trace
 from meshwise.equivalence.upcast import upcast
 from meshwise.parallel.recompute import recomputed
+from meshwise.spec.user_code import is_users, place
 from meshwise.splits.crossing import gather
 from meshwise.transfer import stages
 from meshwise.transfer.sharded import full_tensor
@@ -48,6 +58,7 @@ class ModelTracer:
         kinds = {clean(name): type(module).__name__ for name, module in model.named_modules()}
         again = tuple(clean(name) for name in recomputed(model))
         self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model), recomputed_modules=again)
+        self.trace.places = {clean(name): at for name, module in model.named_modules() if (at := _place(module))}
         self.step = StepTrace()
         self._seed, self._reference, self._upcast, self._perturb = seed, reference, upcast, perturb
         self._at = 0, -1  # the step that began last, its newest microbatch
@@ -63,6 +74,7 @@ class ModelTracer:
         self._running = list[str]()  # modules, the innermost last
         self._open_calls: list[list[int]] = []  # of each: draws before it, draws of the calls inside it
         self._norms_left: dict[str, float] | None = None
+        self._in_backward = False
         self._own: Named | None = None  # of this rank, in the backward that runs now
         self._of_loss: Any = None  # the hook of the newest loss
         self._own_factor = 1.0  # what the backward that runs now has multiplied the loss with
@@ -105,7 +117,7 @@ class ModelTracer:
         self._calls, self.in_forward, self._open_calls, self._running = {}, True, [], []
         of_numpy = np.random.get_state()
         try:
-            pairs = noting_pairs(rows.count, self.step.pairs, lambda: bool(self._open_calls))
+            pairs = noting_pairs(rows.count, self.step.pairs, lambda: self._running[-1] if self._running else None)
             of_modules = stages.carried(lambda: dict(self._calls), self._go_on)
             self._numbers = NotedNumbers()
             nan = noting_nan(self.step.nan_while_open, self._perturb)
@@ -153,9 +165,10 @@ class ModelTracer:
         drawn = len(self.draws.log)
         nan = noting_nan(self.step.nan_while_open, self._perturb)
         by_hand = noting_exchanges(self.trace.exchanges_backward, str)
+        self._in_backward = True
         with upcast(self._upcast), self.draws.backward(), by_hand, nan:
             yield
-        self._own = None
+        self._own, self._in_backward = None, False
         if self._of_loss is not None:
             self._of_loss.remove()  # a program's tensor with a hook is left alone by what looks at gradients
         # What runs again and draws the same numbers as at first is the same call, and not noted again.
@@ -187,11 +200,12 @@ class ModelTracer:
                 (names[id(p)], whole) for group in groups_of(module) for p, whole in group.wholes() if id(p) in names
             ]
         for name, p in found:
-            if p.requires_grad and p not in self._hooked and type(p) is nn.Parameter:
+            if p.requires_grad and p not in self._hooked and (type(p) is nn.Parameter or is_replicated(p)):
                 self._hooked[p] = p.register_hook(partial(self._keep_own, name))
 
     def _keep_own(self, name: str, gradient: Tensor) -> None:
         """What comes later in a backward is played again for the parameter, by what reduces gradients."""
+        gradient = gradient.to_local() if isinstance(gradient, DTensor) and is_replicated(gradient) else gradient
         if self._own is not None and name not in self._own and type(gradient) is Tensor:
             with without_interception():
                 self._own[name] = pieces(gradient.detach()).div(self._own_factor or math.inf)
@@ -253,6 +267,15 @@ class ModelTracer:
         if self._rows.samples > 0:
             output = Output(self._at[1], name, kind, number, tuple(value.shape), self._rows.count, found)
             self.step.outputs.append(output)
+            if self._at == (0, 0) and type(tensor) is Tensor and tensor.grad_fn is not None:  # a hook of the tensor
+                tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))  # would be seen
+
+    def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """What comes back to an output, of this rank's loss alone."""
+        gradient = gradients[number]
+        if self._in_backward and not output.gradient and type(gradient) is Tensor and gradient.shape == output.shape:
+            with without_interception():
+                output.gradient.update(sketches(gradient.detach() / (self._own_factor or math.inf), output.rows))
 
     def _drawn(self) -> int:
         """Draws of this microbatch so far; of those that cannot be keyed, kinds."""
@@ -269,6 +292,11 @@ class ModelTracer:
             self.trace.random_modules.add(name)
         if self._open_calls:
             self._open_calls[-1][1] += drawn
+
+
+def _place(module: nn.Module) -> str:
+    code = getattr(type(module).forward, "__code__", None)
+    return place(code.co_filename, code.co_firstlineno) if code is not None and is_users(code.co_filename) else ""
 
 
 def _box(there: Tensor) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -37,11 +37,12 @@ def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, floa
 @dataclass(frozen=True)
 class Layout:
     """How slices along a dim of one device lie on the ranks: how many it has, how many each rank has, in which order
-    they follow on each other there."""
+    they follow on each other there. is_last: whether that is the last dim, that of features."""
 
     whole: int
     parts: tuple[int, ...]
     order: str
+    is_last: bool = field(default=False, compare=False)
 
 
 ORDERS = ("one after the other", "in turn", "from both ends")
@@ -61,9 +62,16 @@ def _order(layout: Layout) -> Tensor:
 
 def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, tuple[float, float]]]:
     """Each way in which the slices of the ranks may be those of one device, and how much they differ then."""
+    for layout, mine, theirs in divided_rows(one, ranks):
+        yield layout, rows_difference(mine, theirs)
+
+
+def divided_rows(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, Tensor, Tensor]]:
+    """Each such way, and sketches of the slices of both sides, in the order of the ranks."""
     if len(ranks) < 2:
         return
-    for dim in {0, min(1, len(one.shape) - 1), len(one.shape) - 1} if one.shape else ():
+    last = len(one.shape) - 1
+    for dim in {0, min(1, last), last} if one.shape else ():
         parts = [rank.sketches.get(f"along {dim}") for rank in ranks]
         rest = [rank.shape[:dim] + rank.shape[dim + 1 :] for rank in ranks]
         alike = all(other == one.shape[:dim] + one.shape[dim + 1 :] for other in rest)
@@ -71,8 +79,8 @@ def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layo
         if f"along {dim}" in one.sketches and alike and len(found) == len(ranks):
             counts = tuple(map(len, found))
             for order in ORDERS if sum(counts) == one.shape[dim] else ():
-                layout = Layout(one.shape[dim], counts, order)
-                yield layout, rows_difference(one.sketches[f"along {dim}"][_order(layout)], torch.cat(found))
+                layout = Layout(one.shape[dim], counts, order, dim == last)
+                yield layout, one.sketches[f"along {dim}"][_order(layout)], torch.cat(found)
 
 
 def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:

@@ -1,9 +1,10 @@
 """Operators that make something of several samples of a batch: a loss that compares samples with each other.
 
-A tensor with two dims that both grow with the rank's rows holds pairs. Outside of the model, what is summed over the
-rows and is no single number is a statistic of the batch; what is sorted, picked or moved along them compares samples.
-Of one forward alone that may be chance (as many features as samples); of the same call in two with other numbers of
-samples it is not.
+A tensor with two dims that both grow with the rank's rows holds pairs. What is summed over the rows and is no single
+number is a statistic of the batch; what is sorted, picked or moved along them compares samples. Of one forward alone
+that may be chance (as many features as samples); of the same call in two with other numbers of samples it is not.
+
+Tested in tests/equivalence/test_pairs.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,36 +23,55 @@ from meshwise.spec.user_code import user_place
 
 Dims = tuple[tuple[int, float], ...]
 """Dims of a tensor that are multiples of the rows, and how often each has them."""
-Pairs = dict[tuple[str, int, Dims, int], str]
-"""(operator, number of its call, dims of what it gives, rows) -> where it stands in the program."""
+Pairs = dict[tuple[str, str | None, int, Dims, int], str]
+"""(operator, the module that runs, None outside of the model, number of its call there, dims of what it gives, rows) ->
+where it stands in the program."""
 
 
 STATISTIC = -1  # in the place of a dim
 OVER_ROWS = {"mean", "sum", "logsumexp", "linalg_vector_norm", "amax", "amin", "prod"}
 SPREAD = {"var", "std", "var_mean", "std_mean"}  # of one number too
+STATISTICS = SPREAD | {"mean", "sum"}
 CURVED = {"sqrt", "rsqrt", "log", "pow"}  # of a mean over samples: no mean over samples
 ALONG_ROWS = {"topk", "sort", "kthvalue", "median", "max", "min", "roll", "flip"}
-TOGETHER = OVER_ROWS | SPREAD | CURVED | ALONG_ROWS | {"mm", "index"}
+_TOGETHER = OVER_ROWS | SPREAD | CURVED | ALONG_ROWS | {"mm", "index"}
 
 
-def noting_pairs(rows: int, found: Pairs, in_model: Callable[[], bool]) -> AbstractContextManager[Any]:
-    """In the with-body operators go into `found` that give something with two dims that are multiples of `rows`, or,
-    outside of the model, a statistic of the batch."""
-    calls: Counter[str] = Counter()
+@dataclass(frozen=True)
+class Together:
+    """What takes several samples together: the operator, the module that it runs in, and the line, in words."""
+
+    operator: str
+    module: str | None
+    text: str
+
+    @property
+    def is_statistic(self) -> bool:
+        """Whether it is a mean or a spread over the samples."""
+        return self.operator in STATISTICS
+
+
+def noting_pairs(rows: int, found: Pairs, module: Callable[[], str | None]) -> AbstractContextManager[Any]:
+    """In the with-body operators go into `found` that give something with two dims that are multiples of `rows`, or a
+    statistic of the batch. module: the one that runs now; None outside of the model."""
+    calls: Counter[tuple[str, str | None]] = Counter()
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, name = operator(*args, **kwargs), operator_name(operator)
         if rows > 1 and isinstance(result, Tensor) and result.dim() > 1:
-            calls[name] += 1
+            within = module()
+            calls[name, within] += 1
             dims = tuple((d, size / rows) for d, size in enumerate(result.shape) if size and size % rows == 0)
             if len(dims) > 1:
-                found.setdefault((name, calls[name], dims, rows), user_place())
-        if rows > 1 and name in TOGETHER and not in_model() and args and isinstance(args[0], Tensor):
-            calls[f"{name} of rows"] += 1
-            if name in CURVED and args[0].is_floating_point() and args[0].dim() == 0:
-                found.setdefault((name, calls[f"{name} of rows"], ((STATISTIC, 0.0),), rows), user_place())
-            if size := _rows_taken_together(name, args[0], result, named_arguments(operator, args, kwargs), rows):
-                key = name, calls[f"{name} of rows"], ((STATISTIC, size / rows),), rows
+                found.setdefault((name, within, calls[name, within], dims, rows), user_place())
+        if rows > 1 and name in _TOGETHER and args and isinstance(args[0], Tensor):
+            within = module()
+            of_rows = f"{name} of rows"
+            calls[of_rows, within] += 1
+            size = _rows_taken_together(name, args[0], result, named_arguments(operator, args, kwargs), rows)
+            curved = within is None and name in CURVED and args[0].is_floating_point() and args[0].dim() == 0
+            if size or curved:
+                key = name, within, calls[of_rows, within], ((STATISTIC, size / rows),), rows
                 found.setdefault(key, user_place())
         return result
 
@@ -80,15 +101,16 @@ def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str
     return size if taken and size % rows == 0 else 0
 
 
-def pairs_of_both(one: Pairs, rank: Pairs) -> list[str]:
-    """Where both sides do, of other numbers of rows, in the order of one device, and what."""
+def taken_together(one: Pairs, rank: Pairs) -> list[Together]:
+    """Where both sides take samples together, of other numbers of rows, in the order of one device."""
     rows: dict[Any, set[int]] = {}
     for *call, count in rank:
         rows.setdefault(tuple(call), set()).add(count)
-    both = [(key, place) for key, place in one.items() if place and rows.get(key[:3], set()) - {key[3]}]
-    return [
-        f"{place} takes several samples of a batch together ({name})"
-        if dims[0][0] == STATISTIC
-        else f"{place} compares the samples of a batch with each other"
-        for (name, _, dims, _), place in both
-    ]
+    both = [(key, place) for key, place in one.items() if place and rows.get(key[:4], set()) - {key[4]}]
+    return [Together(name, module, _said(name, place, dims)) for (name, module, _, dims, _), place in both]
+
+
+def _said(name: str, place: str, dims: Dims) -> str:
+    if dims[0][0] == STATISTIC:
+        return f"{place} takes several samples of a batch together ({name})"
+    return f"{place} compares the samples of a batch with each other"

@@ -13,7 +13,7 @@ from meshwise.equivalence.doubts import NO_ROUNDING, OTHER_STEPS, kept_coarser, 
 from meshwise.equivalence.noise import noise_of
 from meshwise.equivalence.shown import ALONE, shown_otherwise
 from meshwise.equivalence.trace import CheckSpec, Trace
-from meshwise.parallel.data import DROPOUT_NOTE
+from meshwise.parallel.data import OF_DRAWS
 from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.plan import Plan
 
@@ -115,7 +115,7 @@ def prove(
         tuple(_rounding(of_rounded)),
         (
             # dropout is keyed in a check
-            *(note for note in actual.notes if note != DROPOUT_NOTE and note not in warnings),
+            *(note for note in actual.notes if note not in OF_DRAWS and note not in warnings),
             *(harmless if comparison.equal else [*wrong, *harmless]),
             *([] if looked else [OTHER_STEPS if rounded else NO_ROUNDING]),
         ),

@@ -60,7 +60,8 @@ class Output:
     """What a module gave in one call on one rank, as sketches of it (see sketches.py). rows: the rank's samples.
 
     sketches: layout -> sketches. `0` and `1`: a row for each sample, where that dim can hold the batch; `each`: a row
-    for each position of each sample; `whole`: one row.
+    for each position of each sample; `whole`: one row. gradient: the same of what came back to it in the first backward
+    of all; empty for others.
     """
 
     microbatch: int
@@ -70,6 +71,7 @@ class Output:
     shape: tuple[int, ...]
     rows: int
     sketches: dict[str, Tensor]
+    gradient: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[int, str, int]:
@@ -98,7 +100,8 @@ class StepTrace:
     """One optimizer step of a side, in the order in which things happen.
 
     samples: microbatch -> rank -> the indices that counted. outputs, contents: of all ranks that had samples, in rank
-    order.
+    order. peers: of each of these ranks those that have the same samples, itself the first, and their outputs; empty
+    where there are none. alike: rank 0 and those that have its samples, as the run counts them.
     ready_order: parameters in the order in which their gradients were ready in the last backward. clipped_gradients: as
     the optimizer saw them, where they are clipped. learning_rates: of each group in this step. optimizer_state:
     `PARAMETER KEY` -> tensor; scheduler: its numbers after the step.
@@ -117,6 +120,8 @@ class StepTrace:
 
     samples: list[list[list[int]]] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
+    peers: list[list[list[Output]]] = field(default_factory=list)
+    alike: tuple[int, ...] = ()
     contents: list[Contents] = field(default_factory=list)
     loss: float = 0.0
     gradients: Named = field(default_factory=dict)
@@ -146,7 +151,8 @@ class StepTrace:
 class Trace:
     """All that one side did.
 
-    modules: name -> class. tied: groups of names that are one parameter. draws: of all forwards. evaluated:
+    modules: name -> class. places: name -> line of its forward, where the user has written that. tied: groups of names
+    that are one parameter. draws: of all forwards. evaluated:
     indices of the test set that counted. rank_divergence: before the first step and in the evaluation. unkeyed: random
     operators that could not be keyed, so that ranks draw different numbers. drawn_alike: draws
     for a rank's own rows that in a run are the same on every rank. numpy_draws: whether a forward drew from
@@ -187,6 +193,7 @@ class Trace:
     races: list[str] = field(default_factory=list)
     resumed: list[StepTrace] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

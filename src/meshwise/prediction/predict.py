@@ -24,7 +24,7 @@ from meshwise.engine.steps import batches as read_batches
 from meshwise.job.job import Job
 from meshwise.job.run import Data, make_engine, open_data, read_parts
 from meshwise.job.step import shapes_of
-from meshwise.parallel.data import DROPOUT_NOTE
+from meshwise.parallel.data import OF_DRAWS
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.fits import check_fits
 from meshwise.parallel.load import load_weights
@@ -58,7 +58,7 @@ def run_predict(
     first = session.world.rank == 0
 
     def note(text: str) -> None:
-        if first and text != DROPOUT_NOTE:  # nothing is dropped here
+        if first and text not in OF_DRAWS:  # nothing is dropped here
             say("note", text=text)
 
     engine = make_engine(session, plan, note)

@@ -1,4 +1,4 @@
-"""A proof in a terminal: the verdict first, where the sides part and why, then all that was compared.
+"""A proof in a terminal: all that was compared, and last of all the verdict, where the sides part and why.
 
 Tested in tests/cli/test_check.py.
 """
@@ -6,11 +6,13 @@ Tested in tests/cli/test_check.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from meshwise.equivalence.compare import Compared, Difference
+from meshwise.equivalence.compare import Compared
+from meshwise.equivalence.difference import Difference
 from meshwise.equivalence.proof import Proof
 from meshwise.equivalence.tolerance import LIMIT
 from meshwise.spec.units import count_text, plural
@@ -34,10 +36,17 @@ def _lines(proof: Proof, screen: Screen) -> list[Text]:
         rounding = table_lines([f"in {proof.plan.precision}", "one device", "the plan"], sizes, screen.table_width)
         text = "rounding: the largest difference of each side from one device in float64"
         rounding += screen.wrap(Text(text, "dim"))
-    notes = [*(f"not compared: {text}" for text in proof.comparison.left_out), *proof.notes]
+    notes = [*_not_compared(proof.comparison.left_out), *proof.notes]
     shown = screen.wrap(*(Text(text, "yellow") for text in notes))
     warned = screen.wrap(*(Text(f"warning: {text}", "yellow") for text in proof.warnings))
-    return spaced([warned, screen.wrap(*verdict(proof)), compared, rounding, shown], None)
+    return spaced([compared, rounding, shown, warned, screen.wrap(*verdict(proof))], None)
+
+
+def _not_compared(left_out: Sequence[str]) -> list[str]:
+    """One line: those of a large model would hide the rest."""
+    if len(left_out) < 2:
+        return [f"not compared: {text}" for text in left_out]
+    return [f"not compared: {len(left_out)} things, which --json names; the first: {left_out[0]}"]
 
 
 def verdict(proof: Proof) -> list[Text]:

@@ -1,0 +1,172 @@
+"""Where a backward by hand stops being that of one device, by what comes back to the outputs of modules in it.
+
+Ranks that have the same samples have parts of a gradient that add up to it, or too much of it: what uses that output
+lacks a sum in its backward, or has one too many. Where all that comes back is right, a parameter's own gradient is a
+part.
+
+Tested in tests/equivalence/test_tensor_by_hand.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from meshwise.equivalence.causes import Cause
+from meshwise.equivalence.causes import CauseKind as K
+from meshwise.equivalence.evidence import Evidence, is_inside, near, owner_of
+from meshwise.equivalence.outputs import divided_outputs, divided_rows, output_difference
+from meshwise.equivalence.peers import Groups, adds_up_to, peers_in
+from meshwise.equivalence.rank_weights import RankWeights, solve, weights_in
+from meshwise.equivalence.tolerance import LIMIT
+from meshwise.equivalence.trace import Output
+from meshwise.spec.words import some
+
+WRITE = "Write the all_reduce into the backward of a torch.autograd.Function"
+
+
+@dataclass(frozen=True)
+class Back:
+    """What comes back to an output on the ranks. is_part: parts that add up to that of one device. factor: how often
+    that is there; 0 where it is something else."""
+
+    module: str
+    at: int
+    is_part: bool
+    factor: float
+
+
+def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
+    """A sum that is missing in the backward of a program that exchanges by hand, or that is one too many."""
+    actual, first = evidence.actual, evidence.first
+    if first.step > 1 or not (actual.exchanges or actual.exchanges_backward) or not evidence.steps[1].peers:
+        return None
+    wrong = next((back for back in _backs(evidence) if back.is_part or not near(back.factor, 1)), None)
+    calls = [output.module for output in evidence.steps[0].outputs if output.microbatch == 0]
+    owner = owner_of(first.name)
+    last = max((at for at, name in enumerate(calls) if name == owner), default=-1)
+    if wrong is None or wrong.at < last:
+        return _of_a_parameter(evidence)
+    user = next((n for n in calls[wrong.at + 1 :] if not is_inside(wrong.module, n)), "")
+    sums = evidence.sums_in_backward(user)
+    if said := evidence.of_another_group(sums):
+        return Cause(
+            K.WRONG_GROUP,
+            f"{evidence.how_many()}, from {first.name} on; what comes back to {evidence.where(wrong.module)} is the "
+            f"first that is wrong, behind {evidence.where(user)}: {said}",
+        )
+    text = (
+        f"{evidence.how_many()}, from {first.name} on; what comes back to the outputs of {evidence.where(wrong.module)}"
+    )
+    lines = list(dict.fromkeys(each.within for each in sums))
+    if wrong.is_part:
+        return Cause(
+            K.MISSING_REDUCTION,
+            f"{text} is a part on each rank, and they add up to that of one device: {evidence.where(user)}, which uses "
+            "them, sends back what its rank makes of them alone. An all_reduce is missing in its backward. "
+            f"{WRITE} that its inputs go through.",
+        )
+    ranks = {evidence.plan.devices, evidence.plan.tensor, evidence.plan.context} - {1}
+    size = next((n for n in ranks if near(wrong.factor, n) or near(wrong.factor, 1 / n)), None)
+    if size is None:
+        return None
+    much = f"{size} times that of one device: it is added up over ranks that have the same"
+    much = much if wrong.factor > 1 else f"1/{size} of that of one device: it is divided by the ranks"
+    there = f" Its backward adds up in {some(lines)}." if lines else ""
+    return Cause(K.DOUBLED_REDUCTION, f"{text} is {much}, in the backward of {evidence.where(user)}.{there}")
+
+
+def _of_a_parameter(evidence: Evidence) -> Cause | None:
+    """What comes back to the module is right: each rank has the gradient of its part of the work, or the module's
+    backward adds up too much."""
+    reference, actual = evidence.steps
+    wrong = [d.name for d in evidence.faults("gradients") if d.name in actual.gradients]
+    found = {name: weights_in(reference, actual, [name]) for name in wrong}
+    owner = owner_of(evidence.first.name)
+    text = f"what comes back to {evidence.where(owner)} is right; the gradient"
+    parts = [name for name in wrong if _adds_up(found[name], len(actual.alike))]
+    sums = evidence.sums_in_backward(owner)
+    behind = [each for each in evidence.actual.exchanges if each.adds_up and not each.module]
+    if said := evidence.of_another_group(behind if evidence.first.name in parts else sums):
+        return Cause(K.WRONG_GROUP, f"{text} of {evidence.first.name} is not: {said}")
+    if evidence.first.name in parts:
+        return Cause(
+            K.MISSING_REDUCTION,
+            f"{text}s of {some(parts)} are a part on each rank, which add up to that of one device: those of the "
+            f"slice, the positions or the samples that it works on. An all_reduce of them is missing. {WRITE} that the "
+            "parameter goes through.",
+        )
+    weights = found.get(evidence.first.name)
+    lines = list(dict.fromkeys(each.within for each in sums))
+    if weights is None or weights.unique or not weights.one or not weights.plan or not lines:
+        return None
+    factor = sum(weights.plan) / sum(weights.one)
+    if not near(factor, len(weights.ranks)):
+        return None
+    return Cause(
+        K.DOUBLED_REDUCTION,
+        f"{text} of {evidence.first.name} is {factor:.6g} times that of one device. In the backward {some(lines)} adds "
+        "up over ranks that have the same: an all_reduce too many.",
+    )
+
+
+def _adds_up(found: RankWeights | None, alike: int) -> bool:
+    """Whether those that have the same samples have parts of a gradient: alone they weigh 1 together."""
+    one = found.one if found is not None and found.unique else None
+    return one is not None and alike > 1 and min(one) > 0 and near(sum(one), alike)
+
+
+def _backs(evidence: Evidence) -> Iterator[Back]:
+    """In the order of the backward, of the outputs that can be compared."""
+    one, plan = evidence.steps
+    peers = peers_in(plan)
+    first = [output for output in one.outputs if output.microbatch == 0]
+    counts = [len(part) for part in plan.samples[0] if part] if plan.samples else []
+    for at, output in reversed(list(enumerate(first))):
+        groups = [[_gradient(rank) for rank in ranks] for ranks in peers.get(output.key, [])]
+        held = bool(groups) and all(rank.sketches for ranks in groups for rank in ranks)
+        if not output.gradient or not held or len(counts) != len(groups):
+            continue
+        shares = [count / sum(counts) for count in counts]
+        groups = [[_times(rank, share) for rank in ranks] for ranks, share in zip(groups, shares, strict=True)]
+        back = _back(output.module, at, _gradient(output), groups)
+        if back is not None:
+            yield back
+
+
+def _back(module: str, at: int, one: Output, groups: Groups) -> Back | None:
+    each = [[ranks[number] for ranks in groups] for number in range(len(groups[0]))]
+    whole = [output_difference(one, ranks) for ranks in each]
+    if all(size is not None and size[0] <= LIMIT for size in whole):
+        return Back(module, at, False, 1.0)
+    if len(groups) == 1 and any(size[0] <= LIMIT for _, size in divided_outputs(one, groups[0])):
+        return Back(module, at, False, 1.0)
+    if adds_up_to(one, groups):
+        return Back(module, at, True, 1.0)
+    factors = [_factor(one, ranks) for ranks in (*each, *(groups if len(groups) == 1 else ()))]
+    known = [factor for factor in factors if factor is not None]
+    if known and all(near(factor, known[0]) for factor in known):
+        return Back(module, at, False, known[0])
+    fits = all(rank.shape[1:] == one.shape[1:] for ranks in groups for rank in ranks)  # slices of positions do not
+    return Back(module, at, False, 0.0) if fits and any(size is not None for size in whole) else None
+
+
+def _factor(one: Output, ranks: Sequence[Output]) -> float | None:
+    rows = [rank.sketches["0"] for rank in ranks if "0" in rank.sketches]
+    sides = [(mine, theirs) for _, mine, theirs in divided_rows(one, ranks)]
+    if "0" in one.sketches and len(rows) == len(ranks):
+        sides.append((one.sketches["0"], torch.cat(rows)))
+    solved = (solve(a.reshape(-1, 1), b.flatten()) for a, b in sides if a.shape == b.shape)
+    return next((found[0][0] for found in solved if found is not None), None)
+
+
+def _gradient(output: Output) -> Output:
+    """What came back to an output, as an output."""
+    return replace(output, sketches=output.gradient)
+
+
+def _times(output: Output, share: float) -> Output:
+    scaled = {layout: rows * share for layout, rows in output.sketches.items() if layout != "unordered"}
+    return replace(output, sketches=scaled)

@@ -1,0 +1,82 @@
+"""One thing that both sides have, and how much they differ in it: numbers and tensors by name.
+
+Tested in tests/equivalence/test_planted.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.equivalence.tolerance import FLOOR, LIMIT, apart, finite, largest, ratio
+from meshwise.equivalence.trace import Named
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that both sides have, and how much they differ in it.
+
+    kind: one of `KINDS`. step: from 1; 0 before the first. name: parameter, module, metric. relative, absolute: the
+    size of the difference; infinite where one side lacks it. facts: what else is known of it.
+    """
+
+    kind: str
+    step: int
+    name: str
+    relative: float
+    absolute: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def fault(self) -> bool:
+        return not self.relative <= LIMIT
+
+    @property
+    def factor(self) -> float | None:
+        """The factor by which a gradient is that of one device, where nothing else is wrong with it."""
+        factor, rest = self.facts.get("factor", math.nan), self.facts.get("rest", math.nan)
+        return float(factor) if rest <= 1e3 * LIMIT and factor != 0 else None
+
+
+def numbers(kind: str, step: int, mine: Mapping[str, float], others: Mapping[str, float]) -> Iterator[Difference]:
+    """Numbers by name; what one side lacks is not a number there."""
+    for name in sorted(mine.keys() | others.keys()):
+        one, plan = mine.get(name, math.nan), others.get(name, math.nan)
+        alike = one == plan or (name in mine and name in others and math.isnan(one) and math.isnan(plan))
+        far = 0.0 if alike else finite(abs(one - plan))
+        relative = finite(far / max(abs(one), torch.finfo(torch.float64).tiny)) if far else 0.0
+        yield Difference(kind, step, name, relative, far, {"one device": one, "the plan": plan})
+
+
+def tensors(
+    kind: str,
+    step: int,
+    mine: Named,
+    others: Named,
+    *,
+    noise: Mapping[str, Tensor] | None = None,
+    facts: Callable[[Tensor, Tensor], dict[str, float]] | None = None,
+) -> Iterator[Difference]:
+    """Tensors by name. noise: elements that are not compared. `facts(mine, other)` says more of those that differ."""
+    most = largest(mine.values())
+    for name in dict.fromkeys([*mine, *others]):
+        if name not in mine or name not in others:
+            lacks = {"lacking": "one device" if name not in mine else "the plan"}
+            yield Difference(kind, step, name, math.inf, 0.0, lacks)
+            continue
+        a, b = mine[name].double(), others[name].double()
+        if a.shape != b.shape:
+            shapes = {"one device": tuple(a.shape), "the plan": tuple(b.shape)}
+            yield Difference(kind, step, name, math.inf, 0.0, shapes)
+            continue
+        far = apart(a, b).abs()
+        if noise and name in noise and noise[name].shape == far.shape:
+            far = far.masked_fill(noise[name], 0.0)
+        relative = ratio(far, torch.tensor(max(largest([a]), FLOOR * most), dtype=torch.float64))
+        more = facts(a, b) if facts is not None and not relative <= LIMIT else {}
+        yield Difference(kind, step, name, relative, finite(float(far.max())) if far.numel() else 0.0, more)

@@ -1,0 +1,76 @@
+"""Outputs of ranks that have the same samples, and what comes back to them: alike, slices of the whole, or parts of a
+sum, as a program leaves them that divides the work of its modules by hand.
+
+Tested in tests/equivalence/test_tensor_by_hand.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from meshwise.equivalence.outputs import (
+    Layout,
+    divided_outputs,
+    has_rows_of_samples,
+    output_difference,
+    rows_difference,
+)
+from meshwise.equivalence.tolerance import LIMIT
+from meshwise.equivalence.trace import Output, StepTrace
+
+Ways = list[tuple[Layout, tuple[float, float]]]
+Groups = Sequence[Sequence[Output]]
+"""Of each set of samples the ranks that have it."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How outputs that are not alike fit to that of one device. whole: as if each were all of its samples; None where
+    it cannot be. ways: as slices. summed: whether they add up to it."""
+
+    whole: tuple[float, float] | None
+    ways: Ways
+    summed: bool
+
+
+def peers_in(step: StepTrace) -> dict[Any, Groups]:
+    """The outputs of each call, of ranks that have the same samples; nothing where there are none."""
+    sides = [[{output.key: output for output in rank} for rank in ranks] for ranks in step.peers]
+    first = sides[0][0] if sides else {}
+    return {
+        key: [[rank[key] for rank in ranks] for ranks in sides]
+        for key in first
+        if all(key in rank for ranks in sides for rank in ranks)
+    }
+
+
+def parts_of(one: Output, groups: Groups) -> Parts | None:
+    """None where the ranks that have the same samples have the same outputs."""
+    if all(_alike(ranks[0], other) for ranks in groups for other in ranks[1:]):
+        return None
+    firsts = [ranks[0] for ranks in groups]
+    whole = output_difference(one, firsts) if has_rows_of_samples(one, firsts) else None
+    ways = list(divided_outputs(one, groups[0])) if len(groups) == 1 else []
+    return Parts(whole, ways, adds_up_to(one, groups))
+
+
+def adds_up_to(one: Output, groups: Groups) -> bool:
+    """Whether the outputs of ranks that have the same samples add up to that of one device."""
+    if any(other.shape != ranks[0].shape for ranks in groups for other in ranks):
+        return False
+    found = output_difference(one, [_total(ranks) for ranks in groups])
+    return found is not None and found[0] <= LIMIT
+
+
+def _total(ranks: Sequence[Output]) -> Output:
+    layouts = [layout for layout in ranks[0].sketches if layout != "unordered"]
+    return replace(ranks[0], sketches={each: torch.stack([r.sketches[each] for r in ranks]).sum(0) for each in layouts})
+
+
+def _alike(a: Output, b: Output) -> bool:
+    same = a.shape == b.shape and a.sketches.keys() == b.sketches.keys()
+    return same and rows_difference(a.sketches["whole"], b.sketches["whole"])[0] <= LIMIT
