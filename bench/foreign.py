@@ -7,7 +7,8 @@ code is run and never kept here. Everything is float64, on CPU workers with one 
 way to run it: plain python without meshwise, 1, 2 and 3 devices, stopped in the middle by Ctrl-C and resumed, and two
 devices under `shard=2` and `tensor=2`. Each is in the results as soon as it has ended, and is not run again. What is
 not equal is run once more with the sources in SRC, those of 9d7d689 for instance. Scripts that draw noise or masks run
-with `--exact-random` on several devices, and beside one device that draws so.
+with `--exact-random` on several devices, and beside one device that draws so; that one is compared with plain python
+whose draws are the ones that it has made (`foreign_draws.py`): pair "1, exact draws".
 
 Claim: every pair has plain python's losses, and weights where the script saves a state_dict, within 1e-9 (relative), or
 within a stated bound for a stated reason, or is refused with a sentence; none is wrong, hangs or ends in a traceback;
@@ -39,7 +40,7 @@ from ports import changed
 ROOT = Path(__file__).parents[1]
 BOUND, LIMIT = 1e-9, 400.0
 HOLD = "--fault=slow 200ms:rank=0,step=6"  # from there on, so that the signal comes before the end
-PLAIN, DRAWN = "plain", "1, exact draws"
+PLAIN, DRAWN, TAPED = "plain", "1, exact draws", "plain, the same draws"
 FAILED = re.compile(r"(rank|all) .* failed: (?!UsageError)")  # as a last line: the program's own error without a remedy
 PAIRS: dict[str, list[str]] = {
     PLAIN: [],
@@ -93,16 +94,25 @@ def prepared(script: Script, originals: Path, folder: Path, pair: str, *more: Ed
     ours = tuple(edit for edit in script.ours if edit[1:] != IMPORT)
     if pair == "resumed":
         ours += script.kept
+    draws = Path(__file__).with_name("foreign_draws.py")
+    if pair == TAPED:
+        shutil.copy(draws, folder / "meshwise.py")
+        shutil.copy(folder.parents[1] / DRAWN / "here" / "tape", folder)
+    elif pair == DRAWN:
+        shutil.copy(draws, folder)
     lines = edited(folder, (*ours, *more))
     edited(folder, script.shown)
     for name in {script.script, *(edit[0] for edit in ours)}:
         put_behind_import(folder / name, "import meshwise as mw")
+    if pair == DRAWN:
+        put_behind_import(folder / script.script, "import foreign_draws", "foreign_draws.begin()")
     return lines
 
 
 def started(words: list[str], folder: Path, sources: Path, stop_after: int = 0) -> tuple[int, str]:
     """The exit code and the output; -1 where it hangs. stop_after: losses after which it gets a Ctrl-C."""
-    settings = os.environ | {"PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+    places = os.pathsep.join([str(sources), os.environ.get("PYTHONPATH", "")])
+    settings = os.environ | {"PYTHONPATH": places, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
     with (folder / "log").open("w+b") as log:
         process = subprocess.Popen(words, cwd=folder, env=settings, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         until, stopped = time.monotonic() + LIMIT, not stop_after
@@ -122,7 +132,7 @@ def run(name: str, pair: str, originals: Path, folder: Path, sources: Path, *mor
     script = SCRIPTS[name]
     lines = prepared(script, originals, folder, pair, *more)
     words = [script.script, *script.arguments.split()]
-    if pair == PLAIN:
+    if pair in (PLAIN, TAPED):
         code, output = started([sys.executable, *words], folder, sources)
         return {"codes": [code], "output": output, "losses": losses(output), "lines": lines}
     command = [sys.executable, "-m", "meshwise", "run"]
@@ -198,8 +208,11 @@ def installed(name: str) -> str:
 def measured(name: str, pair: str, given: argparse.Namespace, at: Path) -> dict[str, Any]:
     """A pair that is not known yet; what is refused now is tried with older sources too."""
     script, folders = SCRIPTS[name], {}
-    reference = DRAWN if script.options and pair not in (PLAIN, "1") else PLAIN
-    for side in (reference, pair):
+    if pair == DRAWN and not script.options:
+        return {"outcome": "draws nothing"}
+    reference = DRAWN if script.options and pair not in (PLAIN, "1", DRAWN) else PLAIN
+    reference = TAPED if pair == DRAWN else reference
+    for side in (pair, reference) if pair == DRAWN else (reference, pair):  # it plays what the other has recorded
         folders[side] = at / side.replace("=", "-") / "here"
         if not folders[side].exists():
             done = run(name, side, given.originals, folders[side], ROOT / "src")
@@ -230,17 +243,16 @@ def measured(name: str, pair: str, given: argparse.Namespace, at: Path) -> dict[
 
 def print_table(found: dict[str, Any]) -> None:
     """A row for each script, a column for each pair."""
-    pairs = [pair for pair in PAIRS if pair != DRAWN]
-    print(f"{'':44}" + "".join(f"{pair:>12}" for pair in pairs))
+    print(f"{'':44}" + "".join(f"{pair:>16}" for pair in PAIRS))
     for name, one in found.items():
-        cells = [one["pairs"].get(pair, {}) for pair in pairs]
+        cells = [one["pairs"].get(pair, {}) for pair in PAIRS]
         texts = [
             f"{max(cell['losses apart'] or 0, cell.get('weights apart') or 0):.0e}"
             if cell.get("outcome") in ("equal", "within its bound")
             else cell.get("outcome", "–")
             for cell in cells
         ]
-        print(f"{name:44}" + "".join(f"{text:>12}" for text in texts))
+        print(f"{name:44}" + "".join(f"{text:>16}" for text in texts))
 
 
 def main() -> None:
@@ -248,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("originals", type=Path)
     parser.add_argument("--only", default="", help="scripts with this in their name")
-    parser.add_argument("--pairs", nargs="*", default=[pair for pair in PAIRS if pair != DRAWN])
+    parser.add_argument("--pairs", nargs="*", default=list(PAIRS))
     parser.add_argument("--old", type=Path, help="sources with which a refused pair is tried too")
     parser.add_argument("--anew", action="store_true", help="run known pairs again")
     given = parser.parse_args()

@@ -116,7 +116,16 @@ def test_a_prediction_that_the_program_ends_on_every_rank_says_so(processes: Non
     assert code == FAILED and said[-1].startswith("the program called sys.exit(0) on every rank before its end")
 
 
-@pytest.mark.parametrize("how", ["os._exit(3)", "os._exit(0)", "os.abort()", "sys.modules[os.name]._exit(3)"])
+CALLS = {
+    "os._exit(3)": "os._exit(3)",
+    "os._exit(0)": "os._exit(0)",
+    "os.abort()": "os.abort()",
+    "sys.modules[os.name]._exit(3)": "os._exit(3)",
+    "ctypes.CDLL(None).exit(0)": "exit() of C",
+}
+
+
+@pytest.mark.parametrize("how", CALLS)
 @pytest.mark.parametrize("verb", ["run", "plan", "check", "predict"])
 def test_what_ends_the_process_of_a_command_is_said(
     how: str, verb: str, ends: Ends, capfd: pytest.CaptureFixture[str]
@@ -124,12 +133,13 @@ def test_what_ends_the_process_of_a_command_is_said(
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
-            ends(f"import os, sys\nif os.fork() == 0: os._exit(0)\nprint('begun', end=''); {how}", verb, "ends.py:job")
+            begins = "import ctypes, os, sys\nif os.fork() == 0: os._exit(0)"
+            ends(f"{begins}\nprint('begun', end=''); {how}", verb, "ends.py:job")
         os._exit(99)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == USAGE
     said = capfd.readouterr()
     assert said.out == "begun\n" and said.err.splitlines()[-1] == (
-        f"UsageError: ends.py:3: {how.replace('sys.modules[os.name]', 'os')} ended the command before it was done. "
+        f"UsageError: ends.py:3: {CALLS[how]} ended the command before it was done. "
         "Return from what meshwise calls, or raise an exception, and read a command line under "
         "`if __name__ == '__main__':`."
     )

@@ -113,7 +113,14 @@ UNEVEN = {
     "(y != -100).sum()": F.cross_entropy(ROWS, HALF) / 2,
     "…": (F.cross_entropy(ROWS, CLASSES, reduction="none") * MASK).sum() / MASK.sum(),
 }
+PICKED = (
+    (ROWS.square().sum(1) * 2)[MASK.bool()].mean(),
+    F.mse_loss(ROWS[MASK.bool()], TARGETS[MASK.bool()]),
+    ROWS.masked_select(torch.arange(12).view(4, 3) < 7).abs().mean() / 2,
+)
 EVEN = {
+    "the label of each": -F.log_softmax(ROWS, 1)[torch.arange(4), CLASSES].mean(),
+    "some parameters": W.view(-1)[[0, 1, 2]].mean(),
     "a mean": F.cross_entropy(ROWS, CLASSES),
     "equal weights": F.cross_entropy(ROWS, CLASSES, torch.ones(3)),
     "of two targets a sample": F.cross_entropy(ROWS.repeat(2, 1), CLASSES.repeat(2)) + ROWS.square().mean(),
@@ -124,6 +131,7 @@ EVEN = {
 
 def test_the_graph_tells_a_mean_over_something_else_than_samples() -> None:
     assert {weight: uneven_mean(loss, 4) for weight, loss in UNEVEN.items()} == {weight: weight for weight in UNEVEN}
+    assert [uneven_mean(loss, 4) for loss in PICKED] == ["…"] * 3, "of samples that are picked by their numbers"
     assert [name for name, loss in EVEN.items() if uneven_mean(loss, 4)] == []
     said = unsaid_weight(UNEVEN["…"], 4, "train.py:3", "mw.backward(loss, ")
     assert said.startswith("train.py:3: this loss is not a mean over samples") and "mw.backward(loss, weight=…)" in said

@@ -1,5 +1,6 @@
 """Small jobs that fail in one way each, on rank 1 in step 5 unless they say otherwise."""
 
+import ctypes
 import dataclasses
 import os
 import signal
@@ -56,6 +57,10 @@ def exits_at_once(value):
     os._exit(0)
 
 
+def exits_in_c(value):
+    ctypes.CDLL(None).exit(0)
+
+
 def runs_out_of_memory(value):
     torch.empty(2**60, dtype=torch.uint8)
 
@@ -83,6 +88,7 @@ job_is_stopped = make(is_stopped)
 job_exits = make(exits)
 job_exits_everywhere = mw.Job(**{**vars(job_exits), "loss": lambda model, batch: sys.exit(0)})
 job_exits_at_once = make(exits_at_once)
+job_exits_in_c = make(exits_in_c)
 job_out_of_memory = make(runs_out_of_memory)
 job_not_a_number = make(is_not_a_number)
 job_wrong_shape = make(wrong_shape)

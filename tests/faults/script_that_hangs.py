@@ -1,4 +1,5 @@
-"""A loop of one's own; `silent` on all ranks for a while after its second epoch, or `late` on rank 1 in step 20."""
+"""A loop of one's own; `silent` on all ranks for a while after its second epoch, or `late` on rank 1 in step 20, or
+with rank 0 `alone` in a forward after its second epoch."""
 
 import sys
 import time
@@ -12,7 +13,7 @@ import meshwise as mw
 what, seconds = sys.argv[1], float(sys.argv[2])
 torch.manual_seed(0)
 x = torch.randn(400, 4)
-model = nn.Linear(4, 1)
+model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)) if what == "alone" else nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8))
 
@@ -30,4 +31,6 @@ for epoch in range(4):
         optimizer.zero_grad()
     if what == "silent" and epoch == 1:
         validate()
+    if what == "alone" and epoch == 1 and mw.is_main():
+        model(x[:24])
 print("the end")

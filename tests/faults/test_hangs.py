@@ -49,3 +49,11 @@ def test_in_a_loop_of_ones_own_a_silence_of_all_ranks_is_no_hang(tmp_path: Path)
     run = CommandRun("--devices", "2xcpu", "--hang-limit", "3s", str(SCRIPT), "silent", "8", out=tmp_path)
     assert run.wait() == 0, run.output
     assert "No progress" not in run.output and "the end" in run.output
+
+
+def test_a_forward_of_one_rank_alone_is_thought_of_where_it_meets_the_others(tmp_path: Path) -> None:
+    """Its batch norm is joined with the next step's of the others; then both are in one collective at two lines."""
+    run = CommandRun("--devices", "2xcpu", "--hang-limit", "4s", str(SCRIPT), "alone", "0", out=tmp_path)
+    assert run.wait() == 1, run.output
+    assert "or whether some rank calls its model alone. Rank 0 is in its phase" in run.output, run.output
+    assert run.output.count("script_that_hangs.py:") >= 2, run.output

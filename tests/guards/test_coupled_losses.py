@@ -5,7 +5,7 @@ Of autograd/coupled_loss.py and guards/coupled.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
 from meshwise.process.session import default_engine, end_sessions
 from meshwise.spec.plan import Plan
-from tests.pool import Pool
 
 F = nn.functional
 N = 6
@@ -235,6 +234,11 @@ def test_gradients_that_a_program_looks_at_are_left_alone() -> None:
     output = NET(X)
     output.register_hook(seen.append)
     assert not couples_samples(F.mse_loss(output, SOFT).sqrt(), N) and seen == []
+    hidden = NET[0](X)
+    hidden.retain_grad()
+    assert couples_samples(F.mse_loss(NET(X), SOFT).sqrt(), N), "another loss has none of these tensors"
+    assert couples_samples(F.mse_loss(NET[1:](hidden), SOFT).sqrt(), N), "ours ends above it"
+    assert hidden.grad is None and seen == []
 
 
 def data() -> TensorDataset:
@@ -257,6 +261,17 @@ def script(gathers: bool) -> list[str]:
     return said
 
 
+def later() -> list[str]:
+    """From its fourth epoch on, of the same loop."""
+    model, loader = mw.distribute(nn.Linear(5, 4), DataLoader(data(), batch_size=6))
+    for epoch in range(4):
+        for batch in loader:
+            mw.backward(root(model, batch) if epoch == 3 else model(batch[0]).square().mean())
+    said = [text for text in default_engine().notes if "couples" in text]
+    end_sessions()
+    return said
+
+
 def job() -> list[str]:
     made = mw.Job(model=lambda: nn.Linear(5, 4), loss=root, data=data, batch_size=6, name="roots",
                   optimizer=lambda ps: torch.optim.SGD(ps, 0.01))  # fmt: skip
@@ -264,18 +279,11 @@ def job() -> list[str]:
     return [text for text in notes if "couples" in text]
 
 
-@pytest.fixture(scope="module")
-def pool(processes: None) -> Iterator[Callable[[int], Pool]]:
-    """Workers of their own: a tensor with a hook that an earlier test left behind would have losses left alone."""
-    own = Pool(2)
-    yield lambda size: own
-    own.close()
-
-
 def test_a_script_and_a_job_are_told_once(pool: Any) -> None:
     for said in pool(2).run(script, False):
         (text,) = said
         assert "test_coupled_losses.py:" in text and "Each of the 2 ranks" in text
+    assert [len(said) for said in pool(2).run(later)] == [1, 1]
     assert pool(2).run(script, True) == [[], []], "what is gathered may be right"
     for said in pool(2).run(job):
         (text,) = said

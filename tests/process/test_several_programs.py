@@ -21,7 +21,6 @@ import meshwise as mw
 from meshwise.process import session
 from meshwise.process.session import default_engine, end_sessions, program_ends
 from meshwise.spec.errors import MeshwiseError
-from tests.pool import Pool
 
 F = nn.functional
 
@@ -189,14 +188,6 @@ def said_by(names: list[str]) -> list[str]:
 
 def told(orders: list[list[str]]) -> list[list[str]]:
     return [said_by(names) for names in orders]
-
-
-@pytest.fixture(scope="module")
-def pool(processes: None) -> Iterator[Callable[[int], Pool]]:
-    """Workers of their own: a tensor with a hook that an earlier test left behind would have losses left alone."""
-    own = Pool(2)
-    yield lambda size: own
-    own.close()
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import meshwise as mw
 from meshwise.process.session import end_sessions
+from meshwise.slips.padded_sums import refuse_padded_sums
 from meshwise.spec.errors import UsageError
 
 Case = Callable[[], Any]
@@ -144,6 +146,14 @@ def test_is_refused_where_the_loader_is_distributed(case: Case, pool: Any) -> No
     for text in pool(3).run(told, case):
         assert f"test_padded_sums.py:{line}: mw." in text and "fewer than the 3 ranks" in text
         assert "inside the loop, on each batch's value, or use at most" in text
+
+
+def test_64_ranks_of_a_small_evaluation_are_refused_before_the_first_step() -> None:
+    """As `mw.distribute` asks it; none of the 64 is started."""
+    distribute = partial(refuse_padded_sums, ranks=64)
+    with pytest.raises(UsageError, match=r"mw\.sum of total, .* each batch of its loader has 32 samples, .* 64 ranks"):
+        test = distribute([loader(40, 32)])
+        print(total_of(test))
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.__name__)

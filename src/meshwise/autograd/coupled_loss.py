@@ -44,12 +44,12 @@ def couples_samples(loss: Tensor, samples: int) -> bool | None:
     found = _between(loss.grad_fn, samples)
     if found is None:
         return None
-    kinds, rows, chosen = found
+    kinds, rows, nodes, chosen = found
     if chosen:
         return True
     if kinds <= SEPARATE:
         return False
-    if not rows or sum(map(_elements, rows)) > MOST_ELEMENTS or _has_hooked():
+    if not rows or sum(map(_elements, rows)) > MOST_ELEMENTS or _has_hooked(nodes):
         return None
     try:
         return _are_coupled(loss, rows)
@@ -57,8 +57,9 @@ def couples_samples(loss: Tensor, samples: int) -> bool | None:
         return None
 
 
-def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], bool] | None:
-    """The kinds of the nodes above the rows, the rows, and whether samples are chosen; None of what is too large."""
+def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any], bool] | None:
+    """The kinds of the nodes above the rows, the rows, all these nodes, and whether samples are chosen; None of what is
+    too large."""
     open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
     kinds: set[str] = set()
     while open_nodes:
@@ -73,7 +74,7 @@ def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]],
         if output and kind not in VIEWS:  # rows of something else, such as tokens
             continue
         if _chooses_samples(node, kind, samples) or _compares(node, kind, samples):
-            return kinds, rows, True
+            return kinds, rows, set(), True
         over_samples = kind == "LogSoftmaxBackward0" and signed(node._saved_dim) % len(shape) == 0
         kinds.add("a softmax over samples" if over_samples else kind)
         new = [edge for edge in node.next_functions if edge[0] is not None and edge not in seen]
@@ -81,7 +82,7 @@ def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]],
         open_nodes += new
         if len(seen) > MOST_NODES:
             return None
-    return kinds, rows, False
+    return kinds, rows, {node for node, _ in seen}, False
 
 
 def _shape(node: Any, number: int = 0) -> tuple[int, ...]:
@@ -131,10 +132,10 @@ def _compares(node: Any, kind: str, samples: int) -> bool:
     return all(size % samples == 0 for size in _shape(node)[-2:])
 
 
-def _has_hooked() -> bool:
-    """Whether the program looks at gradients of tensors that are no parameters: it would see ours."""
+def _has_hooked(nodes: set[Any]) -> bool:
+    """Whether the program looks at gradients of tensors that these nodes gave: it would see ours."""
     return any(
-        issubclass(type(thing), Tensor) and not thing.is_leaf and (thing.retains_grad or bool(thing._backward_hooks))
+        issubclass(type(thing), Tensor) and (thing.retains_grad or thing._backward_hooks) and thing.grad_fn in nodes
         for thing in gc.get_objects()
     )
 

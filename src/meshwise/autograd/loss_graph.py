@@ -8,6 +8,7 @@ Tested in tests/engine/test_sum_losses.py.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +39,7 @@ OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumB
            "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
            "IndexBackward0", "GatherBackward0", *SUMS}  # fmt: skip
 """What a hand-written loss is made of, element by element: with no factor, which may be one over a count."""
+PICKS = ("IndexBackward0", "MaskedSelectBackward0")
 OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0",
            "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
 """What gives a row for each sample; so do products with a parameter."""
@@ -187,6 +189,8 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
                 return _count(node._saved_target, counted, signed(ignored))
         if kind == "DivBackward0" and _is_divided_sum(node, samples):
             return "…"
+        if (kind in KNOWN or kind == "MeanBackward0") and _is_mean_of_some(node, samples):
+            return "…"
         if kind in SUMS or kind in FACTORS or kind == "MulBackward1":
             following += _below(node)
     return ""
@@ -235,6 +239,20 @@ def _is_divided_sum(node: Any, samples: int) -> bool:
     if above is None or above.name() != "SumBackward0" or below is not None or number is None or number.numel() != 1:
         return False
     return float(number) > 1 and float(number) % max(samples, 1) != 0
+
+
+def _is_mean_of_some(node: Any, samples: int) -> bool:
+    """Whether it is a mean over what an index or a mask has picked: no parameters, and no multiple of the samples."""
+    below, number = node.next_functions[0]
+    of = () if below is None else tuple(below._input_metadata[number].shape)
+    if getattr(node, "_saved_reduction", MEAN) != MEAN or math.prod(of) % max(samples, 1) == 0:
+        return False
+    for each, following in _walk(below):
+        if each.name() in PICKS:
+            return not all(_is_of_leaves(one, 0) for one in _below(each))
+        if each.name() in OF_EACH or each.name() in FACTORS:
+            following += _below(each)
+    return False
 
 
 def has_penalty(loss: Tensor, ranks: int) -> bool:

@@ -68,16 +68,16 @@ class Loops:
         """The loops of the newest program that have ended, the last one at each of the user's lines."""
         self.over: Counter[tuple[str, int]] = Counter()
         """How often loops of the newest program were over, by the user's line."""
-        self._places = set[object]()
+        self._places = Counter[object]()
         self.whole: WholeRead | None = None
         """The loop that gave the newest batch, where its loader is not distributed."""
 
     def is_elsewhere(self, loop: LoopRead) -> bool:
-        """Whether a loop begins that is called from other lines than those before, or is over another loader."""
+        """Whether a loop begins that is called from other lines than those before, or is over another loader; or for
+        the second, fourth, eighth … time, since a program may do something else from a later epoch on."""
         loop.place, place = user_place(), (user_lines(), loop.loader)
-        new = place not in self._places
-        self._places.add(place)
-        return new
+        self._places[place] += 1
+        return self._places[place].bit_count() == 1
 
     def begin(self, part: BatchSlice, read: LoopRead) -> None:
         """A loop gives a batch."""

@@ -28,26 +28,9 @@ from meshwise.equivalence.trace import Divergence, Named, StepTrace, Trace
 MICROBATCHES = "number of microbatches"
 """How that difference in the order of samples is called."""
 KINDS = (
-    "races",
-    "modules",
-    "tied weights",
-    "initial parameters",
-    "initial buffers",
-    "resumed state",
-    "sample order",
-    "batch contents",
-    "module outputs",
-    "loss",
-    "gradients",
-    "gradient norm",
-    "clipped gradients",
-    "learning rate",
-    "optimizer state",
-    "parameters",
-    "buffers",
-    "scheduler",
-    "steps",
-    "evaluation",
+    *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
+    *("batch contents", "module outputs", "loss", "gradients", "gradient norm", "clipped gradients", "learning rate"),
+    *("optimizer state", "parameters", "buffers", "scheduler", "steps", "evaluation"),
 )
 """What is compared, in the order in which a step makes it."""
 HARDLY = 1e-3  # of a difference: what is left of it where it was made up for

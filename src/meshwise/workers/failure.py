@@ -188,20 +188,8 @@ def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
     ranks: of the run; where each of them has lost another one, and none was lost, the link between them failed. One
     that the out-of-memory killer ended has from its victims the plan that needs less.
     """
-    order = {
-        "killed": 0,
-        "loader": 0,
-        "raised": 0,
-        "hung": 0,
-        "lost": 0,
-        "server": 0,
-        "corrupt": 0,
-        "spoiled": 0,
-        "link": 0,
-        "left": 1,
-        "victim": 2,
-    }
-    first = min(failures, key=lambda failure: (order[failure.kind], failure.time))
+    later = {"left": 1, "victim": 2}
+    first = min(failures, key=lambda failure: (later.get(failure.kind, 0), failure.time))
     if first.kind == "victim" or MORE_MEMORY in first.notes:  # what a victim knows helps one that had too little memory
         known = [failure.smaller for failure in failures if failure.smaller]
         first = replace(first, smaller=known[0] if known and first.kind == "killed" else ())

@@ -266,6 +266,8 @@ class HangWatch:
             look = "look at the link between them"
             if self._idleness is not None and not away:
                 look = f"or some rank has called one that others have not. {'; '.join(what).capitalize()}"
+            elif not away and len(set(where.values())) > 1 and not beats[stall.ranks[0]].ours:
+                look += f", or whether some rank calls its model alone. {'; '.join(what).capitalize()}"
             return f"No progress for {seconds:.1f} s{step}: {inside}, {why}: {look}."
         told = f"No progress for {seconds:.1f} s{step}: {'; '.join(what)}"
         if stall.waiting:

@@ -1,14 +1,16 @@
-"""Report `os._exit` and `os.abort` before they end a process, with the line that calls them.
+"""Report `os._exit`, `os.abort` and C's `exit` before they end a process, with the line that calls them.
 
 Tested in tests/cli/test_odd_ends.py.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from meshwise.spec.user_code import OURS, user_place
@@ -26,21 +28,27 @@ def told(tell: Callable[[str], object]) -> Iterator[None]:
     in processes that it forks, which end well by it, and not where we do: we have said why."""
     process, before = os.getpid(), (os._exit, os.abort)
     modules: tuple[Any, ...] = (os, sys.modules[os.name])  # posix has them too
+    libc, key = ctypes.CDLL(None), ctypes.byref(ctypes.c_char())
+
+    def say(call: str, caller: FrameType) -> None:
+        if os.getpid() == process and not caller.f_code.co_filename.startswith(OURS):
+            at = user_place(caller)
+            tell(f"{at}: " * bool(at) + call)
 
     def telling(ends: Any) -> Any:
         def call(*code: Any, **named: Any) -> Any:
-            caller = sys._getframe(1)
-            if os.getpid() == process and not caller.f_code.co_filename.startswith(OURS):
-                at, given = user_place(caller), ", ".join(map(repr, (*code, *named.values())))
-                tell(f"{at}: " * bool(at) + f"os.{ends.__name__}({given})")
+            say(f"os.{ends.__name__}({', '.join(map(repr, (*code, *named.values())))})", sys._getframe(1))
             return ends(*code, **named)
 
         return call
 
+    exits = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: say("exit() of C", sys._getframe(1)))
     for module in modules:
         module._exit, module.abort = map(telling, before)
+    libc.__cxa_atexit(exits, None, key)  # Python's atexit does not hear of it
     try:
         yield
     finally:
         for module in modules:
             module._exit, module.abort = before
+        libc.__cxa_finalize(key)  # calls it, for us, and forgets it: Python is gone when this process ends
