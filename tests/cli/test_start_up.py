@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -118,6 +119,7 @@ def test_a_check_imports_torch_in_its_fork_server_beside_its_own_process(
     begun: list[object] = []
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
+    monkeypatch.setattr("meshwise.commands.check.sys", SimpleNamespace(modules={}))
     monkeypatch.setattr("meshwise.commands.check.Forks.server", lambda forks, variables: begun.append(forks))
 
     def ends(options: object, forks: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -51,7 +52,8 @@ def check(
         check_script(str(options.job), options)
     with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(PRELOAD, stays=True)) as forks:
         notify(f"a check of {plural(options.steps, 'step')}")  # at once: torch is still to be imported
-        forks.server(os.environ)  # which imports it too, beside this process
+        if "torch" not in sys.modules:
+            forks.server(os.environ)  # which imports it too, beside this process
         options = replace(options, arguments=context.args, notify=notify, progress=progress)
         with _no_verdict():
             proof = api.check.check_options(options, forks)
