@@ -262,6 +262,7 @@ def test_torch_is_imported_once_for_the_workers_of_all_passes(
         begin(server, *arguments)
 
     monkeypatch.setattr(ForkServer, "__init__", counted)
+    monkeypatch.setattr("meshwise.api.check.allowed_cores", lambda: range(4))  # the plan's passes run beside each other
     (tmp_path / "script.py").write_text(VALIDATION.replace("mw.log(VALUE)", "").replace("(12, 3)", "(13, 3)"))
     code, _, err = check("script.py")
     assert code == 0 and "pass 4 of 4" in err and len(servers) == 1, err

@@ -35,6 +35,7 @@ from meshwise.job.job import Job
 from meshwise.jobs.registry import find_job
 from meshwise.jobs.script import run_script_file
 from meshwise.launcher.supervise import PRELOAD
+from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.find import find_devices
 from meshwise.parallel.fits import check_fits, check_for_scripts
 from meshwise.spec.devices import WorkerSlot, parse_devices
@@ -126,7 +127,8 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof:
         ones = traces([(spec, None) for spec in specs], [[slot] for slot in apart], passes)
         one = trace_to_compare(ones[0], program.name)
         drawn = [found.trace.draws if found.trace is not None else {} for found in ones]
-        many = traces(list(zip(specs, drawn, strict=True)), [slots], passes)
+        beside = 2 if slots[0].device == "cpu" and len(allowed_cores()) >= 2 * len(slots) else 1
+        many = traces(list(zip(specs, drawn, strict=True)), [slots] * beside, passes)
         actual = trace_to_compare(many[0], program.name)
         spec = replace(specs[0], plan=many[0].plan or specs[0].plan)
         rounded = [last for found in (ones, many) if (last := found[-1].trace) is not None and len(specs) > 1]
