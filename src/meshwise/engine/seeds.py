@@ -41,6 +41,14 @@ def seed_alike(text: str) -> Callable[[], None]:
     return take_back
 
 
+def seed_all(seed: int) -> None:
+    """Let torch, Python and numpy draw as after their own calls with this seed: what a program builds is the same on
+    every rank."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
 def draw_alike() -> int:
     """Let every rank draw what rank 0 draws from here on, with torch, numpy and Python; gives the seed of rank 0, below
     2**31. Collective."""

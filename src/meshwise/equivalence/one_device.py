@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshwise.data.keyed import Rows
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Microbatch
+from meshwise.engine.seeds import seed_all
 from meshwise.engine.weighing import as_weight, split_weight
 from meshwise.equivalence import model_state
 from meshwise.equivalence.contents import Reading
@@ -52,7 +53,7 @@ class _Reference:
 def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
     """Train `job` for the steps of `spec` in this process, and evaluate it."""
     with torch.random.fork_rng(), called_in_float64(spec.in_float64), plain_attention():
-        torch.manual_seed(job.seed)
+        seed_all(job.seed)
         model = job.model()
         store_parameters(model, spec.dtypes)
         model.to(device)

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import io
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from meshwise.compat.perturbed import perturbed
 from meshwise.data.order import epoch_slices, sequential_slices
 from meshwise.engine.engine import Engine
+from meshwise.engine.seeds import seed_all
 from meshwise.equivalence.across_ranks import slices_of_ranks
 from meshwise.equivalence.contents import reading_of
 from meshwise.equivalence.engine_watcher import EngineWatcher
@@ -50,9 +49,7 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
     """
     engine = default_engine()
     watcher = EngineWatcher(engine, spec, seed, draws)
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_all(seed)
     engine.watch(watcher)
     try:
         inside = spec.in_float64

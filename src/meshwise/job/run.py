@@ -20,6 +20,7 @@ from meshwise.data.keyed import ExactDraws
 from meshwise.data.order import BatchSlice
 from meshwise.data.source import LoaderSettings, Reader, count_samples, read_slices, reader
 from meshwise.engine.engine import Engine, Microbatch
+from meshwise.engine.seeds import seed_all
 from meshwise.guards.registry import attach
 from meshwise.guards.same_data import check_data
 from meshwise.job.best import BestEpoch
@@ -56,7 +57,7 @@ def make_engine(
 
 def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
     """The state of a run before its first step: the model of `job` under `plan`, its optimizer. Collective."""
-    torch.manual_seed(job.seed)
+    seed_all(job.seed)
     model, note = constructed(job.model) if plan.parameters_divided or plan.pipeline > 1 else (job.model(), "")
     if plan.devices == 1:  # what several devices have is placed by the plan
         model.to(engine.world.device)
