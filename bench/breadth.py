@@ -234,7 +234,8 @@ def play(
         known, reference = read(asked.lines), dict[int, Trace]()
         for label in (label for label in labels if label in asked.plan):
             before = known.get((name, label))
-            if before is not None and before["status"] not in asked.again:
+            known_call = before is not None and before.get("call") == facts.get("call")
+            if before is not None and known_call and before["status"] not in asked.again:
                 continue
             if time.monotonic() > until:
                 break

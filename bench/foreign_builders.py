@@ -64,7 +64,7 @@ class GraphModel(nn.Module):
         super().__init__()
         self.pool = importlib.import_module("torch_geometric.nn").global_mean_pool
         models = importlib.import_module("torch_geometric.nn.models")
-        self.body = getattr(models, kind)(8, 32, 2, 32, dropout=0.1, **more)
+        self.body = getattr(models, kind)(8, 32, 2, 32, **more)
         self.out = nn.Linear(32, 1)
 
     def forward(self, batch: Any) -> Tensor:
@@ -99,10 +99,10 @@ class Quantized(nn.Module):
         return self.decoder(codes.mT.reshape(coded.shape)), more[1].sum() if len(more) > 1 else 0.0
 
 
-def quantized(kind: str) -> nn.Module:
+def quantized(kind: str, **more: Any) -> nn.Module:
     """kind: a class of vector_quantize_pytorch."""
     package = importlib.import_module("vector_quantize_pytorch")
-    made = package.FSQ([8, 5, 5], dim=32) if kind == "FSQ" else getattr(package, kind)(32, 16)
+    made = package.FSQ([8, 5, 5], dim=32) if kind == "FSQ" else getattr(package, kind)(32, 16, **more)
     return Quantized(made)
 
 
@@ -169,10 +169,12 @@ class Liquid(nn.Module):
 class SoftMixture(nn.Module):
     """Experts of soft-moe-pytorch between two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, **more: Any) -> None:
         super().__init__()
         self.into, self.out = nn.Linear(32, 32), nn.Linear(32, 5)
-        self.body = importlib.import_module("soft_moe_pytorch").SoftMoE(32, seq_len=12, num_experts=4, expert_mult=2)
+        self.body = importlib.import_module("soft_moe_pytorch").SoftMoE(
+            32, seq_len=12, num_experts=4, expert_mult=2, **more
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.into(x)
@@ -196,6 +198,7 @@ def byol() -> nn.Module:
         projection_hidden_size=64,
         augment_fn=nn.Identity(),
         use_simplicial_embeddings=False,
+        sync_batchnorm=False,  # torch's own, which the package takes where there are ranks, has no CPU form
     )
     return made  # type: ignore[no-any-return]
 

@@ -27,12 +27,16 @@ def results_of(lines: Path) -> dict[str, Any]:
     last = {
         key: row
         for key, row in breadth.read(lines).items()
-        if key[0] in foreign_table.MODELS and key[1] in foreign_table.MODELS[key[0]].plans
+        if key[0] in foreign_table.MODELS
+        and key[1] in foreign_table.MODELS[key[0]].plans
+        and row["call"] == foreign_table.MODELS[key[0]].call
     }
+    counted = {key: row for key, row in last.items() if not foreign_table.MODELS[key[0]].apart}
     found: dict[str, dict[str, Any]] = {}
     for (name, plan), row in last.items():
         model = foreign_table.MODELS[name]
         facts = {"package": model.package, "version": row["version"], "call": model.call, "plans": {}}
+        facts |= {"apart": model.apart} if model.apart else {}
         entry = found.setdefault(name, facts | {"loss": model.loss.__name__.strip("<>")})
         entry["plans"][plan] = {"status": row["status"]} | {
             key: row[key] for key in ("largest", "share", "text", "first", "module", "cause") if row.get(key)
@@ -40,11 +44,11 @@ def results_of(lines: Path) -> dict[str, Any]:
         if first.get((name, plan), row["status"]) != row["status"]:
             entry["plans"][plan]["at first"] = first[name, plan]
     return {
-        "pairs": len(last),
-        "models": len(found),
+        "pairs": len(counted),
+        "models": len({name for name, _ in counted}),
         "packages": len({entry["package"] for entry in found.values()}),
-        "counts": dict(Counter(row["status"] for row in last.values()).most_common()),
-        "counts at first": dict(Counter(first.get(key, row["status"]) for key, row in last.items()).most_common()),
+        "counts": dict(Counter(row["status"] for row in counted.values()).most_common()),
+        "counts at first": dict(Counter(first.get(key, row["status"]) for key, row in counted.items()).most_common()),
         "commits": dict(Counter(row["commit"] for row in last.values()).most_common()),
         "architectures": found,
     }
@@ -60,10 +64,19 @@ def part(results: Mapping[str, Any]) -> list[str]:
         f"constructor calls. {results['models']} tiny random models of {results['packages']} packages in the losses",
         f"that train them, {results['pairs']} pairs of a model and a plan, compared as above: {counts}.",
         "",
-        "| model | package | plans | |",
-        "|---|---|---|---|",
+        *_table({name: entry for name, entry in results["architectures"].items() if "apart" not in entry}),
+        "",
+        "Not counted are programs of which no division of a batch computes what one device does, and which `check`",
+        "tells; the same models without that are above.",
+        "",
+        *_table({name: entry for name, entry in results["architectures"].items() if "apart" in entry}),
     ]
-    for name, entry in results["architectures"].items():
+    return lines
+
+
+def _table(models: Mapping[str, Any]) -> list[str]:
+    lines = ["| model | package | plans | |", "|---|---|---|---|"]
+    for name, entry in models.items():
         fine = [plan for plan, found in entry["plans"].items() if found["status"] == "equal"]
         other = [
             f"{plan}: {found['status']}{_share(found)}{_why(name, found)}"
@@ -71,6 +84,7 @@ def part(results: Mapping[str, Any]) -> list[str]:
             if found["status"] != "equal"
         ]
         package = f"{entry['package']} {entry['version']}"
+        other += [f"Why: {entry['apart']}."] if "apart" in entry else []
         lines.append(f"| {name} | {package} | {', '.join(fine) or '–'} | {'<br>'.join(other)} |")
     return lines
 

@@ -28,7 +28,8 @@ torchvision_ops.complete()
 
 @dataclass(frozen=True)
 class Model:
-    """package: of PyPI. data: the samples. plans: names of `PLANS`. join: of samples that are no tensors."""
+    """package: of PyPI. data: the samples. plans: names of `PLANS`. join: of samples that are no tensors. apart: why no
+    division of a batch computes what one device does, for programs that are not counted."""
 
     package: str
     call: str
@@ -36,6 +37,7 @@ class Model:
     loss: Callable[[nn.Module, Any], Any]
     plans: tuple[str, ...]
     join: Callable[[list[Any]], Any] | None = None
+    apart: str = ""
 
 
 def version_of(model: Model) -> str:
@@ -348,12 +350,12 @@ MODELS: dict[str, Model] = {
         losses.classified,
         (T, DT, P),
     ),
-    "SimMIM": Model(
+    "DeepViT": Model(
         "vit-pytorch",
-        "vit_pytorch.simmim:SimMIM(encoder=vit(image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=4, "
-        "mlp_dim=64, dim_head=8), masking_ratio=0.5)",
-        images(3, 32, 32),
-        lambda model, batch: model(batch["x"]),
+        "vit_pytorch.deepvit:DeepViT(image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=4, mlp_dim=64, "
+        "dim_head=8, dropout=0.1)",
+        labelled(3, 32, 32),
+        losses.classified,
         (S, T),
     ),
     "CCT": Model(
@@ -467,6 +469,15 @@ MODELS: dict[str, Model] = {
         (D, S, T),
         joined,
     ),
+    "GCN with dropout": Model(
+        "torch-geometric",
+        "foreign_builders:GraphModel('GCN', dropout=0.1)",
+        graphs,
+        losses.graph_energy,
+        (D, S),
+        joined,
+        "one device draws for all atoms of a batch, which are no samples: a rank cannot draw its share of them",
+    ),
     "GAT": Model(
         "torch-geometric",
         "foreign_builders:GraphModel('GAT', heads=4)",
@@ -474,6 +485,15 @@ MODELS: dict[str, Model] = {
         losses.graph_energy,
         (S, T, DT),
         joined,
+    ),
+    "GAT with dropout": Model(
+        "torch-geometric",
+        "foreign_builders:GraphModel('GAT', heads=4, dropout=0.1)",
+        graphs,
+        losses.graph_energy,
+        (S, DT),
+        joined,
+        "as above, for edges",
     ),
     "SchNet": Model(
         "torch-geometric",
@@ -526,7 +546,23 @@ MODELS: dict[str, Model] = {
         "foreign_builders:quantized('VectorQuantize')",
         images(3, 16, 16),
         losses.rebuilt,
-        (D, T),
+        (D,),
+    ),
+    "VQ-VAE, no sum over ranks": Model(
+        "vector-quantize-pytorch",
+        "foreign_builders:quantized('VectorQuantize', sync_codebook=False)",
+        images(3, 16, 16),
+        losses.rebuilt,
+        (T,),
+    ),
+    "VQ-VAE, its own sum over ranks": Model(
+        "vector-quantize-pytorch",
+        "foreign_builders:quantized('VectorQuantize')",
+        images(3, 16, 16),
+        losses.rebuilt,
+        (T,),
+        apart="as soon as there are ranks the package adds its codebook up over all of them, which under tensor have "
+        "the same samples",
     ),
     "Perceiver": Model(
         "perceiver-pytorch",
@@ -596,10 +632,18 @@ MODELS: dict[str, Model] = {
     ),
     "TabNet": Model(
         "pytorch-tabnet",
-        "pytorch_tabnet.tab_network:TabNetNoEmbeddings(6, 2, n_d=8, n_a=8, virtual_batch_size=4)",
+        "pytorch_tabnet.tab_network:TabNetNoEmbeddings(6, 2, n_d=8, n_a=8)",
         lambda: {"x": _floats(6), "y": _whole(2)},
         losses.tabnet,
         (D, T),
+    ),
+    "TabNet, chunks of 4": Model(
+        "pytorch-tabnet",
+        "pytorch_tabnet.tab_network:TabNetNoEmbeddings(6, 2, n_d=8, n_a=8, virtual_batch_size=4)",
+        lambda: {"x": _floats(6), "y": _whole(2)},
+        losses.tabnet,
+        (D,),
+        apart="batch norms of chunks: which samples lie in one depends on how the batch is divided",
     ),
     "NeRF": Model(
         "siren-pytorch",
@@ -653,10 +697,18 @@ MODELS: dict[str, Model] = {
     ),
     "Soft MoE": Model(
         "soft-moe-pytorch",
+        "foreign_builders:SoftMixture(is_distributed=False)",
+        lambda: {"x": _floats(12, 32), "y": _whole(CLASSES)},
+        losses.classified,
+        (S, T),
+    ),
+    "Soft MoE, exchanging by itself": Model(
+        "soft-moe-pytorch",
         "foreign_builders:SoftMixture()",
         lambda: {"x": _floats(12, 32), "y": _whole(CLASSES)},
         losses.classified,
         (S, T),
+        apart="as soon as there are ranks the package exchanges samples itself, and takes all ranks for its own",
     ),
     "BYOL": Model(
         "byol-pytorch",
