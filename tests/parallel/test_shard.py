@@ -324,6 +324,27 @@ def test_blocks_are_the_repeated_layers_that_share_nothing() -> None:
     assert units_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []  # too small to be gathered alone
 
 
+class Conditioned(nn.Module):
+    """A part of one block makes what all blocks are given, as in diffusers' DiT; two modules hold the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 2, 64) for _ in range(3))
+        self.again = nn.ModuleDict({"layers": self.layers})
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.layers[0].linear1(x).mean()
+        for layer in self.layers:
+            layer.self_attn.in_proj_bias.mean()
+            x = layer(x) + given
+        return x
+
+
+def test_a_block_is_one_once_and_if_its_parts_are_not_called_alone() -> None:
+    model = Conditioned()
+    assert units_of(model) == list(model.layers[1:])
+
+
 class Scalar(nn.Module):
     def __init__(self) -> None:
         super().__init__()

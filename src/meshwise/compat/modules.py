@@ -14,8 +14,13 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 T = TypeVar("T")
+Around = Callable[[list[Any]], contextlib.AbstractContextManager[None] | None]
+"""Around a method of a model: enters what its forward enters, or gives None inside of that. The list gets the output
+when the method is over."""
+_AROUND = "_meshwise_around_methods"
 BatchNorm = nn.modules.batchnorm._BatchNorm
 """The class of all batch norms; its forward is that of each."""
 
@@ -145,3 +150,40 @@ def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
     with contextlib.suppress(ValueError, TypeError):  # TorchScript has none
         changed.__signature__ = inspect.signature(module.forward)
     module.forward = changed
+
+
+def put_around_methods(module: nn.Module, around: Around) -> None:
+    """Let other methods of the module's class that call parts of it (`encode`, `log_prob`) run as its forward does:
+    in `around`, from the first part that they call. What is put around last is entered first."""
+    if _AROUND in vars(module):
+        vars(module)[_AROUND].insert(0, around)
+        return
+    vars(module)[_AROUND] = arounds = [around]
+    kinds = [kind for kind in type(module).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))]
+    for name in dict.fromkeys(name for kind in kinds for name in vars(kind)):
+        own = inspect.getattr_static(type(module), name)
+        if inspect.isfunction(own) and name[0] != "_" and name not in vars(module) and not hasattr(nn.Module, name):
+            method: Any = functools.partial(_in_method, module, arounds, getattr(module, name))
+            vars(module)[name] = functools.update_wrapper(method, own)
+
+
+def _in_method(
+    module: nn.Module, arounds: list[Around], method: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    output: list[Any] = []
+    entered = arounds[0](output)
+    if entered is None:
+        return method(*args, **kwargs)
+    with contextlib.ExitStack() as stack:
+
+        def enter(part: nn.Module, inputs: Any) -> None:
+            if part is not module and next(part.parameters(), None) is not None and part in parts:
+                hook.remove()
+                for each in [entered, *(around(output) for around in arounds[1:])]:
+                    stack.enter_context(each or contextlib.nullcontext())
+
+        parts = set(module.modules())
+        hook = register_module_forward_pre_hook(enter)
+        stack.callback(hook.remove)
+        output.append(method(*args, **kwargs))
+    return output[0]

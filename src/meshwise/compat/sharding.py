@@ -189,6 +189,35 @@ def leave_forward(module: FSDPModule) -> None:
         communication.all_gather_state = None
 
 
+def around_method(
+    root: FSDPModule, ran: Callable[[FSDPModule], None], output: list[Any]
+) -> contextlib.AbstractContextManager[None] | None:
+    """Gather as the forward of a whole sharded model does, until a method of it has its `output`, and call `ran(root)`;
+    None while a forward or a backward runs."""
+    state: Any = root._get_fsdp_state()
+    if state._training_state != type(state._training_state).IDLE:
+        return None
+    return _gathered(root, state, ran, output)
+
+
+@contextlib.contextmanager
+def _gathered(root: FSDPModule, state: Any, ran: Callable[[FSDPModule], None], output: list[Any]) -> Iterator[None]:
+    state._pre_forward(root, (), {})
+    try:
+        yield
+    except BaseException:
+        leave_forward(root)
+        raise
+    state._post_forward(root, (), output[0])
+    ran(root)
+
+
+def begin_backward_at(root: FSDPModule, loss: Tensor) -> None:
+    """Gradients of `root` are reduced in the backward of `loss`, whatever its forward has given out."""
+    state: Any = root._get_fsdp_state()
+    state._register_pre_backward_hook(loss)
+
+
 def without_empty_groups(module: FSDPModule) -> None:
     """Forget groups of the module of which all parameters were let go."""
     state: Any = module._get_fsdp_state()

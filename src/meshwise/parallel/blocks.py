@@ -43,9 +43,11 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     A list inside a layer belongs to the layer; a sequence that itself holds repeated layers (the stages of a ResNet) is
     looked into. Empty where nothing is repeated.
     """
-    entries = list(_entries("", model))
-    kinds = Counter(type(module) for _, module in entries)
-    return [(name, module) for name, module in entries if kinds[type(module)] > 1]
+    entries = dict[nn.Module, str]()  # a list that two modules hold is found twice
+    for name, module in _entries("", model):
+        entries.setdefault(module, name)
+    kinds = Counter(map(type, entries))
+    return [(name, module) for module, name in entries.items() if kinds[type(module)] > 1]
 
 
 def _entries(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from meshwise.compat import sharding
-from meshwise.compat.modules import generates_together, hooks_at_forward, put_forward
+from meshwise.compat.modules import generates_together, hooks_at_forward, put_around_methods, put_forward
 from meshwise.compat.reducer import default_store
 from meshwise.compat.whole_values import plain_loss, read_whole
 from meshwise.parallel.gather_order import FIRST, GRACE, GatherOrder
@@ -45,10 +45,12 @@ from meshwise.parallel.shard_units import (
     units_of,
     watch_forward,
 )
+from meshwise.parallel.single_numbers import SingleNumbers
 from meshwise.parallel.skipped import parameters_that_may_be_skipped
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
+from meshwise.spec.words import some
 from meshwise.spec.world import World
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.agreement import agree
@@ -76,17 +78,23 @@ class Sharded:
         self._mixed = dtypes.param_dtype is not None
         wide = {name for name, p in model.named_parameters() if id(p) not in setup.gathered_narrow}
         self._roots: list[FSDPModule] = []
+        self._by_method = set[FSDPModule]()  # of them: those that a method ran since the last backward
         self._key = f"meshwise/shard/{next(_made)}/{collectives.group_key()}"
         self._skipped = parameters_that_may_be_skipped(model, roots_of(model))
         self._staged, self._apart = setup.plan.pipeline > 1, setup.apart
         lacked = stages.lacked_parameters(model) | {p for name, p in model.named_parameters() if name in self._apart}
+        self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
+        """That of the parameters: with the axes over which they are split besides."""
+        self._own_numbers = list[SingleNumbers]()  # none, or one
+        if not (self._staged or setup.parts_on_host):
+            lacked = lacked | self._take_numbers(SingleNumbers(model, self.whole_mesh, lacked), setup)
         for root in roots_of(model):
             parts = [module for module in root.modules() if module in setup.own_parts]
             units = [unit for unit in units_of(root) if unit not in parts and lacked.isdisjoint(unit.parameters())]
             units, unsure, said = (units, [], []) if self._staged else called_by_all(root, units)
             setup.notes += said
             for module, keep in [*((unit, not reshard) for unit in parts + units), (root, bool(units) or not reshard)]:
-                check_can_be_sharded(model, module)
+                check_can_be_sharded(model, module, lacked)
                 fully_shard(
                     module,
                     mesh=setup.own_parts.get(module, mesh),
@@ -104,6 +112,10 @@ class Sharded:
             self._roots.append(root)  # type: ignore[arg-type]
             if self._staged:
                 put_forward(root, functools.partial(leave_in_order, self._roots[-1], root.forward))
+            else:
+                put_around_methods(
+                    root, functools.partial(sharding.around_method, self._roots[-1], self._ran_by_method)
+                )
         self._take_groups(model, wide)
         self._agreed: set[int] = set()
         self._idle: set[str] | None = None
@@ -113,8 +125,12 @@ class Sharded:
         self._factor: Callable[[], Tensor] | None = None
         self._noticed, self._reached_past_blocks = set[str](), set[str]()
         self.unreduced = self.shared_terms = False
-        self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
-        """That of the parameters: with the axes over which they are split besides."""
+
+    def _take_numbers(self, numbers: SingleNumbers, setup: Setup) -> set[nn.Parameter]:
+        if numbers.places:
+            self._own_numbers.append(numbers)
+            setup.notes.append(f"shard: {some(list(numbers.places))}, single numbers, are whole on every rank.")
+        return {module.get_parameter(own) for module, own in numbers.places.values()}
 
     def _take_groups(self, model: nn.Module, wide: set[str]) -> None:
         names = {id(p): name for name, p in model.named_parameters()}
@@ -127,6 +143,10 @@ class Sharded:
                 group.around_collectives(collectives.recorded)
                 group.before_reducing(functools.partial(self._before, len(self._groups)))
                 self._groups.append(group)
+
+    def _ran_by_method(self, root: FSDPModule) -> None:
+        if torch.is_grad_enabled():
+            self._by_method.add(root)
 
     def backward(
         self,
@@ -154,14 +174,20 @@ class Sharded:
                 self._factor = factor
             else:
                 loss = loss * factor().to(loss.dtype)
-                for group in self._groups if whole else ():
-                    for gradient in group.waiting():
-                        gradient.mul_(factor().to(gradient.dtype))
+                held = [each.waiting() for each in self._groups] + [each.waiting() for each in self._own_numbers]
+                for gradient in itertools.chain.from_iterable(held) if whole else ():
+                    gradient.mul_(factor().to(gradient.dtype))
         for root in self._roots:
             root.set_requires_gradient_sync(reduce)
         mean = None if value is None else collectives.begin_sum(value / collectives.world_size(), of="the loss")
+        if self._by_method:
+            for root in self._by_method:
+                sharding.begin_backward_at(root, loss)
+            self._by_method = set()
         with together():
             loss.backward()
+        for numbers in self._own_numbers if reduce else ():
+            numbers.reduce(self.weighed)
         self._factor = None
         if reduce:
             self._finish(fresh)
@@ -211,6 +237,8 @@ class Sharded:
         for group in self._groups:
             if group.gathered:
                 group.reduce_now()
+        for numbers in self._own_numbers:
+            numbers.reduce(self.weighed)
         self._finish(fresh)
         self.unreduced, self._factor = False, None
 
@@ -287,8 +315,9 @@ class Sharded:
         """Every parameter as this rank holds it, by name, also while a block is gathered."""
         for index, group in enumerate(self._groups):
             yield from zip(self._names[index], group.parameters, strict=True)
-        for name, (module, own) in self._apart.items():
-            yield name, module.get_parameter(own)
+        for places in [self._apart, *(numbers.places for numbers in self._own_numbers)]:
+            for name, (module, own) in places.items():
+                yield name, module.get_parameter(own)
 
     def _finish(self, fresh: set[str]) -> None:
         """What no rank reached keeps its `grad`; the first time, all ranks learn what that is."""

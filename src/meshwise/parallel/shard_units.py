@@ -6,7 +6,7 @@ Tested in tests/parallel/test_shard.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from meshwise.compat.fake import rehearsing
 from meshwise.compat.sharding import Group, groups_of, leave_forward, place_in_memory
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.blocks import called_in, repeated_blocks
-from meshwise.parallel.skipped import may_be_skipped
+from meshwise.parallel.skipped import called_in_parts, may_be_skipped
 from meshwise.spec.errors import PlanError
 from meshwise.spec.words import some
 from meshwise.transfer import stages
@@ -35,13 +35,13 @@ def units_of(root: nn.Module) -> list[nn.Module]:
     """The blocks of `root` that are gathered one by one: its repeated layers of `SMALL` elements or more.
 
     A block that shares a parameter with a module outside it (a tied embedding) is not one: its parameters are needed
-    while it is not at work.
+    while it is not at work. Nor is one of which a part is called alone.
     """
     places, holders = _places(root), Counter(id(child) for m in root.modules() for child in m.children())
     units = []
-    for _, block in repeated_blocks(root):
+    for name, block in repeated_blocks(root):
         own = all(places[key] == count for key, count in _places(block).items()) and holders[id(block)] == 1
-        if own and sum(p.numel() for p in block.parameters()) >= SMALL:
+        if own and sum(p.numel() for p in block.parameters()) >= SMALL and not called_in_parts(root, name):
             units.append(block)
     return units
 
@@ -67,23 +67,23 @@ def _places(module: nn.Module) -> Counter[int]:
     return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
 
 
-def check_can_be_sharded(model: nn.Module, module: nn.Module) -> None:
+def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
     """Raises PlanError for a block that `fully_shard` cannot take, with its parameter's name."""
     names = {id(p): name for name, p in model.named_parameters()}
-    lacked = stages.lacked_parameters(model)
-    own = [p for p in module.parameters() if not isinstance(p, DTensor) and p not in lacked]
+    own = [p for p in module.parameters() if p not in ignored]
     for p in own:
         if p.ndim == 0:
             raise PlanError(
-                f"shard: parameter {names[id(p)]} is a single number, which cannot be divided over ranks. "
-                "Give it the shape (1,), or use data alone."
+                f"shard: parameter {names[id(p)]} is a single number, which cannot be divided over ranks, nor kept "
+                "whole here: in a pipeline, with parts on the host, or as a complex one. Give it the shape (1,), or "
+                "use data alone."
             )
-        if p.numel() == 0:
+        if p.numel() == 0 and not isinstance(p, DTensor):
             raise PlanError(
                 f"shard: parameter {names[id(p)]} of shape {tuple(p.shape)} has no elements, so there is nothing to "
                 "divide. Leave it out of the model, or use data alone."
             )
-    dtypes = {p.dtype: names[id(p)] for p in own if p.requires_grad}
+    dtypes = {p.dtype: names[id(p)] for p in own if p.requires_grad and not isinstance(p, DTensor)}
     if len(dtypes) > 1:
         stored = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise PlanError(

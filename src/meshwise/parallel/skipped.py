@@ -16,6 +16,7 @@ import inspect
 import sysconfig
 import textwrap
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -42,7 +43,7 @@ def may_be_skipped(root: nn.Module, name: str) -> str | None:
         listed = isinstance(child, nn.ModuleList | nn.ModuleDict)
         if listed and path and EXPERT in f"{attribute} {type(getattr(child, path[0])).__name__}".lower():
             return "they are experts"
-        found = skips(type(owner), attribute)  # type: ignore[arg-type]
+        found = skips(type(owner), attribute)
         if found and not is_of_a_library(type(owner)):
             return found
         why = why if found == "" else None
@@ -66,20 +67,39 @@ def is_of_a_library(kind: Any) -> bool:
     return code is not None and code.co_filename.startswith(places)
 
 
-@functools.cache
 def skips(kind: type, attribute: str) -> str | None:
     """Where a class may skip `self.attribute`, or entries of it; "" where it does not; None where nobody can tell."""
-    seen, own = False, kind.__mro__[: list(kind.__mro__).index(nn.Module)]
-    names = {name for each in own for name in vars(each)} - {"__init__"}
-    for name in sorted(names):
+    seen = False
+    for code, calls in _calls(kind, attribute):
+        if calls.where is not None:
+            return f"{code.co_filename}:{code.co_firstlineno + calls.where - 1}"
+        seen = seen or calls.seen
+    return "" if seen else None
+
+
+def called_in_parts(root: nn.Module, name: str) -> bool:
+    """Whether the module whose list has the block of this name calls a part of the block without the block, as
+    `self.blocks[0].norm(x)` does."""
+    path, block = name.split("."), root.get_submodule(name)
+    place = len(path) - 1
+    while place > 0 and isinstance(root.get_submodule(".".join(path[:place])), CONTAINERS):
+        place -= 1
+    kind: Any = type(unwrapped(root.get_submodule(".".join(path[:place]))))
+    known, entry = dict(block.named_modules()), path[place + 1 :][:1]
+    parts = {part for _, calls in _calls(kind, path[place]) for part in calls.parts}
+    return any(part in known and ([index] == entry or not index.isdigit()) for index, part in parts)
+
+
+@functools.cache
+def _calls(kind: Any, attribute: str) -> list[tuple[CodeType, _Calls]]:
+    """What the functions of a class call of `self.attribute`."""
+    found, own = [], kind.__mro__[: list(kind.__mro__).index(nn.Module)]
+    for name in sorted({name for each in own for name in vars(each)} - {"__init__"}):
         function: Any = inspect.unwrap(getattr(kind, name)) if callable(getattr(kind, name, None)) else None
         tree = _parsed(function) if inspect.isfunction(function) else None
         if tree is not None:
-            calls = _Calls(tree, attribute)
-            if calls.where is not None:
-                return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno + calls.where - 1}"
-            seen = seen or calls.seen
-    return "" if seen else None
+            found.append((function.__code__, _Calls(tree, attribute)))
+    return found
 
 
 def _parsed(function: Any) -> ast.FunctionDef | None:
@@ -97,6 +117,7 @@ class _Calls:
     def __init__(self, function: ast.FunctionDef, attribute: str) -> None:
         self._attribute, self.seen = attribute, False
         self.where: int | None = None
+        self.parts = set[tuple[str, str]]()  # of entries, by index and name, that are called by themselves
         given = function.args
         self._flags = {each.arg for each in [*given.posonlyargs, *given.args, *given.kwonlyargs]} - {"self"}
         self._entries = set[str]()  # names of entries
@@ -208,6 +229,8 @@ class _Calls:
             return
         if self._is_used_by(node):
             self._found(node, guarded)
+        if isinstance(node, ast.Call):
+            self._note_parts(node.func)
         inner = guarded
         if isinstance(node, ast.IfExp):
             inner = guarded or self._varies(node.test)
@@ -217,6 +240,14 @@ class _Calls:
             inner = guarded or self._varies(node.values[0])
         for each in ast.iter_child_nodes(node):
             self._look_at(each, inner)
+
+    def _note_parts(self, called: ast.expr) -> None:
+        part = list[str]()
+        while isinstance(called, ast.Attribute):
+            part.insert(0, called.attr)
+            called = called.value
+            if self._is_entry(called):
+                self.parts.add((ast.unparse(called.slice) if isinstance(called, ast.Subscript) else "", ".".join(part)))
 
     def _found(self, call: ast.AST, guarded: bool) -> None:
         self.seen = True

@@ -24,7 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from meshwise.compat.modules import around_pre_hooks, has_pre_hooks, parameters_in, put_forward, renew_flat_weights
+from meshwise.compat.modules import (
+    around_pre_hooks,
+    has_pre_hooks,
+    parameters_in,
+    put_around_methods,
+    put_forward,
+    renew_flat_weights,
+)
 from meshwise.compat.sharding import division, packed
 from meshwise.compat.whole_values import plain_loss, read_whole
 from meshwise.parallel.blocks import blocks_of, called_in, repeated_blocks
@@ -84,6 +91,8 @@ def _apply(setup: Setup) -> None:
                 put_forward(module, functools.partial(_run, module, owners, axis, around, module.forward))
                 if has_pre_hooks(module) and parameters_in(module):
                     around_pre_hooks(module, functools.partial(_localise, [module], axis), _put_back)
+            if module is root and setup.plan.pipeline == 1:
+                put_around_methods(root, functools.partial(_around_method, owners, axis))
     setup.notes.append(_share(setup.model, mesh.size()))
 
 
@@ -150,6 +159,23 @@ def _run(
     try:
         with around():
             return forward(*args, **kwargs)
+    finally:
+        _put_back(changed)
+
+
+def _around_method(
+    owners: Sequence[nn.Module], axis: Axis, output: list[Any]
+) -> contextlib.AbstractContextManager[None] | None:
+    held = any(isinstance(p, DTensor) for own in owners for p in parameters_in(own).values())
+    return _localised(owners, axis) if held else None
+
+
+@contextlib.contextmanager
+def _localised(owners: Sequence[nn.Module], axis: Axis) -> Iterator[None]:
+    changed = _localise(owners, axis)
+    try:
+        with entering_once():
+            yield
     finally:
         _put_back(changed)
 

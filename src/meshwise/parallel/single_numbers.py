@@ -1,0 +1,106 @@
+"""Parameters that are single numbers (a temperature): they cannot be divided, so under shard every rank holds them.
+
+In the forward of its module a number is a leaf of this rank alone, in the same memory. The leaves' gradients wait until
+what is sharded is reduced, and are averaged over the ranks together, in one collective.
+
+Tested in tests/parallel/test_single_numbers.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from meshwise.compat.modules import parameters_in, put_around_methods, put_forward
+from meshwise.compat.sharding import local_of
+from meshwise.transfer import collectives
+
+
+class SingleNumbers:
+    """Those of `model` that are not `lacked`. mesh: of all its parameters. places: of each by its name, the module and
+    the name in it."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, lacked: Collection[nn.Parameter]) -> None:
+        self.places: dict[str, tuple[nn.Module, str]] = {}
+        self._leaves: dict[str, tuple[Tensor, Tensor]] = {}  # name -> what all ranks hold, and the leaf
+        known: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
+        for full, module in list(model.named_modules()):
+            inside = {}
+            for name, p in list(module.named_parameters(recurse=False)):
+                if p.ndim == 0 and p not in lacked and not p.is_complex():
+                    if p not in known:
+                        self.places[f"{full}.{name}" if full else name] = module, name
+                        known[p] = next(reversed(self.places)), _held_by_all(p, mesh)
+                    inside[name] = known[p][0], p.device_mesh if isinstance(p, DTensor) else None
+                    module.register_parameter(name, known[p][1])
+            if inside:
+                put_forward(module, functools.partial(self._run, module, inside, module.forward))
+                put_around_methods(module, functools.partial(self._around_method, module, inside))
+
+    def _run(self, module: nn.Module, inside: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        with self._with_leaves(module, inside):
+            return forward(*args, **kwargs)
+
+    def _around_method(
+        self, module: nn.Module, inside: Any, output: list[Any]
+    ) -> contextlib.AbstractContextManager[None] | None:
+        own, leaves = parameters_in(module), [leaf for _, leaf in self._leaves.values()]
+        there = any(own[name] is leaf for name in inside for leaf in leaves)
+        return None if there else self._with_leaves(module, inside)
+
+    @contextlib.contextmanager
+    def _with_leaves(self, module: nn.Module, inside: dict[str, tuple[str, DeviceMesh | None]]) -> Iterator[None]:
+        own = parameters_in(module)
+        held = {name: own[name] for name in inside}
+        own.update({name: self._leaf(held[name], *inside[name]) for name in inside})
+        try:
+            yield
+        finally:
+            own.update(held)
+
+    def _leaf(self, held: Any, name: str, mesh: DeviceMesh | None) -> Tensor:
+        """The leaf of what all ranks hold. mesh: over which tensor splits parameters."""
+        of, leaf = self._leaves.get(name, (None, None))
+        if leaf is not None and (leaf is held or (of is held and of.requires_grad == leaf.requires_grad)):
+            return leaf
+        local = local_of(held.detach())
+        made = local if mesh is None else DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+        self._leaves[name] = held, nn.Parameter(made, held.requires_grad)
+        return self._leaves[name][1]
+
+    def waiting(self) -> list[Tensor]:
+        """The gradients of this rank alone."""
+        return [leaf.grad for _, leaf in self._leaves.values() if leaf.grad is not None]
+
+    def reduce(self, weighed: Callable[[Tensor], Tensor]) -> None:
+        """Add the means over ranks to what all ranks hold; what no rank has reached keeps its `grad`. Collective."""
+        found = [(held, leaf) for held, leaf in self._leaves.values() if leaf.requires_grad]
+        if not found:
+            return
+        mine = [None if leaf.grad is None else weighed(local_of(leaf.grad)) for _, leaf in found]
+        wide = any(held.dtype == torch.float64 for held, _ in found)
+        zero = local_of(found[0][1].detach()).new_zeros((), dtype=torch.float64 if wide else torch.float32)
+        numbers = [zero if gradient is None else gradient.to(zero) for gradient in mine]
+        reached = [zero + (gradient is not None) for gradient in mine]
+        means = collectives.all_reduce_mean(torch.stack(numbers + reached), of="gradients of single numbers")
+        for place, (held, leaf) in enumerate(found):
+            leaf.grad = None
+            if mine[place] is not None or bool(means[len(found) + place]):
+                p: Any = held
+                everywhere = [Replicate()] * p.device_mesh.ndim
+                mean = DTensor.from_local(means[place].to(p.dtype), p.device_mesh, everywhere, run_check=False)
+                p.grad = mean if p.grad is None else p.grad + mean
+
+
+def _held_by_all(p: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    everywhere = [Replicate()] * mesh.ndim
+    new = nn.Parameter(distribute_tensor(local_of(p.detach()), mesh, everywhere, src_data_rank=None), p.requires_grad)
+    new.__dict__.update(p.__dict__)
+    return new
