@@ -119,28 +119,28 @@ def hold(
     pool: Any,
     name: str,
     label: str,
-    reference: dict[int, Trace],
+    reference: dict[tuple[int, int], Trace],
     limit: float = 120,
     models: Any = tiny_models,
     plans: Mapping[str, Plan] = PLANS,
 ) -> Row:
-    """One architecture under one plan. reference: microbatches -> what one device does; filled here. models: a module
-    of this folder with `job_of(name)`."""
+    """One architecture under one plan. reference: (microbatches, samples of the ragged batch) -> what one device
+    does; filled here. models: a module of this folder with `job_of(name)`."""
     spec, row = CheckSpec(plans[label], STEPS), Row(status="crash")
-    micro = spec.plan.accumulate
+    asked = spec.plan.accumulate, spec.ragged
     try:
         with time_limit(limit):
             if not reference and (why := cannot_be_built(models.job_of(name))):
                 return Row(status="not built", text=why)
-            if micro not in reference:
-                reference[micro] = one_device(models.job_of(name), spec)
+            if asked not in reference:
+                reference[asked] = one_device(models.job_of(name), spec)
     except TimeoutError as late:
         return Row(status="timeout", text=f"one device: {late}")
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
         return Row(status="crash", text=f"one device: {type(error).__name__}: {_short(error)}", at=_where())
-    one = reference[micro]
+    one = reference[asked]
     try:
         answers = pool.run(under_plan, str(ROOT / "bench"), models.__name__, name, spec, one.draws, timeout=limit)
     except CaseFailed as failed:
@@ -231,7 +231,7 @@ def play(
     for name, (facts, labels) in entries.items():
         if asked.only and not any(word.lower() in name.lower() for word in asked.only):
             continue
-        known, reference = read(asked.lines), dict[int, Trace]()
+        known, reference = read(asked.lines), dict[tuple[int, int], Trace]()
         for label in (label for label in labels if label in asked.plan):
             before = known.get((name, label))
             known_call = before is not None and before.get("call") == facts.get("call")

@@ -25,6 +25,19 @@ def torchvision_backbone() -> nn.Module:
     return made  # type: ignore[no-any-return]
 
 
+def counting_fcos(**more: Any) -> nn.Module:
+    """FCOS whose head keeps over how much its losses are means."""
+    parts = importlib.import_module("torchvision.models.detection.fcos")
+
+    class Counting(parts.FCOSHead):  # type: ignore[misc, name-defined]
+        def compute_loss(self, targets: Any, found: Any, anchors: Any, matched: list[Tensor]) -> Any:
+            self.foreground = torch.stack([(each >= 0).sum() for each in matched]).sum()
+            return super().compute_loss(targets, found, anchors, matched)
+
+    backbone = torchvision_backbone()
+    return parts.FCOS(backbone, 5, head=Counting(backbone.out_channels, 1, 5), **more)  # type: ignore[no-any-return]
+
+
 class ConvTasNet(nn.Module):
     """Speechbrain's encoder, masks and decoder."""
 
@@ -191,14 +204,17 @@ def byol() -> nn.Module:
         nn.Flatten(),
         nn.Linear(16, 5),
     )
-    made = importlib.import_module("byol_pytorch").BYOL(
+    package: Any = importlib.import_module("byol_pytorch.byol_pytorch")
+    # torch's SyncBatchNorm, which the package takes where there are ranks, has no CPU form, and the option for that
+    # does not reach the predictor
+    package.MaybeSyncBatchnorm = lambda unused=None: nn.BatchNorm1d
+    made = package.BYOL(
         net,
         32,
         projection_size=32,
         projection_hidden_size=64,
         augment_fn=nn.Identity(),
         use_simplicial_embeddings=False,
-        sync_batchnorm=False,  # torch's own, which the package takes where there are ranks, has no CPU form
     )
     return made  # type: ignore[no-any-return]
 

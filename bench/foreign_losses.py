@@ -107,6 +107,11 @@ def detected(model: nn.Module, batch: Any) -> Tensor:
     return sum(model(list(images), list(targets)).values())  # type: ignore[no-any-return]
 
 
+def detected_foreground(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of FCOS, which are means over what its head has matched."""
+    return detected(model, batch), model.head.foreground
+
+
 def speaker(model: nn.Module, batch: Batch) -> Tensor:
     """Additive angular margins."""
     losses = importlib.import_module("speechbrain.nnet.losses")

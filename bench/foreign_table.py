@@ -393,10 +393,9 @@ MODELS: dict[str, Model] = {
     ),
     "FCOS": Model(
         "torchvision",
-        "torchvision.models.detection:FCOS(torchvision_backbone(), 5, "
-        f"{DETECT}, anchor_generator=rpn.AnchorGenerator(((8,),), ((1.,),)))",
+        f"torchvision.models.detection:counting_fcos({DETECT}, anchor_generator=rpn.AnchorGenerator(((8,),), ((1.,),)))",
         boxed(),
-        losses.detected,
+        losses.detected_foreground,
         (D,),
         separate,
     ),
@@ -442,10 +441,19 @@ MODELS: dict[str, Model] = {
     "CRDNN": Model(
         "speechbrain",
         "speechbrain.lobes.models.CRDNN:CRDNN(input_shape=(None, 24, 20), cnn_blocks=1, cnn_channels=(8,), rnn_layers=1, "
+        "rnn_neurons=16, dnn_blocks=1, dnn_neurons=10, time_pooling=False, inter_layer_pooling_size=(2,), dropout=0.)",
+        spoken(24, 20),
+        losses.ctc,
+        (S, T, DT),
+    ),
+    "CRDNN with dropout": Model(
+        "speechbrain",
+        "speechbrain.lobes.models.CRDNN:CRDNN(input_shape=(None, 24, 20), cnn_blocks=1, cnn_channels=(8,), rnn_layers=1, "
         "rnn_neurons=16, dnn_blocks=1, dnn_neurons=10, time_pooling=False, inter_layer_pooling_size=(2,))",
         spoken(24, 20),
         losses.ctc,
         (S, T, DT),
+        apart="its masks are drawn in the constructor, and a sample takes that of its place in the rank's batch",
     ),
     "ConvTasNet": Model(
         "speechbrain",

@@ -29,8 +29,11 @@ class Gated(nn.Module):
         self.layer = nn.Linear(64, 64)
         self.own, self.gate, self.idle = nn.Parameter(torch.tensor(0.5)), gate, nn.Parameter(torch.tensor(1.0))
 
+    def mixed(self, x: Tensor) -> Tensor:
+        return self.own * (self.layer(x) * self.gate).tanh()
+
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.own * (self.layer(x) * self.gate).tanh()
+        return x + self.mixed(x)
 
 
 class Scaled(nn.Module):

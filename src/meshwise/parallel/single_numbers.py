@@ -29,6 +29,7 @@ class SingleNumbers:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, lacked: Collection[nn.Parameter]) -> None:
         self.places: dict[str, tuple[nn.Module, str]] = {}
+        self._mesh = mesh
         self._leaves: dict[str, tuple[Tensor, Tensor]] = {}  # name -> what all ranks hold, and the leaf
         known: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
         for full, module in list(model.named_modules()):
@@ -51,9 +52,9 @@ class SingleNumbers:
     def _around_method(
         self, module: nn.Module, inside: Any, output: list[Any]
     ) -> contextlib.AbstractContextManager[None] | None:
-        own, leaves = parameters_in(module), [leaf for _, leaf in self._leaves.values()]
-        there = any(own[name] is leaf for name in inside for leaf in leaves)
-        return None if there else self._with_leaves(module, inside)
+        own: dict[str, Any] = parameters_in(module)  # in a forward: leaves, or of those what tensor makes of them
+        held = any(isinstance(own[name], DTensor) and own[name].device_mesh == self._mesh for name in inside)
+        return self._with_leaves(module, inside) if held else None
 
     @contextlib.contextmanager
     def _with_leaves(self, module: nn.Module, inside: dict[str, tuple[str, DeviceMesh | None]]) -> Iterator[None]:
