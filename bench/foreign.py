@@ -2,7 +2,8 @@
 
     python bench/foreign.py ORIGINALS [--only WORD] [--pairs 2 "tensor=2"] [--old SRC] [--anew]
 
-ORIGINALS: a folder with the repositories of `foreign_scripts.py` at their commits, each under its own name; foreign
+ORIGINALS: a folder with the repositories of `foreign_scripts.py` and
+`foreign_courses.py` at their commits, each under its own name; foreign
 code is run and never kept here. Everything is float64, on CPU workers with one thread each. A pair is a script and a
 way to run it: plain python without meshwise, 1, 2 and 3 devices, stopped in the middle by Ctrl-C and resumed, and two
 devices under `shard=2` and `tensor=2`. Each is in the results as soon as it has ended, and is not run again. What is
@@ -31,6 +32,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from foreign_courses import COURSES
 from foreign_on_fake import apart, losses
 from foreign_programs import IMPORT, Edit
 from foreign_scripts import KEYED, SCRIPTS, Script
@@ -38,6 +40,7 @@ from keep import RESULTS, keep
 from ports import changed
 
 ROOT = Path(__file__).parents[1]
+PROGRAMS = SCRIPTS | COURSES
 BOUND, LIMIT = 1e-9, 400.0
 HOLD = "--fault=slow 200ms:rank=0,step=6"  # from there on, so that the signal comes before the end
 PLAIN, DRAWN, TAPED = "plain", "1, exact draws", "plain, the same draws"
@@ -113,6 +116,7 @@ def started(words: list[str], folder: Path, sources: Path, stop_after: int = 0) 
     """The exit code and the output; -1 where it hangs. stop_after: losses after which it gets a Ctrl-C."""
     places = os.pathsep.join([str(sources), os.environ.get("PYTHONPATH", "")])
     settings = os.environ | {"PYTHONPATH": places, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+    settings["PYTHONHASHSEED"] = "0"  # a set of words has one order in all runs of a script
     with (folder / "log").open("w+b") as log:
         process = subprocess.Popen(words, cwd=folder, env=settings, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         until, stopped = time.monotonic() + LIMIT, not stop_after
@@ -129,7 +133,7 @@ def started(words: list[str], folder: Path, sources: Path, stop_after: int = 0) 
 
 def run(name: str, pair: str, originals: Path, folder: Path, sources: Path, *more: Edit) -> dict[str, Any]:
     """A pair: its exit codes, what it printed, and its losses. more: edits."""
-    script = SCRIPTS[name]
+    script = PROGRAMS[name]
     lines = prepared(script, originals, folder, pair, *more)
     words = [script.script, *script.arguments.split()]
     if pair in (PLAIN, TAPED):
@@ -207,7 +211,7 @@ def installed(name: str) -> str:
 
 def measured(name: str, pair: str, given: argparse.Namespace, at: Path) -> dict[str, Any]:
     """A pair that is not known yet; what is refused now is tried with older sources too."""
-    script, folders = SCRIPTS[name], {}
+    script, folders = PROGRAMS[name], {}
     if pair == DRAWN and not script.options:
         return {"outcome": "draws nothing"}
     reference = DRAWN if script.options and pair not in (PLAIN, "1", DRAWN) else PLAIN
@@ -271,7 +275,7 @@ def main() -> None:
     result["claim"] = " ".join((__doc__ or "").partition("Claim: ")[2].split())
     result["versions"] = {name: installed(name) for name in VERSIONS} | {"python": sys.version.split()[0]}
     found: dict[str, Any] = result.setdefault("scripts", {})
-    for name, script in SCRIPTS.items():
+    for name, script in PROGRAMS.items():
         if given.only not in name:
             continue
         place = f"{script.source[0]} {script.folder}/{script.script} at {script.source[1]}"
