@@ -2,14 +2,13 @@
 
     python bench/foreign.py ORIGINALS [--only WORD] [--pairs 2 "tensor=2"] [--old SRC] [--anew]
 
-ORIGINALS: a folder with the repositories of `foreign_scripts.py` and
-`foreign_courses.py` at their commits, each under its own name; foreign
-code is run and never kept here. Everything is float64, on CPU workers with one thread each. A pair is a script and a
-way to run it: plain python without meshwise, 1, 2 and 3 devices, stopped in the middle by Ctrl-C and resumed, and two
-devices under `shard=2` and `tensor=2`. Each is in the results as soon as it has ended, and is not run again. What is
-not equal is run once more with the sources in SRC, those of 9d7d689 for instance. Scripts that draw noise or masks run
-with `--exact-random` on several devices, and beside one device that draws so; that one is compared with plain python
-whose draws are the ones that it has made (`foreign_draws.py`): pair "1, exact draws".
+ORIGINALS: a folder with the repositories of `foreign_scripts.py` and `foreign_courses.py` at their commits, each under
+its own name; foreign code is run and never kept here. Everything is float64, on CPU workers with one thread each. A
+pair is a script and a way to run it: plain python without meshwise, 1, 2 and 3 devices, stopped in the middle by
+Ctrl-C and resumed, and two devices under `shard=2` and `tensor=2`. Each is in the results as soon as it has ended, and
+is not run again. What is not equal is run once more with the sources in SRC, those of 9d7d689 for instance. Scripts
+that draw noise or masks run with `--exact-random` on several devices, and beside one device that draws so; that one is
+compared with plain python whose draws are the ones that it has made (`foreign_draws.py`): pair "1, exact draws".
 
 Claim: every pair has plain python's losses, and weights where the script saves a state_dict, within 1e-9 (relative), or
 within a stated bound for a stated reason, or is refused with a sentence; none is wrong, hangs or ends in a traceback;

@@ -153,9 +153,7 @@ COURSES: dict[str, Script] = {
         ),
         small=(("range(500)", "range(25)"),),
         epochs="25",
-        shown=(
-            ('print("Prediction (after', f'{SHOWN.format("y_pred.item()")}\nprint("Prediction (after'),
-        ),
+        shown=(('print("Prediction (after', f'{SHOWN.format("y_pred.item()")}\nprint("Prediction (after'),),
         **SUMS,
     ),
     "course/diabetes_logistic": whole_batch(
@@ -366,7 +364,8 @@ COURSES: dict[str, Script] = {
         main_py(
             (
                 "count, best_hr = 0, 0\n",
-                "model, optimizer, train_loader = mw.distribute(model, optimizer, train_loader)\ncount, best_hr = 0, 0\n",
+                "model, optimizer, train_loader = mw.distribute(model, optimizer, train_loader)\n"
+                "count, best_hr = 0, 0\n",
             ),
             ("\t\tloss.backward()\n", "\t\tloss = mw.backward(loss)\n"),
             ("\t\t\ttorch.save(model,", "\t\t\tmw.save(model,"),
@@ -380,7 +379,10 @@ COURSES: dict[str, Script] = {
         ),
         main_py(
             ("\t\toptimizer.step()\n", f"\t\toptimizer.step()\n\t\t{SHOWN.format('loss.item()')}\n"),
-            ("\tif HR > best_hr:\n", f"\t{SHOWN.format('float(HR)')}, {SHOWN.format('float(NDCG)')}\n\tif HR > best_hr:\n"),
+            (
+                "\tif HR > best_hr:\n",
+                f"\t{SHOWN.format('float(HR)')}, {SHOWN.format('float(NDCG)')}\n\tif HR > best_hr:\n",
+            ),
         ),
         (
             ("data_utils.py", "import pandas as pd \nimport scipy.sparse as sp\n", ""),
@@ -458,7 +460,10 @@ COURSES: dict[str, Script] = {
                 "correct += (pred.argmax(1) == y).type(torch.float).sum().item()",
                 "correct += mw.sum((pred.argmax(1) == y).type(torch.float).sum().item())",
             ),
-            ('torch.save(model.state_dict(), "model.pth")\n', 'mw.save(model.state_dict(), "model.pth")\nmw.barrier()\n'),
+            (
+                'torch.save(model.state_dict(), "model.pth")\n',
+                'mw.save(model.state_dict(), "model.pth")\nmw.barrier()\n',
+            ),
             file="quickstart_tutorial.py",
         ),
         main_py(
@@ -471,7 +476,10 @@ COURSES: dict[str, Script] = {
         ),
         main_py(
             ("        optimizer.step()\n", f"        optimizer.step()\n        {SHOWN.format('loss.item()')}\n"),
-            ("    correct /= size\n", f"    correct /= size\n    {SHOWN.format('test_loss')}, {SHOWN.format('correct')}\n"),
+            (
+                "    correct /= size\n",
+                f"    correct /= size\n    {SHOWN.format('test_loss')}, {SHOWN.format('correct')}\n",
+            ),
             file="quickstart_tutorial.py",
         ),
         main_py(

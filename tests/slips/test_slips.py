@@ -316,6 +316,138 @@ def of_this_rank(p: Program) -> None:
     print(running)
 
 
+@mistake(RUNNING.replace("running", "stats['loss']"))
+def in_a_dict(p: Program) -> None:
+    stats = {"loss": 0.0, "seen": 0}
+    for x, y in p.loader:
+        loss = mw.backward(F.cross_entropy(p.model(x), y))
+        p.step()
+        stats["loss"] += loss.item() * len(x)  # here
+        stats["seen"] += len(x)
+    print(stats["loss"] / stats["seen"])
+
+
+@mistake(RUNNING.replace("running", "stats['loss']"))
+def in_a_dict_that_is_shown_whole(p: Program) -> None:
+    stats = {"loss": 0.0}
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        stats["loss"] += loss.item() * len(x)  # here
+    for name, value in stats.items():
+        print(name, value)
+
+
+class Meter:
+    """Has a loop of its own, and sums over the ranks in a method where it does."""
+
+    def __init__(self) -> None:
+        self.total, self.seen, self.parts = 0.0, 0, {"loss": 0.0}
+
+    def trains(self, p: Program) -> None:
+        for x, y in p.loader:
+            loss = mw.backward(F.cross_entropy(p.model(x), y))
+            p.step()
+            self.total += loss.item() * len(x)  # here
+            self.seen += len(x)
+        print(self.total / self.seen)
+
+    def trains_with_parts(self, p: Program) -> None:
+        for x, y in p.loader:
+            loss = mw.backward(F.cross_entropy(p.model(x), y))
+            p.step()
+            self.parts["loss"] += x.size(0) * loss.item()  # here
+        print(f"{self.parts['loss'] / len(p.data):.3f}")
+
+    def trains_in_step(self, p: Program) -> None:
+        for x, y in p.loader:
+            loss = F.cross_entropy(p.model(x), y)
+            mw.backward(loss)
+            p.step()
+            self.total += loss.item() * len(x)
+        self.meet()
+        print(self.total)
+
+    def meet(self) -> None:
+        self.total = mw.sum(self.total)
+
+
+@mistake(RUNNING.replace("running", "self.total"))
+def in_an_attribute(p: Program) -> None:
+    Meter().trains(p)
+
+
+@mistake(RUNNING.replace("running", "self.parts['loss']"))
+def in_a_dict_of_an_attribute(p: Program) -> None:
+    Meter().trains_with_parts(p)
+
+
+@right
+def in_an_attribute_that_a_method_sums(p: Program) -> None:
+    Meter().trains_in_step(p)
+
+
+@right
+def in_a_dict_and_summed_in_the_loop(p: Program) -> None:
+    stats = {"loss": 0.0, "seen": 0}
+    for x, y in p.loader:
+        loss = mw.backward(F.cross_entropy(p.model(x), y))
+        p.step()
+        n = mw.sum(len(x))
+        stats["loss"] += loss.item() * n
+        stats["seen"] += n
+    print(stats["loss"] / stats["seen"])
+
+
+@right
+def in_a_dict_and_summed_after_the_loop(p: Program) -> None:
+    stats = {"loss": 0.0, "seen": 0}
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        stats["loss"] += loss.item() * len(x)
+        stats["seen"] += len(x)
+    stats["loss"] = mw.sum(stats["loss"]) / mw.sum(stats["seen"])
+    print(stats["loss"])
+
+
+@right
+def in_a_dict_that_nothing_reads(p: Program) -> None:
+    stats = {"loss": 0.0, "seen": 0}
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        stats["loss"] += loss.item() * len(x)
+        stats["seen"] += mw.sum(len(x))
+    print(stats["seen"])
+
+
+@right
+def in_a_dict_whose_values_are_summed(p: Program) -> None:
+    stats = {"loss": 0.0}
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        stats["loss"] += loss.item() * len(x)
+    for name, value in stats.items():
+        print(name, mw.sum(value))
+
+
+@right
+def in_a_dict_whose_values_are_summed_in_a_comprehension(p: Program) -> None:
+    stats = {"loss": 0.0}
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss)
+        p.step()
+        stats["loss"] += loss.item() * len(x)
+    print({name: mw.sum(value) for name, value in stats.items()})
+
+
 @right
 def summed_in_the_loop(p: Program) -> None:
     running = 0.0
@@ -475,7 +607,12 @@ def said(case: Case) -> tuple[Any, list[str]]:
 
 
 def line_of(case: Case) -> int:
-    lines, first = inspect.getsourcelines(loaders if case is in_a_function else case)
+    elsewhere = {
+        in_a_function: loaders,
+        in_an_attribute: Meter.trains,
+        in_a_dict_of_an_attribute: Meter.trains_with_parts,
+    }
+    lines, first = inspect.getsourcelines(elsewhere.get(case, case))
     return first + next(number for number, line in enumerate(lines) if line.rstrip().endswith("# here"))
 
 

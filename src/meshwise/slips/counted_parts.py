@@ -1,6 +1,6 @@
 """What a training loop keeps of this rank's part of its batches, as if it were all: said at the end of the loop.
 
-    running += loss * len(x)     that no verb adds up over the ranks
+    running += loss * len(x)     that no verb adds up over the ranks; so in stats["loss"] or self.total
     buffer.extend(zip(x, y))     in a buffer that lets old samples go, and is trained on
 
 Only what the source tells for certain; what is returned, kept elsewhere or given to other functions of the file may be
@@ -77,7 +77,7 @@ def _running(source: Source, loop: ast.For, rows: set[str], uneven: bool) -> Ite
     backwards = [node for node in inside(loop) if isinstance(node, ast.Call) and source.verb(node) == "backward"]
     own = {node.id for call in backwards for node in call.args[:1] if isinstance(node, ast.Name)} - whole
     for node in inside(loop):
-        if not adds(node) or not isinstance(node.target, ast.Name):
+        if not adds(node) or not (isinstance(node.target, ast.Name) or _is_read_behind(source, loop, node.target)):
             continue
         factors = [
             values.get(f.id, f) if isinstance(f, ast.Name) and f.id not in own | whole else f
@@ -86,10 +86,9 @@ def _running(source: Source, loop: ast.For, rows: set[str], uneven: bool) -> Ite
         losses = {f.id for f in map(bare, factors) if isinstance(f, ast.Name)}
         if not any(_counts(f, rows) for f in factors) or not losses & (own | whole):
             continue
-        name = node.target.id
-        wrong = uneven or bool(losses & own) or _is_divided_by_all(source, name)
-        if wrong and not may_be_joined(source, name):
-            yield node.lineno, name
+        wrong = uneven or bool(losses & own) or _is_divided_by_all(source, node.target)
+        if wrong and not may_be_joined(source, node.target):
+            yield node.lineno, ast.unparse(node.target)
 
 
 def _factors(value: ast.expr) -> list[ast.expr]:
@@ -111,35 +110,84 @@ def _counts(node: ast.expr, rows: set[str]) -> bool:
     return isinstance(whole, ast.Name) and whole.id in rows
 
 
-def _is_divided_by_all(source: Source, name: str) -> bool:
+def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
     """Whether it is divided by the length of something that is not this rank's."""
     for node in inside(source.scope):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and reads(node.left, name):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _uses(node.left, kept):
             right = node.right
             if isinstance(right, ast.Call) and isinstance(right.func, ast.Name) and right.func.id == "len":
                 return True
     return False
 
 
-def may_be_joined(source: Source, name: str, behind: tuple[str, ...] = ()) -> bool:
-    """Whether a name, or what is made of it, may be added up over the ranks somewhere, or be known elsewhere."""
-    functions = {n.name for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+def _is_read_behind(source: Source, loop: ast.For, kept: ast.expr) -> bool:
+    """Whether the function reads it below the loop: a sum in a dict or an attribute is else for others to look at."""
+    below = [n for n in inside(source.scope) if isinstance(n, ast.stmt) and n.lineno > (loop.end_lineno or 0)]
+    return any(_uses(node, kept) for node in below)
+
+
+def _uses(node: ast.AST, kept: str | ast.expr) -> bool:
+    """Whether a name, `stats["loss"]` or `self.total` is read in it, or the whole that it is kept in."""
+    if isinstance(kept, ast.Name | str):
+        return reads(node, kept if isinstance(kept, str) else kept.id)
+    if not isinstance(kept, ast.Subscript | ast.Attribute):
+        return True
+    of = ast.unparse(kept.value)
+    if isinstance(node, ast.Subscript | ast.Attribute) and ast.unparse(node.value) == of:
+        if not isinstance(node.ctx, ast.Load):
+            return False
+        if isinstance(kept, ast.Attribute):
+            return isinstance(node, ast.Attribute) and node.attr == kept.attr
+        if isinstance(node, ast.Attribute):
+            return True  # what a dict's methods give
+        keys = [key.value if isinstance(key, ast.Constant) else None for key in (node.slice, kept.slice)]
+        return None in keys or keys[0] == keys[1]
+    if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and ast.unparse(node) == of:
+        return True
+    return any(_uses(each, kept) for each in ast.iter_child_nodes(node))
+
+
+def may_be_joined(source: Source, kept: str | ast.expr, behind: tuple[str, ...] = ()) -> bool:
+    """Whether a name or a part of what it is of, or what is made of it, may be added up over the ranks somewhere, or be
+    known elsewhere."""
+    name = kept if isinstance(kept, str) else kept.id if isinstance(kept, ast.Name) else ""
+    functions = {n.name: n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in inside(source.scope):
         if isinstance(node, ast.Return | ast.Yield | ast.Lambda | ast.FunctionDef | ast.ClassDef):
-            if reads(node, name):
+            if _uses(node, kept):
                 return True
         elif isinstance(node, ast.Global | ast.Nonlocal) and name in node.names:
             return True
-        elif isinstance(node, ast.Assign) and reads(node.value, name):
-            made = [each for each, of in given(node) if reads(of, name)]
+        elif isinstance(node, ast.Assign) and _uses(node.value, kept):
+            made = [each for each, of in given(node) if _uses(of, kept)]
             new = [each for each in made if each not in (name, *behind)]
             if not made or any(may_be_joined(source, each, (*behind, name)) for each in new):
                 return True
-        elif isinstance(node, ast.Call) and any(reads(each, name) for each in ast.iter_child_nodes(node)):
+        elif isinstance(node, ast.For | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            iterated = [node.iter] if isinstance(node, ast.For) else [each.iter for each in node.generators]
+            if any(_uses(each, kept) for each in iterated) and _joins(node):
+                return True
+        elif isinstance(node, ast.Call):
             called = name_of(node)
-            if called in functions or any(word in called.lower() for word in JOINS):
+            if any(_uses(each, kept) for each in ast.iter_child_nodes(node)):
+                if called in functions or any(word in called.lower() for word in JOINS):
+                    return True
+            elif called in functions and _is_method_of(node, kept) and _joins(functions[called]):
                 return True
     return False
+
+
+def _is_method_of(call: ast.Call, kept: str | ast.expr) -> bool:
+    """Whether `self.total` is kept in what a method is called of."""
+    if not isinstance(kept, ast.Subscript | ast.Attribute) or not isinstance(call.func, ast.Attribute):
+        return False
+    return ast.unparse(whole_of(kept)) == ast.unparse(whole_of(call.func))
+
+
+def _joins(part: ast.AST) -> bool:
+    """Whether anything may be added up over the ranks in it."""
+    calls = [node for node in ast.walk(part) if isinstance(node, ast.Call)]
+    return any(word in name_of(call).lower() for call in calls for word in JOINS)
 
 
 # A buffer of samples.
