@@ -5,6 +5,7 @@ Of autograd/coupled_loss.py and guards/coupled.py.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.autograd.coupled_loss import couples_samples
+from meshwise.autograd.coupled_loss import couples_samples, notice_hooks
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
 from meshwise.process.session import default_engine, end_sessions
@@ -230,6 +231,7 @@ def test_a_loss_of_all_samples_together_is_known(name: str) -> None:
 
 
 def test_gradients_that_a_program_looks_at_are_left_alone() -> None:
+    notice_hooks()
     seen: list[Tensor] = []
     output = NET(X)
     output.register_hook(seen.append)
@@ -239,6 +241,29 @@ def test_gradients_that_a_program_looks_at_are_left_alone() -> None:
     assert couples_samples(F.mse_loss(NET(X), SOFT).sqrt(), N), "another loss has none of these tensors"
     assert couples_samples(F.mse_loss(NET[1:](hidden), SOFT).sqrt(), N), "ours ends above it"
     assert hidden.grad is None and seen == []
+
+
+def test_tuples_that_another_thread_fills_are_not_held_meanwhile() -> None:
+    """A list of all objects of the process holds them, and what fills them then ends in a SystemError, as the saving of
+    a state did."""
+    notice_hooks()
+    failed: list[BaseException] = []
+    over = threading.Event()
+
+    def fill() -> None:
+        try:
+            while not over.is_set():
+                tuple(number for number in range(50))
+        except SystemError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    for _ in range(60):
+        assert couples_samples(F.mse_loss(NET(X), SOFT).sqrt(), N)
+    over.set()
+    thread.join()
+    assert not failed
 
 
 def data() -> TensorDataset:

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*neste
 REFUSED = {
     ("lazy", "every"): "parameter 0.weight has no shape yet",
     ("sparse embedding", "every"): "module embed makes sparse gradients",
-    ("single number", "shard"): "parameter w is a single number",
     ("empty parameter", "shard"): r"parameter none of shape \(0, 4\) has no elements",
     ("two dtypes", "shard"): "must be stored in one dtype; here are one.bias in float32, two.bias in float64",
 }

@@ -9,7 +9,7 @@ Tested in tests/guards/test_coupled_losses.py.
 
 from __future__ import annotations
 
-import gc
+import functools
 import math
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
+from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.autograd.loss_graph import KNOWN, LEAF, PRODUCTS, signed
 
@@ -32,6 +33,7 @@ CHOICES = {"TopkBackward0", "SortBackward0", "KthvalueBackward0", "MaxBackward0"
 SEPARATE = {*KNOWN, "AddBackward0", "SubBackward0", "NegBackward0", "MeanBackward0", "SumBackward0",
             "LogSoftmaxBackward0", *VIEWS}  # fmt: skip
 """Losses of these alone couple nothing, but for a softmax over samples."""
+_seen: Any = WeakIdKeyDictionary()  # tensors of which a program has asked to see the gradients
 
 
 def couples_samples(loss: Tensor, samples: int) -> bool | None:
@@ -132,12 +134,26 @@ def _compares(node: Any, kind: str, samples: int) -> bool:
     return all(size % samples == 0 for size in _shape(node)[-2:])
 
 
+@functools.cache
+def notice_hooks() -> None:
+    """From now on it is known of which tensors a program looks at the gradients. They are not looked for among all
+    objects of the process: a tuple that another thread is filling cannot be filled while somebody else holds it."""
+    for name in ("register_hook", "retain_grad"):
+        setattr(Tensor, name, _noticed(getattr(Tensor, name)))
+
+
+def _noticed(method: Any) -> Any:
+    @functools.wraps(method)
+    def noticed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        _seen[tensor] = None
+        return method(tensor, *args, **kwargs)
+
+    return noticed
+
+
 def _has_hooked(nodes: set[Any]) -> bool:
     """Whether the program looks at gradients of tensors that these nodes gave: it would see ours."""
-    return any(
-        issubclass(type(thing), Tensor) and (thing.retains_grad or thing._backward_hooks) and thing.grad_fn in nodes
-        for thing in gc.get_objects()
-    )
+    return any((t.retains_grad or t._backward_hooks) and t.grad_fn in nodes for t in list(_seen))
 
 
 def _are_coupled(loss: Tensor, rows: list[tuple[Any, int]]) -> bool:

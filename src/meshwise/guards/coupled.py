@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwise.autograd.coupled_loss import couples_samples
+from meshwise.autograd.coupled_loss import couples_samples, notice_hooks
 from meshwise.data.order import BatchSlice
 from meshwise.engine.program import Program
 from meshwise.spec.plan import Plan
@@ -36,6 +36,7 @@ class CoupledLosses:
         self._program, self._looks = program, 0
         self._foreign: Foreign | None = None
         self._found = list[bool | None]()
+        notice_hooks()
 
     def begins(self) -> None:
         """Another program, or another loop, begins."""
