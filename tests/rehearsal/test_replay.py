@@ -207,6 +207,7 @@ QUICK = [
     (blocks, SHARDED, "gpu", {"optimizer": adamw(fused=True), "clip_norm": 1.0}),
     (encoder, Plan(), "gpu", {}),
     (shallow, Plan(accumulate=8), "gpu", {}),
+    (shallow, Plan(pipeline=2, accumulate=16), "gpu", {}),
 ]
 SLOW = [
     (blocks, Plan(shard=2, recompute="full"), "gpu", {"optimizer": adamw(foreach=True), "clip_norm": 1.0}),
@@ -217,6 +218,14 @@ SLOW = [
     (blocks, Plan(data=2), "cpu", {}),
     (blocks, Plan(shard=2, accumulate=10), "gpu", {}),
     (functools.partial(blocks, 20), Plan(pipeline=2, accumulate=4), "gpu", {}),
+    (
+        functools.partial(blocks, 4),
+        Plan(data=2, pipeline=2, accumulate=16, schedule="gpipe"),
+        "gpu",
+        {"batch_size": 32},
+    ),
+    (functools.partial(blocks, 4), Plan(pipeline=4, accumulate=32), "gpu", {"batch_size": 32, "clip_norm": 1.0}),
+    (functools.partial(blocks, 20), Plan(pipeline=2, accumulate=16, recompute="full"), "gpu", {}),
     (grouped, Plan(shard=2), "gpu", {}),
     (grouped, Plan(), "cpu", {}),
     (llama, SHARDED, "gpu", {}),

@@ -40,7 +40,8 @@ FEW = 3
 communicate by themselves one more: a shard holds up to three at once, the one that runs, the next one's parameters and
 the gradients of the one before."""
 FEW_MICROBATCHES = 3
-"""Of the step of the shorter one: the first and the last differ from those between."""
+"""Of the step of the shorter one: the first and the last differ from those between. Each stage behind the first is
+another backward that waits; under 1F1B three more, so that each refers to one that is repeated itself."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +155,11 @@ class Tracer:
 
 
 def microbatches_of(plan: Plan) -> int | None:
-    """How many are enough for the shorter one; None where nothing is gained by tracing few, or where stages take turns
-    with them."""
-    few = FEW_MICROBATCHES
-    return few if plan.pipeline == 1 and not plan.shares and plan.accumulate > 2 * few + 1 else None
+    """How many are enough for the shorter one; None where nothing is gained by tracing few, or where stages of a rank
+    take turns with them."""
+    few = FEW_MICROBATCHES + (plan.pipeline - 1) * (1 if plan.schedule == "gpipe" else 3)
+    alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
+    return few if alike and plan.accumulate > 2 * few + 1 else None
 
 
 def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:

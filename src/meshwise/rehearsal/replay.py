@@ -24,8 +24,10 @@ Read = Callable[[Launch], tuple[Hashable, int | None]]
 """Of a launch, what it has in common with those of another block (or microbatch), and its number, None outside."""
 
 NUMBERS = 1 << 16
-"""Bytes of a collective that may grow: one of a number of each parameter, as norms. What is larger is cut into buckets
-at some depth."""
+"""Bytes of a collective that may grow: one of a number of each parameter, as norms, or of the losses of microbatches,
+which stages send each other. What is larger is cut into buckets at some depth."""
+GROWS = ("optimizer", "other")
+"""Phases of such collectives."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class _Row:
                     stream = streams.setdefault(event.stream, len(streams))
                     common = "launch", stream, event.phase, place, event.blocks
                     loose: Hashable = what.name if isinstance(what, Operation) else self._what(what)
-                    if isinstance(what, CollectiveOperation) and event.phase == "optimizer" and what.size <= NUMBERS:
+                    if isinstance(what, CollectiveOperation) and event.phase in GROWS and what.size <= NUMBERS:
                         loose = what.kind, what.ranks, what.dtype
                     key = *common, self._what(what), len(event.after)
                     self._add(event, key, (*common, loose), number, tuple(start + place for place in event.after))
