@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from meshwise.job.job import Job
+from meshwise.launcher.supervise import PRELOAD
 from meshwise.spec.arguments import Plain, argument_texts
 from meshwise.spec.devices import IN_WORDS
 from meshwise.spec.errors import UsageError
@@ -19,6 +20,8 @@ from meshwise.spec.options import Option
 from meshwise.spec.plan import Plan
 
 DEFAULT_DEVICES = "2xcpu"
+IMPORTED = (*PRELOAD, "meshwise.api.check")
+"""By the fork server, once for the workers of all passes."""
 
 
 @dataclass(frozen=True)

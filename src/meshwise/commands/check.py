@@ -15,10 +15,9 @@ import typer
 from rich.console import Console
 
 from meshwise import api
-from meshwise.api.check_options import CheckOptions
+from meshwise.api.check_options import IMPORTED, CheckOptions
 from meshwise.commands.command_line import ScriptCommand, from_dataclass, is_script
 from meshwise.equivalence import views
-from meshwise.launcher.supervise import PRELOAD
 from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.exit_codes import AGAIN, DONE, DOUBTFUL, FAILED, USAGE
 from meshwise.spec.options import check_script
@@ -50,7 +49,7 @@ def check(
     """
     if is_script(options.job):
         check_script(str(options.job), options)
-    with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(PRELOAD, stays=True)) as forks:
+    with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(IMPORTED, stays=True)) as forks:
         notify(f"a check of {plural(options.steps, 'step')}")  # at once: torch is still to be imported
         if "torch" not in sys.modules:
             forks.server(os.environ)  # which imports it too, beside this process
