@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwise.parallel.technique import Setup
+from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
@@ -153,6 +154,20 @@ def kept_by_the_second() -> list[bool]:
 
 def test_a_weighed_backward_leaves_the_gradients_of_what_it_does_not_reach(pool: Any) -> None:
     assert pool(2).run(kept_by_the_second) == [[True], [True]]
+
+
+def frozen_on_one() -> str:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].bias.requires_grad_(collectives.get_rank() == 0)
+    with pytest.raises(PlanError) as refused:
+        backward(apply_with(model, Plan(data=2), here()), model(torch.ones(1, 2)).sum())
+    return str(refused.value)
+
+
+def test_a_parameter_that_one_rank_alone_trains_is_refused_by_its_name(pool: Any) -> None:
+    """It was an error of DDP's, of another number of parameters."""
+    says = "parameter 0.bias is trained on rank 0 and frozen on rank 1. Set requires_grad to the same on every rank."
+    assert pool(2).run(frozen_on_one) == [says, says]
 
 
 @pytest.mark.parametrize(

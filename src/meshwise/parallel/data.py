@@ -297,7 +297,8 @@ class DataParallel:
                 return
             self._agree("parameters", [self._named[i][0] for i in fresh])
         else:
-            everyone = collectives.gather_objects([*order, *fresh])
+            everyone, trained = zip(*collectives.gather_objects(([*order, *fresh], self._trained)), strict=True)
+            self._check_trained(trained)
             fresh = list(dict.fromkeys(index for reached in everyone for index in reached))  # in rank 0's order
         fresh, frozen = [i for i in fresh if self._trained[i]], [i for i in fresh if not self._trained[i]]
         for p in (self._parameters[i] for i in frozen if self.unreduced):  # no backward brings them to a reducer
@@ -310,6 +311,15 @@ class DataParallel:
             self._grouped |= {id(self._named[i][1]) for i in (*fresh, *later)}
         for i in later:
             self._named[i][1].grad = None
+
+    def _check_trained(self, ranks: Sequence[Sequence[bool]]) -> None:
+        """Raises PlanError for a parameter that some ranks train and others do not. ranks: of each what it trains."""
+        for (name, _), trains in zip(self._named, zip(*ranks, strict=False), strict=False):
+            if len(set(trains)) > 1:
+                raise PlanError(
+                    f"parameter {name} is trained on rank {trains.index(True)} and frozen on rank "
+                    f"{trains.index(False)}. Set requires_grad to the same on every rank."
+                )
 
     def _make_group(self, indices: Sequence[int]) -> _Group:
         """A reducer over these parameters, in this order of readiness, with its bucket rebuild behind it."""
