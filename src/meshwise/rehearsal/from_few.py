@@ -103,7 +103,7 @@ class Tracer:
                     trace(shortened(job, stretch, count * depth.stages), plan, kind, speeds)
                     for count in (depth.few, depth.few + 1)
                 )
-                axis = blocks_axis(stretch, depth)
+                axis = blocks_axis(stretch)
                 times, buckets = depth.own - depth.few, "optimizer" in plan.offload
                 return [lengthened(*two, times, axis, buckets) for two in zip(short, long, strict=True)]
         return trace(job, plan, kind, speeds)
@@ -175,8 +175,9 @@ def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
     return Depth(own, few, stages) if own > 2 * few + 1 else None
 
 
-def blocks_axis(stretch: Stretch, depth: Depth) -> GrowthAxis:
-    """Blocks of the stretch have numbers, from the first of their stage on; the places in their group are alike."""
+def blocks_axis(stretch: Stretch) -> GrowthAxis:
+    """Blocks of the stretch have numbers; the places in their group are alike. A rank calls the blocks of the stages
+    before its own too, which hand on a shape: all of them are one stretch."""
     places = {name: place - stretch.start for place, name in enumerate(stretch.names)}
 
     @functools.cache
@@ -188,17 +189,14 @@ def blocks_axis(stretch: Stretch, depth: Depth) -> GrowthAxis:
         place = places.get(name, -1)
         return (place, module[len(name) :]) if 0 <= place < stretch.count * stretch.group else (-1, module)
 
-    def read(own: int, launch: Launch) -> tuple[Hashable, int | None]:
+    def read(launch: Launch) -> tuple[Hashable, int | None]:
         place, rest = known(launch.module)
         if place < 0:
             return (launch.module, launch.microbatch), None
-        stage, number = divmod(place // stretch.group, own)
-        return (stage, place % stretch.group, rest, launch.microbatch), number
+        return (place % stretch.group, rest, launch.microbatch), place // stretch.group
 
     def write(launch: Launch, number: int) -> tuple[str, int]:
         place, rest = known(launch.module)
-        stage = place // stretch.group // (depth.few + 1)
-        whole = (stage * depth.own + number) * stretch.group + place % stretch.group
-        return stretch.names[stretch.start + whole] + rest, launch.microbatch
+        return stretch.names[stretch.start + number * stretch.group + place % stretch.group] + rest, launch.microbatch
 
-    return GrowthAxis(functools.partial(read, depth.few), functools.partial(read, depth.few + 1), write)
+    return GrowthAxis(read, write)
