@@ -171,7 +171,7 @@ def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
         or (stages > 1 and not (stretch.is_whole and stretch.group == 1 and stretch.count % stages == 0))
     ):
         return None
-    own, few = stretch.count // stages, FEW + (plan.replicas > 1)
+    own, few = stretch.count // stages, FEW + (plan.devices > 1)
     return Depth(own, few, stages) if own > 2 * few + 1 else None
 
 
