@@ -37,11 +37,11 @@ from meshwise.spec.world import World
 
 FEW = 3
 """Groups of blocks of the shorter one, on each stage: the first and the last differ from those between. Where blocks
-communicate by themselves one more: a shard holds up to three at once, the one that runs, the next one's parameters and
-the gradients of the one before."""
+communicate, or stages before their own are passed by, one more: a shard holds up to three at once, the one that runs,
+the next one's parameters and the gradients of the one before."""
 FEW_MICROBATCHES = 3
 """Of the step of the shorter one: the first and the last differ from those between. Each stage behind the first is
-another backward that waits; under 1F1B three more, so that each refers to one that is repeated itself."""
+another backward that waits; under 1F1B two more, so that each refers to one that is repeated itself."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Tracer:
 def microbatches_of(plan: Plan) -> int | None:
     """How many are enough for the shorter one; None where nothing is gained by tracing few, or where stages of a rank
     take turns with them."""
-    few = FEW_MICROBATCHES + (plan.pipeline - 1) * (1 if plan.schedule == "gpipe" else 3)
+    few = FEW_MICROBATCHES + (plan.pipeline - 1) * (1 if plan.schedule == "gpipe" else 2)
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     return few if alike and plan.accumulate > 2 * few + 1 else None
 
