@@ -208,6 +208,7 @@ QUICK = [
     (encoder, Plan(), "gpu", {}),
     (shallow, Plan(accumulate=8), "gpu", {}),
     (shallow, Plan(pipeline=2, accumulate=16), "gpu", {}),
+    (functools.partial(blocks, 40, width=64), Plan(pipeline=4, accumulate=4), "gpu", {}),
 ]
 SLOW = [
     (blocks, Plan(shard=2, recompute="full"), "gpu", {"optimizer": adamw(foreach=True), "clip_norm": 1.0}),
