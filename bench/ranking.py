@@ -4,21 +4,23 @@
     python bench/ranking.py --all --minutes 600                         rehearse all of them, the drawn ones first
 
 Llama-3-70B, 1,024 rows of 4,096 tokens in bf16, on 512 H100: all plans of `rehearsal/candidates.py` whose stages hold
-equally many blocks, in the order of `rehearsal/likely.py`. The five likely best are rehearsed whole. Of `--sample` plans
-drawn by a seed the guessed seconds and bytes are compared with those of whole rehearsals. Goals: all ranked within 60
+equally many blocks, in the order of `rehearsal/likely.py`. The five likely best are rehearsed whole. Of `--sample`
+plans drawn by a seed the guessed seconds and bytes are compared with those of whole rehearsals. Goals: all ranked within 60
 seconds of a processor, the five rehearsed within 60 more, Spearman's rank correlation at least 0.9.
 
-Each rehearsal is a line of bench/results/ranking_rehearsed.jsonl as soon as it is made, and is not made again. The result:
-bench/results/ranking.json.
+Each rehearsal is a line of bench/results/ranking_rehearsed.jsonl as soon as it is made, and is not made again. The
+result: bench/results/ranking.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,15 @@ from meshwise.rehearsal.candidates import Space, candidates
 from meshwise.rehearsal.estimate import Estimate
 from meshwise.rehearsal.estimator import rehearser
 from meshwise.rehearsal.from_few import Tracer, microbatches_of
-from meshwise.rehearsal.likely import Likely
+from meshwise.rehearsal.likely import Guess, Likely
 from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_settings import settings_text
 
 MACHINE, BLOCKS = "64x8xH100@400Gb", 80
 KEPT = RESULTS / "ranking_rehearsed.jsonl"
-GIB = 2**30
+GIB, UNITS = 2**30, ("s", "GiB")
+FIRST, LEAST = 5, 3
 
 
 def plans_of_it() -> list[Plan]:
@@ -107,18 +110,68 @@ def main() -> None:
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     machine, program = machine_from_words(MACHINE), Tracer(llama_70b)
-    rehearsed = rehearser(program, machine)
-    plans = plans_of_it()
-    drawn = random.Random(options.seed).sample(plans, min(options.sample, len(plans)))
+    rehearsed, began = rehearser(program, machine), time.process_time()
 
     def rehearse(plan: Plan) -> Estimate:
         return rehearsed(plan).estimate
 
+    plans, likely = plans_of_it(), Likely(program.model, machine)
+    guesses = {plan: likely(plan) for plan in plans}
+    room = min(device.memory or 0 for device in machine.devices)
+    ranked = sorted(plans, key=lambda plan: (guesses[plan].memory > room, guesses[plan].seconds))
+    ranking = time.process_time() - began
+    drawn = random.Random(options.seed).sample(plans, min(options.sample, len(plans)))
     rehearse_more(sorted(drawn, key=work_of), rehearse, until)
     if options.all:
         rehearse_more(sorted(plans, key=work_of), rehearse, until)
     if options.only_rehearse:
         return
+    rehearse_more(ranked[:FIRST], rehearse, until)
+    result, found = compared(guesses, [known().get(settings_text(plan), {}) for plan in drawn]), known()
+    first = [found[name] for name in map(settings_text, ranked[:FIRST]) if name in found]
+    told_first = [{name: one.get(name) for name in ("plan", "seconds", "verdict", "refused", "took")} for one in first]
+    result = {
+        "job": f"{llama_70b.name}, {llama_70b.batch_size} rows of 4,096 tokens, bf16, {MACHINE}",
+        "plans": len(plans),
+        "seconds of a processor to rank": round(ranking, 1),
+        "and to rehearse the first five": round(sum(one["took"] or 0 for one in told_first), 1),
+        "first five": told_first,
+        **result,
+    }
+    for name, value in result.items():
+        if name != "rows":
+            print(f"{name:40} {value}", flush=True)
+    keep("ranking", result)
+
+
+def compared(guesses: Mapping[Plan, Guess], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Guesses beside what was rehearsed of the plans that were drawn, by the axes that they have."""
+    named = {settings_text(plan): (plan, guess) for plan, guess in guesses.items()}
+    rows = [
+        {
+            "plan": one["plan"],
+            "guessed s": round(named[one["plan"]][1].seconds, 3),
+            "rehearsed s": round(one["seconds"], 3),
+            "guessed GiB": round(named[one["plan"]][1].memory / GIB, 1),
+            "rehearsed GiB": round(one["memory"] / GIB, 1),
+            "verdict": one["verdict"],
+        }
+        for one in found
+        if one.get("seconds")
+    ]
+
+    def of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        pairs = {what: ([r[f"guessed {what}"] for r in rows], [r[f"rehearsed {what}"] for r in rows]) for what in UNITS}
+        off = statistics.median(abs(math.log(b / a)) for a, b in zip(*pairs["s"], strict=True))
+        ranks = {f"spearman of {what}": round(spearman(*two), 3) for what, two in pairs.items()}
+        return {"compared": len(rows), **ranks, "seconds off in the median": round(math.exp(off) - 1, 3)}
+
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        plan = named[row["plan"]][0]
+        groups.setdefault(f"stages: {plan.pipeline > 1}, tensor: {plan.tensor > 1}", []).append(row)
+    by_group = {name: of(own) for name, own in groups.items() if len(own) > LEAST}
+    return {"drawn": len(found), **(of(rows) if len(rows) > LEAST else {}), "by group": by_group, "rows": rows}
 
 
 if __name__ == "__main__":

@@ -248,7 +248,8 @@ class _Longer:
         """From one copy to the next, as both neighbours say. length: forwards or backwards by so much, or not at
         all."""
         slopes = {None if other is None else way * (other - value) for way, other in beside}
-        if len(slopes) != 1 or (slope := slopes.pop()) is None or (length is not None and abs(slope) not in (0, length)):
+        slope = slopes.pop() if len(slopes) == 1 else None
+        if slope is None or (length is not None and abs(slope) not in (0, length)):
             raise Unlike("copies refer to others in other ways")
         return slope
 
