@@ -85,6 +85,7 @@ SHARED_BY_TECHNIQUES |= {
     "expert_axis",
     "expert_list",
     "computes",
+    "own_draws",
 }
 JOIN_TECHNIQUES = {"apply", "fits"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "managers", "base", "misc"}

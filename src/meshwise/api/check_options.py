@@ -20,7 +20,7 @@ from meshwise.spec.options import Option
 from meshwise.spec.plan import Plan
 
 DEFAULT_DEVICES = "2xcpu"
-IMPORTED = (*PRELOAD, "meshwise.api.check")
+PRELOAD_OF_CHECK = (*PRELOAD, "meshwise.api.check")
 """By the fork server, once for the workers of all passes."""
 
 

@@ -36,8 +36,8 @@ from meshwise.engine.program import Program
 from meshwise.engine.seeds import StepDraws
 from meshwise.engine.watcher import Watcher
 from meshwise.injection import faults
-from meshwise.parallel.data import OF_DRAWS
 from meshwise.parallel.holding import is_lacked
+from meshwise.parallel.own_draws import OF_DRAWS
 from meshwise.parallel.precision import cast_batch, computing
 from meshwise.recording.recording import Recording
 from meshwise.spec.dtypes import Dtypes

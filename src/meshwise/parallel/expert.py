@@ -36,6 +36,7 @@ from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.words import some
 from meshwise.transfer import collectives
+from meshwise.transfer.sharded import placed
 
 AXIS = "expert"
 
@@ -131,9 +132,7 @@ def _divide(setup: Setup, expert: nn.Module, mesh: DeviceMesh) -> int:
     for module in expert.modules():
         for own, p in list(parameters_in(module).items()):
             if p is not None:
-                new = nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None), p.requires_grad)
-                new.__dict__.update(p.__dict__)
-                module.register_parameter(own, new)
+                module.register_parameter(own, placed(p, mesh, placements))
                 setup.apart[names[id(p)]] = module, own
                 divided += p.numel()
     return divided

@@ -57,7 +57,7 @@ def _shows(source: Source, name: str) -> Iterator[int]:
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not _may_join(source, node.value):
             totals = [total for total in sums if reads(node.value, total)]
             shown = any(_is_shown(source, each, name) for each in ast.walk(node.value))
-            if shown or any(not may_be_joined(source, total) for total in totals):
+            if shown or any(not may_be_joined(source, ast.Name(total)) for total in totals):
                 yield node.lineno
 
 

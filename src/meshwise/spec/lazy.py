@@ -31,6 +31,7 @@ def files_of(package: str) -> Callable[[str], ModuleType]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
         finally:
             random.setstate(drawn)
-            (gc.enable if collects else gc.disable)()
+            if collects:
+                gc.enable()
 
     return file
