@@ -1,0 +1,226 @@
+"""Lightning's Trainer on several devices computes what it computes on one: weights, values, files, predictions, resumed.
+
+Of script/lightning.py and script/lightning_values.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+from meshwise.process.session import default_engine, end_sessions
+from meshwise.spec.plan import Plan
+from meshwise.workers.gate import StepGate
+from tests.pool import CaseFailed
+
+L = pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
+torchmetrics = pytest.importorskip("torchmetrics")
+F = nn.functional
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of a Trainer. ours: with the line of meshwise. stops: after so many steps the run is asked to stop."""
+
+    folder: str
+    ours: bool = True
+    plan: Plan | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    resume: str | None = None
+    stops: int = 0
+    model: str = "Classes"
+
+
+class Classes(L.LightningModule):
+    """Logs what one logs, with a metric and a scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(3, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double()
+        self.seen = torchmetrics.Accuracy(task="multiclass", num_classes=3, average="macro")
+        self.auroc = torchmetrics.AUROC(task="multiclass", num_classes=3)
+        self.mean = torchmetrics.MeanMetric()
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("loss", loss, on_epoch=True, prog_bar=True)
+        self.log("most", logits.max(), reduce_fx="max", on_epoch=True, on_step=True)
+        self.log("ones", (y == 1).double().sum(), reduce_fx="sum", on_epoch=True, on_step=False)
+        self.log("seen", self.seen(logits, y), on_step=True, on_epoch=False)
+        return {"loss": loss}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.auroc.update(logits, y)
+        self.mean(F.cross_entropy(logits, y))
+        self.log_dict({"val_loss": F.cross_entropy(logits, y), "val_auroc": self.auroc, "val_mean": self.mean})
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_twice", 2 * self.auroc.compute())
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, index: int) -> Any:
+        return {"logits": self(batch[0]), "names": [f"{float(x[0]):.6f}" for x in batch[0]]}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        each = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": each, "monitor": "val_loss"}}
+
+
+class Summed(Classes):
+    """Its loss is a sum."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="sum")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Weighted(Classes):
+    """Its loss is a mean over the weights of the classes."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1], weight=torch.tensor([1.0, 2.0, 5.0]).double())
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+
+class Manual(Classes):
+    """Steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OfOneRank(Classes):
+    """Logs at the end of an epoch what it has kept of its steps."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("rows", float(sum(self.losses)) + mw.rank())
+
+
+def data(count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, x.argmax(1))
+
+
+class Kept(L.pytorch.loggers.Logger):
+    """What was logged."""
+
+    name, version = "kept", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def log_hyperparams(self, *args: Any, **options: Any) -> None:
+        """Nothing."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.append((step or 0, dict(metrics)))
+
+
+class Stop(L.pytorch.Callback):
+    """As who stops a run from outside."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            default_engine().gate.set_last(default_engine().gate.freeze())
+
+
+def train(case: Case) -> dict[str, Any]:
+    """What a run leaves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _train(case)
+
+
+def _train(case: Case) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    L.seed_everything(5, verbose=False)
+    logger = Kept()
+    saves = L.pytorch.callbacks.ModelCheckpoint(case.folder, monitor="val_loss", save_top_k=1, save_last=True)
+    early = L.pytorch.callbacks.EarlyStopping("val_loss", patience=3)
+    common = {"max_epochs": 3, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1, "deterministic": False,
+              "enable_progress_bar": False, "enable_model_summary": False}  # fmt: skip
+    callbacks = [saves, early, *([Stop(case.stops)] if case.stops else [])]
+    trainer = L.Trainer(**{**common, **case.options}, logger=logger, callbacks=callbacks, default_root_dir=case.folder)
+    if case.ours:
+        assert mw.distribute(trainer, plan=case.plan) is trainer
+        default_engine().gate = StepGate()
+    model = globals()[case.model]()
+    loader, test = DataLoader(data(27, 1), batch_size=5, shuffle=True), DataLoader(data(11, 2), batch_size=4)
+    try:
+        trainer.fit(model, loader, test, ckpt_path=case.resume)
+    except SystemExit:
+        return {"steps": trainer.global_step}
+    evaluated = trainer.test(model, test, verbose=False)
+    predicted = trainer.predict(model, DataLoader(data(7, 3), batch_size=4))
+    trainer.save_checkpoint(f"{case.folder}/end.ckpt")
+    saved = torch.load(f"{case.folder}/end.ckpt", weights_only=True)
+    return {
+        "weights": torch.cat([each.flatten() for each in saved["state_dict"].values()]),
+        "state": [t for each in saved["optimizer_states"][0]["state"].values() for t in each.values()],
+        "predictions": torch.cat([batch["logits"] for batch in predicted]),
+        "names": [name for batch in predicted for name in batch["names"]],
+        "steps": trainer.global_step,
+        "best": Path(saves.best_model_path).name,
+        "losses": model.losses,
+        "test": evaluated[0],
+        "log": logger.lines,
+    }
+
+
+def assert_alike(got: dict[str, Any], want: dict[str, Any]) -> None:
+    for name in ("weights", "predictions", "state"):
+        torch.testing.assert_close(got[name], want[name], rtol=1e-9, atol=1e-10)
+    for name in ("steps", "best", "names"):
+        assert got[name] == want[name], name
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-9)
+    assert got["test"] == pytest.approx(want["test"], rel=1e-9)
+    assert [step for step, _ in got["log"]] == [step for step, _ in want["log"]]
+    for (step, one), (_, other) in zip(got["log"], want["log"], strict=True):
+        assert one == pytest.approx(other, rel=1e-9), step
+
+
+def equal(pool: Any, tmp_path: Path, ranks: tuple[int, ...], **case: Any) -> None:
+    want = train(Case(folder=str(tmp_path / "alone"), **{**case, "ours": False, "plan": None}))
+    end_sessions()
+    assert_alike(train(Case(folder=str(tmp_path / "one"), **{**case, "plan": None})), want)
+    for count in ranks:
+        for got in pool(count).run(train, Case(folder=str(tmp_path / f"{count}"), **case)):
+            assert_alike(got, want)
+
+
+def test_every_value_is_that_of_one_device(pool: Any, tmp_path: Path) -> None:
+    equal(pool, tmp_path, (2, 3), options={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
+    files = [sorted(p.name for p in (tmp_path / which).rglob("*")) for which in ("alone", "one", "2", "3")]
+    assert files[0] == files[1] == files[2] == files[3]
