@@ -36,7 +36,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     resume: str | None = None
     stops: int = 0
-    model: str = "Classes"
+    model: Any = None
 
 
 class Classes(L.LightningModule):
@@ -176,7 +176,7 @@ def _train(case: Case) -> dict[str, Any]:
     if case.ours:
         assert mw.distribute(trainer, plan=case.plan) is trainer
         default_engine().gate = StepGate()
-    model = globals()[case.model]()
+    model = case.model()
     loader, test = DataLoader(data(27, 1), batch_size=5, shuffle=True), DataLoader(data(11, 2), batch_size=4)
     try:
         trainer.fit(model, loader, test, ckpt_path=case.resume)
@@ -212,6 +212,7 @@ def assert_alike(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def equal(pool: Any, tmp_path: Path, ranks: tuple[int, ...], **case: Any) -> None:
+    case = {"model": Classes, **case}
     want = train(Case(folder=str(tmp_path / "alone"), **{**case, "ours": False, "plan": None}))
     end_sessions()
     assert_alike(train(Case(folder=str(tmp_path / "one"), **{**case, "plan": None})), want)

@@ -35,7 +35,7 @@ from meshwise.engine import steps
 from meshwise.engine.engine import Engine
 from meshwise.recovery.collect import collected
 from meshwise.script.lightning_values import MetricOnRanks, Ranks, ResultsOnRanks, is_metric, loss_kind, of_all
-from meshwise.script.over_ranks import gather_over_ranks, mean_over_ranks, sum_over_ranks
+from meshwise.script.over_ranks import gather_over_ranks, mean_over_ranks
 from meshwise.spec.errors import UsageError
 from meshwise.tracking import tracking
 from meshwise.transfer import collectives
@@ -160,7 +160,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         if self.meshwise.alone or not isinstance(tensor, Tensor):
             return tensor
         if "sum" in str(reduce_op).lower():
-            return sum_over_ranks(self.meshwise.engine, tensor)
+            return collectives.all_reduce(tensor.detach() * (self.meshwise.samples > 0))
         return mean_over_ranks(self.meshwise.engine, tensor, None)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -189,7 +189,9 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         for module in model.modules() if not ranks.alone else ():
             if is_metric(module) and not isinstance(module, MetricOnRanks):
                 in_front(MetricOnRanks, module, ranks)
-                module.__setstate__(module.__getstate__())  # which wraps its update, now that of ours
+                state = module.__getstate__()
+                del module.__dict__["update"], module.__dict__["compute"]
+                module.__setstate__(state)  # which wraps its methods again, now ours
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
