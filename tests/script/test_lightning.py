@@ -45,7 +45,7 @@ class Classes(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(3, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double()
+        self.net = nn.Sequential(nn.Linear(3, 7, bias=False), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double()
         self.seen = torchmetrics.Accuracy(task="multiclass", num_classes=3, average="macro")
         self.auroc = torchmetrics.AUROC(task="multiclass", num_classes=3)
         self.mean = torchmetrics.MeanMetric()
@@ -114,6 +114,13 @@ class Manual(Classes):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class Lbfgs(Summed):
+    """Its optimizer asks for the loss several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
 
 
 class OfOneRank(Classes):
@@ -225,3 +232,43 @@ def test_every_value_is_that_of_one_device(pool: Any, tmp_path: Path) -> None:
     equal(pool, tmp_path, (2, 3), options={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
     files = [sorted(p.name for p in (tmp_path / which).rglob("*")) for which in ("alone", "one", "2", "3")]
     assert files[0] == files[1] == files[2] == files[3]
+
+
+def test_a_loss_is_weighed_by_what_it_is_over(pool: Any, tmp_path: Path) -> None:
+    equal(pool, tmp_path / "sum", (2,), model=Summed, options={"gradient_clip_val": 2.0})
+    equal(pool, tmp_path / "weights", (3,), model=Weighted, options={"val_check_interval": 3})
+
+
+@pytest.mark.parametrize("plan", [Plan(shard=2), Plan(data=2, zero1=True)], ids=str)
+def test_a_plan_divides_the_model_and_its_files_are_those_of_one_device(pool: Any, tmp_path: Path, plan: Plan) -> None:
+    equal(pool, tmp_path, (2,), plan=plan, options={"gradient_clip_val": 0.1})
+
+
+def test_a_run_that_was_stopped_goes_on_with_another_number_of_devices(pool: Any, tmp_path: Path) -> None:
+    want = train(Case(str(tmp_path / "one"), model=Classes))
+    end_sessions()
+    assert pool(2).run(train, Case(str(tmp_path / "two"), stops=8, model=Classes)) == 2 * [{"steps": 8}]
+    there = str(tmp_path / "two/last.ckpt")
+    for got in pool(3).run(train, Case(str(tmp_path / "two"), resume=there, model=Classes)):
+        for name in ("log", "losses"):
+            want[name] = want[name][-len(got[name]) :]
+        for line in (next(line for _, line in each["log"] if "ones" in line) for each in (got, want)):
+            for name in ("loss_epoch", "ones", "most_epoch"):  # Lightning's own: of the batches since it began
+                line.pop(name)
+        assert_alike(got, want)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ({"model": Manual}, "manual optimisation is refused"),
+        ({"options": {"devices": 2, "strategy": "ddp"}}, r"DDPStrategy \(2 devices\) is refused"),
+        ({"model": OfOneRank}, r"self.log\('rows'\) outside of a step is of this rank's samples"),
+        ({"model": Lbfgs}, "LBFGS is refused: it computes the loss several times"),
+    ],
+)
+def test_what_cannot_be_the_same_is_refused_by_name(
+    pool: Any, tmp_path: Path, case: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CaseFailed, match=message):
+        pool(2).run(train, Case(str(tmp_path), **{"model": Classes, **case}))

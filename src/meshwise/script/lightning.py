@@ -50,10 +50,6 @@ ALONE = (
     "(meshwise run --devices), and a plan divides the model (--plan). Write L.Trainer(devices=1), with neither strategy= "
     "nor num_nodes=."
 )
-AGAIN = (
-    "mw.distribute(trainer): {optimizer} calls its closure more than once in a step, which is refused. Use one that "
-    "does not, or a loop of your own with mw.distribute(model, …)."
-)
 WHOLE = "Lightning: the batch_size of each DataLoader is of all {ranks} devices together."
 
 
@@ -194,6 +190,10 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
                 module.__setstate__(state)  # which wraps its methods again, now ours
         return model
 
+    def model_to_device(self) -> None:
+        if not self.meshwise.divided:  # else it was there before, and its parts stay
+            super().model_to_device()  # type: ignore[misc]
+
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]  # type: ignore[attr-defined]
@@ -202,13 +202,13 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
     def teardown(self: Any) -> None:
         self.meshwise.close()
-        module = self._lightning_module
-        if self.meshwise.divided:  # its parts stay on their devices
+        kept = self._lightning_module, self._optimizers
+        if self.meshwise.divided:  # parts stay on their devices
             self._lightning_module, self._optimizers = None, []
         try:
             super().teardown()  # type: ignore[misc]
         finally:
-            self._lightning_module = module
+            self._lightning_module, self._optimizers = kept
 
     # Loaders.
 
@@ -268,15 +268,12 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         ranks, plugin = self.meshwise, self.precision_plugin
         if getattr(plugin, "scaler", None) is not None or (ranks.alone and ranks.engine.watcher is None):
             return super().optimizer_step(optimizer, closure, model, **options)  # type: ignore[misc]
-        values = [plugin._wrap_closure(model or self.lightning_module, optimizer, closure)]
+        if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+            _refuse(ranks, type(optimizer).__name__, "it computes the loss several times in a step. Use another")
+        value = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         ranks.flush()
-
-        def once() -> Any:
-            if not values:
-                raise UsageError(AGAIN.format(optimizer=type(optimizer).__name__))
-            return values.pop()
-
-        return optimizer.step(closure=once, **options)
+        optimizer.step(**options)
+        return value
 
     # Files.
 
