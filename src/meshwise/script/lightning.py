@@ -21,7 +21,7 @@ import inspect
 import signal
 import sys
 from abc import ABC
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,9 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
     def connect(self, model: Any) -> None:
         if not model.automatic_optimization:
-            _refuse(self.meshwise, "manual optimisation", "write that loop with mw.distribute(model, …) and mw.backward")
+            _refuse(
+                self.meshwise, "manual optimisation", "write that loop with mw.distribute(model, …) and mw.backward"
+            )
         if not str(type(model).backward.__module__).endswith("pytorch.core.module") and "lightning" not in str(
             type(model).backward.__module__
         ):
@@ -233,6 +235,9 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         result = super().training_step(*args, **options)  # type: ignore[misc]
         if result is None:
             _refuse(self.meshwise, "a training_step that returns None", "give a loss of 0 * output.sum()")
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if isinstance(loss, Tensor):  # before Lightning divides it, by which it looks like a mean
+            self.meshwise.said = loss_kind(self.meshwise, loss)
         self.meshwise.flush(always=True)
         return result
 
@@ -253,11 +258,10 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
     def backward(self: Any, closure_loss: Tensor, optimizer: Any, *args: Any, **options: Any) -> Tensor:
         ranks, module, plugin = self.meshwise, self.lightning_module, self.precision_plugin
         self.pre_backward(closure_loss)
-        weight, reduction = loss_kind(ranks, closure_loss)
         loss = plugin.pre_backward(closure_loss, module)
         before, ranks.engine.reduce = ranks.engine.reduce, not ranks.trainer.fit_loop._should_accumulate()
         try:
-            ranks.loss = steps.backward(ranks.engine, loss, weight, reduction)
+            ranks.loss = steps.backward(ranks.engine, loss, *ranks.said)
         finally:
             ranks.engine.reduce = before
         loss = plugin.post_backward(loss, module)

@@ -62,7 +62,8 @@ class Logged:
 class Ranks:
     """What the classes of ours in front of Lightning's share.
 
-    add, share: see `distribute_lightning`. loss: of all ranks, of the newest backward. kind: of losses. open: loops
+    add, share: see `distribute_lightning`. loss: of all ranks, of the newest backward. kind: of losses. said: the
+    weight and the reduction of the newest. open: loops
     over loaders, of training or not. states: of loaders, from a checkpoint. sizes: batch sizes of the loaders.
     """
 
@@ -72,6 +73,7 @@ class Ranks:
     share: Callable[[Any], Any]
     loss: Tensor | None = None
     kind: str | None = None
+    said: tuple[Tensor | None, str | None] = (None, None)
     inside: bool = False
     states: list[dict[str, Any]] = field(default_factory=list)
     sizes: set[int] = field(default_factory=set)
@@ -140,7 +142,9 @@ class Ranks:
                 value = _extreme(self, own, "max" if meta.is_max_reduction else "min")
             said = size if not each.given or each.size not in (whole, *self.sizes) else torch.full_like(size, each.size)
             size = torch.where(sized == counted, torch.full_like(size, whole), said)
-            value = joined(self.engine, value.to(own.dtype if own.is_floating_point() else torch.float64).to(own.device))
+            value = joined(
+                self.engine, value.to(own.dtype if own.is_floating_point() else torch.float64).to(own.device)
+            )
             each.results.take(each.key, value, size.to(own.device))
 
 
@@ -160,7 +164,9 @@ def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
 def _extreme(ranks: Ranks, own: Tensor, op: str) -> Tensor:
     nothing = -float("inf") if op == "max" else float("inf")
     value = own.detach().double().to(ranks.engine.world.device).reshape(())
-    return collectives.all_reduce(value.clone() if ranks.samples else torch.full_like(value, nothing), op, of="self.log")
+    return collectives.all_reduce(
+        value.clone() if ranks.samples else torch.full_like(value, nothing), op, of="self.log"
+    )
 
 
 class ResultsOnRanks:
@@ -206,7 +212,9 @@ def loss_kind(ranks: Ranks, loss: Tensor) -> tuple[Tensor | None, str | None]:
     if ranks.alone:
         return None, None
     if ranks.kind is None:
-        own = "sum" if summed_loss(loss) or adds_rows(loss, ranks.rows) else "items" if _is_of_items(ranks, loss) else ""
+        own = (
+            "sum" if summed_loss(loss) or adds_rows(loss, ranks.rows) else "items" if _is_of_items(ranks, loss) else ""
+        )
         kinds = collectives.gather_objects(own)
         ranks.kind = next((kind for kind in ("sum", "items") if kind in kinds), "mean")
     if ranks.kind == "items":
