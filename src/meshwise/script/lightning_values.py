@@ -1,16 +1,19 @@
-"""The values of a Lightning module that are of all ranks: what it logs, its metrics, predictions and losses.
+"""The values that a Lightning module logs, and its losses, as of all ranks.
 
 What a step has logged is joined at its end, in one collective: from there on Lightning has the values of one device.
-The metrics of torchmetrics see the rows of all ranks, in the order of the data, and compute alone.
 Tested in tests/script/test_lightning.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 from weakref import WeakSet
 
 import torch
@@ -22,6 +25,9 @@ from meshwise.script.over_ranks import joined
 from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
 
+F = nn.functional
+ITEMS = "meshwise_items"
+"""Of a loss without a graph: what it is a mean over."""
 AT_ONCE = 32
 """Values that are joined in one collective, which is as long for fewer: a rank that logs others is found by it."""
 OTHERS = (
@@ -29,21 +35,21 @@ OTHERS = (
     "the data of a rank comes as a value, such as 0."
 )
 OF_ONE_RANK = (
-    "Lightning: self.log({name!r}) outside of a step is of this rank's samples ({own:.6g}; others have {other:.6g}). Log "
-    "it in the step, or use a metric of torchmetrics, or self.all_gather(torch.cat(rows)) before it is computed; or say "
-    "reduce_fx='sum'."
-)
-NOT_ROWS = (
-    "Lightning: {what} has a value that is no row for each sample and differs between the ranks ({value!r}). Give rows."
-)
-SHAPES = (
-    "Lightning: {what} has rows of shape {shape} on this rank, and others elsewhere. Pad them to the same length "
-    "(a collate_fn that pads to a fixed one)."
+    "Lightning: self.log({name!r}) outside of a step is of this rank's samples ({own:.6g}; others have {other:.6g}). "
+    "Log it in the step, or use a metric of torchmetrics, or self.all_gather(torch.cat(rows)) before it is computed; "
+    "or say reduce_fx='sum'."
 )
 TWO = (
     "Lightning: the loss has {count} cross entropies that are means over other items than samples, so it is not known "
-    "how the parts of several devices add up. Compute it as a mean over samples, or in a loop with mw.backward(weight=)."
+    "how the parts of several devices add up. Compute a mean over samples, or write a loop with mw.backward(weight=)."
 )
+
+
+def in_front(front: type, thing: Any, ranks: Ranks) -> None:
+    """Put a class of ours in front of that of a thing."""
+    cls = type(thing)
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "meshwise": ranks}
+    thing.__class__ = type(cls.__name__, (front, cls), names)
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class Ranks:
     add, share: see `distribute_lightning`. loss: of all ranks, of the newest backward. kind: of losses. said: the
     weight and the reduction of the newest. open: loops
     over loaders, of training or not. states: of loaders, from a checkpoint. sizes: batch sizes of the loaders.
+    items: what the value that is being logged is a mean over. inside: a metric is being updated.
     """
 
     engine: Engine
@@ -74,6 +81,7 @@ class Ranks:
     loss: Tensor | None = None
     kind: str | None = None
     said: tuple[Tensor | None, str | None] = (None, None)
+    items: Tensor | None = None
     inside: bool = False
     states: list[dict[str, Any]] = field(default_factory=list)
     sizes: set[int] = field(default_factory=set)
@@ -139,7 +147,7 @@ class Ranks:
             elif meta.is_sum_reduction:
                 value = weighed
             else:
-                value = _extreme(self, own, "max" if meta.is_max_reduction else "min")
+                value = extreme(self, own, "max" if meta.is_max_reduction else "min")
             said = size if not each.given or each.size not in (whole, *self.sizes) else torch.full_like(size, each.size)
             size = torch.where(sized == counted, torch.full_like(size, whole), said)
             value = joined(
@@ -149,7 +157,7 @@ class Ranks:
 
 
 def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
-    """What a rank adds: its weighed value, the weight, its size, whether that is of its rows, whether it has samples."""
+    """What a rank adds: its weighed value, the weight, its size, whether that is its rows, whether it has samples."""
     has = ranks.samples > 0
     fits = each.size == ranks.rows
     of_items = each.given and not fits and each.size not in (*ranks.sizes, getattr(ranks.engine.part, "total", 1))
@@ -161,7 +169,8 @@ def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
     return torch.stack([torch.where(weight != 0, value * weight, 0), weight, *rest])
 
 
-def _extreme(ranks: Ranks, own: Tensor, op: str) -> Tensor:
+def extreme(ranks: Ranks, own: Tensor, op: str) -> Tensor:
+    """The largest or smallest value of the ranks that have samples. Collective."""
     nothing = -float("inf") if op == "max" else float("inf")
     value = own.detach().double().to(ranks.engine.world.device).reshape(())
     return collectives.all_reduce(
@@ -175,7 +184,7 @@ class ResultsOnRanks:
     meshwise: Ranks
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
-        self._of = options.get("batch_size") is not None, _items(self.meshwise, value)
+        self._of = options.get("batch_size") is not None, self.meshwise.items
         super().log(fx, name, value, *args, **options)  # type: ignore[misc]
 
     def update_metrics(self: Any, key: str, value: Any, batch_size: int) -> None:
@@ -233,93 +242,42 @@ def _items_of(loss: Tensor) -> Tensor:
     return found[0][0]
 
 
-def _items(ranks: Ranks, value: Any) -> Tensor | None:
-    """What a logged loss is a mean over, where that is no samples."""
-    if ranks.alone or not isinstance(value, Tensor) or value.grad_fn is None or not _is_of_items(ranks, value):
-        return None
-    return _items_of(value)
-
-
-# Metrics and predictions.
-
-
-def is_metric(module: nn.Module) -> bool:
-    """Whether it is a metric of torchmetrics."""
-    return any(cls.__module__ == "torchmetrics.metric" and cls.__name__ == "Metric" for cls in type(module).__mro__)
-
-
-class MetricOnRanks:
-    """In front of the class of a metric: it sees the rows of all ranks, and so has nothing to reduce."""
-
-    meshwise: Ranks
-
-    def update(self: Any, *args: Any, **options: Any) -> None:
-        ranks = self.meshwise
-        if ranks.inside or ranks.engine.part is None:
-            super().update(*args, **options)  # type: ignore[misc]
-            return
-        name = type(self).__name__
-        if any(cls.__module__ == "torchmetrics.aggregation" for cls in type(self).__mro__) and _is_number(args[0]):
-            args, options = (_aggregated(ranks, name, *args, **options),), {}
-        else:
-            args, options = of_all(ranks, args, name), of_all(ranks, options, name)
-        ranks.inside = True
-        try:
-            super().update(*args, **options)  # type: ignore[misc]
-        finally:
-            ranks.inside = False
-
-    def sync(self, *args: Any, **options: Any) -> None:
-        """Every rank has all rows already."""
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.ndim == 0
-
-
-def _aggregated(ranks: Ranks, name: str, value: Any, weight: Any = None) -> Tensor:
-    """A number of this rank's rows, for a metric that adds up numbers. Collective."""
-    own = torch.as_tensor(value).detach()
-    if weight is not None or name not in ("MeanMetric", "SumMetric", "MaxMetric", "MinMetric"):
-        raise UsageError(NOT_ROWS.format(what=f"{name}.update", value=value))
-    if name in ("MaxMetric", "MinMetric"):
-        return _extreme(ranks, own, name[:3].lower()).to(own)
-    share = torch.stack([own.double() * (ranks.samples if name == "MeanMetric" else 1), own.new_ones(()).double()])
-    share[1] *= ranks.samples
-    sums = collectives.all_reduce(share if ranks.samples else torch.zeros_like(share), of=name)
-    return (sums[0] / sums[1] if name == "MeanMetric" else sums[0]).to(own)
-
-
-def of_all(ranks: Ranks, tree: Any, what: str) -> Any:
-    """A tree of rows with those of all ranks, in the order of the loader; other values must be alike. Collective."""
+@contextlib.contextmanager
+def logging(ranks: Ranks, module: Any, *, gradients: bool = True) -> Iterator[None]:
+    """Around a step of a Lightning module: what it logs is joined over the ranks at its end. gradients: whether a loss
+    has a graph, which tells what it is a mean over; else its cross entropy is asked."""
     if ranks.alone:
-        return tree
-    if isinstance(tree, Tensor) and tree.ndim:
-        return _rows(ranks, tree, what)
-    if isinstance(tree, dict):
-        return {name: of_all(ranks, value, what) for name, value in tree.items()}
-    if type(tree) is list and len(tree) == ranks.rows and not all(_has_rows(ranks, each) for each in tree):
-        parts = collectives.gather_objects(tree if ranks.samples else [])
-        return [each for part in parts for each in part]
-    if isinstance(tree, list | tuple):
-        return type(tree)(of_all(ranks, value, what) for value in tree)
-    value = tree.item() if isinstance(tree, Tensor) else tree
-    if any(each != value for each in collectives.gather_objects(value)):
-        raise UsageError(NOT_ROWS.format(what=what, value=value))
-    return tree
+        yield
+        return
+    asked = functools.partial(_cross_entropy, ranks, F.cross_entropy)
+    asking = contextlib.nullcontext() if gradients else mock.patch.object(F, "cross_entropy", asked)
+    module.__dict__["log"] = functools.partial(_log, ranks, module.log)
+    try:
+        with asking:
+            yield
+    finally:
+        del module.__dict__["log"]
+    ranks.flush(always=True)
 
 
-def _has_rows(ranks: Ranks, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == ranks.rows
+def _log(ranks: Ranks, log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
+    """`self.log`, with what a loss is a mean over, which what is logged tells no more."""
+    ranks.items = getattr(value, ITEMS, None)
+    if isinstance(value, Tensor) and value.grad_fn is not None and _is_of_items(ranks, value):
+        ranks.items = _items_of(value)
+    try:
+        log(name, value, *args, **options)
+    finally:
+        ranks.items = None
 
 
-def _rows(ranks: Ranks, tensor: Tensor, what: str) -> Tensor:
-    mine = tensor.detach() if ranks.samples else tensor.detach()[:0]
-    shape = zlib.crc32(repr((tuple(mine.shape[1:]), mine.dtype)).encode())
-    told = collectives.all_gather(torch.tensor([len(mine), shape])).tolist()
-    if any(other != shape for _, other in told):
-        raise UsageError(SHAPES.format(what=what, shape=tuple(mine.shape[1:])))
-    most = max(count for count, _ in told)
-    filled = torch.cat([mine, mine.new_zeros((most - len(mine), *mine.shape[1:]))])
-    gathered = collectives.all_gather(filled.contiguous(), of=what)
-    return joined(ranks.engine, torch.cat([part[:count] for part, (count, _) in zip(gathered, told, strict=True)]))
+def _cross_entropy(ranks: Ranks, function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """torch's, which keeps how many items its mean is over, where those are no samples."""
+    given = inspect.signature(function).bind(*args, **options)
+    given.apply_defaults()
+    loss, target, weight = function(*args, **options), given.arguments["target"], given.arguments["weight"]
+    counts = given.arguments["reduction"] == "mean" and not target.is_floating_point()
+    if counts and (target.numel() != ranks.rows or weight is not None):
+        counted = target[target != given.arguments["ignore_index"]]
+        setattr(loss, ITEMS, counted.new_tensor(counted.numel()) if weight is None else weight[counted].sum())
+    return loss
