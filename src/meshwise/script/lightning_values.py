@@ -89,6 +89,7 @@ class Ranks:
     def __post_init__(self) -> None:
         self.open: dict[bool, WeakSet[Any]] = {True: WeakSet(), False: WeakSet()}
         self.pending: list[Logged] = []
+        self.told: list[Tensor] = []  # what was logged alone
 
     @property
     def alone(self) -> bool:
@@ -119,7 +120,12 @@ class Ranks:
 
     def flush(self, *, always: bool = False) -> None:
         """Hand what was logged to Lightning, joined over the ranks. Collective, if anything was logged or `always`."""
-        if self.alone or not (self.pending or always):
+        if self.alone:
+            told, self.told = self.told, []
+            for value in told:
+                joined(self.engine, value)
+            return
+        if not self.pending and not always:
             return
         waiting, self.pending = self.pending, []
         names = [each.key for each in waiting]
@@ -153,7 +159,7 @@ class Ranks:
             value = joined(
                 self.engine, value.to(own.dtype if own.is_floating_point() else torch.float64).to(own.device)
             )
-            each.results.take(each.key, value, size.to(own.device))
+            each.results.take(each.key, value, size.round().to(own.device, torch.int64))
 
 
 def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
@@ -185,12 +191,18 @@ class ResultsOnRanks:
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
         self._of = options.get("batch_size") is not None, self.meshwise.items
+        if not self.meshwise.alone:
+            options |= {"sync_dist": True, "sync_dist_fn": _as_it_is}  # or Lightning says that nothing is summed
         super().log(fx, name, value, *args, **options)  # type: ignore[misc]
 
     def update_metrics(self: Any, key: str, value: Any, batch_size: int) -> None:
         ranks = self.meshwise
         if ranks.alone or not isinstance(value, Tensor):
-            self.take(key, joined(ranks.engine, value) if isinstance(value, Tensor) else value, batch_size)
+            self.take(key, value, batch_size)
+            if isinstance(value, Tensor):
+                ranks.told.append(value)
+            if self.batch is None:
+                ranks.flush()
         elif self.batch is None:
             self.take(key, _outside(ranks, self[key].meta, value), batch_size)
         else:
@@ -199,6 +211,10 @@ class ResultsOnRanks:
     def take(self, key: str, value: Any, batch_size: Any) -> None:
         """What one device would have logged."""
         super().update_metrics(key, value, batch_size)  # type: ignore[misc]
+
+
+def _as_it_is(value: Any, **_: Any) -> Any:
+    return value
 
 
 def _outside(ranks: Ranks, meta: Any, value: Tensor) -> Tensor:
@@ -248,6 +264,7 @@ def logging(ranks: Ranks, module: Any, *, gradients: bool = True) -> Iterator[No
     has a graph, which tells what it is a mean over; else its cross entropy is asked."""
     if ranks.alone:
         yield
+        ranks.flush()
         return
     asked = functools.partial(_cross_entropy, ranks, F.cross_entropy)
     asking = contextlib.nullcontext() if gradients else mock.patch.object(F, "cross_entropy", asked)
