@@ -68,8 +68,9 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     Models and optimizers are changed in place: class, hooks and state_dict keys stay; start values are those of rank 0.
     Loaders are new, with the same `len`; their `batch_size` is global, their order that of torch's own. A loader around
     a DataLoader, which may read ahead (timm's PrefetchLoader), stays and reads the new one. Schedulers pass through. On
-    one device only the loaders are replaced, so that a loop goes on on any number of devices. transformers' Trainer is
-    taken whole, changed in place: `trainer = mw.distribute(trainer)`, then `trainer.train()`.
+    one device only the loaders are replaced, so that a loop goes on on any number of devices. transformers' Trainer and
+    Lightning's are taken whole, changed in place: `trainer = mw.distribute(trainer)`, then `trainer.train()` or
+    `trainer.fit(model)`.
 
     plan: a Plan or a plan file; by default that of `meshwise run --plan` or of the file that MESHWISE_PLAN names, else
     replicas. Optimizers made before go on with what it makes of the parameters.

@@ -20,9 +20,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
+from meshwise.compat.lightning_parts import logs_with, take_place
 from meshwise.engine.engine import Engine
 from meshwise.script.lightning_strategy import StrategyOnRanks, refuse
 from meshwise.script.lightning_values import Ranks, ResultsOnRanks, in_front
@@ -59,17 +59,17 @@ def distribute_lightning(
         if type(callback).__name__ == "BatchSizeFinder":
             refuse(ranks, "BatchSizeFinder", "it tries each rank's memory; meshwise plan says what fits")
     strategy.global_rank, strategy.local_rank = world.rank, world.local_rank
-    strategy.node_rank, strategy._root_device = world.rank // max(world.local_size, 1), torch.device(world.device)
+    strategy.node_rank = world.rank // max(world.local_size, 1)
     sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = world.rank
-    if world.size > 1 or rank_context().channel is not None:
-        trainer._signal_connector.register_signal_handlers = lambda: None  # a stop is agreed on by all ranks
-    fit, loops = trainer.fit_loop.epoch_loop, (trainer.validate_loop, trainer.test_loop)
+    alone = world.size == 1 and rank_context().channel is None
+    take_place(trainer, world.device, signals=alone)  # else a stop is agreed on by all ranks
+    connector, kept = logs_with(trainer)
     in_front(TrainerOnRanks, trainer, ranks)
     in_front(StrategyOnRanks, strategy, ranks)
-    in_front(ConnectorOnRanks, trainer._logger_connector, ranks)
-    in_front(LoopOnRanks, fit.automatic_optimization, ranks)
-    for loop in (fit, fit.val_loop, *loops):
-        in_front(ResultsOnRanks, loop._results, ranks)
+    in_front(ConnectorOnRanks, connector, ranks)
+    in_front(LoopOnRanks, trainer.fit_loop.epoch_loop.automatic_optimization, ranks)
+    for results in kept:
+        in_front(ResultsOnRanks, results, ranks)
     if world.size > 1:
         engine.notify(WHOLE.format(ranks=world.size))
     return trainer

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from meshwise.compat.lightning_parts import accumulates, run_closure
 from meshwise.data.wrapped_loader import loader_inside
 from meshwise.engine import steps
 from meshwise.recovery.collect import collected
@@ -158,7 +159,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         ranks, module, plugin = self.meshwise, self.lightning_module, self.precision_plugin
         self.pre_backward(closure_loss)
         loss = plugin.pre_backward(closure_loss, module)
-        before, ranks.engine.reduce = ranks.engine.reduce, not ranks.trainer.fit_loop._should_accumulate()
+        before, ranks.engine.reduce = ranks.engine.reduce, not accumulates(ranks.trainer)
         try:
             ranks.loss = steps.backward(ranks.engine, loss, *ranks.said)
         finally:
@@ -173,7 +174,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
             return super().optimizer_step(optimizer, closure, model, **options)  # type: ignore[misc]
         if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
             refuse(ranks, type(optimizer).__name__, "it computes the loss several times in a step. Use another")
-        value = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        value = run_closure(plugin, model or self.lightning_module, optimizer, closure)
         ranks.flush()
         optimizer.step(**options)
         return value
