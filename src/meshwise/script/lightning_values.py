@@ -121,8 +121,8 @@ class Ranks:
     def flush(self, *, always: bool = False) -> None:
         """Hand what was logged to Lightning, joined over the ranks. Collective, if anything was logged or `always`."""
         if self.alone:
-            told, self.told = self.told, []
-            for value in told:
+            values, self.told = self.told, []
+            for value in values:
                 joined(self.engine, value)
             return
         if not self.pending and not always:
