@@ -341,10 +341,6 @@ class Program:
         self.may_draw |= not is_by_numbers(optimizer)
         return known
 
-    def trains(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer was given, or holds parameters of the models."""
-        return weakref.ref(optimizer) in self._given or self.holds(optimizer).ours
-
     def _check_held(self, optimizer: Optimizer, holds: _Holds) -> bool:
         if holds.replaced:
             raise UsageError(

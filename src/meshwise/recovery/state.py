@@ -42,6 +42,8 @@ class RunState:
     step: int = 0
     made_with: Any = None
     """What the program gave it: settings of the optimizer, samples of the data set; plain values."""
+    holds_all: bool = False
+    """Whether the optimizer is known to hold all parameters of the model."""
     whole: bool = True
     """Whether it is that after a step: not while it is changed."""
     before_change: Callable[[], None] = lambda: None
