@@ -1,4 +1,7 @@
-"""Entries chosen: where, take, take_along_axis; a matrix on one side of a diagonal; coordinates of a grid."""
+"""Choose entries: where, take, take_along_axis, triangles, grids.
+
+A triangle is a matrix on one side of a diagonal; a grid, coordinates.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Grids of coordinates, and arrays written as ranges: `xp.mgrid[0:2, 0:3]`, `xp.r_[0:3, 7]`, `xp.ix_`, `xp.indices`."""
+"""Build grids of coordinates: `xp.mgrid[0:2, 0:3]`, `xp.r_[0:3, 7]`, `xp.ix_`, `xp.indices`.
+
+Arrays written as ranges are here too.
+"""
 
 from __future__ import annotations
 

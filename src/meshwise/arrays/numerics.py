@@ -1,4 +1,7 @@
-"""Products, sorts, sets, quantiles, transforms: the functions of the files that have them, by name."""
+"""List numeric functions of other files by name.
+
+Products, sorts, sets, quantiles, transforms.
+"""
 
 from __future__ import annotations
 

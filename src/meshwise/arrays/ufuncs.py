@@ -1,4 +1,7 @@
-"""Elementwise functions that NumPy has beside the standard's; and `outer`, `reduce` and their like, which its have."""
+"""Add NumPy's elementwise functions, and ufunc methods such as `reduce`.
+
+`outer`, `reduce` and their like are those that NumPy's functions have.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tell whether a process computes, by the time that the kernel has given it and what it has started.
+"""Tell whether a process computes, by its kernel time and children.
+
+That is the time that the kernel has given it and what it has started.
 
 Tested in tests/workers/test_idle.py.
 """

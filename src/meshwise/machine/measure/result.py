@@ -1,4 +1,6 @@
-"""Hold the results of a measurement: times by size and verified bytes of paths and collectives, rates of devices.
+"""Hold measured times and verified bytes of paths, rates of devices.
+
+Times are by size, of paths and collectives.
 
 Tested in tests/machine/test_processes.py and test_bench.py.
 """
