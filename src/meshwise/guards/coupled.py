@@ -1,5 +1,7 @@
-"""Losses that couple the samples of a batch: of several ranks each has that of its own samples, and their mean is not
-that of one device. Said once, on an early backward.
+"""Warn of losses that couple the samples of a batch.
+
+Such as contrastive ones: each rank computes its own over its own samples, and their mean is not the loss of one device.
+Warned of once, on an early backward.
 
 Not looked at: what the program joins over the ranks itself, with collectives of its own; models that are divided; plans
 that keep activations elsewhere.

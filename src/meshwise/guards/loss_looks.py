@@ -1,4 +1,6 @@
-"""Check the first losses of a program and of each loop: warn of, or reject, a wrong reduction.
+"""Check the first losses of each loop for a wrong reduction.
+
+And the first of a program. It is warned of, or rejected.
 
 A check finds it itself.
 

@@ -1,4 +1,6 @@
-"""What a model draws of which each rank draws its own: notes on a plan.
+"""Note on a plan which random draws differ between ranks.
+
+It is what a model draws of which each rank draws its own.
 
 Tested in tests/parallel/test_draws_note.py.
 """

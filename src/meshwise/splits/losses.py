@@ -1,4 +1,6 @@
-"""Softmax and losses over a split dim: of a vocabulary numbers of each row are exchanged, of rows the sum.
+"""Compute softmax and losses over a split dim.
+
+Of a vocabulary numbers of each row are exchanged, of rows the sum.
 
 As Megatron-LM's vocabulary-parallel cross entropy; with class weights left out, label smoothing and ignored targets in.
 

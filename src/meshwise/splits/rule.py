@@ -1,4 +1,6 @@
-"""Build rules for split tensors: the parts of operands, and how they are aligned.
+"""Build rules for split tensors from operands and their alignment.
+
+They say which parts of operands are used, and how these are aligned.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """

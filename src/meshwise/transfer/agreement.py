@@ -1,4 +1,7 @@
-"""Agree on facts through the key-value store of the process group: without a collective, so nobody can hang in one."""
+"""Agree on facts through the key-value store, without a collective.
+
+It is that of the process group. So nobody can hang in one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Groups of ranks: who "all ranks" are, which rank this is among them, and groups of some.
+"""Define groups of ranks, and this rank's place among them.
+
+Who "all ranks" are, and groups of some.
 
 Tested in tests/transfer/test_collectives.py.
 """

@@ -1,4 +1,7 @@
-"""Move batches to the device ahead of their use: pinned memory, a side stream, one batch ahead."""
+"""Move batches to the device ahead of their use.
+
+Pinned memory, a side stream, one batch ahead.
+"""
 
 from __future__ import annotations
 

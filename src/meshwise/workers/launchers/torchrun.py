@@ -1,4 +1,6 @@
-"""torchrun, our own launcher, and whatever else sets RANK and WORLD_SIZE.
+"""Read RANK and WORLD_SIZE, as torchrun and our launcher set them.
+
+And whatever else sets them.
 
 Tested in tests/workers/test_places.py.
 """
