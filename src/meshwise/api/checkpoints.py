@@ -1,4 +1,7 @@
-"""The checkpoints of a run: listed, verified. No torch. Tested in tests/cli/test_checkpoints.py."""
+"""List and verify the checkpoints of a run.
+
+No torch.
+"""
 
 from __future__ import annotations
 

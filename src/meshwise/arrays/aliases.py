@@ -1,7 +1,5 @@
 """Write through views: arrays that share memory, as in NumPy.
 
-What is written through one shows in all.
-
 The parts of most views are tensors that show the memory of the parts that they are views of. What torch cannot show,
 entries in descending order and a `reshape` whose elements lie on other places, is a copy: made anew when it is read
 after the memory was written, and written back when it is written itself. A view keeps what it shows alive.

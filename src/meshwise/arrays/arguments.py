@@ -1,6 +1,6 @@
 """Refuse arguments that a function here lacks, though NumPy has some.
 
-One sentence for each.
+Each refusal is one sentence.
 """
 
 from __future__ import annotations

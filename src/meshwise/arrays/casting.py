@@ -1,6 +1,6 @@
 """Cast arrays, and describe dtypes and the namespace.
 
-The limits of a dtype, and what the namespace says of itself (`__array_namespace_info__`).
+The namespace describes itself by `__array_namespace_info__`.
 """
 
 from __future__ import annotations

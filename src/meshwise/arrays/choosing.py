@@ -1,7 +1,4 @@
-"""Choose entries: where, take, take_along_axis, triangles, grids.
-
-A triangle is a matrix on one side of a diagonal; a grid, coordinates.
-"""
+"""Choose entries: where, take, take_along_axis, triangles, grids."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Create arrays, each place only its own part.
 
-So no place ever holds all of a large one.
+No place ever holds all of a large array.
 
 The first parameter of these functions is the space; the namespace fills it in.
 """

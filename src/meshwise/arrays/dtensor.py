@@ -1,6 +1,6 @@
 """Convert between arrays over ranks and torch's DTensor.
 
-Without a copy where their parts are alike.
+Nothing is copied where their parts are alike.
 
 DTensor is imported where it is used: it takes a second, which every start of a program would pay.
 """

@@ -1,6 +1,6 @@
 """Compute elementwise functions part by part, after aligning the operands.
 
-Operands that already lie alike are calculated at once.
+Operands that are already placed alike need no alignment.
 
 Integers and booleans become the default float where the function has no integer result. Python's numbers are weak,
 NumPy's are arrays without dims.

@@ -1,7 +1,4 @@
-"""Build grids of coordinates: `xp.mgrid[0:2, 0:3]`, `xp.r_[0:3, 7]`, `xp.ix_`, `xp.indices`.
-
-Arrays written as ranges are here too.
-"""
+"""Build grids of coordinates: `xp.mgrid[0:2, 0:3]`, `xp.r_[0:3, 7]`, `xp.ix_`, `xp.indices`."""
 
 from __future__ import annotations
 

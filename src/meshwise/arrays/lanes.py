@@ -1,6 +1,6 @@
 """Compute functions along an axis that must be whole on its place.
 
-The split is moved to another dim first.
+If it is split, the split is moved to another dim first.
 
 Bytes moved: a transpose, the least for it: of what lies on p places evenly, (1 - 1/p) of the array.
 """

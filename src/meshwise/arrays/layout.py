@@ -1,6 +1,6 @@
 """Permute, add, remove or broadcast dims without moving anything.
 
-Each place turns its own part; no memory is taken.
+Each place rearranges its own part, without new memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run a function of tensors on each part of an array.
 
-For what the namespace has no function for.
+Use it for what the namespace has no function for.
 """
 
 from __future__ import annotations

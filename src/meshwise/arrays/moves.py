@@ -1,6 +1,6 @@
 """Move an array's bytes between places; nothing else does.
 
-Pieces are exchanged, an array is laid out anew, or parts are combined.
+It exchanges pieces, lays an array out anew, or combines parts.
 
 Rules ask for a sharding and get it; what has to move is found by interval arithmetic, and each piece is a row of the
 open `mw.comm_log`. Over ranks every rank makes the same list of pieces, so that who sends knows who receives.

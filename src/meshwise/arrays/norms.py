@@ -1,6 +1,6 @@
 """Compute norms, diagonals, traces and cross products.
 
-Each place calculates of what it holds; partial results move alone.
+Each place computes with what it holds; only partial results move.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""List numeric functions of other files by name.
-
-Products, sorts, sets, quantiles, transforms.
-"""
+"""List numeric functions of other files by name."""
 
 from __future__ import annotations
 

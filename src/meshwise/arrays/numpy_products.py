@@ -1,6 +1,6 @@
 """Add NumPy's products beyond the standard's: `einsum`, `inner`, `kron`, `vdot`.
 
-And `linalg.norm`, `lstsq`, `polyfit`.
+`linalg.norm`, `lstsq` and `polyfit` are here too.
 
 An `einsum` of more than two arrays is one of the first two, then of that and the next: each of these moves what a
 product moves, the fewest bytes.

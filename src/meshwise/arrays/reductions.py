@@ -1,6 +1,6 @@
 """Reduce arrays; only partial results move.
 
-Each place reduces what it holds; they move only if the divided dim is reduced.
+Each place reduces what it holds; partial results move only if the split dim is reduced.
 
 Partial results are added in the order of the places, so that the same program gives the same bits every time.
 """

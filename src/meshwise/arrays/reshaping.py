@@ -1,7 +1,5 @@
 """Reshape arrays, moving only what crosses a new border.
 
-Dims are joined and cut.
-
 Dims of the old and the new shape belong together in groups of equal size; a group without the divided dim is reshaped
 where it lies. In its own group (outer, divided, inner) the new array is divided along the first dim that has an entry
 for each place, in the old proportions, rounded to whole entries. Lower bound, and moved: where the divided dim is the

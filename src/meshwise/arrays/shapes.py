@@ -1,7 +1,4 @@
-"""Define the namespace's functions of shapes and entries.
-
-And the methods of `Array` that are such.
-"""
+"""Define the namespace's functions of shapes and entries."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Solve linear systems; compute determinants, inverses, powers and Cholesky factors.
 
-Of matrices and stacks, however they lie.
+Matrices and stacks may be split along any dim.
 
 Stacks are calculated where they lie (`stacks.py`). One large matrix that is divided is factored in blocks
 (`factors.py`); a small one is gathered, which moves less.

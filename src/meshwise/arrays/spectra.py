@@ -1,6 +1,6 @@
 """Compute QR, singular values and eigenvalues.
 
-And what stands on them, of matrices and stacks, however they lie.
+Matrices and stacks may be split along any dim.
 
 Stacks are calculated where they lie (`stacks.py`). A tall matrix that is split by rows, or a wide one by columns, is
 factored part by part (`factors.py`). Others are gathered, with a warning for large ones and for all eigenvalues.

@@ -1,6 +1,6 @@
 """Add NumPy's and CuPy's other spellings of the standard's functions.
 
-Other names, and functions made of them.
+They are other names, or functions made of the standard's.
 
 `ALIASES` are names for functions that a namespace has; the functions here use those of their array's own namespace.
 """

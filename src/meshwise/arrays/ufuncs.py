@@ -1,7 +1,4 @@
-"""Add NumPy's elementwise functions, and ufunc methods such as `reduce`.
-
-`outer`, `reduce` and their like are those that NumPy's functions have.
-"""
+"""Add NumPy's elementwise functions, and ufunc methods such as `reduce`."""
 
 from __future__ import annotations
 

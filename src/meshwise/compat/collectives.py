@@ -1,6 +1,6 @@
 """Give torch's collectives one behaviour on every backend and version.
 
-Any dtype, any layout, zero elements too.
+They take any dtype, any layout, and zero elements too.
 
 What is hidden here, with what was found by running torch 2.13 (gloo) and read in 2.11 and 2.15:
 

@@ -1,6 +1,6 @@
 """Return freed memory to the system with glibc's `malloc_trim`.
 
-glibc keeps what lies between tensors that live on.
+glibc keeps freed memory that lies between live tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recover a loss from before a GradScaler scaled it.
 
-It is the value that people want to see.
+People want to see that value.
 
 `GradScaler.scale` is wrapped, since nothing public tells it. Read in torch 2.13: `amp/grad_scaler.py`,
 whose `scale` gives a new tensor, or the same one where the scaler is off.

@@ -1,7 +1,5 @@
 """Count what a torch.distributed operator moves and whether it blocks.
 
-It blocks where the program waits for it.
-
 Operators of the namespace `c10d` say by `async_op` whether the caller waits at once; sends, receives and the functional
 ones (`_c10d_functional`) never do. Read in torch 2.11, 2.13 and 2.15: `csrc/distributed/c10d/Ops.cpp`,
 `csrc/distributed/c10d/Functional.cpp`. On fake tensors torch waits for functional ones at once.

@@ -1,7 +1,7 @@
 """Run operators on lists of DTensors that lie on several meshes.
 
-Such operators are `_foreach_`, fused optimizers, a loss scaler's look. DTensor takes those of one mesh, so each mesh's
-are given to it by themselves.
+Such operators are `_foreach_`, fused optimizers and a loss scaler's check. DTensor accepts tensors of one mesh only, so
+it is called once for each mesh.
 
 The hook is private. Read in torch 2.13: `distributed/tensor/_dispatch.py`.
 

@@ -1,7 +1,5 @@
 """Read private parts of `fully_shard`: parameter groups and unreduced gradients.
 
-And when it reduces them.
-
 Read in torch 2.11, 2.13 and 2.15: `distributed/fsdp/_fully_shard/_fsdp_param_group.py` and `_fsdp_state.py`.
 """
 

@@ -1,6 +1,6 @@
 """Map and list the tensors inside nested containers.
 
-Tuples, lists, dicts and other mappings, dataclasses and named tuples.
+Containers are tuples, lists, dicts and other mappings, dataclasses and named tuples.
 
 torch's own `_pytree` is private, and takes dataclasses, mappings such as the batches of tokenizers, and subclasses of
 lists for leaves.

@@ -1,6 +1,6 @@
 """Split a user's DataLoader: each rank gets its share of batches.
 
-In an order that does not depend on the number of ranks.
+The order does not depend on the number of ranks.
 
 shuffle or sequential sampler    the order that torch's own sampler draws, without its list of Python numbers
 any other sampler                run whole on every rank, from the generators of rank 0; each batch is sliced

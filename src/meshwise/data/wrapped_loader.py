@@ -1,6 +1,6 @@
 """Read through a wrapper around a DataLoader, such as timm's PrefetchLoader.
 
-What it gives, and of which batch.
+It is known what the wrapper gives, and of which batch.
 
 It may read ahead, so the batch that it gives is not the one that it read last. It gives one for each that it reads, in
 their order: that is how its batches get their shares.

@@ -1,6 +1,6 @@
 """Apply a plan to a program's models, and run exact steps.
 
-In a script's loop and in a job's.
+The loop is a script's or a job's.
 """
 
 from meshwise.spec.lazy import files_of

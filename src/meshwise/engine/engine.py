@@ -1,7 +1,5 @@
 """Give a training loop all it needs of a plan.
 
-The plan is applied to a program's models.
-
 A script's loop and a job are the same engine's; `mw.distribute` uses the default one (see process/session.py), a job
 makes its own. They differ in how they enter it:
 

@@ -1,7 +1,5 @@
 """Measure bytes held on this rank between phases, by purpose.
 
-The phases are those of a step.
-
 Tested in tests/recording/test_recording.py.
 """
 

@@ -1,7 +1,5 @@
 """Hold the models and optimizers that an engine trains, weakly.
 
-Under one plan.
-
 Parameters that are sharded are new objects. An optimizer that holds the old ones is re-bound when it is given to
 `mw.distribute`, whether with its model or later; one that is never given is refused at its step, since it would step
 without an error and change nothing.

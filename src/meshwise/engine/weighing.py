@@ -1,6 +1,6 @@
 """Weigh a loss by what its mean is over.
 
-So means of unequal parts add up to the mean of the whole.
+Means of unequal parts then add up to the mean of the whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Warn when a model is called after its loop and draws.
 
-On the batch that the loop gave last: dropout of this rank's rows alone moves the program's random numbers elsewhere
-than that of the whole batch, and later epochs have another order.
+The batch is the last one of the loop. Dropout on this rank's rows alone advances the program's random numbers
+differently than dropout on the whole batch, so later epochs have another order.
 
 Looked at in the first forward of a model behind each loop, until a loop begins. A batch that was changed on its way to
 the model is not known again.

@@ -1,7 +1,7 @@
 """Warn of losses that couple the samples of a batch.
 
-Such as contrastive ones: each rank computes its own over its own samples, and their mean is not the loss of one device.
-Warned of once, on an early backward.
+A contrastive loss is one: each rank computes it over its own samples, and the mean over ranks is not the loss of one
+device. The warning comes once, on an early backward.
 
 Not looked at: what the program joins over the ranks itself, with collectives of its own; models that are divided; plans
 that keep activations elsewhere.

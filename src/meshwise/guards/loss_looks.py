@@ -1,6 +1,6 @@
 """Check the first losses of each loop for a wrong reduction.
 
-And the first of a program. It is warned of, or rejected.
+The first losses of a program are checked too. A wrong reduction is warned of, or rejected.
 
 A check finds it itself.
 

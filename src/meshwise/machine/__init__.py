@@ -1,4 +1,4 @@
 """Find, describe, measure and judge devices and links.
 
-And say which worker gets which device and cores.
+It also decides which worker gets which device and cores.
 """

@@ -1,6 +1,6 @@
 """Compute expected figures: nominal figure × share once reached.
 
-Of paths, collectives, memories and matmuls.
+The figures are those of paths, collectives, memories and matmuls.
 
 The nominal figure is that of the parts at their full generation and width, whatever was found. Where a figure is not
 known there is no expectation: None, with the reason in its origin.

@@ -1,6 +1,6 @@
 """Compute a mixture of experts' balance loss over the global batch.
 
-As on one device.
+The loss is then that of one device.
 
 Such a loss is a product of two means over tokens (Switch Transformer, arXiv:2101.03961), so the mean over ranks of what
 each has of its own tokens is another number. Models of transformers call a function beside them for it; while their

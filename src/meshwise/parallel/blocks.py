@@ -1,6 +1,6 @@
 """Find a model's repeated blocks and the modules between them.
 
-From the module tree alone.
+Only the module tree is read.
 """
 
 from __future__ import annotations

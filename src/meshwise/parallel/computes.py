@@ -1,6 +1,6 @@
 """Check that a device computes in the precision of a plan.
 
-It is tried there, before a run.
+It is tried on the device, before a run.
 
 Tested in tests/parallel/test_precision.py.
 """

@@ -1,6 +1,6 @@
 """Check whether a run can have a plan, before torch starts.
 
-As far as its launcher knows. It imports no torch where it need not.
+It uses what the launcher knows, and imports no torch where it need not.
 
 Tested in tests/parallel/test_apply.py.
 """

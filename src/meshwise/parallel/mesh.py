@@ -1,6 +1,6 @@
 """Build the device mesh: a run's devices on named axes.
 
-So a technique says over which axis it communicates.
+A technique names the axis over which it communicates.
 
 Tested in tests/parallel/test_apply.py.
 """

@@ -1,6 +1,6 @@
 """Replay a constructor's operators with the real random numbers.
 
-In their order.
+They run in their recorded order.
 
 What no kept tensor depends on is not computed; random numbers are drawn all the same, so that the generator comes by as
 it did. A storage is made when it is first filled, and let go when no operator needs what it holds any more: one that is

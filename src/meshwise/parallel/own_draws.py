@@ -1,6 +1,6 @@
 """Note on a plan which random draws differ between ranks.
 
-It is what a model draws of which each rank draws its own.
+For such draws each rank draws its own numbers.
 
 Tested in tests/parallel/test_draws_note.py.
 """

@@ -1,6 +1,6 @@
 """Define how a plan reduces gradients after a backward.
 
-For every technique.
+Every technique uses it.
 
 Tested in tests/parallel/test_equal_steps.py.
 """

@@ -1,6 +1,6 @@
 """Reject what a program cannot do with parts of parameters.
 
-With a reason.
+Each refusal has its reason.
 
 Tested in tests/parallel/test_trial.py and tests/job/test_plans_in_a_loop.py.
 """

@@ -1,6 +1,6 @@
 """Keep scalar parameters whole on every rank under shard.
 
-Such as a temperature: they cannot be divided.
+A scalar, such as a temperature, cannot be divided.
 
 In the forward of its module a number is a leaf of this rank alone, in the same memory. The leaves' gradients wait until
 what is sharded is reduced, and are averaged over the ranks together, in one collective.

@@ -1,6 +1,6 @@
 """Read state that ranks left in memory, and commit a checkpoint.
 
-The memory outlives its rank. No torch.
+That memory outlives its rank. No torch.
 
     places     64 bytes each: the step plus 1, the attempt, and where and how long the three parts below are
     layout     JSON: which boxes of which tensors lie where in the file of tensors; the plain values

@@ -1,7 +1,5 @@
 """Check that a user's state is finite before save, after restore.
 
-It is the state of the user's loop.
-
 What was never finite (a parameter that begins as -inf, a value that a foreign optimizer keeps as inf) is the program's.
 
 Tested in tests/script/test_lost_in_a_loop.py.

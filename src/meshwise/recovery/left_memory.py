@@ -1,6 +1,6 @@
 """Keep a rank's state in memory that outlives its process.
 
-The state after a step lies in two places by turns (records/left_parts.py).
+It holds the state after a step, in two places by turns (records/left_parts.py).
 
 Tested in tests/recovery/test_last_state.py.
 """

@@ -1,4 +1,6 @@
-"""Write and read safetensors files, a box of a tensor at a time.
+"""Write and read safetensors files, a box at a time.
+
+A file is written from one buffer, with its hash.
 
 They are written from one buffer with its hash.
 

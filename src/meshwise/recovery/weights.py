@@ -1,6 +1,6 @@
 """Write final weights as safetensors.
 
-Plain PyTorch, and anything else, loads them without us.
+Plain PyTorch, or anything else, loads them without meshwise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Declare options as dataclass fields: name, type, default, help.
 
-Each is written once:
+Each option is written once:
 
     @dataclass(frozen=True, kw_only=True)
     class BenchOptions:

@@ -1,6 +1,6 @@
 """Convert whole tensors to split ones and back, with gradients.
 
-As Megatron-LM has it, arXiv:1909.08053.
+Megatron-LM (arXiv:1909.08053) describes them.
 
 A whole tensor is the same on all ranks of the axis, and so is its gradient. The gradient of a split one is split alike.
 

@@ -1,6 +1,6 @@
 """Compute softmax and losses over a split dim.
 
-Of a vocabulary numbers of each row are exchanged, of rows the sum.
+If the vocabulary is split, a few numbers of each row are exchanged; if rows are, only the sum.
 
 As Megatron-LM's vocabulary-parallel cross entropy; with class weights left out, label smoothing and ignored targets in.
 

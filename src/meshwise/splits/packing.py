@@ -1,6 +1,6 @@
 """Find whether a layer's output packs queries, keys and values.
 
-By a trial.
+A trial run shows it.
 
 The module that holds the layer is run, with something in the layer's place whose result notes how it is taken apart. A
 wrong finding costs communication and nothing else: each rank's part is what is declared.

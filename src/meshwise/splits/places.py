@@ -1,7 +1,5 @@
 """Cut, pick, pad and join along the split dim.
 
-A range of places, one of them, some before and behind, several tensors one after another.
-
 Each rank keeps what it holds, so that nothing is sent; parts become of unequal length. Of parts of several runs
 (`Part.repeats`) only whole runs are taken out.
 

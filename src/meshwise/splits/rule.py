@@ -1,7 +1,5 @@
 """Build rules for split tensors from operands and their alignment.
 
-They say which parts of operands are used, and how these are aligned.
-
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
 

@@ -1,4 +1,4 @@
 """Format text for a terminal: tables, wrapped sentences, marks.
 
-Built on rich.
+Everything is built on rich.
 """

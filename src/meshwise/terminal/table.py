@@ -1,6 +1,6 @@
 """Format aligned columns as lines, by rich.
 
-So a view knows how high and how wide they are.
+A view thus knows their height and width.
 
 No number is ever cut, and no column left out: what is too narrow for a table gets its rows as blocks.
 """

@@ -1,6 +1,6 @@
 """Agree on facts through the key-value store, without a collective.
 
-It is that of the process group. So nobody can hang in one.
+The store is that of the process group. Without a collective, no rank can hang in one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Compute a position-dependent checksum of raw bits on the device.
 
-It is computed where the data lies.
-
 Each block of 256 KiB is the sum, modulo 2^64, of its 32-bit words times a 64-bit odd key of the word's place: the
 multilinear hash of Carter and Wegman (1979). One changed word always changes it, since an odd key times a difference
 below 2^32 is not 0 modulo 2^64; zeros, swapped or shifted words do but for one chance in at least 2^31. Blocks are

@@ -1,6 +1,6 @@
 """Detect collectives that the program calls itself.
 
-So that what it has reduced is known to be.
+Tensors that it has reduced are then known as such.
 
 Backends count what is begun in them, whoever calls. While a `Foreign` is open, our own collectives note how many of
 those were theirs; while none is (`OPEN` is empty), they pay for one look at it.

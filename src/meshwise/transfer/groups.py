@@ -1,7 +1,5 @@
 """Define groups of ranks, and this rank's place among them.
 
-Who "all ranks" are, and groups of some.
-
 Tested in tests/transfer/test_collectives.py.
 """
 

@@ -1,6 +1,6 @@
 """Convert arrays of NumPy, CuPy, Numba and JAX to tensors.
 
-Without a copy where the protocols allow it.
+Nothing is copied where the protocols allow it.
 
 DLPack is asked first, since it also orders the two libraries' streams; then `__cuda_array_interface__` (version 3,
 whose `stream` is waited for here, since torch does not). A copy that could not be avoided is in the log. What

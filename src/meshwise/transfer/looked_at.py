@@ -1,6 +1,6 @@
 """Log a collective in each open `comm_log`, and mark it ours.
 
-Who counts the program's collectives leaves ours out.
+Code that counts the program's collectives leaves ours out.
 
 Tested in tests/transfer/test_comm_log.py.
 """

@@ -1,6 +1,6 @@
 """Generate data from a key and offset, to verify delivery.
 
-To see whether bytes arrive where and as they were sent.
+It shows whether bytes arrive where and as they were sent.
 
 A constant would hide a permuted all-gather, and a short period two swapped blocks. So each 8-byte word is a hash of its
 key and index, and every bit of it is compared. Sums are checked with small whole numbers, which add up exactly.

@@ -1,6 +1,6 @@
 """Move batches to the device ahead of their use.
 
-Pinned memory, a side stream, one batch ahead.
+One batch is moved ahead, through pinned memory, on a side stream.
 """
 
 from __future__ import annotations

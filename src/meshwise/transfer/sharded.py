@@ -1,6 +1,6 @@
 """Convert between a sharded tensor and the whole one.
 
-The first is a DTensor, over the ranks of a mesh.
+The sharded one is a DTensor over the ranks of a mesh.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hash whole numbers to random-looking bits with SplitMix64.
 
-Steele, Lea, Flood, OOPSLA 2014. The bits depend on the numbers alone.
+The bits depend on the numbers alone (Steele, Lea, Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Simulate strict CPU devices in one process.
 
-So programs for many devices can be tested without any.
+Programs for many devices can thus be tested without any.
 
     with virtual_devices(4) as devices:
         x = torch.zeros(3, device="cpu:1")       lives on virtual device 1; so does x + 1

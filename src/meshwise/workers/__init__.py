@@ -1,4 +1,4 @@
 """Start, watch and end the workers of a list of devices.
 
-With the side channel between them and their launcher.
+The side channel connects them and their launcher.
 """

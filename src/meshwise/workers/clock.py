@@ -1,6 +1,6 @@
 """Ask rank 0 for its clock, over an authenticated connection.
 
-The other ranks prove the secret of the run on it.
+A rank proves the secret on it first.
 
 A round trip that took r ns tells the difference of two clocks to within r / 2; the shortest of several tells it best
 (Cristian, 1989). The offsets themselves are worked out later, where the logs are read.

@@ -1,6 +1,6 @@
 """Read this process's control groups, of version 2 or 1.
 
-There Linux says what it may use, and what it was denied.
+They hold what Linux lets it use, and what it was denied.
 
 Tested in tests/machine/test_host_facts.py.
 """

@@ -1,7 +1,5 @@
 """Tell whether a process computes, by its kernel time and children.
 
-That is the time that the kernel has given it and what it has started.
-
 Tested in tests/workers/test_idle.py.
 """
 

@@ -1,6 +1,6 @@
 """Detect that ranks call different verbs, and name the first difference.
 
-In one sentence with the user's lines.
+One sentence names it, with the user's lines.
 
 Ranks of one program call the same verbs in the same order. Where one calls another, two different collectives may meet:
 gloo aborts, NCCL waits for ever, and where their sizes match the numbers are silently wrong.

@@ -1,6 +1,6 @@
 """Detect diverging ranks under foreign launchers such as torchrun and srun.
 
-The ranks of a machine note their verbs for each other, and who loses the connection to another reports how they have
+The ranks of a machine log their verbs for each other; a rank that loses the connection to another reports where they
 diverged.
 
 Nobody looks from outside, as our own launcher does: two collectives of one size that meet are not noticed, and under

@@ -1,7 +1,5 @@
 """Save the last step's state from surviving workers before ending them.
 
-One of the workers was lost; those that are left write it.
-
 A rank that lost its connection has done so already. One that waits in a collective, or goes on, is asked over the side
 channel: a thread of it writes. One that is stopped does not hear it. Tested in tests/workers/test_rescue.py.
 """

@@ -1,6 +1,6 @@
 """Make temporary folders, and remove those of killed commands.
 
-What a command that was killed has left of them, the next one of this user removes.
+The next command of the same user removes what a killed one has left.
 
 Each holds a file on which its owners keep a lock as long as they live, whatever their process ids are worth elsewhere:
 the kernel lets go of it with the last of them. A folder gets its name once that lock is held.

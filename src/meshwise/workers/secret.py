@@ -1,6 +1,6 @@
 """Share a secret among the processes of one start.
 
-They know it and nobody else: from the environment, or from a file that they share.
+Nobody else knows it. It comes from the environment, or from a file that they share.
 
 The file lies in the folder of the start. Whoever comes first makes it, with a secret of its own, so that nobody waits
 for a file to appear, which NFS tells up to a minute late; rank 0 adds where it is reached. What is believed is an open

@@ -1,6 +1,6 @@
 """Read AMD devices from /sys alone, without libraries.
 
-From the kernel's own table of nodes and links (class/kfd), and PCI. amdsmi names what is left.
+It reads the kernel's own table of nodes and links (class/kfd), and PCI. amdsmi names the rest.
 
 Fields as ROCm describes them for /sys/class/kfd/kfd/topology.
 

@@ -1,6 +1,6 @@
 """Read the host's processor, cores, memory and limits.
 
-Without asking anybody: what is here, and what this process may use.
+It tells what is here, and what this process may use, without any library.
 
 A container with 2 of 64 cores has 2, and its memory is what its group may use.
 """

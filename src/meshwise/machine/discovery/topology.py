@@ -1,6 +1,6 @@
 """Derive the links between one host's accelerators, with warnings.
 
-As they were found, beside what the parts at both ends could have.
+A link is described as found, beside what the parts at both ends support.
 
 Tested in tests/machine/test_discover.py and test_discover_odd.py.
 """

@@ -1,6 +1,6 @@
 """Find which accelerators the environment shows this process, in order.
 
-By CUDA_VISIBLE_DEVICES and the like.
+CUDA_VISIBLE_DEVICES and the like tell.
 
 Tested in tests/machine/test_discover_odd.py.
 """

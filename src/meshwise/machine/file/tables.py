@@ -1,6 +1,6 @@
 """Define the tables of a machine file, a row a key.
 
-`read.py` and `write.py` both go by them.
+`read.py` and `write.py` both use them.
 
 Tested in tests/machine/test_machine_file.py.
 """

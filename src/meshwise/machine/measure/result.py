@@ -1,7 +1,5 @@
 """Hold measured times and verified bytes of paths, rates of devices.
 
-Times are by size, of paths and collectives.
-
 Tested in tests/machine/test_processes.py and test_bench.py.
 """
 

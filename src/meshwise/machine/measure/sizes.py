@@ -1,6 +1,6 @@
 """Read message sizes such as `1K:1G`, and fit them to memory.
 
-Before anything is allocated.
+This is done before anything is allocated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Convert a bench to plain data, for --json.
 
-Every figure in bytes, seconds and FLOP/s.
+Every figure is in bytes, seconds or FLOP/s.
 
 Tested in tests/machine/test_bench.py.
 """

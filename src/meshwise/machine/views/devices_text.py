@@ -1,6 +1,6 @@
 """Show a machine on one screen: host, devices, links, limits.
 
-Versions, limits that will hurt, and what is unknown too.
+It also shows versions, limits that will hurt, and what is unknown.
 
 Devices that are alike share a row, and a matrix in which all is alike is one line, so that 128 devices fit as well.
 """

@@ -1,6 +1,6 @@
 """Read the place of a process that mpirun started.
 
-Open MPI's, and those with Hydra (MPICH, Intel MPI, MVAPICH).
+mpirun is Open MPI's, or one with Hydra (MPICH, Intel MPI, MVAPICH).
 """
 
 from __future__ import annotations

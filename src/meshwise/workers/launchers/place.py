@@ -1,6 +1,6 @@
 """Describe a process's place among those of its launcher.
 
-Read from the environment.
+It is read from the environment.
 
 Tested in tests/workers/test_places.py.
 """

@@ -1,6 +1,6 @@
 """Read RANK and WORLD_SIZE, as torchrun and our launcher set them.
 
-And whatever else sets them.
+Other launchers that set them work too.
 
 Tested in tests/workers/test_places.py.
 """
