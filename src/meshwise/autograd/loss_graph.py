@@ -1,4 +1,6 @@
-"""Read a loss's graph: is it a sum over samples, does it have a penalty?
+"""Read a loss's graph: is it a sum, has it a penalty?
+
+The sum is one over samples.
 
 Nodes keep what they were made with as `_saved_…`, which is not public. Read in torch 2.13:
 `tools/autograd/derivatives.yaml`.

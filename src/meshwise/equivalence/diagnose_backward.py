@@ -1,4 +1,4 @@
-"""Locate where a hand-written backward differs from one device.
+"""Find a missing or extra sum in a program's hand-written backward.
 
 The gradients that come back to the outputs of modules show it.
 
