@@ -1,6 +1,7 @@
 """List and verify the checkpoints of a run.
 
 No torch.
+Tested in tests/cli/test_checkpoints.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """List runs of a folder, remove them, and open their pages.
 
 No torch.
+Tested in tests/cli/test_runs.py.
 """
 
 from __future__ import annotations

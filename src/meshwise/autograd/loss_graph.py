@@ -1,4 +1,4 @@
-"""Read a loss's graph: is it a sum, has it a penalty?
+"""Detect sums over samples and penalties in a loss's graph.
 
 The sum is one over samples.
 

@@ -1,6 +1,7 @@
 """Decide between two attempts of a run on one machine.
 
 launcher/several.py does the same for several.
+Tested in tests/faults/test_restarts.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Import torch once and fork the workers of a launch.
 
-N workers start for the price of one.
-
     launcher                                     fork server, a child of the launcher
     ForkServer(preload)      starts it    ->     imports what workers need
     .start(...)              a request    ->     forks; the child becomes the worker
