@@ -14,15 +14,16 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from keep import RESULTS, keep, ratio_interval
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, Dataset
 
 import meshwise as mw
@@ -42,6 +43,7 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import join
 
 Step = Callable[[], Any]
+HOOKS = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
 WARM, ROUNDS, WIDEST = 20, 8, 0.03  # steps that are not timed; see compare
 
 
@@ -86,7 +88,7 @@ def hand_step(job: Job, log_every: int = 100) -> Step:
     optimizer = job.optimizer(model.parameters())
     batches, count = slices(job), {"steps": 0}
 
-    def step() -> None:
+    def by_hand() -> None:
         batch = next(batches)
         optimizer.zero_grad()
         loss = job.loss(model, batch)
@@ -99,7 +101,7 @@ def hand_step(job: Job, log_every: int = 100) -> Step:
         if count["steps"] % log_every == 0:
             loss.item()
 
-    return step
+    return by_hand
 
 
 class _Rows(Dataset[Any]):
@@ -140,20 +142,31 @@ def compare(ours: Step, theirs: Step, steps: int, rounds: int = 1) -> dict[str, 
     ratio is wider than WIDEST on a rank."""
     times: tuple[list[float], list[float]] = ([], [])
     cpu: tuple[list[float], list[float]] = ([], [])  # of the main thread
+    known = [hooks.copy() for hooks in HOOKS]
     for number in range(steps * rounds + WARM):
         if number > WARM and (number - WARM) % steps == 0 and not _too_wide(*ratio_interval(*times)):
             break
         for side in (0, 1) if number % 2 else (1, 0):
+            step = (ours, theirs)[side]
+            _hook([] if step.__name__ == "by_hand" else known)
             start, before = time.perf_counter(), time.thread_time()
-            (ours, theirs)[side]()
+            step()
             if number >= WARM:
                 times[side].append(time.perf_counter() - start)
                 cpu[side].append(time.thread_time() - before)
+    _hook(known)
     ratio, low, high = ratio_interval(*times)
     ms = [statistics.median(side) * 1e3 for side in times]
     beyond = (statistics.median(cpu[0]) - statistics.median(cpu[1])) * 1e6
     facts = {"ratio": ratio, "low": low, "high": high, "ours_ms": ms[0], "by_hand_ms": ms[1], "steps": len(times[0])}
     return {**facts, "main_thread_cpu_beyond_us": round(beyond, 1)}
+
+
+def _hook(known: Sequence[Mapping[int, Any]]) -> None:
+    """Our hooks of every optimizer, or none: a program by hand would not have them."""
+    for hooks, kept in zip_longest(HOOKS, known, fillvalue={}):
+        hooks.clear()
+        hooks.update(kept)
 
 
 def _too_wide(ratio: float, low: float, high: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -154,6 +155,7 @@ def test_what_is_done_to_a_deferred_model_later_counts_too() -> None:
 
 def live_peak(call: Callable[[], Any]) -> int:
     """Most bytes of torch's allocator that `call` had beside what was there before."""
+    gc.collect()  # garbage of an earlier test that is freed meanwhile would count as less than nothing
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     events = seen.profiler.kineto_results.events()

@@ -13,9 +13,14 @@ from meshwise.api.machines import find_machine
 from meshwise.job.job import Job
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal import estimator as estimator_module
-from meshwise.rehearsal.estimator import estimator
+from meshwise.rehearsal.estimator import rehearser
 from meshwise.rehearsal.trace import kinds_of_ranks
 from meshwise.spec.plan import Plan
+
+
+def estimator(job, machine, cap=None):
+    rehearse = rehearser(job, machine, cap)
+    return lambda plan: rehearse(plan).estimate
 
 
 def test_a_gpu_that_is_not_here_has_time_and_memory():

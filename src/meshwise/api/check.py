@@ -1,4 +1,4 @@
-"""Check a plan: a job or a script on one device and under the plan, in float64, compared.
+"""Check a plan against one device, in float64.
 
 A job and a script are both a `CheckedProgram`: they differ in what each worker calls.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwise.api.check_options import DEFAULT_DEVICES, IMPORTED, CheckOptions
+from meshwise.api.check_options import DEFAULT_DEVICES, PRELOAD_OF_CHECK, CheckOptions
 from meshwise.compat.compiling import uncompile, unwrapped
 from meshwise.equivalence.file_view import free_folders
 from meshwise.equivalence.locked_files import can_lock, lock_files
@@ -118,7 +118,7 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof:
     specs = [CheckSpec(plan or Plan(data=len(slots)), options.steps, perturb=options.perturb)]
     if options.rounding and (plan is None or plan.precision != "fp64"):
         specs.append(replace(specs[0], in_float64=False))
-    with scratch_folder("check") as folder, closing(forks or Forks(IMPORTED, stays=True)) as forks:
+    with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK, stays=True)) as forks:
         program = _script(Path(script), options, plan, slots, folder) if script else _job(options, slots, folder)
         passes = Passes(_passes(specs, plan, devices), options.steps, options.notify, options.progress)
         traces = partial(_traces, program, forks)

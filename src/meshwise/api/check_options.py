@@ -1,4 +1,6 @@
-"""The options of a check, each once: the command line and `mw.check` are made from them. No torch.
+"""Declare the options of a check, each once.
+
+The command line and `mw.check` are made from them. No torch.
 
 Tested in tests/cli/test_check.py.
 """
@@ -20,7 +22,7 @@ from meshwise.spec.options import Option
 from meshwise.spec.plan import Plan
 
 DEFAULT_DEVICES = "2xcpu"
-IMPORTED = (*PRELOAD, "meshwise.api.check")
+PRELOAD_OF_CHECK = (*PRELOAD, "meshwise.api.check")
 """By the fork server, once for the workers of all passes."""
 
 

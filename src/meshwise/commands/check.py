@@ -1,4 +1,4 @@
-"""`meshwise check`: prove that a plan computes what one device computes."""
+"""Prove that a plan computes what one device does: `meshwise check`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from meshwise import api
-from meshwise.api.check_options import IMPORTED, CheckOptions
+from meshwise.api.check_options import PRELOAD_OF_CHECK, CheckOptions
 from meshwise.commands.command_line import ScriptCommand, from_dataclass, is_script
 from meshwise.equivalence import views
 from meshwise.spec.errors import MeshwiseError
@@ -49,28 +49,21 @@ def check(
     """
     if is_script(options.job):
         check_script(str(options.job), options)
-    with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(IMPORTED, stays=True)) as forks:
+    with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(PRELOAD_OF_CHECK, stays=True)) as forks:
         notify(f"a check of {plural(options.steps, 'step')}")  # at once: torch is still to be imported
         if "torch" not in sys.modules:
             forks.server(os.environ)  # which imports it too, beside this process
         options = replace(options, arguments=context.args, notify=notify, progress=progress)
-        with _no_verdict():
+        try:
             proof = api.check.check_options(options, forks)
+        except MeshwiseError as error:  # no verdict is 2, as of diff: 1 and 4 are verdicts
+            error.exit_code = USAGE if error.exit_code < AGAIN else error.exit_code
+            raise
     if as_json:
         print(json.dumps(views.check_dict.check_dict(proof), indent=2))
     else:
         Console().print(views.check_text.check_text(proof), soft_wrap=True)
     raise typer.Exit({"equal": DONE, "doubtful": DOUBTFUL, "different": FAILED}[proof.verdict.value])
-
-
-@contextmanager
-def _no_verdict() -> Iterator[None]:
-    """What fails or is refused is 2, as of diff: 1 and 4 are verdicts."""
-    try:
-        yield
-    except MeshwiseError as error:
-        error.exit_code = USAGE if error.exit_code < AGAIN else error.exit_code
-        raise
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The engine: a plan applied to a program's models, and everything that a training loop needs of it.
+"""Give a training loop all it needs of a plan.
 
 A script's loop and a job are the same engine's; `mw.distribute` uses the default one (see process/session.py), a job
 makes its own. They differ in how they enter it:
@@ -36,8 +36,8 @@ from meshwise.engine.program import Program
 from meshwise.engine.seeds import StepDraws
 from meshwise.engine.watcher import Watcher
 from meshwise.injection import faults
-from meshwise.parallel.data import OF_DRAWS
 from meshwise.parallel.holding import is_lacked
+from meshwise.parallel.own_draws import OF_DRAWS
 from meshwise.parallel.precision import cast_batch, computing
 from meshwise.recording.recording import Recording
 from meshwise.spec.dtypes import Dtypes

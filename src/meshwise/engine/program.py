@@ -1,4 +1,4 @@
-"""The models and optimizers that an engine trains, under one plan, held weakly: what the program lets go is gone.
+"""Hold the models and optimizers that an engine trains, weakly.
 
 Parameters that are sharded are new objects. An optimizer that holds the old ones is re-bound when it is given to
 `mw.distribute`, whether with its model or later; one that is never given is refused at its step, since it would step
@@ -340,10 +340,6 @@ class Program:
         known = self._holds[optimizer] = _Holds(count, len(foreign) < count, foreign, replaced)
         self.may_draw |= not is_by_numbers(optimizer)
         return known
-
-    def trains(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer was given, or holds parameters of the models."""
-        return weakref.ref(optimizer) in self._given or self.holds(optimizer).ours
 
     def _check_held(self, optimizer: Optimizer, holds: _Holds) -> bool:
         if holds.replaced:

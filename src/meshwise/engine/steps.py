@@ -1,4 +1,4 @@
-"""The step of a training loop: its batch, its backward, its optimizer.
+"""Define a training loop's step: its batch, backward and optimizer.
 
     batch       asked for, and given while all ranks go on
     forward     the program's own, on this rank's part of the batch
@@ -162,9 +162,8 @@ def _run_backward(
         own, before = _means_of_sums(engine, own, before, part)
     if weight is not None:
         return _weighted(engine, own, before, weight, part)
-    ratio, seen = part.ratio(engine.world.size), before.detach().reshape(())
-    scaled = own.reshape(()) * ratio if ratio != 1 else own.reshape(())
-    value = scaled.detach() if before is own else seen * ratio
+    ratio, own, seen = part.ratio(engine.world.size), own.reshape(()) if own.ndim else own, before.detach().reshape(())
+    scaled, value = (own, seen) if ratio == 1 else (own * ratio, seen * ratio)
     signs = engine.carried.signs(value)
     value = torch.cat([value.reshape(1).to(signs), signs])
     means = reduction.backward(scaled, reduce=engine.reduce, value=value)
@@ -213,11 +212,13 @@ def _around(engine: Engine, weight: Tensor | float | None) -> contextlib.Abstrac
 
 def follow_optimizers(engine: Engine) -> None:
     """Come around the steps of the program's optimizers, until the engine ends."""
-    program, events = engine.program, engine.events
+    program, events, stepping = engine.program, engine.events, set[int]()  # by id
 
     def begins(optimizer: Optimizer, *_: object) -> None:
+        stepping.discard(id(optimizer))
         if not program.check_step(optimizer):
             return
+        stepping.add(id(optimizer))
         if engine.script:
             came_to("optimizer.step")
         if program.may_draw and not is_by_numbers(optimizer):
@@ -226,7 +227,7 @@ def follow_optimizers(engine: Engine) -> None:
             hear(optimizer)
 
     def ends(optimizer: Optimizer) -> None:
-        if not program.trains(optimizer):
+        if id(optimizer) not in stepping:
             return
         for hear in events.step_ends:
             hear(optimizer)

@@ -1,4 +1,6 @@
-"""What a batch holds, as a sketch of each sample: a sample must be the same numbers, whichever rank reads it.
+"""Sketch each sample of a batch, to compare what ranks read.
+
+A sample must be the same numbers, whichever rank reads it.
 
 Only what has a row for each sample is looked at. Rows of other widths (padding up to the longest sample of a rank's
 part) cannot be compared.
@@ -24,7 +26,7 @@ from meshwise.equivalence.outputs import rows_difference
 from meshwise.equivalence.sketches import row_sketches
 from meshwise.equivalence.tolerance import LIMIT
 from meshwise.equivalence.trace import Contents
-from meshwise.spec.user_code import is_users, place, user_place
+from meshwise.spec.user_code import place_of, user_place
 
 GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
 DEPTH, MANY = 4, 16  # how deep a generator is looked for in what a data set holds, and in lists of what length
@@ -55,7 +57,7 @@ def reading_of(data: Any, collate: Any = None) -> Reading:
     read: Any = getattr(type(data), "__getitem__", None) or getattr(type(data), "__iter__", None)
     code = getattr(read, "__code__", None)
     named = [name for name in (() if code is None else code.co_names) if _is_generator(read.__globals__.get(name))]
-    where = f" ({place(code.co_filename, code.co_firstlineno)})" if code and is_users(code.co_filename) else ""
+    where = f" ({at})" if (at := place_of(read)) else ""
     function = "" if collate in (None, default_collate) else getattr(collate, "__name__", type(collate).__name__)
     return Reading(f"{type(data).__name__}{where}", named[0] if named else _held(data, type(data).__name__), function)
 

@@ -1,4 +1,6 @@
-"""Where a backward by hand stops being that of one device, by what comes back to the outputs of modules in it.
+"""Find a missing or extra sum in a program's hand-written backward.
+
+The gradients that come back to the outputs of modules show it.
 
 Ranks that have the same samples have parts of a gradient that add up to it, or too much of it: what uses that output
 lacks a sum in its backward, or has one too many. Where all that comes back is right, a parameter's own gradient is a
@@ -51,21 +53,17 @@ def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
         return _of_a_parameter(evidence)
     user = next((n for n in calls[wrong.at + 1 :] if not is_inside(wrong.module, n)), "")
     sums = evidence.sums_in_backward(user)
+    text = f"{evidence.how_many()}, from {first.name} on; what comes back to"
+    at, behind = evidence.where(wrong.module), evidence.where(user)
     if said := evidence.of_another_group(sums):
-        return Cause(
-            K.WRONG_GROUP,
-            f"{evidence.how_many()}, from {first.name} on; what comes back to {evidence.where(wrong.module)} is the "
-            f"first that is wrong, behind {evidence.where(user)}: {said}",
-        )
-    text = (
-        f"{evidence.how_many()}, from {first.name} on; what comes back to the outputs of {evidence.where(wrong.module)}"
-    )
+        return Cause(K.WRONG_GROUP, f"{text} {at} is the first that is wrong, behind {behind}: {said}")
+    text = f"{text} the outputs of {at}"
     lines = list(dict.fromkeys(each.within for each in sums))
     if wrong.is_part:
         return Cause(
             K.MISSING_REDUCTION,
-            f"{text} is a part on each rank, and they add up to that of one device: {evidence.where(user)}, which uses "
-            "them, sends back what its rank makes of them alone. An all_reduce is missing in its backward. "
+            f"{text} is a part on each rank, and they add up to that of one device: {behind}, which uses them, "
+            "sends back what its rank makes of them alone. An all_reduce is missing in its backward. "
             f"{WRITE} that its inputs go through.",
         )
     ranks = {evidence.plan.devices, evidence.plan.tensor, evidence.plan.context} - {1}
@@ -75,7 +73,7 @@ def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
     much = f"{size} times that of one device: it is added up over ranks that have the same"
     much = much if wrong.factor > 1 else f"1/{size} of that of one device: it is divided by the ranks"
     there = f" Its backward adds up in {some(lines)}." if lines else ""
-    return Cause(K.DOUBLED_REDUCTION, f"{text} is {much}, in the backward of {evidence.where(user)}.{there}")
+    return Cause(K.DOUBLED_REDUCTION, f"{text} is {much}, in the backward of {behind}.{there}")
 
 
 def _of_a_parameter(evidence: Evidence) -> Cause | None:

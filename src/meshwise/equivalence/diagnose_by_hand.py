@@ -1,4 +1,4 @@
-"""Why outputs differ of a module in which a program exchanges by hand.
+"""Diagnose differing outputs of modules that exchange data by hand.
 
 Tested in tests/equivalence/test_by_hand.py and tests/equivalence/test_tensor_by_hand.py.
 """
@@ -144,8 +144,6 @@ def _scaled(evidence: Evidence, groups: Groups) -> Iterator[tuple[float, float, 
 
 
 def _rows(groups: Groups) -> Tensor | None:
-    held = [[rank.sketches["0"] for rank in ranks if "0" in rank.sketches] for ranks in groups]
-    sums = [
-        torch.stack(rows).sum(0) for rows, ranks in zip(held, groups, strict=True) if rows and len(rows) == len(ranks)
-    ]
-    return torch.cat(sums) if sums and len(sums) == len(groups) else None
+    if not groups or any("0" not in rank.sketches for ranks in groups for rank in ranks):
+        return None
+    return torch.cat([torch.stack([rank.sketches["0"] for rank in ranks]).sum(0) for ranks in groups])

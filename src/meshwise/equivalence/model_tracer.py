@@ -1,4 +1,6 @@
-"""Trace a model while it trains: what each module gave, which draws it made, when gradients were ready.
+"""Trace a model as it trains: outputs, draws, gradients.
+
+It notes what each module gave, which random draws it made, and when gradients were ready.
 
 A module's output is kept as sketches of each sample's row (see sketches.py): ranks send sketches, and those of the
 ranks together are those of one device.
@@ -14,11 +16,10 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.compat.dispatch import without_interception
-from meshwise.compat.sharding import groups_of, sharded_modules
+from meshwise.compat.sharding import groups_of, local_of, sharded_modules
 from meshwise.compat.tree import tensors_in
 from meshwise.data.keyed import DrawLayout, KeyedDraws, Rows, by_reference, by_rows, on_one_device
 from meshwise.equivalence.contents import Reading, contents_of
@@ -39,7 +40,7 @@ from meshwise.equivalence.sketches import pieces, sketches
 from meshwise.equivalence.trace import Draws, Named, Output, StepTrace, Trace
 from meshwise.equivalence.upcast import upcast
 from meshwise.parallel.recompute import recomputed
-from meshwise.spec.user_code import is_users, place
+from meshwise.spec.user_code import place_of
 from meshwise.splits.crossing import gather
 from meshwise.transfer import stages
 from meshwise.transfer.sharded import full_tensor
@@ -58,7 +59,9 @@ class ModelTracer:
         kinds = {clean(name): type(module).__name__ for name, module in model.named_modules()}
         again = tuple(clean(name) for name in recomputed(model))
         self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model), recomputed_modules=again)
-        self.trace.places = {clean(name): at for name, module in model.named_modules() if (at := _place(module))}
+        self.trace.places = {
+            clean(name): at for name, module in model.named_modules() if (at := place_of(type(module).forward))
+        }
         self.step = StepTrace()
         self._seed, self._reference, self._upcast, self._perturb = seed, reference, upcast, perturb
         self._at = 0, -1  # the step that began last, its newest microbatch
@@ -205,7 +208,7 @@ class ModelTracer:
 
     def _keep_own(self, name: str, gradient: Tensor) -> None:
         """What comes later in a backward is played again for the parameter, by what reduces gradients."""
-        gradient = gradient.to_local() if isinstance(gradient, DTensor) and is_replicated(gradient) else gradient
+        gradient = local_of(gradient) if is_replicated(gradient) else gradient
         if self._own is not None and name not in self._own and type(gradient) is Tensor:
             with without_interception():
                 self._own[name] = pieces(gradient.detach()).div(self._own_factor or math.inf)
@@ -292,11 +295,6 @@ class ModelTracer:
             self.trace.random_modules.add(name)
         if self._open_calls:
             self._open_calls[-1][1] += drawn
-
-
-def _place(module: nn.Module) -> str:
-    code = getattr(type(module).forward, "__code__", None)
-    return place(code.co_filename, code.co_firstlineno) if code is not None and is_users(code.co_filename) else ""
 
 
 def _box(there: Tensor) -> list[tuple[int, int]]:

@@ -1,4 +1,7 @@
-"""The proof: whether a plan computes what one device computes, where they diverge, the likely cause, each rounding."""
+"""Prove whether a plan computes what one device computes.
+
+The proof says where they diverge, the likely cause, and each rounding.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from meshwise.equivalence.doubts import NO_ROUNDING, OTHER_STEPS, kept_coarser, 
 from meshwise.equivalence.noise import noise_of
 from meshwise.equivalence.shown import ALONE, shown_otherwise
 from meshwise.equivalence.trace import CheckSpec, Trace
-from meshwise.parallel.data import OF_DRAWS
+from meshwise.parallel.own_draws import OF_DRAWS
 from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.plan import Plan
 

@@ -1,4 +1,6 @@
-"""A job as a rank runs it: its data, its state before the first step, and what it holds while it runs.
+"""Set up a job on a rank: data, engine, first state.
+
+A `JobRun` holds what the job needs while it runs.
 
 Tested in tests/data/test_source.py, tests/job/test_plans_in_a_loop.py and tests/tracking/test_metrics_log.py.
 """
@@ -33,7 +35,7 @@ from meshwise.job.replica_check import ReplicaCheck
 from meshwise.job.spikes import Spikes
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.mesh import divide_work
-from meshwise.parallel.step_hooks import needs_closure
+from meshwise.parallel.step_hooks import held_parameters, needs_closure
 from meshwise.recovery.clock import SaveClock
 from meshwise.recovery.resume_changes import settings_of
 from meshwise.recovery.saving import Saver
@@ -75,7 +77,9 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
     if any(tensor.dtype == torch.complex128 for tensor in model.state_dict().values() if isinstance(tensor, Tensor)):
         engine.notify(NARROW_WEIGHTS)
     scheduler = job.scheduler(optimizer) if job.scheduler else None
-    return RunState(model, optimizer, scheduler, loss_scaler(engine.world.device, plan), job.seed)
+    holds_all = not plan.parameters_divided and {*model.parameters()} <= {*held_parameters(optimizer)}
+    scaler = loss_scaler(engine.world.device, plan)
+    return RunState(model, optimizer, scheduler, scaler, job.seed, holds_all=holds_all)
 
 
 def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:

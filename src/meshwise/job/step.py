@@ -1,5 +1,6 @@
-"""A step of a job: forward and backward of its microbatches, in turn or as stages of a pipeline take them, and the
-optimizer's step.
+"""Compute a job's step: microbatches forward and backward, then the optimizer.
+
+Microbatches go one after another, or as the stages of a pipeline take them.
 
 Tested in tests/job/test_plans_in_a_loop.py and tests/parallel/test_pipeline.py.
 """
@@ -260,9 +261,7 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
 
 def _compute(engine: Engine, job: Job, state: RunState, parts: Sequence[Microbatch]) -> Losses:
     pipeline = engine.program.pipeline
-    stage = (
-        () if pipeline is None or pipeline.pipe.rank == 0 else (pipeline.pipe.rank,)
-    )  # of the first as of one device
+    stage = () if pipeline is None or pipeline.pipe.rank == 0 else (pipeline.pipe.rank,)  # the first as one device
     seed_draws(engine.world, state.seed, state.step, *stage)
     loss = LossOfJob(
         lambda batch: job.loss(state.model, batch),
@@ -290,7 +289,8 @@ def _clip(engine: Engine, job: Job, state: RunState) -> None:
 
 def _clear(state: RunState) -> None:
     state.optimizer.zero_grad(set_to_none=True)
-    state.model.zero_grad(set_to_none=True)  # of what it does not hold too: the clip norm and the mean are of one step
+    if not state.holds_all:  # the clip norm and the mean are of one step
+        state.model.zero_grad(set_to_none=True)
 
 
 def _end_step(state: RunState) -> None:

@@ -1,4 +1,4 @@
-"""Decide whether a failed run is restarted, and keep a record of each attempt.
+"""Decide whether a failed run restarts, and record each attempt.
 
 An attempt is one start of the workers of a run. A fault of a machine is answered with another one, an exception of the
 program only where `--restart-on exception` asks for it.
@@ -82,7 +82,6 @@ class Restarts:
     """What it goes on under since it ran out of memory, as TOML."""
     resumes: bool = False
     """Whether the attempt goes on from a saved state."""
-    uses: int = 0
     """How many devices of all machines, since the first restart."""
     plan_now: Plan | None = None
     """What the run goes on under, since the first restart."""
@@ -155,7 +154,6 @@ class Restarts:
         elif not devices:
             raise PlanError("no device is left.")
         self.plan = plan_to_toml(self.plan_now) if self.plan_now and (self.smaller or self.plan_now != plan) else ""
-        self.uses = devices
         return devices
 
     def could_use(self, devices: int) -> int:

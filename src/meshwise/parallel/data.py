@@ -1,4 +1,6 @@
-"""Data parallel: every rank holds the whole model and takes its slice of each batch; gradients are averaged.
+"""Average gradients over ranks that each hold the whole model.
+
+This is data parallelism: each rank takes its slice of each batch.
 
 DistributedDataParallel does the reducing, driven from outside, so that the model stays what it is. Parameters that fit
 one bucket need no reducer of its kind: it would be full when the backward is over, and is averaged then.
@@ -34,13 +36,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwise.compat import reducer
 from meshwise.compat.complex_numbers import stored_in
 from meshwise.compat.reducer import PlainBucket, copy_each
+from meshwise.parallel.own_draws import notes_of_draws
 from meshwise.parallel.reduction import SKIPPED, reached_parameters, reduced_in
 from meshwise.parallel.shard_units import roots_of
 from meshwise.parallel.skipped import parameters_that_may_be_skipped
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
-from meshwise.spec.user_code import is_users
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import agree
 
@@ -50,13 +52,6 @@ _made = itertools.count()  # every rank makes its reductions in the same order
 _GRADIENT = operator.attrgetter("grad")
 _IS_TRAINED = operator.attrgetter("requires_grad")
 LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter that is new to the reduction
-
-DROPOUT_NOTE = "dropout: each rank draws its own masks, keyed by (seed, step, rank)."
-DRAWS_NOTE = "random numbers in a forward: each rank draws its own, keyed by (seed, step, rank)."
-OF_DRAWS = (DROPOUT_NOTE, DRAWS_NOTE)
-"""Notes on a plan that exact draws make untrue."""
-_DRAWING = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial"}
-_DRAWING |= {"normal", "normal_", "uniform_", "bernoulli_", "exponential_", "rsample", "gumbel_softmax"}
 
 
 @dataclass(frozen=True)
@@ -409,22 +404,11 @@ def _check_model(setup: Setup) -> None:
 def _apply(setup: Setup) -> None:
     if setup.world.size == 1:
         return
-    modules = list(setup.model.modules())
-    if any("Dropout" in type(module).__name__ and getattr(module, "p", 1.0) != 0 for module in modules):
-        setup.notes.append(DROPOUT_NOTE)
-    if any(map(_draws, {type(module) for module in modules})):
-        setup.notes.append(DRAWS_NOTE)
+    setup.notes += notes_of_draws(setup.model)
     if setup.reduction is None:
         named = dict(setup.model.named_parameters())
         _skipped.update({named[n]: True for n in parameters_that_may_be_skipped(setup.model, roots_of(setup.model))})
         setup.reduction = reduction_of(named, setup.plan, piggyback_loss=setup.piggyback_loss)
-
-
-def _draws(kind: type[nn.Module]) -> bool:
-    """Whether a method of a user's module draws random numbers, by the names that it calls; but for start values."""
-    codes = [code for each in vars(kind).values() if (code := getattr(each, "__code__", None)) is not None]
-    late = [code for code in codes if not code.co_name.lstrip("_").startswith(("init", "reset"))]
-    return any(is_users(code.co_filename) and not _DRAWING.isdisjoint(code.co_names) for code in late)
 
 
 DATA = Technique(check_model=_check_model, apply=_apply)

@@ -1,4 +1,6 @@
-"""Expert parallel: each rank of the axis holds some of the experts of a mixture of experts, and has samples of its own.
+"""Divide the experts of a mixture among ranks: expert parallel.
+
+Each rank of the axis holds some of the experts, and has samples of its own.
 
 Experts are a module whose parameters are stacked, (experts, ...) each, and whose forward takes hidden states, the
 experts of each token and their weights, as in transformers; or rows that are sorted by expert already. Its parameters
@@ -36,6 +38,7 @@ from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.words import some
 from meshwise.transfer import collectives
+from meshwise.transfer.sharded import placed
 
 AXIS = "expert"
 
@@ -131,9 +134,7 @@ def _divide(setup: Setup, expert: nn.Module, mesh: DeviceMesh) -> int:
     for module in expert.modules():
         for own, p in list(parameters_in(module).items()):
             if p is not None:
-                new = nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None), p.requires_grad)
-                new.__dict__.update(p.__dict__)
-                module.register_parameter(own, new)
+                module.register_parameter(own, placed(p, mesh, placements))
                 setup.apart[names[id(p)]] = module, own
                 divided += p.numel()
     return divided

@@ -1,4 +1,6 @@
-"""Shard: each rank holds a part of every parameter, of its gradient and of the optimizer's state.
+"""Shard parameters, gradients and optimizer state over ranks.
+
+Each rank holds a part of every one of them.
 
 `fully_shard` gathers a block's parameters before its forward and its backward, and leaves in `.grad` this rank's part
 of the mean over all ranks. Blocks are the model's repeated layers; everything else, and layers too small to be worth a
@@ -113,9 +115,8 @@ class Sharded:
             if self._staged:
                 put_forward(root, functools.partial(leave_in_order, self._roots[-1], root.forward))
             else:
-                put_around_methods(
-                    root, functools.partial(sharding.around_method, self._roots[-1], self._ran_by_method)
-                )
+                around = functools.partial(sharding.around_method, self._roots[-1], self._ran_by_method)
+                put_around_methods(root, around)
         self._take_groups(model, wide)
         self._agreed: set[int] = set()
         self._idle: set[str] | None = None
@@ -143,6 +144,13 @@ class Sharded:
                 group.around_collectives(collectives.recorded)
                 group.before_reducing(functools.partial(self._before, len(self._groups)))
                 self._groups.append(group)
+
+    def _waiting(self) -> Iterator[Tensor]:
+        """Gradients of this rank alone that are still to be reduced."""
+        for group in self._groups:
+            yield from group.waiting()
+        for numbers in self._own_numbers:
+            yield from numbers.waiting()
 
     def _ran_by_method(self, root: FSDPModule) -> None:
         if torch.is_grad_enabled():
@@ -174,16 +182,14 @@ class Sharded:
                 self._factor = factor
             else:
                 loss = loss * factor().to(loss.dtype)
-                held = [each.waiting() for each in self._groups] + [each.waiting() for each in self._own_numbers]
-                for gradient in itertools.chain.from_iterable(held) if whole else ():
+                for gradient in self._waiting() if whole else ():
                     gradient.mul_(factor().to(gradient.dtype))
         for root in self._roots:
             root.set_requires_gradient_sync(reduce)
         mean = None if value is None else collectives.begin_sum(value / collectives.world_size(), of="the loss")
-        if self._by_method:
-            for root in self._by_method:
-                sharding.begin_backward_at(root, loss)
-            self._by_method = set()
+        for root in self._by_method:
+            sharding.begin_backward_at(root, loss)
+        self._by_method.clear()
         with together():
             loss.backward()
         for numbers in self._own_numbers if reduce else ():

@@ -1,4 +1,6 @@
-"""Parameters that are single numbers (a temperature): they cannot be divided, so under shard every rank holds them.
+"""Keep scalar parameters whole on every rank under shard.
+
+A scalar, such as a temperature, cannot be divided.
 
 In the forward of its module a number is a leaf of this rank alone, in the same memory. The leaves' gradients wait until
 what is sharded is reduced, and are averaged over the ranks together, in one collective.
@@ -16,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from meshwise.compat.modules import parameters_in, put_around_methods, put_forward
 from meshwise.compat.sharding import local_of
 from meshwise.transfer import collectives
+from meshwise.transfer.sharded import placed
 
 
 class SingleNumbers:
@@ -38,7 +41,7 @@ class SingleNumbers:
                 if p.ndim == 0 and p not in lacked and not p.is_complex():
                     if p not in known:
                         self.places[f"{full}.{name}" if full else name] = module, name
-                        known[p] = next(reversed(self.places)), _held_by_all(p, mesh)
+                        known[p] = next(reversed(self.places)), placed(local_of(p), mesh, [Replicate()] * mesh.ndim)
                     inside[name] = known[p][0], p.device_mesh if isinstance(p, DTensor) else None
                     module.register_parameter(name, known[p][1])
             if inside:
@@ -98,10 +101,3 @@ class SingleNumbers:
                 everywhere = [Replicate()] * p.device_mesh.ndim
                 mean = DTensor.from_local(means[place].to(p.dtype), p.device_mesh, everywhere, run_check=False)
                 p.grad = mean if p.grad is None else p.grad + mean
-
-
-def _held_by_all(p: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    everywhere = [Replicate()] * mesh.ndim
-    new = nn.Parameter(distribute_tensor(local_of(p.detach()), mesh, everywhere, src_data_rank=None), p.requires_grad)
-    new.__dict__.update(p.__dict__)
-    return new

@@ -1,4 +1,6 @@
-"""The one optimizer hook: who is called before and after a step, in which order, and once for each step.
+"""Call everything that runs around an optimizer step, in order.
+
+The optimizer has one hook, which calls each subscriber before and after a step, once for each step.
 
 An optimizer may call `super().step()`: only the outermost step of an optimizer is one, whichever classes torch has put
 its hooks into. A step that raises leaves nothing behind: those of this one optimizer that were called before it are
@@ -113,7 +115,7 @@ class _OneOptimizer:
         optimizers.call_first(self._hooks[1])
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_inner(sys._getframe(1)):
+        if id(sys._getframe(1)) in _inner:
             return
         self.fail(optimizer)  # a step whose error did not leave by `optimizer.step`
         for subscription in list(self.subscriptions):
@@ -122,7 +124,7 @@ class _OneOptimizer:
                 subscription.before(optimizer, args[1:], kwargs)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_inner(sys._getframe(1)):
+        if id(sys._getframe(1)) in _inner:
             return
         while self._called:
             after = self._called.pop().after
@@ -138,6 +140,8 @@ class _OneOptimizer:
 
 
 _of_all: list[Subscription] = []
+_inner: set[int] = set()
+"""Frames of steps inside a step, by id: known from their begin, for their end."""
 _need_closures: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 _hooks_of: weakref.WeakValueDictionary[int, _OneOptimizer] = weakref.WeakValueDictionary()
 
@@ -158,10 +162,11 @@ def _hooked(optimizer: Optimizer) -> _OneOptimizer:
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """torch calls this before every step of every optimizer, and before the optimizer's own hooks."""
-    if _is_inner(sys._getframe(1)):
+    if _is_inner(frame := sys._getframe(1)):
+        _inner.add(id(frame))
         return
-    one = _hooks_of.get(id(optimizer))
-    if one is not None:
+    _inner.discard(id(frame))
+    if (one := _hooks_of.get(id(optimizer))) is not None:
         one.move_inside()
     for subscription in list(_of_all):
         if subscription.before is not None:
@@ -170,7 +175,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """torch calls this after every step of every optimizer, and after the optimizer's own hooks."""
-    if _is_inner(sys._getframe(1)):
+    if id(sys._getframe(1)) in _inner:
         return
     for subscription in reversed(list(_of_all)):
         if subscription.after is not None:
@@ -186,9 +191,9 @@ def _is_inner(frame: FrameType) -> bool:
     """
     optimizer, outer = frame.f_locals["self"], frame.f_back
     while outer is not None:
-        if outer.f_code is frame.f_code and outer.f_locals["self"] is optimizer:
-            return True
-        if outer.f_code.co_name == MAKES_STATE:
+        if (
+            outer.f_code is frame.f_code and outer.f_locals["self"] is optimizer
+        ) or outer.f_code.co_name == MAKES_STATE:
             return True
         outer = outer.f_back
     return False

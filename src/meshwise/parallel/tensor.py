@@ -1,4 +1,6 @@
-"""Tensor parallel: each rank of the axis holds a part of the weights of layers, and works on the same samples.
+"""Split layers' weights over ranks that share samples: tensor parallel.
+
+Each rank of the axis holds a part of the weights.
 
 Parameters become DTensors on the mesh axis `tensor`: split along a dim (parallel/layout.py), or replicated. While a
 module runs, its parameters are this rank's parts: split tensors (splits/tensor.py), of which plain code sees the whole,
@@ -21,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from meshwise.compat.modules import (
@@ -49,6 +51,7 @@ from meshwise.splits.crossing import entering_once, gather_over
 from meshwise.splits.tensor import split
 from meshwise.transfer import stages
 from meshwise.transfer.reading import look_out, meet, together
+from meshwise.transfer.sharded import placed
 
 AXIS = "tensor"
 LITTLE = 0.5
@@ -75,7 +78,8 @@ def _apply(setup: Setup) -> None:
                     put_forward(module, functools.partial(_gathered, module.forward))
                 if id(p) not in known:
                     cut = cuts.get(id(p))
-                    known[id(p)] = _placed(p, mesh, Replicate() if cut is None else packed(cut.dim, cut.sections))
+                    placement = Replicate() if cut is None else packed(cut.dim, cut.sections)
+                    known[id(p)] = placed(p, mesh, [placement])
                 module.register_parameter(name, known[id(p)])
     register_model_load_hooks(setup.model)
     read_whole(mesh, meet)
@@ -129,13 +133,6 @@ def _plain(mesh: DeviceMesh, loss: Tensor) -> Tensor:
     with together():
         plain = plain_loss(loss, mesh)
     return loss if plain is None else plain
-
-
-def _placed(p: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """The parameter as a DTensor, of the same values on all ranks. Nothing is sent."""
-    new = nn.Parameter(distribute_tensor(p.detach(), mesh, [placement], src_data_rank=None), p.requires_grad)
-    new.__dict__.update(p.__dict__)
-    return new
 
 
 def _run(

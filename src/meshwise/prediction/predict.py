@@ -1,4 +1,6 @@
-"""Predict: every sample once, in the data's order, on any number of devices; written as they come. Runs on every rank.
+"""Predict every sample once, in order, on any number of devices.
+
+Predictions are written as they come. Runs on every rank.
 
 Each global batch is divided over the ranks as an evaluation's is. After a few batches, rank 0 gets the rows of all
 ranks and writes them; how many that are follows from the time and the bytes that they took.
@@ -19,15 +21,15 @@ from torch import Tensor, nn
 from meshwise.compat.tree import all_leaves
 from meshwise.data.order import BatchSlice, epoch_slices
 from meshwise.engine.engine import Engine
-from meshwise.engine.seeds import seed_draws
+from meshwise.engine.seeds import seed_all, seed_draws
 from meshwise.engine.steps import batches as read_batches
 from meshwise.job.job import Job
 from meshwise.job.run import Data, make_engine, open_data, read_parts
 from meshwise.job.step import shapes_of
-from meshwise.parallel.data import OF_DRAWS
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.fits import check_fits
 from meshwise.parallel.load import load_weights
+from meshwise.parallel.own_draws import OF_DRAWS
 from meshwise.prediction.files import InMemory, Lines, Outputs, PartialFolder, Pieces, Store, saying_what_is_kept
 from meshwise.prediction.options import PredictOptions
 from meshwise.prediction.rows import Predict, plain_call, rows_of
@@ -105,7 +107,7 @@ def data_of(job: Job, options: PredictOptions) -> Callable[[], Any]:
 
 def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None) -> tuple[nn.Module, Predict]:
     """The model of `job` under `plan` with its weights, in eval mode, and how it is called. Collective."""
-    torch.manual_seed(job.seed)
+    seed_all(job.seed)
     model, note = constructed(job.model) if plan.parameters_divided else (job.model(), "")
     if not isinstance(model, nn.Module):
         raise UsageError(

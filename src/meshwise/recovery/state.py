@@ -1,4 +1,4 @@
-"""The state of a run: one object, and one value that it is saved as.
+"""Define a run's state, and the value it is saved as.
 
 It does not depend on the plan: a run that was saved under one goes on under another. Random draws and the data order
 are keyed by (seed, epoch, step, index), so no generator's state belongs to it.
@@ -42,6 +42,8 @@ class RunState:
     step: int = 0
     made_with: Any = None
     """What the program gave it: settings of the optimizer, samples of the data set; plain values."""
+    holds_all: bool = False
+    """Whether the optimizer is known to hold all parameters of the model."""
     whole: bool = True
     """Whether it is that after a step: not while it is changed."""
     before_change: Callable[[], None] = lambda: None

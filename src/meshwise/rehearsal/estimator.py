@@ -46,15 +46,9 @@ def kind_of(machine: Machine) -> str:
     return "cpu" if machine.devices[0].kind == "cpu" else "gpu"
 
 
-def estimator(job: Job | Tracer | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Estimate]:
-    """What estimates plans of this job on this machine. cap: bytes that a step may take of a device, where that is less
-    than it has."""
-    rehearse = rehearser(job, machine, cap)
-    return lambda plan: rehearse(plan).estimate
-
-
 def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Rehearsed]:
-    """As `estimator`, with all that an estimate was made of."""
+    """What estimates plans of this job on this machine, with all that an estimate is made of. cap: bytes that a step
+    may take of a device, where that is less than it has."""
     described = {compiled: Prices(machine, compiled=compiled) for compiled in (False, True)}
     kind = kind_of(machine)
     program = Tracer(job) if isinstance(job, Job) else job

@@ -1,4 +1,6 @@
-"""What a training loop keeps of this rank's part of its batches, as if it were all: said at the end of the loop.
+"""Warn of totals that a loop keeps of this rank's part.
+
+The loop treats them as if they were of all ranks. Warned of at the end of the loop.
 
     running += loss * len(x)     that no verb adds up over the ranks; so in stats["loss"] or self.total
     buffer.extend(zip(x, y))     in a buffer that lets old samples go, and is trained on
@@ -126,10 +128,10 @@ def _is_read_behind(source: Source, loop: ast.For, kept: ast.expr) -> bool:
     return any(_uses(node, kept) for node in below)
 
 
-def _uses(node: ast.AST, kept: str | ast.expr) -> bool:
+def _uses(node: ast.AST, kept: ast.expr) -> bool:
     """Whether a name, `stats["loss"]` or `self.total` is read in it, or the whole that it is kept in."""
-    if isinstance(kept, ast.Name | str):
-        return reads(node, kept if isinstance(kept, str) else kept.id)
+    if isinstance(kept, ast.Name):
+        return reads(node, kept.id)
     if not isinstance(kept, ast.Subscript | ast.Attribute):
         return True
     of = ast.unparse(kept.value)
@@ -147,10 +149,10 @@ def _uses(node: ast.AST, kept: str | ast.expr) -> bool:
     return any(_uses(each, kept) for each in ast.iter_child_nodes(node))
 
 
-def may_be_joined(source: Source, kept: str | ast.expr, behind: tuple[str, ...] = ()) -> bool:
+def may_be_joined(source: Source, kept: ast.expr, behind: tuple[str, ...] = ()) -> bool:
     """Whether a name or a part of what it is of, or what is made of it, may be added up over the ranks somewhere, or be
     known elsewhere."""
-    name = kept if isinstance(kept, str) else kept.id if isinstance(kept, ast.Name) else ""
+    name = kept.id if isinstance(kept, ast.Name) else ""
     functions = {n.name: n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in inside(source.scope):
         if isinstance(node, ast.Return | ast.Yield | ast.Lambda | ast.FunctionDef | ast.ClassDef):
@@ -161,7 +163,7 @@ def may_be_joined(source: Source, kept: str | ast.expr, behind: tuple[str, ...] 
         elif isinstance(node, ast.Assign) and _uses(node.value, kept):
             made = [each for each, of in given(node) if _uses(of, kept)]
             new = [each for each in made if each not in (name, *behind)]
-            if not made or any(may_be_joined(source, each, (*behind, name)) for each in new):
+            if not made or any(may_be_joined(source, ast.Name(each), (*behind, name)) for each in new):
                 return True
         elif isinstance(node, ast.For | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
             iterated = [node.iter] if isinstance(node, ast.For) else [each.iter for each in node.generators]
@@ -177,7 +179,7 @@ def may_be_joined(source: Source, kept: str | ast.expr, behind: tuple[str, ...] 
     return False
 
 
-def _is_method_of(call: ast.Call, kept: str | ast.expr) -> bool:
+def _is_method_of(call: ast.Call, kept: ast.expr) -> bool:
     """Whether `self.total` is kept in what a method is called of."""
     if not isinstance(kept, ast.Subscript | ast.Attribute) or not isinstance(call.func, ast.Attribute):
         return False

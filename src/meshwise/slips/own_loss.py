@@ -1,5 +1,7 @@
-"""A loss of this rank's own samples that is printed, logged or compared after `mw.backward(loss)`, which gave the loss
-of the whole batch back for nothing: said at the first backwards of that line.
+"""Warn when a rank's own loss is printed after `mw.backward(loss)`.
+
+The same goes for a loss that is logged or compared: `mw.backward` returned the loss of the whole batch, unused. Warned
+of at the first backwards of that line.
 
 Only what the source tells for certain; what may be added up over the ranks is no slip.
 
@@ -57,7 +59,7 @@ def _shows(source: Source, name: str) -> Iterator[int]:
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not _may_join(source, node.value):
             totals = [total for total in sums if reads(node.value, total)]
             shown = any(_is_shown(source, each, name) for each in ast.walk(node.value))
-            if shown or any(not may_be_joined(source, total) for total in totals):
+            if shown or any(not may_be_joined(source, ast.Name(total)) for total in totals):
                 yield node.lineno
 
 

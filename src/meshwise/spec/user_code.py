@@ -1,4 +1,4 @@
-"""Find the user's file and line, past frames of meshwise and of libraries."""
+"""Find the user's file and line, past meshwise and libraries."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -36,6 +37,12 @@ def place(filename: str, line: int | None) -> str:
     path = Path(filename)
     inside = path.is_absolute() and path.is_relative_to(Path.cwd())
     return f"{path.relative_to(Path.cwd()) if inside else filename}:{line or 0}"
+
+
+def place_of(function: Any) -> str:
+    """The line in which a function of the user's begins; empty for any other."""
+    code = getattr(function, "__code__", None)
+    return place(code.co_filename, code.co_firstlineno) if code is not None and is_users(code.co_filename) else ""
 
 
 def user_place(frame: FrameType | None = None) -> str:

@@ -1,4 +1,7 @@
-"""A tensor that is sharded over the ranks of a mesh (a DTensor), and the same tensor whole."""
+"""Convert between a sharded tensor and the whole one.
+
+The sharded one is a DTensor over the ranks of a mesh.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.nn import functional
 
 from meshwise.compat import sharding
@@ -105,6 +109,13 @@ def _nth(piece: tuple[int, int], own: int, size: int) -> tuple[int, int]:
     step = -(-(end - begin) // size)  # as torch.chunk divides
     first = min(end, begin + own * step)
     return first, min(end, first + step)
+
+
+def placed(p: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
+    """A parameter that all ranks have alike, as a DTensor, with what the program has put on it. Nothing is sent."""
+    new = nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None), p.requires_grad)
+    new.__dict__.update(p.__dict__)
+    return new
 
 
 def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
