@@ -5,8 +5,8 @@
 
 Llama-3-70B, 1,024 rows of 4,096 tokens in bf16, on 512 H100: all plans of `rehearsal/candidates.py` whose stages hold
 equally many blocks, in the order of `rehearsal/likely.py`. The five likely best are rehearsed whole. Of `--sample`
-plans drawn by a seed the guessed seconds and bytes are compared with those of whole rehearsals. Goals: all ranked within 60
-seconds of a processor, the five rehearsed within 60 more, Spearman's rank correlation at least 0.9.
+plans drawn by a seed the guessed seconds and bytes are compared with those of whole rehearsals. Goals: all ranked
+within 60 seconds of a processor, the five rehearsed within 60 more, Spearman's rank correlation at least 0.9.
 
 Each rehearsal is a line of bench/results/ranking_rehearsed.jsonl as soon as it is made, and is not made again. The
 result: bench/results/ranking.json.
