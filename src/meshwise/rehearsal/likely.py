@@ -142,7 +142,7 @@ class Likely:
 
     def _block(self, plan: Plan, rows: float) -> Small:
         """What a block takes of so many samples, with what its layers send each other."""
-        word, parts, part = plan.precision, self._parts, 1 / plan.tensor
+        word, parts, part, rows = plan.precision, self._parts, 1 / plan.tensor, rows / plan.context
         one, two = (self._small(Kind(word, rows=number)) for number in (1, 2))
         split = self._small(Kind(word, parts, plan.sequence)) if plan.tensor > 1 else one
 
@@ -151,30 +151,35 @@ class Likely:
             whole, twice, divided = (getattr(small, name) for small in (one, two, split))
             fixed = max(2 * whole - twice, 0.0)
             rest = self._between(whole - fixed, divided - fixed / parts, part)
-            return fixed * part + rest * rows / plan.context
+            gathered = name == "kept" and plan.shard > 1 and plan.tensor == 1  # let go with the weights
+            return fixed * part * (not gathered) + rest * rows
 
-        forward, backward, sent = at("forward"), at("backward"), 0.0
+        forward, backward, sent, kept = at("forward"), at("backward"), 0.0, at("kept")
         if plan.tensor > 1:
             size = self._hidden * self._narrow(plan)
             sent = split.sent / max(self._one("all-reduce", size, parts, 1), 1e-12)
-            sent *= self._one("all-reduce", size * rows / plan.context, plan.tensor, 1)
+            sent *= self._one("all-reduce", size * rows, plan.tensor, 1)
         sends = sent * (AGAIN if plan.recompute != "none" else 1) - sent / 2
         if plan.recompute == "selective":
+            counts = (1, parts) if plan.tensor > 1 else (1,)
+            again = [self._small(Kind(word, count, recompute="selective")) for count in counts]
             more = [
-                self._small(Kind(word, count, recompute="selective")).backward - self._small(Kind(word, count)).backward
-                for count in ((1, parts) if plan.tensor > 1 else (1,))
+                small.backward - self._small(Kind(word, n)).backward for small, n in zip(again, counts, strict=True)
             ]
-            backward += rows / plan.context * (more[0] * part if plan.sequence else self._between(more[0], more[-1], part))
+            backward += rows * (more[0] * part if plan.sequence else self._between(more[0], more[-1], part))
+            kept = rows * self._between(again[0].kept, again[-1].kept, part)
+            if plan.sequence:  # but for what the block is given, gathered
+                kept = rows * (self._hidden + (again[0].kept - self._hidden) * part)
         elif plan.recompute != "none":
-            backward += forward
-        return Small(forward + sent / 2, backward + sends, at("outside"), sent)
+            backward, kept = backward + forward, self._hidden * rows * (part if plan.sequence else 1)
+        return Small(forward + sent / 2, backward + sends, at("outside"), sent, kept)
 
     def _between(self, whole: float, split: float, part: float) -> float:
         """Of what is split into parts; known whole and in the most parts."""
         if part == 1 or self._parts == 1:
             return whole
         divided = (whole - split) / (1 - 1 / self._parts)
-        return max(whole - divided + divided * part, 0.0)
+        return whole - divided + divided * part
 
     def _rough(self, kind: Kind) -> Small:
         """From the forward of the model: its products at a share of the peak, and what it gives, read and written."""
@@ -186,7 +191,10 @@ class Likely:
         computed = forward.flops * each / rate / kind.tensor + moved
         outside = 9 * narrow * forward.outside * kind.rows / self._batch / self._memory_rate / kind.tensor
         sent = 4 * self._one("all-reduce", self._hidden * narrow * kind.rows, kind.tensor, 1)
-        return Small(computed, 2 * computed + moved * (kind.recompute == "selective"), outside, sent)
+        selective = kind.recompute == "selective"
+        kept = forward.products / kind.tensor if selective else forward.kept * _inside(kind.tensor, kind.sequence)
+        kept = narrow * each * (kept + forward.inputs * selective)
+        return Small(computed, 2 * computed + moved * selective, outside, sent, kept)
 
     def _one(self, kind: str, size: float, ranks: int, apart: int) -> float:
         if ranks == 1:
@@ -195,18 +203,20 @@ class Likely:
         return 0.0 if price is None else price.seconds
 
     def _bytes(self, plan: Plan) -> float:
-        forward, trained = self._forward, self._model.trained
+        forward, trained, model = self._forward, self._model.trained, self._model
         split = plan.tensor * plan.pipeline * plan.expert
         ways = split * plan.shard
         state = STATE * trained / (ways * (plan.data if plan.zero1 else 1)) * ("optimizer" not in plan.offload)
         waiting = plan.shard > 1 and (plan.pipeline > 1 or plan.accumulate > 1) and not plan.reduce_each
-        held = self._model.parameters / ways + trained / (split if waiting else ways) + state
-        inside = _inside(plan.tensor, plan.sequence)
-        kept = {"none": forward.kept * inside, "selective": forward.products / plan.tensor}.get(str(plan.recompute), 0)
-        if plan.recompute != "none":
-            kept += forward.inputs / (plan.tensor if plan.sequence else 1) + forward.largest * inside
-        activations = kept * min(plan.pipeline, plan.accumulate) / plan.pipeline + forward.outside / plan.tensor
-        return held + activations * self._narrow(plan) / (plan.replicas * plan.accumulate * plan.context)
+        buckets = trained / ways * (plan.data > 1 and plan.shard == plan.tensor == 1)
+        held = model.parameters / ways + trained / (split if waiting else ways) + buckets + state
+        part = 1 / (plan.replicas * plan.accumulate)  # of the batch
+        blocks = max(forward.blocks, 1) / plan.pipeline
+        last = blocks * self._block(plan, self._batch * part).kept
+        again = forward.largest * _inside(plan.tensor, plan.sequence) * (plan.recompute != "none")
+        outside = (forward.outside / plan.tensor + again) * part / plan.context * self._narrow(plan)
+        stepping = trained / ways  # what the optimizer computes with
+        return held + max(last + outside, last * min(plan.pipeline, plan.accumulate), stepping)
 
     def _narrow(self, plan: Plan) -> float:
         return 0.5 if plan.dtypes.computed in ("bf16", "fp16") and self._model.wide else 1.0

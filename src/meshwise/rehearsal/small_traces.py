@@ -16,7 +16,7 @@ from meshwise.rehearsal.from_few import Tracer
 from meshwise.rehearsal.prices import Prices
 from meshwise.rehearsal.shorter import shortened
 from meshwise.rehearsal.trace import trace
-from meshwise.rehearsal.work import CollectiveOperation
+from meshwise.rehearsal.work import Allocate, CollectiveOperation, Free, Launch
 from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
@@ -38,13 +38,14 @@ class Kind:
 
 @dataclass(frozen=True)
 class Small:
-    """Seconds on one rank. forward, backward: of a block; sent: of its collectives, in both. outside: of all else in a
-    microbatch, without what it sends."""
+    """On one rank, seconds. forward, backward: of a block; sent: of its collectives, in both. outside: of all else in a
+    microbatch, without what it sends. kept: bytes that a block keeps for its backward."""
 
     forward: float
     backward: float
     outside: float
     sent: float
+    kept: float
 
 
 def small_traces(program: Tracer, machine: Machine) -> Callable[[Kind], Small | None]:
@@ -57,23 +58,31 @@ def small_traces(program: Tracer, machine: Machine) -> Callable[[Kind], Small | 
             if stretch is None or stretch.count <= BLOCKS or kind.tensor > len(machine.devices):
                 return None
             job = replace(shortened(program.job, stretch, BLOCKS), batch_size=kind.rows)
-            plan = Plan(
-                precision=kind.precision, tensor=kind.tensor, sequence=kind.sequence, recompute=kind.recompute
-            )
+            plan = Plan(precision=kind.precision, tensor=kind.tensor, sequence=kind.sequence, recompute=kind.recompute)
             (traced,) = trace(job, plan)
         except MeshwiseError:
             return None
         first, blocks = stretch.start, BLOCKS * stretch.group
-        inside = tuple(f"{name}." for name in stretch.names[first : first + blocks])
-        seconds: dict[object, float] = defaultdict(float)
-        for launch in traced.step.launches:
-            if launch.phase not in ("forward", "backward"):
-                continue
-            if (price := prices.of(launch.what, 0)) is None:
-                return None
-            sent = isinstance(launch.what, CollectiveOperation)
-            seconds[f"{launch.module}.".startswith(inside), "sent" if sent else launch.phase] += price.seconds
+        names = tuple(f"{name}." for name in stretch.names[first : first + blocks])
+        seconds, kept = defaultdict[object, float](float), dict[int, int]()
+        taken: list[Allocate] = []  # for the next launch
+        back = False
+        for event in traced.step.events:
+            if isinstance(event, Allocate):
+                taken.append(event)
+            elif isinstance(event, Free) and not back:
+                kept.pop(event.storage, None)
+            elif isinstance(event, Launch) and event.phase in ("forward", "backward"):
+                inside, back = f"{event.module}.".startswith(names), back or event.phase == "backward"
+                if (price := prices.of(event.what, 0)) is None:
+                    return None
+                sent = isinstance(event.what, CollectiveOperation)
+                seconds[inside, "sent" if sent else event.phase] += price.seconds
+                if inside and not back:
+                    kept.update((one.storage, one.size) for one in taken)
+                taken.clear()
         forward, backward, between = (seconds[True, name] / blocks for name in ("forward", "backward", "sent"))
-        return Small(forward, backward, seconds[False, "forward"] + seconds[False, "backward"], between)
+        outside = seconds[False, "forward"] + seconds[False, "backward"]
+        return Small(forward, backward, outside, between, sum(kept.values()) / blocks)
 
     return small
