@@ -33,6 +33,7 @@ from meshwise.rehearsal.estimate import Estimate
 from meshwise.rehearsal.estimator import rehearser
 from meshwise.rehearsal.from_few import Tracer, microbatches_of
 from meshwise.rehearsal.likely import Guess, Likely
+from meshwise.rehearsal.small_traces import small_traces
 from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_settings import settings_text
@@ -110,12 +111,12 @@ def main() -> None:
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     machine, program = machine_from_words(MACHINE), Tracer(llama_70b)
-    rehearsed, began = rehearser(program, machine), time.process_time()
+    rehearsed, began = rehearser(program, machine), time.process_time()  # what was imported took time before
 
     def rehearse(plan: Plan) -> Estimate:
         return rehearsed(plan).estimate
 
-    plans, likely = plans_of_it(), Likely(program.model, machine)
+    plans, likely = plans_of_it(), Likely(program.model, machine, llama_70b.batch_size, small_traces(program, machine))
     guesses = {plan: likely(plan) for plan in plans}
     room = min(device.memory or 0 for device in machine.devices)
     ranked = sorted(plans, key=lambda plan: (guesses[plan].memory > room, guesses[plan].seconds))

@@ -32,7 +32,7 @@ def job():
 
 @pytest.fixture(scope="module")
 def likely():
-    return Likely(Tracer(job()).model, MACHINE)
+    return Likely(Tracer(job()).model, MACHINE, 32)
 
 
 def test_a_forward_is_weighed_by_its_blocks(likely):
@@ -56,7 +56,7 @@ def test_memory_falls_and_time_rises_with_what_saves_memory(likely):
 
 
 def test_what_was_rehearsed_corrects_the_guesses_of_plans_like_it():
-    likely, plan = Likely(Tracer(job()).model, MACHINE), Plan(shard=8, recompute="full")
+    likely, plan = Likely(Tracer(job()).model, MACHINE, 32), Plan(shard=8, recompute="full")
     before, found = likely(replace(plan, recompute="none")), estimator(job(), MACHINE)(plan)
     likely.learn(found)
     assert likely(plan).memory == pytest.approx(found.memory.total.value)

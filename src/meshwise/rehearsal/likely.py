@@ -34,6 +34,8 @@ ADDED, STEPPED = 3, 7
 """How often bytes of gradients are read or written to be added to those before, and those of parameters by a step."""
 AGAIN = 1.25
 """Of what split layers send each other, with recompute: one of the four of a block is sent again."""
+HELD = 1.1
+"""Times what tensors take, that the allocator holds."""
 ALONE = 2
 """Blocks whose parameters are gathered, or whose gradients are reduced, beside no computing: the first and the last."""
 
@@ -216,7 +218,7 @@ class Likely:
         again = forward.largest * _inside(plan.tensor, plan.sequence) * (plan.recompute != "none")
         outside = (forward.outside / plan.tensor + again) * part / plan.context * self._narrow(plan)
         stepping = trained / ways  # what the optimizer computes with
-        return held + max(last + outside, last * min(plan.pipeline, plan.accumulate), stepping)
+        return HELD * (held + max(last + outside, last * min(plan.pipeline, plan.accumulate), stepping))
 
     def _narrow(self, plan: Plan) -> float:
         return 0.5 if plan.dtypes.computed in ("bf16", "fp16") and self._model.wide else 1.0
