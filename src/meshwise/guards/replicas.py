@@ -1,9 +1,9 @@
 """Compare what replicas must hold alike: optimizer settings, parameter sums.
 
-A scheduler or the program sets what optimizers step with, on each rank. Gradients are reduced, so parameters part only
-where something changes them apart: noise that each rank draws for itself, or a rule that looks at this rank's samples.
-The sums travel with the loss (agreed.py) at backward 2, 4, 8 … of each program; what parts replicas after the last of
-these is noticed when the program ends.
+A scheduler or the program sets what optimizers step with, on each rank. Gradients are reduced, so parameters diverge
+only if a rank modifies them locally: with noise that it draws for itself, or by a rule that looks at its own samples.
+The sums are sent with the loss (agreed.py) at backward 2, 4, 8 … of each program; a later divergence is noticed when
+the program ends.
 
 Tested in tests/guards/test_agreed.py and test_replicas.py.
 """
