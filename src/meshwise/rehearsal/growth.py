@@ -125,7 +125,7 @@ def _repeats(long: Sequence[int], place: int, length: int) -> bool:
 
 
 def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Insertion]:
-    """In the middle of the stretches in which they repeat."""
+    """Late in the stretches in which they repeat, with one more behind: what they refer to lies before."""
     stretches = []
     for place, length in found:
         first, end = place - length, place + length
@@ -141,7 +141,8 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Inse
     for place, length, first, end in stretches:
         if end < place + length:  # the next one begins in the midst of it
             raise Unlike(f"two pieces at {place}")
-        pieces.append(Insertion(first + (end - length - first) // 2, length, first, end, shift))
+        at = max(first + (end - length - first) // 2, end - 2 * length)
+        pieces.append(Insertion(at, length, first, end, shift))
         shift += length
     return pieces
 
