@@ -1,4 +1,6 @@
-"""Traces of deep models from traces of few of their blocks, where blocks are alike: equal to those of the whole.
+"""Build traces of deep models from traces of few blocks.
+
+Where blocks are alike, the built trace equals that of the whole.
 
 Two models that differ by one block on each stage are traced, and the rest is replayed. Where that cannot be exact, all
 blocks are traced.

@@ -1,4 +1,6 @@
-"""Growth: two sequences of which the longer one repeats some pieces once more, and what comes of repeating them again.
+"""Extrapolate a sequence from two that differ by one repetition.
+
+The longer of the two repeats some pieces once more; these pieces are repeated again.
 
 The pieces are found from the two alone. A piece is one that lies directly behind an equal one: nothing else is taken
 for growth, and what does not come out as equal raises Unlike.

@@ -1,4 +1,4 @@
-"""Likely: about what a plan takes, known before it is rehearsed, so that the best one is rehearsed first.
+"""Guess a plan's cost, to rehearse the likely best first.
 
 Nobody is told these figures but as a first order. What a block takes is known from a few small traces
 (small_traces.py), or about from one forward of the model; what is sent, pipelines and overlap follow in closed form.

@@ -1,4 +1,6 @@
-"""Replay: the work of many alike blocks, or of many microbatches, made of the works of few, event for event.
+"""Extend the work of few blocks or microbatches to many.
+
+The blocks or microbatches must be alike; the extended work then equals the real one, event for event.
 
 Two works that differ by one block (or microbatch) are laid beside each other: the longer one has some pieces once more.
 They are put in again until there are as many as asked for. What an event refers to (the memory that it gives back, the
