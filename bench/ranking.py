@@ -1,6 +1,7 @@
 """Whether all plans of a large machine are ranked rightly by a closed form that few small traces have calibrated.
 
     python bench/ranking.py [--sample 60] [--seed 0] [--minutes 30]     rehearse the plans that were drawn, then compare
+    python bench/ranking.py --most 32                                   drawn from those that are rehearsed in a minute
     python bench/ranking.py --all --minutes 600                         rehearse all of them, the drawn ones first
 
 Llama-3-70B, 1,024 rows of 4,096 tokens in bf16, on 512 H100: all plans of `rehearsal/candidates.py` whose stages hold
@@ -51,7 +52,7 @@ def plans_of_it() -> list[Plan]:
 
 
 def work_of(plan: Plan) -> int:
-    """Microbatches of blocks that a rehearsal traces, about: the cheap ones are rehearsed first."""
+    """Microbatches on a stage that a rehearsal traces, about: the cheap ones are rehearsed first."""
     few = microbatches_of(plan)
     return (plan.accumulate if few is None else 2 * few + 1) * plan.pipeline * (1 + (plan.tensor > 1))
 
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--most", type=int, help="drawn of plans of which so many microbatches on a stage are traced")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--only-rehearse", action="store_true")
     options = parser.parse_args()
@@ -121,7 +123,8 @@ def main() -> None:
     room = min(device.memory or 0 for device in machine.devices)
     ranked = sorted(plans, key=lambda plan: (guesses[plan].memory > room, guesses[plan].seconds))
     ranking = time.process_time() - began
-    drawn = random.Random(options.seed).sample(plans, min(options.sample, len(plans)))
+    among = [plan for plan in plans if options.most is None or work_of(plan) <= options.most]
+    drawn = random.Random(options.seed).sample(among, min(options.sample, len(among)))
     rehearse_more(sorted(drawn, key=work_of), rehearse, until)
     if options.all:
         rehearse_more(sorted(plans, key=work_of), rehearse, until)

@@ -197,8 +197,7 @@ def _searched(
             f"{' with ' + ' '.join(options.settings) if options.settings else ''}. "
             f"Use {plans.batch_option} {_multiple(plans.batch, most)}, or fewer devices: --devices 1..{most}."
         )
-    traced = isinstance(program, Tracer) and kind_of(machine) == "gpu"
-    small = (small_traces(program, machine),) if traced else ()
+    small = (small_traces(program, machine),) if isinstance(program, Tracer) and kind_of(machine) == "gpu" else ()
     bounds = Bounds(program.model, machine, options.cap)
     likely = Likely(program.model, machine, program.batch_size, *small)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwise.parallel.schedule import CHUNKS
 from meshwise.rehearsal.estimate import Estimate
@@ -143,38 +143,44 @@ class Likely:
         return self._forward.inputs / max(self._forward.blocks, 1) / self._batch
 
     def _block(self, plan: Plan, rows: float) -> Small:
-        """What a block takes of so many samples, with what its layers send each other."""
+        """What a block takes of so many samples, with what its layers send each other. Small traces have as many of
+        them as a device of the machine where nothing is split, so that their kernels are as full."""
         word, parts, part, rows = plan.precision, self._parts, 1 / plan.tensor, rows / plan.context
-        one, two = (self._small(Kind(word, rows=number)) for number in (1, 2))
-        split = self._small(Kind(word, parts, plan.sequence)) if plan.tensor > 1 else one
+        few = max(self._batch // len(self._machine.devices), 1)
+        one, two, many = Kind(word, rows=few), Kind(word, rows=2 * few), Kind(word, parts, rows=parts * few)
+        split = replace(many, sequence=plan.sequence) if plan.tensor > 1 else one
 
         def at(name: str) -> float:
             """Some of it whatever the samples are, as casts of weights; the rest with them."""
-            whole, twice, divided = (getattr(small, name) for small in (one, two, split))
-            fixed = max(2 * whole - twice, 0.0)
-            rest = self._between(whole - fixed, divided - fixed / parts, part)
+            fixed = max(2 * few * (self._each(one, name) - self._each(two, name)), 0.0)
+            whole = self._each(one, name) - fixed / few
+            rest = self._between(whole, self._each(split, name) - fixed / few / parts**2, part)
             gathered = name == "kept" and plan.shard > 1 and plan.tensor == 1  # let go with the weights
             return fixed * part * (not gathered) + rest * rows
 
         forward, backward, sent, kept = at("forward"), at("backward"), 0.0, at("kept")
         if plan.tensor > 1:
             size = self._hidden * self._narrow(plan)
-            sent = split.sent / max(self._one("all-reduce", size, parts, 1), 1e-12)
+            sent = self._small(split).sent / max(self._one("all-reduce", size * split.rows, parts, 1), 1e-12)
             sent *= self._one("all-reduce", size * rows, plan.tensor, 1)
         sends = sent * (AGAIN if plan.recompute != "none" else 1) - sent / 2
         if plan.recompute == "selective":
-            counts = (1, parts) if plan.tensor > 1 else (1,)
-            again = [self._small(Kind(word, count, recompute="selective")) for count in counts]
-            more = [
-                small.backward - self._small(Kind(word, n)).backward for small, n in zip(again, counts, strict=True)
+            again = [
+                (replace(kind, recompute="selective"), kind) for kind in ((one, many) if plan.tensor > 1 else (one,))
             ]
+            more = [self._each(kind, "backward") - self._each(none, "backward") for kind, none in again]
             backward += rows * (more[0] * part if plan.sequence else self._between(more[0], more[-1], part))
-            kept = rows * self._between(again[0].kept, again[-1].kept, part)
+            whole, divided = (self._each(again[place][0], "kept") for place in (0, -1))
+            kept = rows * self._between(whole, divided, part)
             if plan.sequence:  # but for what the block is given, gathered
-                kept = rows * (self._hidden + (again[0].kept - self._hidden) * part)
+                kept = rows * (self._hidden + (whole - self._hidden) * part)
         elif plan.recompute != "none":
             backward, kept = backward + forward, self._hidden * rows * (part if plan.sequence else 1)
         return Small(forward + sent / 2, backward + sends, at("outside"), sent, kept)
+
+    def _each(self, kind: Kind, name: str) -> float:
+        """Of a sample."""
+        return float(getattr(self._small(kind), name)) / kind.rows
 
     def _between(self, whole: float, split: float, part: float) -> float:
         """Of what is split into parts; known whole and in the most parts."""

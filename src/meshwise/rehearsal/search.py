@@ -157,8 +157,8 @@ class _Searching:
         return self._likely(plan)[0] or self._guess(plan).seconds > UNLIKELY * best
 
     def _likely(self, plan: Plan) -> tuple[bool, bool, float, float]:
-        """Smaller is better: what has room first, of it at first what is rehearsed soon, then the fastest, of those that
-        are alike the simpler one; what has none, by its memory."""
+        """Smaller is better: what has room first, of it at first what is rehearsed soon, then the fastest, of those
+        that are alike the simpler one; what has none, by its memory."""
         assert self._guess is not None
         guess = self._guess(plan)
         over = guess.memory > self._room
