@@ -96,12 +96,13 @@ class Likely:
         backward = blocks * one.backward + one.outside * 2 / 3 + (count > 1) * ADDED * part / self._memory_rate
         gather, reduce = self._gather(plan, part, blocks), self._reduce(plan, part, blocks)
         launches = LAUNCH * self._forward.operators / stages
+        again = (2 + (plan.recompute != "none")) * launches
         forward = max(self._together(forward, gather), launches)
         both = self._together(backward, gather * plan.reshard + reduce)
-        back = max(both if plan.reduce_each else self._together(backward, gather * plan.reshard), 2 * launches)
+        back = max(both if plan.reduce_each else self._together(backward, gather * plan.reshard), again)
         alone = ALONE / blocks * (gather + reduce) + self._step(plan, part)
         if stages == 1:
-            return count * forward + (count - 1) * back + max(both, 2 * launches) + alone
+            return count * forward + (count - 1) * back + max(both, again) + alone
         turns = count + (stages - 1) / CHUNKS.get(plan.schedule, 1)
         send = self._one("send", hidden, 2, plan.context * plan.tensor)
         if plan.shard == plan.tensor == 1:  # a stage sends what it gives back when its gradients are reduced
