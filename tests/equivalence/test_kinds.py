@@ -239,7 +239,7 @@ def test_gradients_that_are_scaled_between_microbatches_are_told_with_the_factor
     kind, _, cause, why = found((BACKWARD, ACCUMULATED.replace("        # between\n", between)), pool=pool)
     assert (kind, cause) == ("gradients", "scale between microbatches")
     assert (
-        f"gradients are multiplied by {2 if factor == 'mw.world_size()' else 0.5} behind microbatch 1 on rank 0" in why
+        f"gradients are multiplied by {2 if factor == 'mw.world_size()' else 0.5} after microbatch 1 on rank 0" in why
     )
     alike = between.replace(factor, "0.5")
     assert found((BACKWARD, ACCUMULATED.replace("        # between\n", alike)), pool=pool)[0] == "equal"

@@ -53,7 +53,7 @@ def of_ranks(*batches: Tensor) -> list[str]:
 
 def test_other_lengths_are_said_once_and_others_samples_are_not() -> None:
     text, again = of_ranks(R(5, 12), R(4, 9))
-    assert text.startswith("train.py:9: batches of one step have other shapes on other ranks (12 and 9, beside")
+    assert text.startswith("train.py:9: batches of one step have different shapes on different ranks (12 and 9, beside")
     assert "x, y = mw.split(x, y)" in text and again == ""
     assert of_ranks(R(5, 12), R(4, 12)) == of_ranks(R(5), R(4)) == ["", ""]
 

@@ -85,7 +85,7 @@ def counted_by_ranks(evidence: Evidence) -> Cause | None:
         return Cause(
             K.DOUBLED_REDUCTION,
             f"{text} those of one device and {added:.6g} {'more' if what == '1' else f'times {what}'}: what is added "
-            f"up{there} holds it on each rank. Add it behind the sum, or on one rank.",
+            f"up{there} holds it on each rank. Add it after the sum, or on one rank.",
         )
     apart = f", apart from {what}," if added else ""
     for size in sizes:

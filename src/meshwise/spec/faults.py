@@ -30,7 +30,7 @@ PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluate
 """Where a fault happens: as the phase begins. `communication`: as the rank comes to a collective of all ranks."""
 FULL_FOR = 10  # steps
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-EXAMPLE = "Write --fault kill:rank=1,step=40, and phase=backward or attempt=2 behind it where that matters."
+EXAMPLE = "Write --fault kill:rank=1,step=40, and phase=backward or attempt=2 after it where that matters."
 
 
 @dataclass(frozen=True)
