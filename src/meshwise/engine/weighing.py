@@ -145,8 +145,8 @@ def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
         raise UsageError(
             "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
             "Give the loader to mw.distribute too, and call mw.backward inside its loop. A program without a loader "
-            "writes x, y = mw.split(x, y). If a loader of your own wraps a DataLoader, pass the wrapper to mw.distribute, "
-            "not the DataLoader."
+            "writes x, y = mw.split(x, y). If a loader of your own wraps a DataLoader, pass the wrapper to "
+            "mw.distribute, not the DataLoader."
         )
     raise UsageError(f"mw.backward needs one number; this loss has shape {tuple(loss.shape)}. Take its mean first.")
 
@@ -205,8 +205,8 @@ def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
     weight = uneven_mean(loss, samples)
     return weight and (
         f"{where}: this loss is not a mean over samples (classes have weights, samples have different numbers of "
-        "targets, or it is divided by its own count), and the ranks have unequal parts of what it averages over. Give "
-        f"the weight of this rank's mean: {f'{verb}weight={weight})' if verb.startswith('mw.') else f'return loss, {weight}'}."
+        "targets, or it is divided by its own count), and the ranks have unequal parts of what it averages over. "
+        f"Give this rank's weight: {f'{verb}weight={weight})' if verb.startswith('mw.') else f'return loss, {weight}'}."
     )
 
 

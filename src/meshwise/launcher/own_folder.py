@@ -70,7 +70,7 @@ def run_in(folder: Path, program: object) -> dict[str, Any]:
         raise UsageError(f"--folder {folder}: the run there is of '{there}', not '{word}'. Name another folder.")
     if (folder / names.STOP).exists():
         raise UsageError(
-            f"{folder}: was stopped by meshwise stop, and is not started again. Send it once more with meshwise submit "
+            f"{folder}: was stopped by meshwise stop, and is not started again. Send it again with meshwise submit "
             f"{folder}, or go on here: meshwise run --resume {folder}"
         )
     try:
