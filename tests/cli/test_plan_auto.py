@@ -88,7 +88,7 @@ def test_nothing_that_fits_is_refused_with_the_smallest(chosen: Callable[..., To
     [
         ({"plan": "auto", "nnodes": 2, "rdzv": "here:1"}, "--plan auto looks at the devices of one machine"),
         ({"plan": "auto", "allow": ("magic",), "devices": "1xcpu"}, "magic"),
-        ({"plan": None, "allow": ("precision",)}, "--allow is of --plan auto"),
+        ({"plan": None, "allow": ("precision",)}, "--allow belongs to --plan auto"),
     ],
 )
 def test_what_it_cannot_do_is_refused(given: dict[str, object], says: str) -> None:

@@ -323,7 +323,7 @@ def test_a_run_goes_on_in_its_folder(command: Command, processes: None, tmp_path
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 17))
     assert len(names.read_run(tmp_path / "mine")["sessions"]) == 3
     code, _, err = command("run", "mnist-mlp", "--folder", tmp_path / "mine", "--devices", "1xcpu")
-    assert code == 2 and "the run there is of job 'small.py:job'" in err
+    assert code == 2 and "the run there belongs to job 'small.py:job'" in err
 
 
 def test_the_logs_of_a_run_name_rank_attempt_and_host(command: Command, processes: None, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_the_logs_of_a_run_name_rank_attempt_and_host(command: Command, processe
     for other in ("other.py", "small.py:job"):
         (tmp_path / "other.py").touch()
         code, _, err = command("run", "--devices", "2xcpu", "--folder", "runs/mine", other)
-        assert code == 2 and f"the run there is of 'hello.py', not '{other}'" in err
+        assert code == 2 and f"the run there belongs to 'hello.py', not '{other}'" in err
     code, out, _ = command("logs", "mine", "-f")
     host = os.uname().nodename
     said = [line for line in out.splitlines() if "I am" in line or line.startswith("---")]

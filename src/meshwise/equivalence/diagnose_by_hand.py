@@ -27,7 +27,7 @@ def sum_by_hand_is_missing(evidence: Evidence) -> str:
     if evidence.first.facts.get("parts") == "a sum":
         return (
             f"the ranks have the same samples, and their outputs of {evidence.where(name)} add up to that of one "
-            "device: each has a part of a sum, and goes on with it. An all_reduce of it is missing."
+            "device: each has a part of a sum, and continues with it. An all_reduce of it is missing."
         )
     if evidence.exchanges_in(name, sums=True):
         return ""

@@ -38,7 +38,7 @@ def _no_gradient(evidence: Evidence) -> Cause | None:
     order = [d.name for d in evidence.of_kind("gradients") if is_inside(d.name, within)]
     beyond = [name for name in order[order.index(first.name) :] if name not in names]
     if beyond and (evidence.plan.shard > 1 or evidence.plan.accumulate > 1):
-        text = f"the plan has no gradient of {few}, and one of {beyond[0]}, which lies before it"
+        text = f"the plan has no gradient of {few}, and one of {beyond[0]}, which comes before it"
         return Cause(K.MISSING_REDUCTION, f"{text}: it was not reduced.")
     return Cause(K.BACKWARD, f"no gradient reaches {owner_of(first.name) or 'the model'}: the graph is cut after it.")
 
@@ -182,7 +182,7 @@ def _wrong_from_batch_norm_on(evidence: Evidence) -> str:
         kind = evidence.comparison.modules.get(name, "")
         if "BatchNorm" in kind:
             text = f"module outputs{evidence.not_seen()} are equal; gradients are right down to {name} ({kind})"
-            return f"{text}, and wrong in all that lies before: its backward is that of another set of samples."
+            return f"{text}, and wrong in everything before it: its backward is that of another set of samples."
     return ""
 
 

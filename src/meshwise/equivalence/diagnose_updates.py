@@ -105,7 +105,7 @@ def began_anew(evidence: Evidence) -> str:
     moments = sorted({n.rpartition(" ")[2] for n in plan.optimizer_state} - {"step"})
     of = some(list(dict.fromkeys(n.rpartition(" ")[0] for n in fresh)))
     return (
-        f"the optimizer's state of {of} ({some(moments)}) is that of a first step in step {step}, and goes on on one "
+        f"the optimizer's state of {of} ({some(moments)}) is that of a first step in step {step}, and continues on one "
         "device: load_state_dict of the optimizer was left out, or a new one was made."
     )
 
