@@ -171,9 +171,7 @@ class RunOptions(NodeOptions):
         _ = self.saves, self.memory_cap
         _ = self.seconds_limit  # raises for what is no duration
         if self.redundancy not in (None, 0, 1):
-            raise UsageError(
-                f"--redundancy {self.redundancy}: memory holds a second copy of the state, or not: use 1 or 0."
-            )
+            raise UsageError(f"--redundancy {self.redundancy}: a second copy of the state in memory, or none: 1 or 0.")
         check_known("--on-nan", self.on_nan, ON_NAN)
         if self.on_spike is not None:
             check_known("--on-spike", self.on_spike, ["save"])
