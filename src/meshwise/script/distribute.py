@@ -39,6 +39,7 @@ from meshwise.process.plan_choice import choose_plan
 from meshwise.process.session import default_engine, engines
 from meshwise.script.distributed_loader import DistributedLoader
 from meshwise.script.in_loss import mean_in_loss, sum_in_loss
+from meshwise.script.lightning import distribute_lightning, is_lightning
 from meshwise.script.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
 from meshwise.script.trainer import distribute_trainer, is_trainer, join_as_trainer, model_of
 from meshwise.slips.divided_batch import says_divided
@@ -67,8 +68,9 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     Models and optimizers are changed in place: class, hooks and state_dict keys stay; start values are those of rank 0.
     Loaders are new, with the same `len`; their `batch_size` is global, their order that of torch's own. A loader around
     a DataLoader, which may read ahead (timm's PrefetchLoader), stays and reads the new one. Schedulers pass through. On
-    one device only the loaders are replaced, so that a loop goes on on any number of devices. transformers' Trainer is
-    taken whole, changed in place: `trainer = mw.distribute(trainer)`, then `trainer.train()`.
+    one device only the loaders are replaced, so that a loop goes on on any number of devices. transformers' Trainer and
+    Lightning's are taken whole, changed in place: `trainer = mw.distribute(trainer)`, then `trainer.train()` or
+    `trainer.fit(model)`.
 
     plan: a Plan or a plan file; by default that of `meshwise run --plan` or of the file that MESHWISE_PLAN names, else
     replicas. Optimizers made before go on with what it makes of the parameters.
@@ -78,26 +80,36 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     """
     came_to("mw.distribute")
     trainers = [thing for thing in objects if is_trainer(thing)]
+    lightning = [thing for thing in objects if is_lightning(thing)]
     if trainers:
         join_as_trainer()
     engine, chosen = default_engine(), None
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     models += [model for trainer in trainers for model in model_of(trainer)]
-    if models or trainers or plan is not None:
+    if models or trainers or lightning or plan is not None:
         chosen = choose_plan(plan, engine)
-        if engine.program.begins_with(models):
-            _program_begins(engine)
-        engine.add_models(models, chosen)
-        if (losses := engine.events.find(FiniteLosses)) is not None:
-            losses.models_added()
+        _add_models(engine, chosen, models)
     seed = draw_alike()
     if engine.world.size > 1:
         refuse_padded_sums(objects, engine.world.size)
     share = partial(_distributed, seed=seed, engine=engine, streams=streams)
-    result = tuple(
-        distribute_trainer(thing, engine, chosen, share) if thing in trainers else share(thing) for thing in objects
-    )
+    add = partial(_add_models, engine, chosen or Plan())
+
+    def given(thing: Any) -> Any:
+        if is_trainer(thing):
+            return distribute_trainer(thing, engine, chosen, share)
+        return distribute_lightning(thing, engine, add, share) if is_lightning(thing) else share(thing)
+
+    result = tuple(map(given, objects))
     return result[0] if len(result) == 1 else result
+
+
+def _add_models(engine: Engine, plan: Plan, models: list[nn.Module]) -> None:
+    if engine.program.begins_with(models):
+        _program_begins(engine)
+    engine.add_models(models, plan)
+    if (losses := engine.events.find(FiniteLosses)) is not None:
+        losses.models_added()
 
 
 def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:

@@ -1,0 +1,144 @@
+"""Lightning's Trainer on all devices: `trainer = mw.distribute(trainer)`, then `trainer.fit(model, loader)`.
+
+The Trainer of each rank is told that it is alone, so that all that it does for several processes rests, and batches,
+backwards, logged values and files are meshwise's. A class of ours comes in front of that of its strategy and of what it
+logs with; nothing of Lightning is imported, so `lightning` and `pytorch_lightning` are the same here.
+
+    batches     `batch_size` is that of all devices together; each rank reads its rows of every batch
+    loss        a mean over samples, or over what its cross entropy counts; a sum where the graph tells that it is one
+    step        the closure that Lightning gives an optimizer runs before its step: gradients are averaged by then
+    values      `self.log`, metrics and predictions are those of one device (lightning_values.py, lightning_metrics.py)
+    files       rank 0 writes, what a plan divides is whole, and any number of devices goes on from it
+
+Read in Lightning 2.6. Tested in tests/script/test_lightning.py.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from meshwise.compat.lightning_parts import logs_with, take_place
+from meshwise.engine.engine import Engine
+from meshwise.script.lightning_strategy import StrategyOnRanks, refuse
+from meshwise.script.lightning_values import Ranks, ResultsOnRanks, in_front
+from meshwise.spec.errors import UsageError
+from meshwise.tracking import tracking
+from meshwise.workers.join import rank_context
+
+TRAINERS = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+ALONE = (
+    "mw.distribute(trainer) of Lightning: {what} is refused: meshwise says how many devices there are "
+    "(meshwise run --devices), and a plan divides the model (--plan). Write L.Trainer(devices=1) without strategy= and "
+    "num_nodes=."
+)
+WHOLE = "Lightning: the batch_size of each DataLoader is of all {ranks} devices together."
+
+
+def is_lightning(thing: Any) -> bool:
+    """Whether it is Lightning's Trainer, or of a class made from it."""
+    return any(cls.__module__ in TRAINERS and cls.__name__ == "Trainer" for cls in type(thing).__mro__)
+
+
+def distribute_lightning(
+    trainer: Any, engine: Engine, add: Callable[[list[nn.Module]], None], share: Callable[[Any], Any]
+) -> Any:
+    """Make the Trainer work on all ranks, in place. add: `mw.distribute` of models. share: of any other thing. Raises
+    UsageError for what would not be the same on several devices."""
+    if isinstance(trainer, TrainerOnRanks):
+        return trainer
+    world, strategy = rank_context().world, trainer.strategy
+    if type(strategy).__name__ != "SingleDeviceStrategy":
+        raise UsageError(ALONE.format(what=f"{type(strategy).__name__} ({trainer.num_devices} devices)"))
+    ranks = Ranks(engine, trainer, add, share)
+    for callback in trainer.callbacks:
+        if type(callback).__name__ == "BatchSizeFinder":
+            refuse(ranks, "BatchSizeFinder", "it tries each rank's memory; meshwise plan says what fits")
+    strategy.global_rank, strategy.local_rank = world.rank, world.local_rank
+    strategy.node_rank = world.rank // max(world.local_size, 1)
+    sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = world.rank
+    alone = world.size == 1 and rank_context().channel is None
+    take_place(trainer, world.device, signals=alone)  # else a stop is agreed on by all ranks
+    connector, kept = logs_with(trainer)
+    in_front(TrainerOnRanks, trainer, ranks)
+    in_front(StrategyOnRanks, strategy, ranks)
+    in_front(ConnectorOnRanks, connector, ranks)
+    in_front(LoopOnRanks, trainer.fit_loop.epoch_loop.automatic_optimization, ranks)
+    for results in kept:
+        in_front(ResultsOnRanks, results, ranks)
+    if world.size > 1:
+        engine.notify(WHOLE.format(ranks=world.size))
+    return trainer
+
+
+class TrainerOnRanks:
+    """In front of the Trainer's own class."""
+
+    meshwise: Ranks
+
+    def fit(self, *args: Any, **options: Any) -> Any:
+        return _run(self.meshwise, super().fit, *args, **options)  # type: ignore[misc]
+
+    def validate(self, *args: Any, **options: Any) -> Any:
+        return _run(self.meshwise, super().validate, *args, **options)  # type: ignore[misc]
+
+    def test(self, *args: Any, **options: Any) -> Any:
+        return _run(self.meshwise, super().test, *args, **options)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **options: Any) -> Any:
+        return _run(self.meshwise, super().predict, *args, **options)  # type: ignore[misc]
+
+
+def _run(ranks: Ranks, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """A stop that all ranks agreed on leaves as it came: Lightning makes an exit of code 1 of it."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        return function(*args, **options)
+    except SystemExit as left:
+        if ranks.engine.stopped and isinstance(left.__context__, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, handler)
+            raise left.__context__ from None
+        raise
+
+
+class LoopOnRanks:
+    """In front of the class of Lightning's automatic optimisation: what it gives callbacks is the loss of all ranks."""
+
+    meshwise: Ranks
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        ranks: Any = self.meshwise
+        ranks.loss = None
+        result = super().run(*args, **options)  # type: ignore[misc]
+        if ranks.loss is not None and "loss" in result:
+            result["loss"] = ranks.loss.to(result["loss"])
+        return result
+
+
+class ConnectorOnRanks:
+    """In front of the class that hands on what is logged."""
+
+    meshwise: Ranks
+
+    def on_batch_end(self) -> None:
+        self.meshwise.flush()
+        super().on_batch_end()  # type: ignore[misc]
+
+    def epoch_end_reached(self) -> None:
+        if self.meshwise.trainer.training:
+            self.meshwise.close(training=True)
+        super().epoch_end_reached()  # type: ignore[misc]
+
+    def _evaluation_epoch_end(self) -> None:
+        self.meshwise.close(training=False)
+        super()._evaluation_epoch_end()  # type: ignore[misc]
+
+    def log_metrics(self, metrics: dict[str, Any], step: Any = None) -> None:
+        super().log_metrics(metrics, step)  # type: ignore[misc]
+        numbers = {name: float(value) for name, value in metrics.items() if name != "epoch"}
+        if numbers:
+            tracking.log(numbers, step=self.meshwise.trainer.global_step)

@@ -1,0 +1,118 @@
+"""Metrics of torchmetrics and predictions of a Lightning module, as of all ranks.
+
+A metric sees the rows of all ranks, in the order of the data, and computes alone: whatever it computes is exact.
+Tested in tests/script/test_lightning.py.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.script.lightning_values import Ranks, extreme, in_front
+from meshwise.script.over_ranks import joined
+from meshwise.spec.errors import UsageError
+from meshwise.transfer import collectives
+
+NOT_ROWS = (
+    "Lightning: {what} has a value that is no row for each sample and differs between the ranks ({value!r}). Give rows."
+)
+SHAPES = (
+    "Lightning: {what} has rows of shape {shape} on this rank, and others elsewhere. Pad them to the same length "
+    "(a collate_fn that pads to a fixed one)."
+)
+
+
+def see_all_rows(ranks: Ranks, model: nn.Module) -> None:
+    """Let the metrics of a model see the rows of all ranks."""
+    for module in model.modules():
+        if _is_metric(module) and not isinstance(module, MetricOnRanks):
+            in_front(MetricOnRanks, module, ranks)
+            metric: Any = module
+            state = metric.__getstate__()
+            del metric.__dict__["update"], metric.__dict__["compute"]
+            metric.__setstate__(state)  # which wraps its methods again, now ours
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(cls.__module__ == "torchmetrics.metric" and cls.__name__ == "Metric" for cls in type(module).__mro__)
+
+
+class MetricOnRanks:
+    """In front of the class of a metric: it sees the rows of all ranks, and so has nothing to reduce."""
+
+    meshwise: Ranks
+
+    def update(self: Any, *args: Any, **options: Any) -> None:
+        ranks = self.meshwise
+        if ranks.inside or ranks.engine.part is None:
+            super().update(*args, **options)  # type: ignore[misc]
+            return
+        name = type(self).__name__
+        if any(cls.__module__ == "torchmetrics.aggregation" for cls in type(self).__mro__) and _is_number(args[0]):
+            args, options = (_aggregated(ranks, name, *args, **options),), {}
+        else:
+            args, options = of_all(ranks, args, name), of_all(ranks, options, name)
+        ranks.inside = True
+        try:
+            super().update(*args, **options)  # type: ignore[misc]
+        finally:
+            ranks.inside = False
+
+    def sync(self, *args: Any, **options: Any) -> None:
+        """Every rank has all rows already."""
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.ndim == 0
+
+
+def _aggregated(ranks: Ranks, name: str, value: Any, weight: Any = None) -> Tensor:
+    """A number of this rank's rows, for a metric that adds up numbers. Collective."""
+    own = torch.as_tensor(value).detach()
+    if weight is not None or name not in ("MeanMetric", "SumMetric", "MaxMetric", "MinMetric"):
+        raise UsageError(NOT_ROWS.format(what=f"{name}.update", value=value))
+    if name in ("MaxMetric", "MinMetric"):
+        return extreme(ranks, own, name[:3].lower()).to(own)
+    share = torch.stack([own.double() * (ranks.samples if name == "MeanMetric" else 1), own.new_ones(()).double()])
+    share[1] *= ranks.samples
+    sums = collectives.all_reduce(share if ranks.samples else torch.zeros_like(share), of=name)
+    return (sums[0] / sums[1] if name == "MeanMetric" else sums[0]).to(own)
+
+
+def of_all(ranks: Ranks, tree: Any, what: str) -> Any:
+    """A tree of rows with those of all ranks, in the order of the loader; other values must be alike. Collective."""
+    if ranks.alone:
+        return tree
+    if isinstance(tree, Tensor) and tree.ndim:
+        return _rows(ranks, tree, what)
+    if isinstance(tree, dict):
+        return {name: of_all(ranks, value, what) for name, value in tree.items()}
+    if type(tree) is list and len(tree) == ranks.rows and not all(_has_rows(ranks, each) for each in tree):
+        parts = collectives.gather_objects(tree if ranks.samples else [])
+        return [each for part in parts for each in part]
+    if isinstance(tree, list | tuple):
+        return type(tree)(of_all(ranks, value, what) for value in tree)
+    value = tree.item() if isinstance(tree, Tensor) else tree
+    if any(each != value for each in collectives.gather_objects(value)):
+        raise UsageError(NOT_ROWS.format(what=what, value=value))
+    return tree
+
+
+def _has_rows(ranks: Ranks, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == ranks.rows
+
+
+def _rows(ranks: Ranks, tensor: Tensor, what: str) -> Tensor:
+    mine = tensor.detach() if ranks.samples else tensor.detach()[:0]
+    shape = zlib.crc32(repr((tuple(mine.shape[1:]), mine.dtype)).encode())
+    told = collectives.all_gather(torch.tensor([len(mine), shape])).tolist()
+    if any(other != shape for _, other in told):
+        raise UsageError(SHAPES.format(what=what, shape=tuple(mine.shape[1:])))
+    most = max(count for count, _ in told)
+    filled = torch.cat([mine, mine.new_zeros((most - len(mine), *mine.shape[1:]))])
+    gathered = collectives.all_gather(filled.contiguous(), of=what)
+    return joined(ranks.engine, torch.cat([part[:count] for part, (count, _) in zip(gathered, told, strict=True)]))

@@ -1,0 +1,246 @@
+"""What stands in front of the class of a Lightning strategy: its model, loaders, steps and files are of all ranks.
+
+Tested in tests/script/test_lightning.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from meshwise.compat.lightning_parts import accumulates, run_closure
+from meshwise.data.wrapped_loader import loader_inside
+from meshwise.engine import steps
+from meshwise.recovery.collect import collected
+from meshwise.script.lightning_metrics import of_all, see_all_rows
+from meshwise.script.lightning_values import Ranks, logging, loss_kind
+from meshwise.script.over_ranks import gather_over_ranks, mean_over_ranks
+from meshwise.spec.errors import UsageError
+from meshwise.transfer import collectives
+from meshwise.workers.join import rank_context
+
+STATES = "meshwise"
+"""What a checkpoint has besides: where its loaders are. Lightning alone goes on from it too."""
+REFUSED = "mw.distribute(trainer) on {ranks} devices: {what} is refused: {instead}."
+
+
+def refuse(ranks: Ranks, what: str, instead: str) -> None:
+    """Raises UsageError for what is not the same on several devices."""
+    if not ranks.alone:
+        raise UsageError(REFUSED.format(ranks=ranks.engine.world.size, what=what, instead=instead))
+
+
+class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
+    """In front of the strategy's own class, which is that of a single device."""
+
+    meshwise: Ranks
+
+    # Who is who.
+
+    @property
+    def is_global_zero(self) -> bool:
+        return rank_context().world.rank == 0
+
+    def barrier(self, *args: Any, **options: Any) -> None:
+        collectives.barrier(collectives.everyone())
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return collectives.gather_objects(obj)[src]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = collectives.gather_objects(bool(decision))
+        return False not in votes if all else True in votes
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self.meshwise.alone or not isinstance(tensor, Tensor):
+            return tensor
+        if "sum" in str(reduce_op).lower():
+            return collectives.all_reduce(tensor.detach() * (self.meshwise.samples > 0))
+        return mean_over_ranks(self.meshwise.engine, tensor, None)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if sync_grads:
+            refuse(self.meshwise, "all_gather(…, sync_grads=True)", "gather without it, or use mw.sum(…, grad=True)")
+        rows: Tensor = gather_over_ranks(self.meshwise.engine, tensor)
+        return tensor if self.meshwise.alone else rows
+
+    # The model and its optimizers.
+
+    def connect(self, model: Any) -> None:
+        if not model.automatic_optimization:
+            refuse(self.meshwise, "manual optimisation", "write that loop with mw.distribute(model, …) and mw.backward")
+        if not str(type(model).backward.__module__).endswith("pytorch.core.module") and "lightning" not in str(
+            type(model).backward.__module__
+        ):
+            refuse(self.meshwise, "a backward of your own", "leave it to Lightning")
+        if "dataloader_iter" in inspect.signature(model.training_step).parameters:
+            refuse(self.meshwise, "training_step(dataloader_iter)", "take a batch")
+        super().connect(model)  # type: ignore[misc]
+
+    def _setup_model(self, model: Any) -> Any:
+        ranks, model = self.meshwise, super()._setup_model(model)  # type: ignore[misc]
+        ranks.add([model])
+        ranks.kind = None
+        if not ranks.alone:
+            see_all_rows(ranks, model)
+        return model
+
+    def model_to_device(self) -> None:
+        if not self.meshwise.divided:  # else it was there before, and its parts stay
+            super().model_to_device()  # type: ignore[misc]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]  # type: ignore[attr-defined]
+        for each in [*self.optimizers, *(one for one in schedulers if isinstance(one, LRScheduler))]:  # type: ignore[attr-defined]
+            self.meshwise.share(each)
+
+    def teardown(self: Any) -> None:
+        self.meshwise.close()
+        kept = self._lightning_module, self._optimizers
+        if self.meshwise.divided:  # parts stay on their devices
+            self._lightning_module, self._optimizers = None, []
+        try:
+            super().teardown()  # type: ignore[misc]
+        finally:
+            self._lightning_module, self._optimizers = kept
+
+    # Loaders.
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        ranks = self.meshwise
+        dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        if not isinstance(dataloader, DataLoader) and loader_inside(dataloader) is None:
+            refuse(ranks, f"a {type(dataloader).__name__} of batches", "give a DataLoader")
+            return dataloader
+        shared = LoaderOnRanks(ranks.share(dataloader), ranks)
+        if isinstance(shared.batch_size, int):
+            ranks.sizes.add(shared.batch_size)
+        if shared.length is None:
+            refuse(ranks, "a loader whose length is not known", "give its data set a __len__")
+        if ranks.trainer.training and ranks.states:
+            shared.load_state_dict(ranks.states.pop(0))
+        return shared
+
+    # Steps.
+
+    def training_step(self: Any, *args: Any, **options: Any) -> Any:
+        ranks = self.meshwise
+        with logging(ranks, self.lightning_module):
+            result = super().training_step(*args, **options)  # type: ignore[misc]
+        if result is None:
+            refuse(ranks, "a training_step that returns None", "give a loss of 0 * output.sum()")
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if isinstance(loss, Tensor):  # before Lightning divides it, by which it looks like a mean
+            ranks.said = loss_kind(ranks, loss)
+        return result
+
+    def validation_step(self: Any, *args: Any, **options: Any) -> Any:
+        with logging(self.meshwise, self.lightning_module, gradients=False):
+            return super().validation_step(*args, **options)  # type: ignore[misc]
+
+    def test_step(self: Any, *args: Any, **options: Any) -> Any:
+        with logging(self.meshwise, self.lightning_module, gradients=False):
+            return super().test_step(*args, **options)  # type: ignore[misc]
+
+    def predict_step(self, *args: Any, **options: Any) -> Any:
+        result = super().predict_step(*args, **options)  # type: ignore[misc]
+        return of_all(self.meshwise, result, "predict_step")
+
+    def backward(self: Any, closure_loss: Tensor, optimizer: Any, *args: Any, **options: Any) -> Tensor:
+        ranks, module, plugin = self.meshwise, self.lightning_module, self.precision_plugin
+        self.pre_backward(closure_loss)
+        loss = plugin.pre_backward(closure_loss, module)
+        before, ranks.engine.reduce = ranks.engine.reduce, not accumulates(ranks.trainer)
+        try:
+            ranks.loss = steps.backward(ranks.engine, loss, *ranks.said)
+        finally:
+            ranks.engine.reduce = before
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss  # type: ignore[no-any-return]
+
+    def optimizer_step(self: Any, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any) -> Any:
+        ranks, plugin = self.meshwise, self.precision_plugin
+        if getattr(plugin, "scaler", None) is not None or (ranks.alone and ranks.engine.watcher is None):
+            return super().optimizer_step(optimizer, closure, model, **options)  # type: ignore[misc]
+        if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+            refuse(ranks, type(optimizer).__name__, "it computes the loss several times in a step. Use another")
+        value = run_closure(plugin, model or self.lightning_module, optimizer, closure)
+        ranks.flush()
+        optimizer.step(**options)
+        return value
+
+    # Files.
+
+    def lightning_module_state_dict(self) -> Any:
+        state = super().lightning_module_state_dict()  # type: ignore[misc]
+        return collected(state) if self.meshwise.divided else state
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        state = super().optimizer_state(optimizer)  # type: ignore[misc]
+        return collected(state) if self.meshwise.divided else state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **options: Any) -> None:
+        loop = checkpoint["loops"]["fit_loop"]["state_dict"]
+        checkpoint[STATES] = {"loaders": loop.pop("combined_loader", [])}
+        super().save_checkpoint(checkpoint, *args, **options)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **options: Any) -> Any:
+        checkpoint = super().load_checkpoint(*args, **options)  # type: ignore[misc]
+        self.meshwise.states = list(checkpoint.get(STATES, {}).get("loaders", []))
+        return checkpoint
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)  # type: ignore[misc]
+        trainer, saves = self.meshwise.trainer, self.meshwise.trainer.checkpoint_callback
+        if self.meshwise.engine.stopped and trainer.state.fn == "fit" and getattr(saves, "dirpath", None):
+            trainer.save_checkpoint(Path(saves.dirpath) / f"last{saves.FILE_EXTENSION}")
+
+
+class LoaderOnRanks:
+    """A distributed loader as Lightning reads it: its loops are ended here, since Lightning leaves them by counting."""
+
+    def __init__(self, loader: Any, ranks: Ranks) -> None:
+        self._loader, self._ranks = loader, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    @property
+    def length(self) -> int | None:
+        """Its batches, where they are known."""
+        with contextlib.suppress(TypeError):
+            return len(self._loader)
+        return None
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches: Iterator[Any] = iter(self._loader)
+        self._ranks.open[bool(self._ranks.trainer.training)].add(batches)
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is; at the end of an epoch, at the beginning of the next."""
+        state, progress = self._loader.state_dict(), self._ranks.trainer.fit_loop.epoch_loop.batch_progress
+        if progress.is_last_batch or progress.current.ready >= self._ranks.trainer.num_training_batches:
+            state.pop("order", None)
+            state |= {"epoch": state["epoch"] + 1, "index": 0, "batches": 0}
+        return state  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._loader.load_state_dict(state)
+        self._loader.start = 0

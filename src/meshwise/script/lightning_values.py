@@ -1,0 +1,300 @@
+"""The values that a Lightning module logs, and its losses, as of all ranks.
+
+What a step has logged is joined at its end, in one collective: from there on Lightning has the values of one device.
+Tested in tests/script/test_lightning.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.autograd.loss_graph import adds_rows, cross_entropy_means, summed_loss
+from meshwise.engine.engine import Engine
+from meshwise.script.over_ranks import joined
+from meshwise.spec.errors import UsageError
+from meshwise.transfer import collectives
+
+F = nn.functional
+ITEMS = "meshwise_items"
+"""Of a loss without a graph: what it is a mean over."""
+AT_ONCE = 32
+"""Values that are joined in one collective, which is as long for fewer: a rank that logs others is found by it."""
+OTHERS = (
+    "Lightning: the ranks have logged other values in one step ({names}). Log the same on every rank: what depends on "
+    "the data of a rank comes as a value, such as 0."
+)
+OF_ONE_RANK = (
+    "Lightning: self.log({name!r}) outside of a step is of this rank's samples ({own:.6g}; others have {other:.6g}). "
+    "Log it in the step, or use a metric of torchmetrics, or self.all_gather(torch.cat(rows)) before it is computed; "
+    "or say reduce_fx='sum'."
+)
+TWO = (
+    "Lightning: the loss has {count} cross entropies that are means over other items than samples, so it is not known "
+    "how the parts of several devices add up. Compute a mean over samples, or write a loop with mw.backward(weight=)."
+)
+
+
+def in_front(front: type, thing: Any, ranks: Ranks) -> None:
+    """Put a class of ours in front of that of a thing."""
+    cls = type(thing)
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "meshwise": ranks}
+    thing.__class__ = type(cls.__name__, (front, cls), names)
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A value of a step. size: its batch_size, and whether the program gave that. weight: what it is a mean over."""
+
+    results: Any
+    key: str
+    value: Tensor
+    size: int
+    given: bool
+    weight: Tensor | None
+
+
+@dataclass(eq=False)
+class Ranks:
+    """What the classes of ours in front of Lightning's share.
+
+    add, share: see `distribute_lightning`. loss: of all ranks, of the newest backward. kind: of losses. said: the
+    weight and the reduction of the newest. open: loops
+    over loaders, of training or not. states: of loaders, from a checkpoint. sizes: batch sizes of the loaders.
+    items: what the value that is being logged is a mean over. inside: a metric is being updated.
+    """
+
+    engine: Engine
+    trainer: Any
+    add: Callable[[list[nn.Module]], None]
+    share: Callable[[Any], Any]
+    loss: Tensor | None = None
+    kind: str | None = None
+    said: tuple[Tensor | None, str | None] = (None, None)
+    items: Tensor | None = None
+    inside: bool = False
+    states: list[dict[str, Any]] = field(default_factory=list)
+    sizes: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.open: dict[bool, WeakSet[Any]] = {True: WeakSet(), False: WeakSet()}
+        self.pending: list[Logged] = []
+        self.told: list[Tensor] = []  # what was logged alone
+
+    @property
+    def alone(self) -> bool:
+        return self.engine.world.size == 1
+
+    @property
+    def divided(self) -> bool:
+        return self.engine.plan.parameters_divided or self.engine.plan.state_divided
+
+    @property
+    def samples(self) -> int:
+        """Of this rank's part of the batch; 1 outside of loops."""
+        part = self.engine.part
+        return 1 if part is None else part.samples
+
+    @property
+    def rows(self) -> int:
+        """As many as this rank holds, with padding."""
+        part = self.engine.part
+        return 1 if part is None else len(part.indices)
+
+    def close(self, training: bool | None = None) -> None:
+        """End the loops that Lightning has left."""
+        for kind in (True, False) if training is None else (training,):
+            for batches in list(self.open[kind]):
+                batches.close()
+            self.open[kind].clear()
+
+    def flush(self, *, always: bool = False) -> None:
+        """Hand what was logged to Lightning, joined over the ranks. Collective, if anything was logged or `always`."""
+        if self.alone:
+            values, self.told = self.told, []
+            for value in values:
+                joined(self.engine, value)
+            return
+        if not self.pending and not always:
+            return
+        waiting, self.pending = self.pending, []
+        names = [each.key for each in waiting]
+        told = zlib.crc32(repr(names).encode()) / 2**32
+        for begin in range(0, max(len(waiting), 1), AT_ONCE):
+            some = waiting[begin : begin + AT_ONCE]
+            self._join(some, told, names)
+
+    def _join(self, some: list[Logged], told: float, names: list[str]) -> None:
+        device = self.engine.world.device
+        rows = [_numbers(self, each, device) for each in some]
+        table = torch.zeros(AT_ONCE, 5, dtype=torch.float64, device=device)
+        if rows:
+            table[: len(rows)] = torch.stack(rows)
+        head = torch.tensor([[told, told**2, 0, 0, 0]], dtype=torch.float64, device=device)
+        sums = collectives.all_reduce(torch.cat([head, table]), of="self.log")
+        ranks = self.engine.world.size
+        if abs(float(sums[0, 0]) - ranks * told) > 1e-9 or abs(float(sums[0, 1]) - ranks * told**2) > 1e-9:
+            raise UsageError(OTHERS.format(names="; ".join(map(str, collectives.gather_objects(names)))))
+        for each, (weighed, weight, size, sized, counted) in zip(some, sums[1:], strict=False):
+            meta, own = each.results[each.key].meta, each.value
+            whole = self.engine.part.total if self.engine.part is not None else 1
+            if meta.is_mean_reduction:
+                value = weighed / weight
+            elif meta.is_sum_reduction:
+                value = weighed
+            else:
+                value = extreme(self, own, "max" if meta.is_max_reduction else "min")
+            said = size if not each.given or each.size not in (whole, *self.sizes) else torch.full_like(size, each.size)
+            size = torch.where(sized == counted, torch.full_like(size, whole), said)
+            value = joined(
+                self.engine, value.to(own.dtype if own.is_floating_point() else torch.float64).to(own.device)
+            )
+            each.results.take(each.key, value, size.round().to(own.device, torch.int64))
+
+
+def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
+    """What a rank adds: its weighed value, the weight, its size, whether that is its rows, whether it has samples."""
+    has = ranks.samples > 0
+    fits = each.size == ranks.rows
+    of_items = each.given and not fits and each.size not in (*ranks.sizes, getattr(ranks.engine.part, "total", 1))
+    meta, value = each.results[each.key].meta, each.value.detach().double().to(device).reshape(())
+    weight: Any = each.weight if each.weight is not None else each.size if of_items else ranks.samples
+    weight = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(()) * has
+    weight = weight if meta.is_mean_reduction else torch.full_like(value, has)
+    rest = [torch.full_like(value, number) for number in (each.size * has, fits * has, has)]
+    return torch.stack([torch.where(weight != 0, value * weight, 0), weight, *rest])
+
+
+def extreme(ranks: Ranks, own: Tensor, op: str) -> Tensor:
+    """The largest or smallest value of the ranks that have samples. Collective."""
+    nothing = -float("inf") if op == "max" else float("inf")
+    value = own.detach().double().to(ranks.engine.world.device).reshape(())
+    return collectives.all_reduce(
+        value.clone() if ranks.samples else torch.full_like(value, nothing), op, of="self.log"
+    )
+
+
+class ResultsOnRanks:
+    """In front of the class of what a loop of Lightning has logged."""
+
+    meshwise: Ranks
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
+        self._of = options.get("batch_size") is not None, self.meshwise.items
+        if not self.meshwise.alone:
+            options |= {"sync_dist": True, "sync_dist_fn": _as_it_is}  # or Lightning says that nothing is summed
+        super().log(fx, name, value, *args, **options)  # type: ignore[misc]
+
+    def update_metrics(self: Any, key: str, value: Any, batch_size: int) -> None:
+        ranks = self.meshwise
+        if ranks.alone or not isinstance(value, Tensor):
+            self.take(key, value, batch_size)
+            if isinstance(value, Tensor):
+                ranks.told.append(value)
+            if self.batch is None:
+                ranks.flush()
+        elif self.batch is None:
+            self.take(key, _outside(ranks, self[key].meta, value), batch_size)
+        else:
+            ranks.pending.append(Logged(self, key, value, batch_size, *self._of))
+
+    def take(self, key: str, value: Any, batch_size: Any) -> None:
+        """What one device would have logged."""
+        super().update_metrics(key, value, batch_size)  # type: ignore[misc]
+
+
+def _as_it_is(value: Any, **_: Any) -> Any:
+    return value
+
+
+def _outside(ranks: Ranks, meta: Any, value: Tensor) -> Tensor:
+    """A value that was logged outside of steps, at the end of an epoch. Collective."""
+    every = collectives.gather_objects(float(value))
+    if meta.is_sum_reduction or meta.is_max_reduction or meta.is_min_reduction:
+        found = sum(every) if meta.is_sum_reduction else max(every) if meta.is_max_reduction else min(every)
+        return joined(ranks.engine, value.new_tensor(found) if value.is_floating_point() else torch.tensor(found))
+    other = max(every, key=lambda each: abs(each - float(value)))
+    if abs(other - float(value)) > 1e-6 * max(abs(other), abs(float(value))):
+        raise UsageError(OF_ONE_RANK.format(name=meta.name, own=float(value), other=other))
+    return joined(ranks.engine, value)
+
+
+# Losses.
+
+
+def loss_kind(ranks: Ranks, loss: Tensor) -> tuple[Tensor | None, str | None]:
+    """The weight and the reduction of a loss; which kind it is, the first one tells, on every rank."""
+    if ranks.alone:
+        return None, None
+    if ranks.kind is None:
+        own = (
+            "sum" if summed_loss(loss) or adds_rows(loss, ranks.rows) else "items" if _is_of_items(ranks, loss) else ""
+        )
+        kinds = collectives.gather_objects(own)
+        ranks.kind = next((kind for kind in ("sum", "items") if kind in kinds), "mean")
+    if ranks.kind == "items":
+        return _items_of(loss), None
+    return None, ranks.kind
+
+
+def _is_of_items(ranks: Ranks, loss: Tensor) -> bool:
+    return any(targets != ranks.rows or weighed for _, targets, weighed in cross_entropy_means(loss))
+
+
+def _items_of(loss: Tensor) -> Tensor:
+    found = cross_entropy_means(loss)
+    if len(found) != 1:
+        raise UsageError(TWO.format(count=len(found)))
+    return found[0][0]
+
+
+@contextlib.contextmanager
+def logging(ranks: Ranks, module: Any, *, gradients: bool = True) -> Iterator[None]:
+    """Around a step of a Lightning module: what it logs is joined over the ranks at its end. gradients: whether a loss
+    has a graph, which tells what it is a mean over; else its cross entropy is asked."""
+    if ranks.alone:
+        yield
+        ranks.flush()
+        return
+    asked = functools.partial(_cross_entropy, ranks, F.cross_entropy)
+    asking = contextlib.nullcontext() if gradients else mock.patch.object(F, "cross_entropy", asked)
+    module.__dict__["log"] = functools.partial(_log, ranks, module.log)
+    try:
+        with asking:
+            yield
+    finally:
+        del module.__dict__["log"]
+    ranks.flush(always=True)
+
+
+def _log(ranks: Ranks, log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
+    """`self.log`, with what a loss is a mean over, which what is logged tells no more."""
+    ranks.items = getattr(value, ITEMS, None)
+    if isinstance(value, Tensor) and value.grad_fn is not None and _is_of_items(ranks, value):
+        ranks.items = _items_of(value)
+    try:
+        log(name, value, *args, **options)
+    finally:
+        ranks.items = None
+
+
+def _cross_entropy(ranks: Ranks, function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """torch's, which keeps how many items its mean is over, where those are no samples."""
+    given = inspect.signature(function).bind(*args, **options)
+    given.apply_defaults()
+    loss, target, weight = function(*args, **options), given.arguments["target"], given.arguments["weight"]
+    counts = given.arguments["reduction"] == "mean" and not target.is_floating_point()
+    if counts and (target.numel() != ranks.rows or weight is not None):
+        counted = target[target != given.arguments["ignore_index"]]
+        setattr(loss, ITEMS, counted.new_tensor(counted.numel()) if weight is None else weight[counted].sum())
+    return loss
