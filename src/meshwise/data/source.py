@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, tee
 from operator import attrgetter
@@ -26,6 +27,8 @@ Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
 """`read(index batches, epoch)` gives the batches."""
 
 _INDICES = attrgetter("indices")
+LOOKS = 16
+"""Of ready batches, that several ranks read parts of, so many are looked at whether they draw, and each so many-th."""
 
 
 @dataclass(frozen=True)
@@ -123,16 +126,18 @@ class KeyedDataset(Dataset[Any]):
         self._batched = getattr(data, "__getitems__", None)
         self._alone = self._batched is not None and not _gives_samples(type(data))
         self._ready: bool | None = None if self._batched else False
+        self._read = 0  # batches that may be ready
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
-        with seeded_by(self.seed, *key):
-            return self._batched([key[1]])[0] if self._alone and self._batched else self.data[key[1]]
+        return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         if self._ready is not False:
-            with seeded_by(self.seed, *keys[0]) as draws:
+            self._read += 1
+            looks = not self.several or self._read <= LOOKS or self._read % LOOKS == 0
+            with seeded_by(self.seed, *keys[0]) if looks else nullcontext() as draws:
                 got = self._batched([index for _, index in keys])  # type: ignore[misc]
-                drawn = self.several and draws.has_drawn()
+                drawn = self.several and draws is not None and draws.has_drawn()
             self._ready = not (isinstance(got, list) and len(got) == len(keys))
             if self._ready:
                 if drawn:
@@ -142,7 +147,12 @@ class KeyedDataset(Dataset[Any]):
                         "single samples in __getitem__, whose draws meshwise keys by (seed, epoch, index)."
                     )
                 return got
-        return [self[key] for key in keys]
+        with seeded_by():
+            return [self._sample(*key) for key in keys]
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        _seed(self.seed, epoch, index)
+        return self._batched([index])[0] if self._alone and self._batched else self.data[index]
 
 
 def _gives_samples(kind: type) -> bool:
@@ -150,17 +160,17 @@ def _gives_samples(kind: type) -> bool:
 
 
 class seeded_by:
-    """Draws of torch, numpy and Python inside the with-body depend on the key alone; those outside go on as before."""
+    """Draws of torch, numpy and Python inside the with-body depend on the key alone; those outside go on as before.
+
+    To keep the states and set them again takes longer than to seed (numpy's 70 µs of 100), so it is once a batch.
+    """
 
     def __init__(self, *key: int) -> None:
         self._key = key
 
     def __enter__(self) -> seeded_by:
         self._states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
-        self._seed = seed = int(numpy.random.SeedSequence(self._key).generate_state(1)[0])
-        torch.default_generator.manual_seed(seed)
-        numpy.random.seed(seed)
-        random.seed(seed)
+        self._seed = _seed(*self._key)
         return self
 
     def has_drawn(self) -> bool:
@@ -176,6 +186,14 @@ class seeded_by:
         torch.set_rng_state(self._states[0])
         numpy.random.set_state(self._states[1])
         random.setstate(self._states[2])
+
+
+def _seed(*key: int) -> int:
+    seed = int(numpy.random.SeedSequence(key).generate_state(1)[0])
+    torch.default_generator.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
+    return seed
 
 
 class _KeyBatches:
