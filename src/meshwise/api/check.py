@@ -1,4 +1,4 @@
-"""Check a plan: a job or a script on one device and under the plan, in float64, compared.
+"""Check a plan against one device, in float64.
 
 A job and a script are both a `CheckedProgram`: they differ in what each worker calls.
 """

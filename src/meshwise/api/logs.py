@@ -1,4 +1,7 @@
-"""Show what the ranks of a run print, over all its attempts. Tested in tests/cli/test_submit.py."""
+"""Show what a run's ranks print, over all its attempts.
+
+Tested in tests/cli/test_submit.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stop a run for good: in a queue, on a cluster, on this machine. Tested in tests/cli/test_submit.py."""
+"""Stop a run for good: in a queue, cluster, or locally.
+
+Tested in tests/cli/test_submit.py.
+"""
 
 from __future__ import annotations
 

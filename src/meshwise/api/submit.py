@@ -1,4 +1,7 @@
-"""Send a run to the queue of a cluster, and what is asked of it there. Tested in tests/cli/test_submit.py."""
+"""Send a run to a cluster's queue, and manage it there.
+
+Tested in tests/cli/test_submit.py.
+"""
 
 from __future__ import annotations
 

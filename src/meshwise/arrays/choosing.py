@@ -1,4 +1,4 @@
-"""Entries chosen: where, take, take_along_axis; a matrix on one side of a diagonal; coordinates of a grid."""
+"""Choose entries: where, take, take_along_axis, triangles, grids."""
 
 from __future__ import annotations
 

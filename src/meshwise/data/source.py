@@ -1,4 +1,6 @@
-"""Read batches from a data set: tensors in memory are sliced by batch, anything else goes through torch's DataLoader.
+"""Read batches from a data set, in memory or by DataLoader.
+
+Tensors in memory are sliced by batch; anything else goes through torch's DataLoader.
 
 Random draws inside a data set (augmentation) are keyed by (seed, epoch, sample index): a sample looks the same
 whichever rank and whichever worker process reads it.

@@ -1,4 +1,4 @@
-"""The engine: a plan applied to a program's models, and everything that a training loop needs of it.
+"""Give a training loop all it needs of a plan.
 
 A script's loop and a job are the same engine's; `mw.distribute` uses the default one (see process/session.py), a job
 makes its own. They differ in how they enter it:

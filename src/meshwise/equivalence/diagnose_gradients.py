@@ -1,4 +1,6 @@
-"""Why gradients differ, when outputs and the loss do not: rules from the surest evidence to the weakest.
+"""Diagnose differing gradients when outputs and loss agree.
+
+The rules go from the surest evidence to the weakest.
 
 Where a wrong gradient stands in the backward tells much: what weighs or reduces wrongly is wrong from the loss on; what
 is wrong inside a module leaves all right that lies behind it.

@@ -1,4 +1,7 @@
-"""Which weights are wrong, by arithmetic: of the numbers that a loss is made of, and of the gradients of the ranks."""
+"""Diagnose wrong loss weights by arithmetic.
+
+It uses the numbers that a loss is made of, and the ranks' gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Send a checksum of per-rank state with the loss to detect divergence, as 32 signs without a collective of its own.
+"""Send a checksum of per-rank state with the loss, to detect divergence.
+
+The checksum is 32 signs and takes no collective of its own.
 
 The mean of a sign over the ranks is 1 or -1 where they agree, exactly and in any precision. So nothing waits for it,
 and every rank comes to the same conclusion.

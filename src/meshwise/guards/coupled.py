@@ -1,5 +1,7 @@
-"""Losses that couple the samples of a batch: of several ranks each has that of its own samples, and their mean is not
-that of one device. Said once, on an early backward.
+"""Warn of losses that couple the samples of a batch.
+
+A contrastive loss is one: each rank computes it over its own samples, and the mean over ranks is not the loss of one
+device. The warning comes once, on an early backward.
 
 Not looked at: what the program joins over the ranks itself, with collectives of its own; models that are divided; plans
 that keep activations elsewhere.

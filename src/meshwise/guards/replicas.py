@@ -1,4 +1,4 @@
-"""Compare what replicas must hold alike: optimizer settings, and sums of what they train.
+"""Compare what replicas must hold alike: optimizer settings, parameter sums.
 
 A scheduler or the program sets what optimizers step with, on each rank. Gradients are reduced, so parameters part only
 where something changes them apart: noise that each rank draws for itself, or a rule that looks at this rank's samples.

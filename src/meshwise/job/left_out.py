@@ -1,4 +1,4 @@
-"""Batches that a run leaves out because a loss or a gradient was not finite: `--on-nan back`.
+"""Skip batches whose loss or gradient was not finite: `--on-nan back`.
 
 The state that the run goes on from is the newest one without them. As long as the parameters are finite, that is the
 state before the step itself: to go back and to repeat the steps since then would give the same bits. Where they are

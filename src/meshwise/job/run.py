@@ -1,4 +1,6 @@
-"""A job as a rank runs it: its data, its state before the first step, and what it holds while it runs.
+"""Set up a job on a rank: data, engine, first state.
+
+A `JobRun` holds what the job needs while it runs.
 
 Tested in tests/data/test_source.py, tests/job/test_plans_in_a_loop.py and tests/tracking/test_metrics_log.py.
 """

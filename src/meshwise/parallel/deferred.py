@@ -1,4 +1,6 @@
-"""Deferred construction: a model too large for one device is built on fake tensors, then filled in shard by shard.
+"""Build a large model on fake tensors, then fill its shards.
+
+This is deferred construction, for a model that is too large for one device.
 
 The constructor runs once, with shapes and no values, and its operators are recorded; so are those that come later, such
 as `model.half()`. Once the plan has divided the parameters, each rank replays the record from rank 0's random numbers

@@ -1,4 +1,6 @@
-"""Decide what each pipeline stage holds: its blocks, and the modules outside them that it uses.
+"""Decide which blocks and other modules each pipeline stage holds.
+
+A stage holds its blocks, and the modules outside them that it uses.
 
 Outside of the blocks all ranks hold all during the first step. Whose gradients that step has found then decides: a
 parameter stays where it has one, and becomes NaN that takes no memory elsewhere. Where several stages have one (tied

@@ -1,4 +1,6 @@
-"""Shard: each rank holds a part of every parameter, of its gradient and of the optimizer's state.
+"""Shard parameters, gradients and optimizer state over ranks.
+
+Each rank holds a part of every one of them.
 
 `fully_shard` gathers a block's parameters before its forward and its backward, and leaves in `.grad` this rank's part
 of the mean over all ranks. Blocks are the model's repeated layers; everything else, and layers too small to be worth a

@@ -1,4 +1,6 @@
-"""Parameters that are single numbers (a temperature): they cannot be divided, so under shard every rank holds them.
+"""Keep scalar parameters whole on every rank under shard.
+
+A scalar, such as a temperature, cannot be divided.
 
 In the forward of its module a number is a leaf of this rank alone, in the same memory. The leaves' gradients wait until
 what is sharded is reduced, and are averaged over the ranks together, in one collective.

@@ -1,4 +1,6 @@
-"""Parameters that the forward of a stage writes: an earlier microbatch's backward may need what they were.
+"""Track parameters that a pipeline stage's forward writes.
+
+An earlier microbatch's backward may need their former values.
 
 Autograd stops a backward for which a parameter was written in place too early. It counts no writes past it
 (`p.data.lerp_(...)`): what the first forwards write so is counted by hand, before each later forward.

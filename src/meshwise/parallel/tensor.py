@@ -1,4 +1,6 @@
-"""Tensor parallel: each rank of the axis holds a part of the weights of layers, and works on the same samples.
+"""Split layers' weights over ranks that share samples: tensor parallel.
+
+Each rank of the axis holds a part of the weights.
 
 Parameters become DTensors on the mesh axis `tensor`: split along a dim (parallel/layout.py), or replicated. While a
 module runs, its parameters are this rank's parts: split tensors (splits/tensor.py), of which plain code sees the whole,

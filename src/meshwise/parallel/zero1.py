@@ -1,4 +1,6 @@
-"""ZeRO-1: every rank holds all parameters and gradients, and the optimizer's state of its part of them.
+"""Divide the optimizer's state among data-parallel ranks: ZeRO-1.
+
+Every rank holds all parameters and gradients, and the optimizer's state of its part of them.
 
 Each parameter has an owner. The optimizer steps with the gradients of its owner's parameters alone, so it makes state
 for those alone; what was stepped is then sent from its owner to all. Parameters are dealt out whole, the largest first

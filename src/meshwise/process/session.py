@@ -1,4 +1,7 @@
-"""The default engine of this process: the one piece of state that scripts share with `mw.distribute`, and its end."""
+"""Keep the process's default engine, from `mw.distribute` to the end.
+
+The engine is the one piece of state that scripts share.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that the state of a user's loop is finite, before it is saved and after it is restored.
+"""Check that a user's state is finite before save, after restore.
 
 What was never finite (a parameter that begins as -inf, a value that a foreign optimizer keeps as inf) is the program's.
 

@@ -1,4 +1,7 @@
-"""Slurm's own commands: send a script, ask for a job's state, end it. Tested in tests/cli/test_submit.py."""
+"""Call Slurm's commands: submit, query, cancel.
+
+Tested in tests/cli/test_submit.py.
+"""
 
 from __future__ import annotations
 

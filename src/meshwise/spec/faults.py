@@ -1,4 +1,4 @@
-"""Faults to inject into a run, to rehearse a failure: `meshwise run JOB --fault kill:rank=2,step=40`."""
+"""Parse faults to inject into a run: `--fault kill:rank=2,step=40`."""
 
 from __future__ import annotations
 

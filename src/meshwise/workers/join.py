@@ -1,4 +1,4 @@
-"""Join a run: learn from the environment who this process is, take its device, and enter the process group."""
+"""Join a run: read the environment, take a device, initialise torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ranks that part: the first verb that is not the same on all ranks, in one sentence with the user's lines.
+"""Detect that ranks call different verbs, and name the first difference.
+
+One sentence names it, with the user's lines.
 
 Ranks of one program call the same verbs in the same order. Where one calls another, two different collectives may meet:
 gloo aborts, NCCL waits for ever, and where their sizes match the numbers are silently wrong.

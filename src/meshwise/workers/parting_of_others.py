@@ -1,5 +1,7 @@
-"""Ranks that part under a launcher of others (torchrun, srun): the ranks of a machine note their verbs for each other,
-and who loses the connection to another reports how they have diverged.
+"""Detect diverging ranks under foreign launchers such as torchrun and srun.
+
+The ranks of a machine log their verbs for each other; a rank that loses the connection to another reports where they
+diverged.
 
 Nobody looks from outside, as our own launcher does: two collectives of one size that meet are not noticed, and under
 NCCL, which waits, nothing is reported before its timeout. Tested in tests/workers/test_parting.py.
