@@ -277,8 +277,8 @@ def test_ready_batches_that_begin_to_draw_are_refused_later() -> None:
 
 
 def test_generators_are_kept_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Mock(side_effect=random.getstate)
-    monkeypatch.setattr(random, "getstate", kept)
+    kept = Mock(side_effect=numpy.random.get_state)
+    monkeypatch.setattr(numpy.random, "get_state", kept)
     assert len(list(reader(Noisy(), LoaderSettings())([torch.arange(5), torch.arange(5)], 0))) == 2
     assert kept.call_count == 2
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+from meshwise.data.generators import GLOBAL
 from meshwise.data.order import BatchSlice
 from meshwise.spec.errors import DataError
 
@@ -126,12 +127,10 @@ class KeyedDataset(Dataset[Any]):
     def __init__(self, data: Any, seed: int, several: bool = False) -> None:
         self.data, self.seed, self.several = data, seed, several
         self._batched = getattr(data, "__getitems__", None)
-        self._alone = self._batched is not None and not _gives_samples(type(data))
+        gives_samples = getattr(type(data), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+        self._alone = self._batched is not None and not gives_samples
         self._ready: bool | None = None if self._batched else False
         self._read = 0  # batches that may be ready
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         if self._ready is not False:
@@ -139,15 +138,14 @@ class KeyedDataset(Dataset[Any]):
             looks = not self.several or self._read <= LOOKS or self._read % LOOKS == 0
             with seeded_by(self.seed, *keys[0]) if looks else nullcontext() as draws:
                 got = self._batched([index for _, index in keys])  # type: ignore[misc]
-                drawn = self.several and draws is not None and draws.has_drawn()
-            self._ready = not (isinstance(got, list) and len(got) == len(keys))
-            if self._ready:
-                if drawn:
+                self._ready = not (isinstance(got, list) and len(got) == len(keys))
+                if self._ready and self.several and draws is not None and draws.has_drawn():
                     raise DataError(
                         f"{type(self.data).__name__}.__getitems__ gives a ready batch and draws random numbers for it, "
                         "which would be others on another number of devices. Draw them in the training loop, or give "
                         "single samples in __getitem__, whose draws meshwise keys by (seed, epoch, index)."
                     )
+            if self._ready:
                 return got
         with seeded_by():
             return [self._sample(*key) for key in keys]
@@ -155,10 +153,6 @@ class KeyedDataset(Dataset[Any]):
     def _sample(self, epoch: int, index: int) -> Any:
         _seed(self.seed, epoch, index)
         return self._batched([index])[0] if self._alone and self._batched else self.data[index]
-
-
-def _gives_samples(kind: type) -> bool:
-    return getattr(kind, "__getitem__", None) not in (None, Dataset.__getitem__)
 
 
 class seeded_by:
@@ -171,31 +165,30 @@ class seeded_by:
         self._key = key
 
     def __enter__(self) -> seeded_by:
-        self._states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
-        self._seed = _seed(*self._key)
+        self._states = _states()
+        _seed(*self._key)
         return self
 
     def has_drawn(self) -> bool:
-        """Whether anything was drawn since the body began."""
-        unused, fresh = torch.Generator().manual_seed(self._seed), numpy.random.RandomState(self._seed)
-        return (
-            not torch.equal(torch.get_rng_state(), unused.get_state())
-            or tuple(numpy.random.get_state())[2] != tuple(fresh.get_state())[2]
-            or random.getstate() != random.Random(self._seed).getstate()
-        )
+        """Whether anything was drawn since the body began. What is drawn from here on is drawn from there again."""
+        now = _states()
+        _seed(*self._key)
+        return now != _states()
 
     def __exit__(self, *_: object) -> None:
-        torch.set_rng_state(self._states[0])
-        numpy.random.set_state(self._states[1])
-        random.setstate(self._states[2])
+        for handle, state in zip(GLOBAL, self._states, strict=True):
+            handle.set_state(state)
 
 
-def _seed(*key: int) -> int:
+def _states() -> list[Any]:
+    return [handle.state() for handle in GLOBAL]
+
+
+def _seed(*key: int) -> None:
     seed = int(numpy.random.SeedSequence(key).generate_state(1)[0])
     torch.default_generator.manual_seed(seed)
     numpy.random.seed(seed)
     random.seed(seed)
-    return seed
 
 
 class _KeyBatches:
