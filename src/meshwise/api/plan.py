@@ -1,4 +1,4 @@
-"""`meshwise plan`: which plan a job should have on a machine, known before it runs.
+"""Choose a job's plan on a machine before it runs: `meshwise plan`.
 
 Tested in tests/cli/test_plan.py.
 """

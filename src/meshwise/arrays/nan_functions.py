@@ -1,4 +1,4 @@
-"""Reduce arrays without their nan: `xp.nansum`, `xp.nanmean`.
+"""Reduce arrays, ignoring NaN: `xp.nansum`, `xp.nanmean`.
 
 Each place leaves nan out of what it holds; what moves is as in the reductions that they are made of.
 """

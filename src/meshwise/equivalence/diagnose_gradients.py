@@ -61,7 +61,7 @@ def _modified_between_backwards(evidence: Evidence) -> Cause | None:
             continue
         if alike and (after > before or near(before / after, round(before / after))):
             text = f"gradients are multiplied by {after / before:.6g} {where}, and the next are added to them"
-            return Cause(K.SCALED_BETWEEN, f"{text}: what came before weighs otherwise than what comes after.")
+            return Cause(K.SCALED_BETWEEN, f"{text}: what came before has another weight than what comes after.")
         if after < before:
             text = f"gradients are {'scaled' if alike else 'cut'} from norm {before:.3g} to {after:.3g} {where}"
             return Cause(K.CLIP_NORM, f"{text}, before the step: they are clipped each microbatch.")

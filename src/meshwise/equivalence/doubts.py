@@ -1,4 +1,4 @@
-"""Doubt a plan whose proof in float64 leaves figures uncompared.
+"""Report figures that a plan's proof in float64 leaves uncompared.
 
 Both sides have these figures, and nothing there compares them.
 

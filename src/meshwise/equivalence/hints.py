@@ -134,7 +134,7 @@ class Hints:
         elif active and not self._loops:
             self._say(DROPOUT.format(place=where, names=some(active)))
 
-    # What is said of it.
+    # The hints themselves.
 
     def _say(self, text: str) -> None:
         self._said[text] = None

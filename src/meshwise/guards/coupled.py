@@ -24,10 +24,10 @@ from meshwise.transfer.foreign import Foreign
 
 LOOKED_AT = 5  # backwards; the first is passed by, since nothing is known of what was called before it
 COUPLED = (
-    "{place}: this loss couples the samples of a batch: it is no mean or sum of what each has of its own (similarities "
-    "of samples, the hardest of them, a dice, root or correlation over the batch). Each of the {ranks} ranks has that "
-    "of its own samples, so what is trained is not what one device trains; meshwise check shows by how much. Compute "
-    "it for each sample, then its mean, where that is what is meant; or of sums over ranks: mw.sum(x, grad=True)."
+    "{place}: this loss couples the samples of a batch: it is not a mean or sum of one value per sample (similarities "
+    "of samples, the hardest of them, a dice, root or correlation over the batch). Each of the {ranks} ranks computes "
+    "it over its own samples, so training differs from one device; meshwise check shows by how much. Compute it per "
+    "sample and take the mean, if you want that; or build it from sums over ranks: mw.sum(x, grad=True)."
 )
 
 

@@ -79,7 +79,7 @@ class LeftOut:
         """Raises SpoiledError on all ranks where some parameter is not finite, after leaving out the batch of this step
         and that of the step before. Collective."""
         model = self._state.model
-        lacking = stages.lacked_parameters(model)  # another rank's of a pipeline, which are NaN here
+        lacking = stages.absent_parameters(model)  # another rank's of a pipeline, which are NaN here
         trained = [local_of(p.detach()) for p in model.parameters() if p.requires_grad and p not in lacking]
         flags = collectives.gather_objects(bool(any_not_finite(trained)), collectives.everyone())
         if any(flags):

@@ -33,8 +33,8 @@ class StageWrites:
         for p in self._past:
             p.detach().mul_(1)
         if self._left and not rehearsing():
-            lacked = stages.lacked_parameters(model)
-            held = [local_of(p).detach() for p in model.parameters() if p not in lacked and local_of(p).numel()]
+            absent = stages.absent_parameters(model)
+            held = [local_of(p).detach() for p in model.parameters() if p not in absent and local_of(p).numel()]
             self._before = list(zip(held, versions(held), hashes_of(held), strict=True))
 
     def end(self) -> None:

@@ -70,10 +70,10 @@ def _apply(setup: Setup) -> None:
     # packed along dim 0 without shard alone: else both would divide it, which torch has no word for
     cuts = cuts_of(setup.model, mesh.size(), packed=setup.plan.shard == 1)
     known: dict[int, nn.Parameter] = {}
-    lacked = stages.lacked_parameters(setup.model)
+    absent = stages.absent_parameters(setup.model)
     for module in setup.model.modules():
         for name, p in list(parameters_in(module).items()):
-            if p is not None and p not in lacked:
+            if p is not None and p not in absent:
                 if name == "weight" and id(p) in cuts and cuts[id(p)].gathered:
                     put_forward(module, functools.partial(_gathered, module.forward))
                 if id(p) not in known:

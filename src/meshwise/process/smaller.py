@@ -1,4 +1,4 @@
-"""Propose a plan that needs less memory after out of memory.
+"""Propose a plan with less memory, after running out of it.
 
 It computes the same numbers. It is for a job whose step ran out of memory.
 

@@ -71,7 +71,7 @@ def lacks(model: nn.Module) -> set[str]:
     return _lacks.get(model, set())
 
 
-def lacked_parameters(model: nn.Module) -> set[nn.Parameter]:
+def absent_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of `model` that other stages hold."""
     names = lacks(model)
     return {p for name, p in model.named_parameters(remove_duplicate=False) if name in names}
