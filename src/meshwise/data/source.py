@@ -205,15 +205,13 @@ class _KeyBatches:
 
 def _loader_reader(data: Any, settings: LoaderSettings) -> Reader:
     keys = _KeyBatches()
-    extra = dict(settings.extra or {})
-    if settings.workers > 0:
-        extra = {"persistent_workers": True} | extra  # started as torch starts them: forked on Linux
+    stay = {"persistent_workers": True} if settings.workers > 0 else {}  # started as torch starts them: forked on Linux
     loader: DataLoader[Any] = DataLoader(
         KeyedDataset(data, settings.seed, settings.several),
         batch_sampler=keys,
         collate_fn=settings.collate,
         num_workers=settings.workers,
-        **extra,
+        **stay | dict(settings.extra or {}),
     )
 
     def read(batches: Iterable[Tensor], epoch: int) -> Iterator[Any]:
