@@ -30,7 +30,7 @@ def stop(parent: Path, word: str, say: Callable[[str], object], *, wait: float) 
     folder = find_run(parent, word)
     facts = names.read_run(folder)
     jobs = jobs_of(facts)
-    if jobs and slurm.queued(jobs[-1]):
+    if slurm.newest(jobs):
         _stop_job(folder, jobs[-1], say, wait)
     elif facts.get("status") == names.RUNNING:
         _stop_here(folder, say, wait)
