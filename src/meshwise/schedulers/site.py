@@ -120,4 +120,6 @@ def _check(site: Site, path: Path) -> None:
             raise UsageError(f"{path}: secrets: write the name of an environment variable alone, never its value.")
     for option in site.options:
         if not option.startswith("-"):
-            raise UsageError(f"{path}: options: '{option}' is no option of sbatch. Write it as \"--constraint=ib\".")
+            raise UsageError(
+                f"{path}: options: '{option}' is not an option of sbatch. Write it as \"--constraint=ib\"."
+            )

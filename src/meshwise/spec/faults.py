@@ -96,5 +96,5 @@ def faults_of(texts: Sequence[str], ranks: int) -> tuple[Fault, ...]:
 def _number(text: str, name: str, value: str) -> int:
     least = 0 if name == "rank" else 1
     if not re.fullmatch(r"\d{1,9}", value) or int(value) < least:
-        raise UsageError(f"--fault {text!r}: {name}={value!r} is no whole number from {least} on. {EXAMPLE}")
+        raise UsageError(f"--fault {text!r}: {name}={value!r} is not a whole number from {least} on. {EXAMPLE}")
     return int(value)
