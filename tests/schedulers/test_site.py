@@ -31,7 +31,7 @@ def test_a_site_is_read(tmp_path: Path) -> None:
         ('container = "a.sif"\nruntime = "docker"', "must be one of apptainer"),
         ('mounts = ["/data"]', "mounts belong to a container"),
         ('secrets = ["KEY=abc"]', "never its value"),
-        ('options = ["constraint=ib"]', "is not an option of sbatch"),
+        ('options = ["constraint=ib"]', "is no option of sbatch"),
         ('account = "a\\nb"', "line break"),
         ('setup = ["one\\ntwo"]', "line break"),
         ("machine = ", "is no TOML file"),

@@ -114,12 +114,10 @@ def _check(site: Site, path: Path) -> None:
     if site.runtime not in CONTAINERS:
         raise UsageError(f"{path}: runtime = '{site.runtime}': must be one of {', '.join(CONTAINERS)}.")
     if site.mounts and not site.container:
-        raise UsageError(f'{path}: mounts belong to a container, and none is named: container = "image.sif".')
+        raise UsageError(f'{path}: mounts are of a container, and none is named: container = "image.sif".')
     for name in site.secrets:
         if not _VARIABLE.fullmatch(name):
             raise UsageError(f"{path}: secrets: write the name of an environment variable alone, never its value.")
     for option in site.options:
         if not option.startswith("-"):
-            raise UsageError(
-                f"{path}: options: '{option}' is not an option of sbatch. Write it as \"--constraint=ib\"."
-            )
+            raise UsageError(f"{path}: options: '{option}' is no option of sbatch. Write it as \"--constraint=ib\".")
