@@ -160,7 +160,7 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
     facts, (sent, task) = names.read_run(run), array_of(run)
     if not (sent / SCRIPT).is_file():
         raise UsageError(f"{run}: was not sent by meshwise submit. Go on with it here: meshwise run --resume {run}")
-    if facts.get("status") == names.RUNNING or state_of(facts):
+    if facts.get("status") == names.RUNNING or slurm.newest(jobs_of(facts)):
         raise UsageError(f"{run}: is still in the queue or runs. Stop it first: meshwise stop {run.name}")
     words, record = again_words(options, sbatch, task), names.read_run(sent).get("submission", {})
     if facts.get("status") == "finished":
@@ -186,7 +186,7 @@ def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -
     low, high = nodes_of(options.nodes)
     if low != high or options.site or options.machine:
         raise UsageError(
-            "meshwise submit RUN sends the run's own script, and takes --nodes N, --time and options of sbatch behind "
+            "meshwise submit RUN sends the run's own script, and takes --nodes N, --time and options of sbatch after "
             "--. For another range of nodes or site edit submit.sh in its folder."
         )
     nodes = [f"--nodes={low}"] if options.nodes != "1" else []
@@ -203,11 +203,11 @@ def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[
         for ours, short, asked in (("--nodes", "-N", nodes), ("--time", "-t", time)):
             if name in (ours, short) and asked not in (None, value):
                 raise UsageError(
-                    f"{ours} {asked}, and behind -- stands {name} {value}. Write {ours} once, before the --: what is "
+                    f"{ours} {asked}, and after -- stands {name} {value}. Write {ours} once, before the --: what is "
                     "rehearsed is what is sent."
                 )
         if name in DECIDED:
-            raise UsageError(f"{word} behind --: {DECIDED[name]}. Leave it out.")
+            raise UsageError(f"{word} after --: {DECIDED[name]}. Leave it out.")
 
 
 def _refuse_missing(secrets: Sequence[str], file: str) -> None:
@@ -231,12 +231,6 @@ def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
     record: dict[str, Any] = names.read_run(run).get("submission", {})
     names.change_run(run, submission={**record, "jobs": {**record.get("jobs", {}), job: sent}, "sent": sent})
     return job
-
-
-def state_of(facts: Mapping[str, Any]) -> slurm.Queued | None:
-    """What the queue says of the newest job of a run, by its record; None where it is not there any more."""
-    jobs = jobs_of(facts)
-    return slurm.queued(jobs[-1]) if jobs else None
 
 
 def is_run(word: str) -> bool:

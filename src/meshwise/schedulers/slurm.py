@@ -100,6 +100,11 @@ def _queue() -> str:
         return ""
 
 
+def newest(jobs: Sequence[str]) -> Queued | None:
+    """What the queue says of the last of a run's jobs; None where it is not there any more, and without jobs."""
+    return queued(jobs[-1]) if jobs else None
+
+
 def cancel_waiting(job: str) -> None:
     """Take a job that waits out of the queue for good; of an array the tasks that wait."""
     _asked(["scancel", f"--state={PENDING}", job])

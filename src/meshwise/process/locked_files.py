@@ -3,7 +3,7 @@
 It holds for all that the process starts, and needs no rights.
 
 What goes around the view of scratch_files.py (C++, Rust, other programs) then fails where it would change a file of the
-user's. Interface: docs.kernel.org/userspace-api/landlock.html; tests in tests/equivalence/test_scratch_files.py.
+user's. Interface: docs.kernel.org/userspace-api/landlock.html; tests in tests/process/test_scratch_files.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The files that it wrote lie there; all others stay where they are.
 
-scratch_files.py puts it in the place of Python's functions. Tested in tests/equivalence/test_scratch_files.py.
+scratch_files.py puts it in the place of Python's functions. Tested in tests/process/test_scratch_files.py.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from meshwise.equivalence.file_view import FileView
+from meshwise.process.file_view import FileView
 
 Function = Callable[..., Any]
 READ = (os.stat, os.lstat, os.access, os.statvfs, os.readlink)
