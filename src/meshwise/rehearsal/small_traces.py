@@ -1,4 +1,4 @@
-"""Small traces: what a block takes on one rank, of a step of few blocks and one or two samples.
+"""Trace few blocks to know what one takes on a rank.
 
 Of each kind of `tensor`, `sequence` and `recompute` one is enough: deeper models, more samples and other parts of a
 layer follow from them.
