@@ -88,7 +88,9 @@ def told(folder: Path) -> list[dict[str, Any]]:
 def numbers(line: dict[str, Any]) -> dict[str, float]:
     """Those of a line, by name."""
     flat = {key: value for key, value in line.items() if not isinstance(value, dict)}
-    return flat | {f"{key} {name}": x for key, value in line.items() if isinstance(value, dict) for name, x in value.items()}
+    return flat | {
+        f"{key} {name}": x for key, value in line.items() if isinstance(value, dict) for name, x in value.items()
+    }
 
 
 def apart(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[float | None, str]:
@@ -136,7 +138,9 @@ def since(mine: list[dict[str, Any]], want: list[dict[str, Any]]) -> list[dict[s
     cut = next((i for i, line in enumerate(want) if "epoch" in line), None)
     if cut is not None and len(mine) == len(want):
         for line in (want[cut], mine[cut]):
-            line["metrics"] = {n: x for n, x in line["metrics"].items() if not (n.startswith("train") or n.endswith("epoch"))}
+            line["metrics"] = {
+                n: x for n, x in line["metrics"].items() if not (n.startswith("train") or n.endswith("epoch"))
+            }
     return want
 
 
@@ -175,7 +179,9 @@ def measure(script: Script, given: argparse.Namespace, at: Path, one: dict[str, 
         done[pair] = run(script, pair, given.originals.resolve(), folder)
         if pair == PLAIN:
             right = done[pair]["codes"] == [0] and done[pair]["told"]
-            verdict: Any = {"outcome": "ran" if right else "CRASH"} | ({} if right else {"said": done[pair]["output"][-2500:]})
+            verdict: Any = {"outcome": "ran" if right else "CRASH"} | (
+                {} if right else {"said": done[pair]["output"][-2500:]}
+            )
         else:
             beside = PLAIN if pair == ONE else ONE
             verdict = judged(script, pair, done[pair], done[beside], (at / beside / "here", folder))

@@ -35,13 +35,23 @@ class Script:
 
 OF_CLI = (("    cli.trainer.fit(", "    mw.distribute(cli.trainer)\n    cli.trainer.fit("),)
 ON = ", ckpt_path=frameworks_probe.newest())"
-FIT = (("cli.trainer.fit(cli.model, datamodule=cli.datamodule)", "cli.trainer.fit(cli.model, datamodule=cli.datamodule" + ON),)
+FIT = (
+    (
+        "cli.trainer.fit(cli.model, datamodule=cli.datamodule)",
+        "cli.trainer.fit(cli.model, datamodule=cli.datamodule" + ON,
+    ),
+)
 SPLIT = ("[55000, 5000]", "[163, 34]")
 SCRIPTS = {
     "transformer": Script(
         LIGHTNING,
         "examples/pytorch/basics/transformer.py",
-        (("    trainer.fit(model, train_dataloader", "    mw.distribute(trainer)\n    trainer.fit(model, train_dataloader"),),
+        (
+            (
+                "    trainer.fit(model, train_dataloader",
+                "    mw.distribute(trainer)\n    trainer.fit(model, train_dataloader",
+            ),
+        ),
         (
             ("[n - 4000, 2000, 2000]", "[n - 40, 20, 20]"),
             ("max_epochs=20", "max_epochs=3"),
@@ -103,7 +113,10 @@ SCRIPTS = {
             ('"resnet50"', '"resnet18"'),
             ('weights="DEFAULT"', "weights=None"),
             ("nn.Linear(2048, 256)", "nn.Linear(512, 256)"),
-            ("        download_and_extract_archive(url=DATA_URL, download_root=self._dl_path, remove_finished=True)\n", ""),
+            (
+                "        download_and_extract_archive(url=DATA_URL, download_root=self._dl_path, remove_finished=True)\n",
+                "",
+            ),
             ('Path(self._dl_path).joinpath("cats_and_dogs_filtered")', 'Path("pictures")'),
             ("(224, 224)", "(32, 32)"),
             ('"trainer.max_epochs": 15', '"trainer.max_epochs": 3'),

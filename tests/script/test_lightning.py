@@ -62,6 +62,7 @@ class Classes(L.LightningModule):
         self.log("most", logits.max(), reduce_fx="max", on_epoch=True, on_step=True)
         self.log("ones", (y == 1).double().sum(), reduce_fx="sum", on_epoch=True, on_step=False)
         self.log("seen", self.seen(logits, y), on_step=True, on_epoch=False)
+        self.log("penalty", sum(p.square().sum() for p in self.parameters()))
         return {"loss": loss}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
@@ -72,6 +73,9 @@ class Classes(L.LightningModule):
         logits = self(x)
         self.auroc.update(logits, y)
         self.mean(F.cross_entropy(logits, y))
+        self.log("val_correct", (logits.argmax(1) == y).sum().double())
+        self.log("val_sum", F.cross_entropy(logits, y, reduction="sum") / 7)
+        self.log("val_least", -logits.amax(1).min(), batch_size=4)
         self.log_dict({"val_loss": F.cross_entropy(logits, y), "val_auroc": self.auroc, "val_mean": self.mean})
 
     def on_validation_epoch_end(self) -> None:
@@ -106,6 +110,10 @@ class Weighted(Classes):
         loss = F.cross_entropy(self(batch[0]), batch[1], weight=torch.tensor([1.0, 2.0, 5.0]).double())
         self.log("loss", loss, on_epoch=True)
         return loss
+
+    def test_step(self, batch: Any, index: int) -> None:
+        loss = F.cross_entropy(self(batch[0]), batch[1], weight=torch.tensor([1.0, 2.0, 5.0]).double())
+        self.log("test_loss", loss)
 
 
 class Manual(Classes):

@@ -134,7 +134,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
     def training_step(self: Any, *args: Any, **options: Any) -> Any:
         ranks = self.meshwise
-        with logging(ranks, self.lightning_module):
+        with logging(ranks, self.lightning_module, "training_step"):
             result = super().training_step(*args, **options)  # type: ignore[misc]
         if result is None:
             refuse(ranks, "a training_step that returns None", "give a loss of 0 * output.sum()")
@@ -144,11 +144,11 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         return result
 
     def validation_step(self: Any, *args: Any, **options: Any) -> Any:
-        with logging(self.meshwise, self.lightning_module, gradients=False):
+        with logging(self.meshwise, self.lightning_module, "validation_step"):
             return super().validation_step(*args, **options)  # type: ignore[misc]
 
     def test_step(self: Any, *args: Any, **options: Any) -> Any:
-        with logging(self.meshwise, self.lightning_module, gradients=False):
+        with logging(self.meshwise, self.lightning_module, "test_step"):
             return super().test_step(*args, **options)  # type: ignore[misc]
 
     def predict_step(self, *args: Any, **options: Any) -> Any:
