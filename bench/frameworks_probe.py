@@ -119,7 +119,8 @@ def _probe(lightning: Any) -> Any:
                 file.write(json.dumps(what) + "\n")
 
     def numbers(trainer: Any) -> dict[str, float]:
-        return {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
+        found = sorted(trainer.callback_metrics.items())
+        return {name if x.dtype == torch.float64 else f"{name}, float32": float(x) for name, x in found}
 
     class Probe(lightning.Callback):  # type: ignore[misc, name-defined]
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:

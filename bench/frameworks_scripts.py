@@ -139,7 +139,7 @@ SCRIPTS = {
     "mnist-hello-world": Script(
         TUTORIALS,
         "lightning_examples/mnist-hello-world/hello-world.py",
-        (("trainer.fit(m", "mw.distribute(trainer)\ntrainer.fit(m"),),
+        (("\ntrainer.fit(m", "\nmw.distribute(trainer)\ntrainer.fit(m"),),
         (SPLIT,),
         package="pytorch_lightning",
         options="--exact-random",
@@ -147,7 +147,7 @@ SCRIPTS = {
     "datamodules": Script(
         TUTORIALS,
         "lightning_examples/datamodules/datamodules.py",
-        (("trainer.fit(m", "mw.distribute(trainer)\ntrainer.fit(m"),),
+        (("\ntrainer.fit(m", "\nmw.distribute(trainer)\ntrainer.fit(m"),),
         (SPLIT, ("[45000, 5000]", "[163, 34]"), ("max_epochs=5", "max_epochs=2"), ("max_epochs=3", "max_epochs=2")),
         package="pytorch_lightning",
         options="--exact-random",
@@ -156,8 +156,8 @@ SCRIPTS = {
         TUTORIALS,
         "lightning_examples/cifar10-baseline/baseline.py",
         (
-            ("trainer.fit(model", "mw.distribute(trainer)\ntrainer.fit(model"),
-            ("swa_trainer.fit(swa", "mw.distribute(swa_trainer)\nswa_trainer.fit(swa"),
+            ("\ntrainer.fit(m", "\nmw.distribute(trainer)\ntrainer.fit(m"),
+            ("\nswa_trainer.fit(swa", "\nmw.distribute(swa_trainer)\nswa_trainer.fit(swa"),
         ),
         (
             ("resnet18(pretrained=False, num_classes=10)", "resnet18(num_classes=10)"),

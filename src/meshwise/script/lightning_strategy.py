@@ -203,6 +203,11 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         super().on_exception(exception)  # type: ignore[misc]
         trainer, saves = self.meshwise.trainer, self.meshwise.trainer.checkpoint_callback
         if self.meshwise.engine.stopped and trainer.state.fn == "fit" and getattr(saves, "dirpath", None):
+            if trainer.validating:  # made again as a whole: as if its first batch had been cut
+                progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+                for each in (progress.total, progress.current):
+                    each.reset()
+                    each.ready = each.started = 1
             trainer.save_checkpoint(Path(saves.dirpath) / f"last{saves.FILE_EXTENSION}")
 
 
