@@ -17,7 +17,8 @@ MW = "import meshwise as mw"
 @dataclass(frozen=True)
 class Script:
     """A script of a repository. package: of its Trainer. options: of `meshwise run` on several devices. subcommand:
-    of its command line without ours. folders: it reads folders of pictures. refused: a part of the sentence with which it is refused."""
+    of its command line without ours. folders: it reads folders of pictures. draws: it augments
+    pictures, which draws are keyed by the sample here. refused: a part of the sentence with which it is refused."""
 
     source: tuple[str, str]
     path: str
@@ -29,6 +30,7 @@ class Script:
     options: str = ""
     subcommand: str = ""
     folders: bool = False
+    draws: bool = False
     stop: int = 5
     refused: str = ""
 
@@ -92,9 +94,10 @@ SCRIPTS = {
                 "    cli.trainer.fit(cli.model)\n",
             ),
         ),
-        (('"max_epochs": 90', '"max_epochs": 2'), ("224", "32"), ("Resize(256)", "Resize(36)")),
+        (('"max_epochs": 90', '"max_epochs": 2'), ("224", "64"), ("Resize(256)", "Resize(70)")),
         (("cli.trainer.fit(cli.model)", "cli.trainer.fit(cli.model" + ON),),
-        arguments="--model.data_path=pictures --model.batch_size=5 --model.workers=0",
+        arguments="--model.data_path=pictures --model.batch_size=8 --model.workers=0 --model.lr=0.001",
+        draws=True,
         subcommand="fit",
         folders=True,
     ),
@@ -113,18 +116,16 @@ SCRIPTS = {
             ('"resnet50"', '"resnet18"'),
             ('weights="DEFAULT"', "weights=None"),
             ("nn.Linear(2048, 256)", "nn.Linear(512, 256)"),
-            (
-                "        download_and_extract_archive(url=DATA_URL, download_root=self._dl_path, remove_finished=True)\n",
-                "",
-            ),
+            ("download_and_extract_archive(url=DATA_URL, download_root=self._dl_path, remove_finished=True)", "pass"),
             ('Path(self._dl_path).joinpath("cats_and_dogs_filtered")', 'Path("pictures")'),
             ("(224, 224)", "(32, 32)"),
             ('"trainer.max_epochs": 15', '"trainer.max_epochs": 3'),
             ("milestones: tuple = (5, 10)", "milestones: tuple = (1, 2)"),
         ),
-        (("cli.trainer.fit(cli.model, cli.datamodule)", "cli.trainer.fit(cli.model, cli.datamodule" + ON),),
+        # Lightning's BaseFinetuning leaves frozen what was unfrozen before a run was cut: not resumed here.
         subcommand="fit",
         folders=True,
+        draws=True,
     ),
     "generative_adversarial_net": Script(
         LIGHTNING,
@@ -166,5 +167,6 @@ SCRIPTS = {
             ("max_epochs=5", "max_epochs=2"),
         ),
         package="pytorch_lightning",
+        draws=True,
     ),
 }
