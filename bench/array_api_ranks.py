@@ -160,14 +160,14 @@ def main() -> None:
         passed = {test for test, row in virtual.items() if row["outcome"] == "passed"}
         lost = {t: found.get(t, {}).get("outcome", "absent") for t in virtual if t in passed}
         lost = {test: outcome for test, outcome in lost.items() if outcome != "passed"}
-        parted = sorted(test for test, row in found.items() if not row["alike"])
+        differing = sorted(test for test, row in found.items() if not row["alike"])
         both = [test for test in passed if test in found and test not in lost]
         other = sorted(test for test in both if found[test]["crc"] != virtual[test]["crc"])
         row = {"tests": len(found), "passed": sum(own["outcome"] == "passed" for own in found.values())}
         row |= {"passed on virtual devices": len(passed), "values read": sum(found[test]["reads"] for test in both)}
         result["passes"][f"{ranks} ranks"] = row | {
             "lost": lost,
-            "checksums differ between ranks": parted,
+            "checksums differ between ranks": differing,
             "checksums differ from virtual devices": other,
             "seconds": round(time.monotonic() - begin),
         }

@@ -40,7 +40,7 @@ from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.allocator import replay
 from meshwise.rehearsal.constants import FIGURES, digest
 from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE
-from meshwise.rehearsal.estimator import estimator
+from meshwise.rehearsal.estimator import rehearser
 from meshwise.rehearsal.measured import prices_here
 from meshwise.rehearsal.memory import with_inside
 from meshwise.rehearsal.trace import trace
@@ -97,7 +97,7 @@ def judged(case: dict[str, Any]) -> dict[str, Any]:
 def _verdicts(job: Job, plan: Plan, rule: str, caps: list[int]) -> tuple[int, list[str]]:
     machine = machine_from_words("1xcpu")
     if rule == "bytes":
-        memory = [estimator(job, machine, cap)(plan).memory for cap in caps]
+        memory = [rehearser(job, machine, cap)(plan).estimate.memory for cap in caps]
         return memory[0].allocated, [each.verdict for each in memory]
     traced = trace(job, plan, "cpu")[0]
     prices = prices_here(machine, [traced.step])

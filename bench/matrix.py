@@ -81,8 +81,7 @@ def environment(folder: Path, python: str, torch: str, wheels: Path | None) -> t
     if built.returncode:
         raise Missing("no fake CUDA: " + (built.stderr.strip().splitlines() or ["tests/cuda/build.py failed"])[-1])
     return inside, {
-        "LD_LIBRARY_PATH": str(fake),
-        "PYTHONPATH": f"{fake / 'site'}:{ROOT / 'src'}",
+        "LD_LIBRARY_PATH": str(fake),  # without its site, which turns fused attention off
         "FAKE_CUDA_DEVICES": "0",
     }
 

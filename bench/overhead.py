@@ -2,8 +2,9 @@
 
     python bench/overhead.py [--seconds 20] [--only WORD]
 
-On one device against a plain loop, on two against a hand-written DistributedDataParallel loop; the job's own step, and
-the two lines in a script's loop. Both sides read the same batches by the same slicing; who goes first alternates.
+On one device against a plain loop, on two against a hand-written DistributedDataParallel loop. A job reads batches by
+the slicing of the loop by hand; a script with the two lines reads the DataLoader that it has without them, with a
+DistributedSampler. Who goes first alternates.
 Rounds are added until no side of an interval is wider than 0.03, eight at most. What the last result has is kept.
 """
 
@@ -24,7 +25,7 @@ import torch
 from keep import RESULTS, keep, ratio_interval
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import meshwise as mw
 from meshwise.data.order import epoch_order, part
@@ -105,20 +106,67 @@ def hand_step(job: Job, log_every: int = 100) -> Step:
 
 
 class _Rows(Dataset[Any]):
-    """The job's data set, for a DataLoader that mw.distribute takes over."""
+    """The job's data set, for a DataLoader, which asks it for the rows of a batch at once."""
 
     def __init__(self, data: Any) -> None:
-        self.data, self.batch = data, data.batch
+        self.data = data
 
     def __len__(self) -> int:
         return len(self.data)
 
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.data.batch(torch.tensor(indices))
 
-def two_lines_step(job: Job) -> Step:
+
+class _Samples(Dataset[Any]):
+    """As most scripts have it: one sample at a time, from tensors in memory."""
+
+    def __init__(self, data: Any) -> None:
+        self.length, self.kept = len(data), data.batch(torch.arange(4096))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(tensor[index % 4096] for tensor in self.kept)
+
+
+def _as_read(batch: Any) -> Any:
+    return batch
+
+
+COLLATE: dict[Any, Any] = {_Rows: _as_read, _Samples: None}
+
+
+def script_by_hand_step(job: Job, kind: Callable[[Any], Any] = _Rows) -> Step:
+    """The script of `two_lines_step` as it is before them: a DataLoader with a DistributedSampler, and DDP."""
+    torch.manual_seed(0)
+    world, rows = join().world, kind(job.data())
+    model: Any = job.model().to(world.device)
+    if world.size > 1:
+        model = DistributedDataParallel(model)
+    optimizer = job.optimizer(model.parameters())
+    sampler = DistributedSampler(rows, world.size, world.rank)
+    batches = iter(DataLoader(rows, job.batch_size // world.size, sampler=sampler, collate_fn=COLLATE[kind]))
+
+    def by_hand() -> None:
+        batch = tuple(tensor.to(world.device) for tensor in next(batches))
+        loss = job.loss(model, batch)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        loss.backward()
+        if job.clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return by_hand
+
+
+def two_lines_step(job: Job, kind: Callable[[Any], Any] = _Rows) -> Step:
     """A loop of one's own with mw.distribute and mw.backward."""
     torch.manual_seed(0)
     model = job.model().to(join().world.device)
-    loader = DataLoader(_Rows(job.data()), batch_size=job.batch_size, shuffle=True)
+    loader = DataLoader(kind(job.data()), batch_size=job.batch_size, shuffle=True, collate_fn=COLLATE[kind])
     model, optimizer, loader = mw.distribute(model, job.optimizer(model.parameters()), loader)
     batches, device = iter(loader), join().world.device
 
@@ -188,7 +236,10 @@ def measure(name: str, batch_size: int | None, steps: int, rounds: int = 1) -> d
     recording.close()
     return {
         "job": ours,
-        "two lines": compare(two_lines_step(job), hand_step(job), steps, rounds),
+        "two lines": compare(two_lines_step(job), script_by_hand_step(job), steps, rounds),
+        "two lines, sample by sample": compare(
+            two_lines_step(job, _Samples), script_by_hand_step(job, _Samples), steps, rounds
+        ),
         "by hand against itself": compare(hand_step(job), hand_step(job), steps, rounds),
     }
 

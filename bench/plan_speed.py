@@ -87,7 +87,7 @@ def many(minutes: float, sample: int, seed: int) -> dict[str, Any]:
 
     from meshwise.machine.words import machine_from_words
     from meshwise.rehearsal.bounds import Bounds
-    from meshwise.rehearsal.estimator import estimator, rehearser
+    from meshwise.rehearsal.estimator import rehearser
     from meshwise.rehearsal.from_few import Tracer
     from meshwise.rehearsal.search import Known, search
     from meshwise.rehearsal.trace import trace
@@ -114,7 +114,7 @@ def many(minutes: float, sample: int, seed: int) -> dict[str, Any]:
 
     found = search(plans, estimate, minutes * 60, known=Known(bounds))
     done = len(plans) - len(found.left)
-    whole = estimator(Whole(llama_70b), machine)
+    whole = rehearser(Whole(llama_70b), machine)
     compared = [_compared(each.plan, each, whole) for each in found.estimates[:sample]]
     return {
         "of": len(plans),
@@ -131,7 +131,7 @@ def many(minutes: float, sample: int, seed: int) -> dict[str, Any]:
 
 def _compared(plan: Any, found: Any, whole: Callable[[Any], Any]) -> dict[str, Any]:
     start = time.perf_counter()
-    other = whole(plan)
+    other = whole(plan).estimate
     pairs = {
         "seconds": (found.seconds and found.seconds.value, other.seconds and other.seconds.value),
         "allocated": (found.memory.allocated, other.memory.allocated),

@@ -31,7 +31,7 @@ def serve(address: Any) -> None:
     """A worker of a pool: run what it is sent, in the process group of all its workers."""
     session = join()
     torch.set_num_threads(1)
-    verb_log.end()  # a case may let ranks part
+    verb_log.end()  # a case may let ranks diverge
     with Client(address, authkey=KEY) as line:
         line.send(session.world.rank)
         while True:

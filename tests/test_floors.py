@@ -10,6 +10,7 @@ import ast
 import functools
 import graphlib
 import io
+import re
 import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -116,6 +117,9 @@ that are single numbers under shard, what ranks train alike."""
 MOST_SAY_CUDA = 20
 """Files whose code says `cuda`, messages and docstrings left out: the rest asks `has_streams` and
 `torch.get_device_module`. May only fall."""
+MOST_WORDS = 12
+"""Of the first line of a module's docstring."""
+NO_VERBS = {"A", "An", "How", "The", "What", "Where", "Whether", "Which"}
 MOST_UNTESTED = 125
 """Modules without a test file of their name and not named in the docstring of one. May only fall."""
 
@@ -496,6 +500,36 @@ def test_a_module_without_a_test_is_found(tmp_path: Path) -> None:
         (tmp_path / path).write_text(text)
     sources = [Source(path, "", ast.parse("")) for path in ("spec/plan.py", "spec/errors.py", "spec/world.py")]
     assert untested(sources, tmp_path) == ["spec/world.py"]
+
+
+def says_in_one_line(source: Source) -> bool:
+    """Whether the docstring of a module begins with one short sentence on a line of its own: what the module does."""
+    line, *more = (ast.get_docstring(source.tree) or "").splitlines() or [""]
+    words = line.split()
+    is_sentence = line.endswith(".") and not re.search(r"[.!?] ", line) and not any(more[:1])
+    return is_sentence and len(words) <= MOST_WORDS and words[0] not in NO_VERBS
+
+
+def test_every_module_says_in_one_line_what_it_does() -> None:
+    found = [source.path for source in own_sources() if not says_in_one_line(source)]
+    assert not found, f"begin with a verb, at most {MOST_WORDS} words and a period: {found}"
+
+
+@pytest.mark.parametrize(
+    ("docstring", "is_told"),
+    [
+        ("Average gradients over ranks that each hold the whole model.\n\nMore of it.", False),
+        ("", True),
+        ("Average gradients", True),
+        ("Average gradients. Read in torch 2.13.", True),
+        ("Average gradients.\nMore of it.", True),
+        ("The mean of gradients.", True),
+        ("Average" + " the gradients" * 6 + ".", True),
+    ],
+)
+def test_a_long_or_missing_first_line_is_found(docstring: str, is_told: bool) -> None:
+    text = f'"""{docstring}"""'
+    assert says_in_one_line(Source("spec/a.py", text, ast.parse(text))) is not is_told
 
 
 def test_every_folder_of_the_package_is_a_package() -> None:

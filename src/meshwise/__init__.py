@@ -1,4 +1,4 @@
-"""meshwise: many devices work as one for anyone who writes PyTorch.
+"""Train, check and compute on many devices as on one, in PyTorch.
 
 The public names are listed once, in `__init__.pyi`, for type checkers and editors. Each is imported from its module
 when it is first used, so that a command which needs no torch does not wait for it.

@@ -1,4 +1,4 @@
-"""`python -m meshwise` is the command `meshwise`."""
+"""Run the command `meshwise` as `python -m meshwise`."""
 
 from meshwise.cli import main
 

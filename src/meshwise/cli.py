@@ -1,4 +1,4 @@
-"""The command line: few commands, errors as one sentence, exit codes that mean something.
+"""Define the command line: commands, one-sentence errors, exit codes.
 
 Each command is a file of `commands`, read when it is typed: torch alone takes a second.
 """

@@ -15,7 +15,7 @@ import pytest
 from meshwise import cli
 from meshwise.api.machines import find_machine
 from meshwise.jobs.registry import find_job
-from meshwise.rehearsal.estimator import estimator
+from meshwise.rehearsal.estimator import rehearser
 from meshwise.rehearsal.trace import trace
 from meshwise.rehearsal.work import CollectiveOperation
 from meshwise.spec.errors import PlanError
@@ -115,7 +115,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
 @pytest.mark.parametrize("name", ["tagger", "unet", "towers"])
 def test_models_that_nobody_named_are_planned(name: str, plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "jobs.py").write_text(JOBS)
-    found = estimator(find_job(f"{tmp_path / 'jobs.py'}:{name}"), find_machine("2xH100"))(plan)
+    found = rehearser(find_job(f"{tmp_path / 'jobs.py'}:{name}"), find_machine("2xH100"))(plan).estimate
     assert found.seconds is not None and found.seconds.low <= found.seconds.value <= found.seconds.high
     assert found.memory.allocated == sum(found.memory.categories.values())
 

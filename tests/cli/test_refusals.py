@@ -110,7 +110,7 @@ for step, x in enumerate(loader, 1):
     if mw.rank() == 1:
         ends(f"one rank {step}", fails)
         ends(f"killed {step}", lambda: os.kill(os.getpid(), signal.SIGKILL))
-    if where == f"parted {step}" and mw.rank() == 1:
+    if where == f"diverged {step}" and mw.rank() == 1:
         break
 for x in loader:
     ends("evaluation", lambda: mw.mean(1.0, weight="all"))
@@ -183,7 +183,7 @@ SAID = {
     (OF_SCRIPT, "one rank 5"): "rank 1 of 2 failed: ValueError: a fault",
     (OF_SCRIPT, "killed 5"): "Give mw.checkpoint what it trains",
     (OF_SCRIPT, "nan 8"): "not finite",
-    (OF_SCRIPT, "parted 5"): "Ranks diverged: ",
+    (OF_SCRIPT, "diverged 5"): "Ranks diverged: ",
     (OF_SCRIPT, "evaluation"): "weight='all'",
     (OF_SCRIPT, "evaluation fails"): "all 2 ranks failed: ValueError: a fault",
     (OF_SCRIPT, "end"): "all 2 ranks failed: ValueError: a fault",

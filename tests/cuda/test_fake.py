@@ -176,7 +176,7 @@ assert abs((kept == 0).float().mean().item() - 0.25) < 0.03 and abs(kept.max().i
 """)  # fmt: skip
 
 
-@pytest.mark.evidence("out of memory at a limit is said with the remedy")
+@pytest.mark.evidence("out of memory at a limit is reported with the remedy")
 def test_memory_ends_at_its_limit(program: Program) -> None:
     program("""
 import torch

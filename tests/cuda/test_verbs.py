@@ -175,7 +175,7 @@ def test_a_killed_rank_is_started_again_on_its_device(meshwise: Run, tmp_path: P
     assert "was killed by SIGKILL" in said and "finished after" in said
 
 
-@pytest.mark.evidence("out of memory at a limit is said with the remedy")
+@pytest.mark.evidence("out of memory at a limit is reported with the remedy")
 @pytest.mark.parametrize("limit", [[], ["--memory-limit", "24MiB"]], ids=str)
 def test_what_does_not_fit_is_said_with_the_remedy(meshwise: Run, fake: Run, limit: list[str]) -> None:
     """On a device of that size, and on one of which the run may use so much."""

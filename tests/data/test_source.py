@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 import meshwise as mw
-from meshwise.data.source import LoaderSettings, count_samples, reader, seeded_by
+from meshwise.data.source import LOOKS, LoaderSettings, count_samples, reader, seeded_by
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
 from meshwise.spec.errors import DataError
@@ -262,6 +263,24 @@ def test_ready_batches_whose_draws_would_depend_on_the_devices_are_refused() -> 
     assert len(list(reader(data, LoaderSettings(collate=as_it_is))([torch.tensor([1])], 0))) == 1
     with pytest.raises(DataError, match=r"ReadyRows.__getitems__ gives a ready batch and draws random numbers"):
         next(reader(data, LoaderSettings(collate=as_it_is, several=True))([torch.tensor([1])], 0))
+
+
+def test_ready_batches_that_begin_to_draw_are_refused_later() -> None:
+    data = ReadyRows()
+    batches = reader(data, LoaderSettings(collate=as_it_is, several=True))([torch.tensor([1])] * (3 * LOOKS), 0)
+    for _ in range(LOOKS + 1):
+        next(batches)
+    data.noise = True
+    with pytest.raises(DataError, match=r"gives a ready batch and draws random numbers"):
+        for _ in range(LOOKS):
+            next(batches)
+
+
+def test_generators_are_kept_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Mock(side_effect=numpy.random.get_state)
+    monkeypatch.setattr(numpy.random, "get_state", kept)
+    assert len(list(reader(Noisy(), LoaderSettings())([torch.arange(5), torch.arange(5)], 0))) == 2
+    assert kept.call_count == 2
 
 
 class ByItems(Dataset[Any]):

@@ -17,10 +17,10 @@ import pytest
 from meshwise.equivalence.program_trace import ProgramTrace, trace_to_compare
 from meshwise.equivalence.programs import watch_script
 from meshwise.equivalence.proof import Proof, prove
-from meshwise.equivalence.scratch_files import scratch_files
 from meshwise.equivalence.trace import CheckSpec
 from meshwise.jobs.script import run_script_file
 from meshwise.process.plan_choice import PLAN_FILE
+from meshwise.process.scratch_files import scratch_files
 from meshwise.process.session import end_sessions, process_engine
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml

@@ -33,7 +33,7 @@ def restarts(tmp_path: Path) -> Restarts:
 def test_what_machines_do_is_started_again_and_what_programs_do_is_not(restarts: Restarts) -> None:
     for kind in ("killed", "left", "hung", "lost", "spoiled"):
         assert Restarts(restarts.folder, most=3).after(failed(kind)) is None
-    for kind in ("raised", "parted", "victim"):
+    for kind in ("raised", "diverged", "victim"):
         ended = restarts.after(failed(kind))
         assert ended is not None and ended.exit_code == 1
     assert Restarts(restarts.folder, most=3, exceptions=True).after(failed("raised")) is None

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import meshwise as mw
 from meshwise.compat.fingerprint import fingerprint
-from meshwise.guards.replicas import BUFFER, PARAMETERS, parted, sums_of
+from meshwise.guards.replicas import BUFFER, PARAMETERS, diverged, sums_of
 from meshwise.process.session import default_engine, end_sessions, program_ends
 from meshwise.spec.errors import DataError, UsageError
 from meshwise.spec.plan import Plan
@@ -108,7 +108,7 @@ def test_what_an_optimizer_draws_is_that_of_one_device(ranks: Any) -> None:
 )
 def test_a_rank_that_alone_came_to_no_number_is_told(rank_0: float, rank_1: float, is_told: bool) -> None:
     ranks = [((PARAMETERS, "", value),) for value in (rank_0, rank_1)]
-    assert bool(parted(ranks, PARAMETERS)) == is_told
+    assert bool(diverged(ranks, PARAMETERS)) == is_told
 
 
 def test_a_buffer_of_this_ranks_samples_is_said_once(ranks: Any) -> None:

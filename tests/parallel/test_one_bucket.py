@@ -70,6 +70,6 @@ def test_one_bucket_is_what_ddp_makes_of_it(size: int, pool: Any) -> None:
     for way in WAYS:
         ours = pool(size).run(trained, way, False)
         for own, theirs in zip(ours, pool(size).run(trained, way, True), strict=True):
-            assert all(a is None or torch.equal(a, b) for a, b in zip(own, ours[0], strict=True)), (way, "parted")
+            assert all(a is None or torch.equal(a, b) for a, b in zip(own, ours[0], strict=True)), (way, "diverged")
             for number, (a, b) in enumerate(zip(own, theirs, strict=True)):
                 assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), (way, number, a, b)

@@ -9,7 +9,7 @@ import torch
 from meshwise.job.job import Job
 from meshwise.jobs.gpt import Gpt, GptSize, token_loss
 from meshwise.machine.words import machine_from_words
-from meshwise.rehearsal.estimator import estimator
+from meshwise.rehearsal.estimator import rehearser
 from meshwise.rehearsal.from_few import Tracer
 from meshwise.rehearsal.likely import Likely
 from meshwise.spec.plan import Plan
@@ -57,7 +57,7 @@ def test_memory_falls_and_time_rises_with_what_saves_memory(likely):
 
 def test_what_was_rehearsed_corrects_the_guesses_of_plans_like_it():
     likely, plan = Likely(Tracer(job()).model, MACHINE), Plan(shard=8, recompute="full")
-    before, found = likely(replace(plan, recompute="none")), estimator(job(), MACHINE)(plan)
+    before, found = likely(replace(plan, recompute="none")), rehearser(job(), MACHINE)(plan).estimate
     likely.learn(found)
     assert likely(plan).memory == pytest.approx(found.memory.total.value)
     assert likely(plan).seconds == pytest.approx(found.seconds.value)

@@ -1,4 +1,4 @@
-"""Implement the public functions and the commands, in the order of a user's steps."""
+"""Implement the public functions and commands, in a user's order."""
 
 from meshwise.spec.lazy import files_of
 

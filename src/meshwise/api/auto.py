@@ -1,4 +1,4 @@
-"""`--plan auto`: the plan that a run takes by itself, found on its devices.
+"""Find the plan for a run on its devices: `--plan auto`.
 
 Tested in tests/cli/test_plan_auto.py.
 """

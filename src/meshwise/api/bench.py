@@ -1,4 +1,6 @@
-"""Measure a machine: its devices, the paths between them, and whether each is as good as its parts.
+"""Measure a machine's devices and paths, and judge each.
+
+The verdict says whether each is as good as its parts.
 
 Tested in tests/cli/test_bench.py.
 """

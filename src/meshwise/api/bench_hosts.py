@@ -1,4 +1,6 @@
-"""Measure the links between the hosts of a cluster: one rank a host, under any launcher that starts one.
+"""Measure the links between the hosts of a cluster.
+
+Any launcher will do that starts one rank a host.
 
 Tested in tests/cli/test_bench_hosts.py.
 """

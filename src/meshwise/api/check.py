@@ -1,4 +1,4 @@
-"""Check a plan: a job or a script on one device and under the plan, in float64, compared.
+"""Check a plan against one device, in float64.
 
 A job and a script are both a `CheckedProgram`: they differ in what each worker calls.
 """
@@ -21,14 +21,11 @@ from torch import nn
 
 from meshwise.api.check_options import DEFAULT_DEVICES, PRELOAD_OF_CHECK, CheckOptions
 from meshwise.compat.compiling import uncompile, unwrapped
-from meshwise.equivalence.file_view import free_folders
-from meshwise.equivalence.locked_files import can_lock, lock_files
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.passes import Passes, say_next_pass
 from meshwise.equivalence.program_trace import ProgramTrace, trace_to_compare
 from meshwise.equivalence.programs import watch_job, watch_script
 from meshwise.equivalence.proof import Proof, prove
-from meshwise.equivalence.scratch_files import scratch_files
 from meshwise.equivalence.trace import CheckSpec, Draws, Trace
 from meshwise.equivalence.views.check_text import check_text
 from meshwise.job.job import Job
@@ -37,6 +34,9 @@ from meshwise.jobs.script import run_script_file
 from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.find import find_devices
 from meshwise.parallel.fits import check_fits, check_for_scripts
+from meshwise.process.file_view import free_folders
+from meshwise.process.locked_files import can_lock, lock_files
+from meshwise.process.scratch_files import scratch_files
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.options import check_script, takes

@@ -1,4 +1,6 @@
-"""The options of a check, each once: the command line and `mw.check` are made from them. No torch.
+"""Declare the options of a check, each once.
+
+The command line and `mw.check` are made from them. No torch.
 
 Tested in tests/cli/test_check.py.
 """

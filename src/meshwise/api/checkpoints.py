@@ -1,4 +1,8 @@
-"""The checkpoints of a run: listed, verified. No torch. Tested in tests/cli/test_checkpoints.py."""
+"""List and verify the checkpoints of a run.
+
+No torch.
+Tested in tests/cli/test_checkpoints.py.
+"""
 
 from __future__ import annotations
 

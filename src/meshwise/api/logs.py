@@ -1,4 +1,7 @@
-"""Show what the ranks of a run print, over all its attempts. Tested in tests/cli/test_submit.py."""
+"""Show what a run's ranks print, over all its attempts.
+
+Tested in tests/cli/test_submit.py.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwise.api.submit import state_of
 from meshwise.records import folder as names
 from meshwise.records.metrics import Metrics
 from meshwise.records.rank_logs import BEGINS, logs_of
+from meshwise.records.run_list import jobs_of
 from meshwise.schedulers import slurm
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import printable
@@ -125,6 +128,6 @@ def _ranks(folder: Path) -> str:
 
 def _is_over(folder: Path) -> bool:
     facts = names.read_run(folder)
-    if state_of(facts) is not None or facts.get("status") == names.RUNNING:
+    if slurm.newest(jobs_of(facts)) or facts.get("status") == names.RUNNING:
         return False
     return facts.get("status") != names.QUEUED or slurm.answers()  # a job that left the queue without a start

@@ -1,4 +1,6 @@
-"""Machines: the one that is here, one in words, one in a file. Nothing waits for torch unless its facts are asked.
+"""Find a machine: this one, one in words, or a file.
+
+Nothing waits for torch unless its facts are asked.
 
 Tested in tests/cli/test_bench.py.
 """

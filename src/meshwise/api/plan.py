@@ -1,4 +1,4 @@
-"""`meshwise plan`: which plan a job should have on a machine, known before it runs.
+"""Choose a job's plan on a machine before it runs: `meshwise plan`.
 
 Tested in tests/cli/test_plan.py.
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from meshwise.api.machines import find_machine
 from meshwise.api.plan_options import PlanOptions
-from meshwise.equivalence.scratch_files import scratch_files
 from meshwise.job.job import Job
 from meshwise.job.run import open_data
 from meshwise.jobs.registry import find_job
 from meshwise.jobs.script import run_script_file
+from meshwise.process.scratch_files import scratch_files
 from meshwise.rehearsal.bounds import Bounds
 from meshwise.rehearsal.candidates import Space, candidates, savers
 from meshwise.rehearsal.estimate import FITS, UNKNOWN, Estimate

@@ -1,4 +1,6 @@
-"""The options of a search for a plan, each once: the command line and `mw.plan` are made from them. No torch.
+"""Declare the options of a plan search, each once.
+
+The command line and `mw.plan` are made from them. No torch.
 
 Tested in tests/cli/test_plan.py.
 """

@@ -1,4 +1,7 @@
-"""The plan of a script, of which its launcher knows no more than the file. Tested in tests/engine/test_program.py."""
+"""Check a script's plan, of which its launcher knows only the file.
+
+Tested in tests/engine/test_program.py.
+"""
 
 from __future__ import annotations
 

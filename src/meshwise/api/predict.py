@@ -1,4 +1,7 @@
-"""Predict: start the workers, show how far they are, and say what came of it. Tested in tests/cli/test_predict.py."""
+"""Predict: start the workers, show progress, summarise the result.
+
+Tested in tests/cli/test_predict.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Make a run's report and its views, and compare two runs. Tested in tests/cli/test_report.py."""
+"""Make a run's report and its views, and compare two runs.
+
+Tested in tests/cli/test_report.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Run a function or a job on every device. Tested in tests/cli, tests/workers/test_launchers.py and tests/faults."""
+"""Run a function or a job on every device.
+
+Tested in tests/cli, tests/workers/test_launchers.py and tests/faults.
+"""
 
 from __future__ import annotations
 

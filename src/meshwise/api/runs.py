@@ -1,4 +1,8 @@
-"""The runs of a folder: listed, removed, their pages opened. No torch. Tested in tests/cli/test_runs.py."""
+"""List runs of a folder, remove them, and open their pages.
+
+No torch.
+Tested in tests/cli/test_runs.py.
+"""
 
 from __future__ import annotations
 

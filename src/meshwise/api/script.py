@@ -1,4 +1,6 @@
-"""Run a user's script on every device. The launcher of a script imports no torch: its workers start at once.
+"""Run a user's script on every device.
+
+The launcher of a script imports no torch: its workers start at once.
 
 Tested in tests/cli, tests/workers/test_launchers.py and tests/faults.
 """

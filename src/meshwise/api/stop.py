@@ -1,4 +1,7 @@
-"""Stop a run for good: in a queue, on a cluster, on this machine. Tested in tests/cli/test_submit.py."""
+"""Stop a run for good: in a queue, cluster, or locally.
+
+Tested in tests/cli/test_submit.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def stop(parent: Path, word: str, say: Callable[[str], object], *, wait: float) 
     folder = find_run(parent, word)
     facts = names.read_run(folder)
     jobs = jobs_of(facts)
-    if jobs and slurm.queued(jobs[-1]):
+    if slurm.newest(jobs):
         _stop_job(folder, jobs[-1], say, wait)
     elif facts.get("status") == names.RUNNING:
         _stop_here(folder, say, wait)

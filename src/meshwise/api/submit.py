@@ -1,4 +1,7 @@
-"""Send a run to the queue of a cluster, and what is asked of it there. Tested in tests/cli/test_submit.py."""
+"""Send a run to a cluster's queue, and manage it there.
+
+Tested in tests/cli/test_submit.py.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +160,7 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
     facts, (sent, task) = names.read_run(run), array_of(run)
     if not (sent / SCRIPT).is_file():
         raise UsageError(f"{run}: was not sent by meshwise submit. Go on with it here: meshwise run --resume {run}")
-    if facts.get("status") == names.RUNNING or state_of(facts):
+    if facts.get("status") == names.RUNNING or slurm.newest(jobs_of(facts)):
         raise UsageError(f"{run}: is still in the queue or runs. Stop it first: meshwise stop {run.name}")
     words, record = again_words(options, sbatch, task), names.read_run(sent).get("submission", {})
     if facts.get("status") == "finished":
@@ -228,12 +231,6 @@ def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
     record: dict[str, Any] = names.read_run(run).get("submission", {})
     names.change_run(run, submission={**record, "jobs": {**record.get("jobs", {}), job: sent}, "sent": sent})
     return job
-
-
-def state_of(facts: Mapping[str, Any]) -> slurm.Queued | None:
-    """What the queue says of the newest job of a run, by its record; None where it is not there any more."""
-    jobs = jobs_of(facts)
-    return slurm.queued(jobs[-1]) if jobs else None
 
 
 def is_run(word: str) -> bool:

@@ -1,4 +1,7 @@
-"""Rehearse what a run needs on a cluster before it is queued. Tested in tests/cli/test_submit.py."""
+"""Rehearse what a run needs on a cluster before it is queued.
+
+Tested in tests/cli/test_submit.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a rank trains with: a job, an engine, and all that a plan may ask for. The launcher of a job does without.
+"""Import what a rank trains with, for the API's files.
+
+The launcher of a job does without these imports.
 
 Tested in tests/cli/test_start_up.py.
 """

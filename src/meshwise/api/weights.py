@@ -1,4 +1,7 @@
-"""Write the weights of a run's state, for any other program. Tested in tests/cli/test_checkpoints.py."""
+"""Write the weights of a run's state, for any other program.
+
+Tested in tests/cli/test_checkpoints.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays that show one memory: what is written through one shows in all, as NumPy's views do.
+"""Write through views: arrays that share memory, as in NumPy.
 
 The parts of most views are tensors that show the memory of the parts that they are views of. What torch cannot show,
 entries in descending order and a `reshape` whose elements lie on other places, is a copy: made anew when it is read

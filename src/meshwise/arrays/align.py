@@ -1,4 +1,6 @@
-"""Several arrays laid out so that a place has all that an elementwise operation needs: which of them move, and where.
+"""Align the operands of an elementwise operation on the same places.
+
+A plan says which operands move, and where, so that each place has all that it needs.
 
 The cheapest layout of an operand is taken: the one for which the fewest bytes of the others move; of equal ones the one
 that divides the work.

@@ -1,4 +1,7 @@
-"""Calls with arguments that a function here does not have, of which NumPy has some: one sentence for each."""
+"""Refuse arguments that a function here lacks, though NumPy has some.
+
+Each refusal is one sentence.
+"""
 
 from __future__ import annotations
 

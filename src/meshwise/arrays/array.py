@@ -1,5 +1,7 @@
-"""An array whose parts are tensors on the places of a namespace. What can be done with one is written in the files of
-its rules; `methods.py` gives the class its operators and methods."""
+"""Define the array: its parts are tensors on places.
+
+What can be done with one is written in the files of its rules; `methods.py` gives the class its operators and methods.
+"""
 
 from __future__ import annotations
 

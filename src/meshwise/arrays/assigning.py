@@ -1,4 +1,4 @@
-"""`x[key] = value`: what is written goes to where it belongs, and only there.
+"""Write `x[key] = value`, only where it belongs.
 
 Lower bound, and moved: the elements of the value that do not lie with what they replace; of a value that is repeated
 along the divided dim, all of it to each place that is written; with index arrays also as in fetching.py; of a mask what

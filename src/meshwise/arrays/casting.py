@@ -1,4 +1,7 @@
-"""Another data type, the limits of one, and what the namespace says of itself (`__array_namespace_info__`)."""
+"""Cast arrays, and describe dtypes and the namespace.
+
+The namespace describes itself by `__array_namespace_info__`.
+"""
 
 from __future__ import annotations
 

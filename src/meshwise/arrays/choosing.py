@@ -1,4 +1,4 @@
-"""Entries chosen: where, take, take_along_axis; a matrix on one side of a diagonal; coordinates of a grid."""
+"""Choose entries: where, take, take_along_axis, triangles, grids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwise.arrays.indexing import nonzero, pick
 from meshwise.arrays.keys import on_host
 from meshwise.arrays.layout import arranged, broadcast_to, of_repeated, spread
 from meshwise.arrays.sharding import sharding
-from meshwise.arrays.views import axis_of, by_bits, made
+from meshwise.arrays.views import SIGNED, axis_of, by_bits, made
 
 
 def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
@@ -33,11 +33,12 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
     for x in (x1, x2):
         if not isinstance(x, Array):
             dtype = of_scalar(x, dtype, condition.space.default_float)
-    shape, placed, (shown, *sides) = aligned("where", [condition, *arrays])
-    own = iter(sides)
-    count = len(shown)
-    both = [next(own) if isinstance(x, Array) else [torch.tensor(x, dtype=dtype)] * count for x in (x1, x2)]
-    parts = [torch.where(c != 0, a.to(dtype), b.to(dtype)) for c, a, b in zip(shown, *both, strict=True)]
+    shape, placed, (shown, *given) = aligned("where", [condition, *arrays])
+    own = iter(given)
+    both = [next(own) if isinstance(x, Array) else [torch.tensor(x, dtype=dtype)] * len(shown) for x in (x1, x2)]
+    bits = SIGNED.get(dtype, dtype)  # torch 2.11 chooses among no uint16
+    firsts, seconds = ([x.to(dtype).view(bits) for x in parts] for parts in both)
+    parts = [torch.where(c != 0, a, b).view(dtype) for c, a, b in zip(shown, firsts, seconds, strict=True)]
     found = as_array_without_dims(Array(tuple(parts), placed, shape, dtype, condition.space))
     return in_order_of(found, [condition, *arrays])
 

@@ -1,4 +1,4 @@
-"""The real and the imaginary parts of complex numbers: views of these."""
+"""View the real and imaginary parts of complex arrays."""
 
 from __future__ import annotations
 

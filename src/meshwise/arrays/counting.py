@@ -1,4 +1,4 @@
-"""Count the elements in bins: each place counts its own, then counts are added."""
+"""Count elements in bins: each place its own, then a sum."""
 
 from __future__ import annotations
 

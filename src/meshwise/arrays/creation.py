@@ -1,4 +1,6 @@
-"""Arrays made anew: each place makes its own part, so that no place ever holds all of a large one.
+"""Create arrays, each place only its own part.
+
+No place ever holds all of a large array.
 
 The first parameter of these functions is the space; the namespace fills it in.
 """

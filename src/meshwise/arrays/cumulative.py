@@ -1,4 +1,4 @@
-"""Cumulative sums and products.
+"""Compute cumulative sums and products.
 
 Along the split dim each part starts from what the parts before it come to. That goes from part to part: a slab of one
 entry of the dim from each part but the last, which is the least: every part but the first depends on it. Sums are

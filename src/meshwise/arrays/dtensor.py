@@ -1,4 +1,6 @@
-"""Arrays over ranks and torch's DTensor, both ways, without a copy where their parts are alike.
+"""Convert between arrays over ranks and torch's DTensor.
+
+Nothing is copied where their parts are alike.
 
 DTensor is imported where it is used: it takes a second, which every start of a program would pay.
 """

@@ -1,4 +1,4 @@
-"""Data types: which there are, what two of them promote to, what may be cast to what.
+"""Define data types, their promotion and their casts.
 
 Within a kind the standard's table holds; where it is silent (integers with floats) NumPy's does. Python's numbers are
 weak: they take the array's type. Arrays without dims promote as all arrays do, which torch does not.

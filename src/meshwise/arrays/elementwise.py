@@ -1,4 +1,6 @@
-"""Elementwise functions. Operands that lie alike are calculated part by part at once; what lies otherwise is aligned.
+"""Compute elementwise functions part by part, after aligning the operands.
+
+Operands that are already placed alike need no alignment.
 
 Integers and booleans become the default float where the function has no integer result. Python's numbers are weak,
 NumPy's are arrays without dims.

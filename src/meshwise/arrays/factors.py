@@ -1,4 +1,6 @@
-"""A matrix that no one place holds, factored in blocks: LU by columns, Cholesky by rows, QR and SVD of tall ones.
+"""Factor a matrix that no one place holds, in blocks.
+
+LU goes by columns, Cholesky by rows; QR and SVD are those of tall matrices.
 
 Bytes, in entries, of n x n with n_k columns (rows) on place k of p, which begin at o_k:
 

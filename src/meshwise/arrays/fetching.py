@@ -1,4 +1,6 @@
-"""Entries by integer arrays: `x[i, j]` read and written where `x` is divided along one of the dims that are indexed.
+"""Read and write entries by integer arrays: `x[i, j]`.
+
+These rules are for an `x` that is divided along one of the indexed dims.
 
 Each place sorts its indices by who holds the entry, asks for them, and gets them. What a place needs to know first is
 how many others ask it for: that is agreed, which waits.

@@ -1,4 +1,6 @@
-"""Fourier transforms. Axes that are not split are transformed where they lie; before the split one comes a transpose.
+"""Compute Fourier transforms, with a transpose before a split axis.
+
+Axes that are not split are transformed where they lie.
 
 Bytes of an array of S bytes that lies evenly on p places:
 

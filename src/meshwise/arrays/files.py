@@ -1,4 +1,6 @@
-"""Arrays in files, `.npy` and safetensors, read and written part by part: no place, and no rank, ever holds the whole.
+"""Load and save arrays part by part: `.npy` and safetensors.
+
+No place, and no rank, ever holds the whole.
 
 Over ranks all of them read, or write, their own parts of one file, which must lie on storage that all of them reach.
 """

@@ -1,4 +1,6 @@
-"""Operations without a rule of their own: gather the whole array to one place, and warn once per operation.
+"""Gather an array for operations without a rule, and warn.
+
+The whole array goes to one place; the warning comes once per operation.
 
 `with mw.guard("error")` forbids it. `WITHOUT_RULE` lists these operations, for the docs.
 """

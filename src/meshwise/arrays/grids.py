@@ -1,4 +1,4 @@
-"""Grids of coordinates, and arrays written as ranges: `xp.mgrid[0:2, 0:3]`, `xp.r_[0:3, 7]`, `xp.ix_`, `xp.indices`."""
+"""Build grids of coordinates: `xp.mgrid[0:2, 0:3]`, `xp.r_[0:3, 7]`, `xp.ix_`, `xp.indices`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`x[key]`, read: slices and indices by interval arithmetic, masks where they lie, index arrays by what they ask for.
+"""Read `x[key]`: slices, indices, masks and index arrays.
+
+Slices and indices go by interval arithmetic; masks are applied where they lie; index arrays fetch what they ask for.
 
 Lower bound, and moved: slices of any step, indices, None: 0 bytes, entries stay where they lie (a part may become
 empty; against the order of entries, the places are in the reverse order). A mask: 0 where it lies as the array does and

@@ -1,4 +1,6 @@
-"""Arrays beside those of other libraries: DLPack, NumPy's own functions, the CUDA array interface.
+"""Exchange arrays with other libraries: DLPack, NumPy, CUDA array interface.
+
+NumPy's own functions also accept our arrays.
 
 What lies on one place is shared without a copy; of what lies on several others get all, gathered, and never a part. For
 a part each: `x.shards`.

@@ -1,5 +1,7 @@
-"""Arrays joined, taken apart, repeated and shifted. What each moves is written at `runs.py`; along a dim that is not
-divided nothing moves."""
+"""Concatenate, stack, split, repeat, roll and pad arrays.
+
+What each moves is written at `runs.py`; along a dim that is not divided nothing moves.
+"""
 
 from __future__ import annotations
 

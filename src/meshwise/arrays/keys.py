@@ -1,4 +1,4 @@
-"""Read an index key (`x[1:, None, mask, ::-2, [0, 2]]`) as NumPy reads it.
+"""Read an index key such as `x[1:, None, mask]`, like NumPy.
 
 Slices and indices are cuts of one dim each. Index arrays and masks are advanced: their dims become those of their
 common shape, at the place of the first where they stand side by side, else in front.

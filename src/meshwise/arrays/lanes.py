@@ -1,4 +1,6 @@
-"""Functions along an axis that each place calculates whole: the split is moved to another dim first.
+"""Compute functions along an axis that must be whole on its place.
+
+If it is split, the split is moved to another dim first.
 
 Bytes moved: a transpose, the least for it: of what lies on p places evenly, (1 - 1/p) of the array.
 """

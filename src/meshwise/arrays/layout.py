@@ -1,4 +1,7 @@
-"""Dims in another order, added, taken away or repeated without memory: nothing moves, each place turns its own part."""
+"""Permute, add, remove or broadcast dims without moving anything.
+
+Each place rearranges its own part, without new memory.
+"""
 
 from __future__ import annotations
 

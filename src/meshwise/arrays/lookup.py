@@ -1,4 +1,6 @@
-"""searchsorted and isin: values looked up in a table, either of which may be split.
+"""Look values up in a table: searchsorted and isin.
+
+Either the table or the values may be split.
 
 Bytes, the lesser of two: the table to every place that has values; or the values to every place that has a part of the
 table, and the answers of the parts added: table missing where values are, or values missing where the table is

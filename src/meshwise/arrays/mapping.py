@@ -1,4 +1,7 @@
-"""A function of tensors run on each part of an array where it lies: for what the namespace has no function for."""
+"""Run a function of tensors on each part of an array.
+
+Use it for what the namespace has no function for.
+"""
 
 from __future__ import annotations
 

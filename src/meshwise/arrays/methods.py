@@ -1,4 +1,6 @@
-"""The operators and methods of `Array`: the same functions that the namespace has.
+"""Give `Array` its operators and methods.
+
+They are the same functions that the namespace has.
 
 Other files add theirs by `METHODS` and `PROPERTIES`, tables of functions whose first parameter is the array.
 """

@@ -1,4 +1,6 @@
-"""The only ways in which an array's bytes leave a place: pieces exchanged, an array laid out anew, parts combined.
+"""Move an array's bytes between places; nothing else does.
+
+It exchanges pieces, lays an array out anew, or combines parts.
 
 Rules ask for a sharding and get it; what has to move is found by interval arithmetic, and each piece is a row of the
 open `mw.comm_log`. Over ranks every rank makes the same list of pieces, so that who sends knows who receives.

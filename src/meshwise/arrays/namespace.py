@@ -1,4 +1,6 @@
-"""The array namespace of a list of devices: `xp = mw.array_namespace("4xcpu")`, then `xp.sqrt(x)` as in NumPy.
+"""Make the array namespace of a list of devices.
+
+`xp = mw.array_namespace("4xcpu")`, then `xp.sqrt(x)` as in NumPy.
 
 It gathers the functions of the files of rules by their names, and has none of its own but those that say where arrays
 lie. A new file of rules gets its line in `RULES`, or in `MAKERS` if its functions need no array.

@@ -1,5 +1,7 @@
-"""Reductions that leave nan out: `xp.nansum`, `xp.nanmean`. Each place does so with what it holds; what moves is as in
-the reductions that they are made of."""
+"""Reduce arrays, ignoring NaN: `xp.nansum`, `xp.nanmean`.
+
+Each place leaves nan out of what it holds; what moves is as in the reductions that they are made of.
+"""
 
 from __future__ import annotations
 

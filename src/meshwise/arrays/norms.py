@@ -1,4 +1,7 @@
-"""Norms, diagonals, traces and cross products: each place calculates of what it holds; partial results move alone."""
+"""Compute norms, diagonals, traces and cross products.
+
+Each place computes with what it holds; only partial results move.
+"""
 
 from __future__ import annotations
 

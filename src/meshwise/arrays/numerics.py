@@ -1,4 +1,4 @@
-"""Products, sorts, sets, quantiles, transforms: the functions of the files that have them, by name."""
+"""List numeric functions of other files by name."""
 
 from __future__ import annotations
 

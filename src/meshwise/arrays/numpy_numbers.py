@@ -1,4 +1,6 @@
-"""NumPy's functions of samples and signals that the standard has not: interpolation, differences, covariances, bins.
+"""Add NumPy's functions of samples and signals beyond the standard's.
+
+They are interpolation, differences, covariances and bins.
 
 They are made of those that it has, and move what these move. A table that values are looked up in (`interp`) goes to
 each place that has values, of `convolve` the shorter array to each that has a part of the other, which gets the entries

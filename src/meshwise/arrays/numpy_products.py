@@ -1,4 +1,6 @@
-"""NumPy's products that the standard has not: `einsum`, `inner`, `kron`, `vdot`; and `linalg.norm`, `lstsq`, `polyfit`.
+"""Add NumPy's products beyond the standard's: `einsum`, `inner`, `kron`, `vdot`.
+
+`linalg.norm`, `lstsq` and `polyfit` are here too.
 
 An `einsum` of more than two arrays is one of the first two, then of that and the next: each of these moves what a
 product moves, the fewest bytes.

@@ -1,5 +1,7 @@
-"""NumPy's functions of shapes and entries that the standard has not, made of those that it has: they move what these
-move."""
+"""Add NumPy's functions of shapes and entries beyond the standard's.
+
+They are made of those that the standard has, and move what these move.
+"""
 
 from __future__ import annotations
 

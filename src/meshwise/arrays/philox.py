@@ -1,4 +1,6 @@
-"""Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011): 64 random bits of a key and a count, on any device.
+"""Generate counter-based random bits with Philox4x32-10, on any device.
+
+A key and a count give 64 random bits (Salmon, Moraes, Dror, Shaw, SC 2011).
 
 torch calculates with signed 64-bit integers: a product of two 32-bit numbers keeps all its bits in one, and a mask
 after a shift gives them as unsigned ones.

@@ -1,4 +1,6 @@
-"""Products that sum over common dims: matmul, vecdot, tensordot, outer. One rule for all of them.
+"""Compute products that sum over common dims: matmul, vecdot, tensordot, outer.
+
+All of them follow one rule.
 
 The dims of both operands have labels, as in einsum, and the work is divided along one label. An operand that has it
 is split there, an operand without it is on every place; where the result is without it, each place has a partial sum,

@@ -1,4 +1,4 @@
-"""quantile, percentile, median and the k largest.
+"""Compute quantile, percentile, median and the k largest.
 
 Along a dim that is not split each place sorts its own. Of all of a split array, or of a split vector, only the elements
 that are asked for are read: parts are sorted where they lie, and exact cuts say where the element of a rank is. A split

@@ -1,5 +1,7 @@
-"""Random arrays: an element depends on the seed, the number of the draw, and its own place in the array, and on
-nothing else: the same numbers on any number of devices, on a CPU as on a GPU.
+"""Draw random arrays that are alike on any number of devices.
+
+An element depends on the seed, the number of the draw, and its own place in the array, and on nothing else: the same
+numbers on a CPU as on a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""An array read: as one tensor or NumPy array of the host, as a number, as text. Only these wait for a value."""
+"""Read an array on the host: tensor, NumPy array, number, text.
+
+Only these wait for a value.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reductions: each place reduces what it holds; only partial results move, and only if the divided dim is reduced.
+"""Reduce arrays; only partial results move.
+
+Each place reduces what it holds; partial results move only if the split dim is reduced.
 
 Partial results are added in the order of the places, so that the same program gives the same bits every time.
 """

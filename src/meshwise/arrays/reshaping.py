@@ -1,4 +1,4 @@
-"""reshape: dims joined and cut, where only what crosses a new border moves.
+"""Reshape arrays, moving only what crosses a new border.
 
 Dims of the old and the new shape belong together in groups of equal size; a group without the divided dim is reshaped
 where it lies. In its own group (outer, divided, inner) the new array is divided along the first dim that has an entry

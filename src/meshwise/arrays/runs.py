@@ -1,4 +1,6 @@
-"""An array put together along one dim of runs of entries of others: concat, roll, tile, pad and halo are such.
+"""Assemble an array along one dim from runs of others.
+
+concat, roll, tile, pad and halo are such.
 
 What a place wants is an interval of the result, what a place holds of a run is an interval of it; where both meet there
 is something to hand over. Lower bound, and moved: the entries that a place wants and does not hold.

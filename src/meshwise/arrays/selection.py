@@ -1,4 +1,6 @@
-"""Select the first r elements of several sorted parts, for sorting, quantiles and top-k.
+"""Select the first r elements of several sorted parts.
+
+Sorting, quantiles and top-k use it.
 
 Samples at equal steps of what is undecided are read, a few hundred of all parts a round, and each round leaves about a
 hundredth undecided; when it is small enough all of it is read. Equal elements go by part, then by position, so the

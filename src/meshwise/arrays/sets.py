@@ -1,4 +1,6 @@
-"""unique_*: a sort by exact cuts, then each place counts what begins anew in its part.
+"""Compute unique_*: sort by exact cuts, then count in place.
+
+Each place counts the distinct values that begin in its part.
 
 Bytes: those of the sort; of one element from each part to the next; and for the inverse, of one number an element back
 to where it came from. For values and counts alone each place first drops what it has twice.

@@ -1,4 +1,4 @@
-"""The functions of shapes and entries that a namespace has, and the methods of `Array` that are such."""
+"""Define the namespace's functions of shapes and entries."""
 
 from __future__ import annotations
 

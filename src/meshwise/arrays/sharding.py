@@ -1,4 +1,4 @@
-"""Describe where an array's elements lie: whole on some places, or divided along a dim.
+"""Describe where an array's elements lie: whole, or split by dim.
 
 A `Layout` is what a user writes before the shape is known; `Layout.of` makes the `Sharding` of an array from it.
 """

@@ -1,4 +1,6 @@
-"""Systems of equations, determinants, inverses, powers and Cholesky factors of matrices and stacks, however they lie.
+"""Solve linear systems; compute determinants, inverses, powers and Cholesky factors.
+
+Matrices and stacks may be split along any dim.
 
 Stacks are calculated where they lie (`stacks.py`). One large matrix that is divided is factored in blocks
 (`factors.py`); a small one is gathered, which moves less.

@@ -1,4 +1,4 @@
-"""sort, argsort and what stands on them along one axis.
+"""Sort along one axis: sort, argsort and what builds on them.
 
 Along a dim that is not split each place sorts its own. A vector that is split is sorted by exact cuts: each part is
 sorted where it lies, `selection.cuts` finds how much of each belongs to which place, that is exchanged, and each place

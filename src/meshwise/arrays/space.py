@@ -1,4 +1,4 @@
-"""The places of a namespace: which devices they are, which of them are here, how a device is named.
+"""Define a namespace's places: its devices, which are here, names.
 
 Over ranks (`meshwise run`, torchrun) place k is rank k, and one place is here; in one process all are.
 """

@@ -1,4 +1,6 @@
-"""QR, singular values and what stands on them, eigenvalues: of matrices and stacks, however they lie.
+"""Compute QR, singular values and eigenvalues.
+
+Matrices and stacks may be split along any dim.
 
 Stacks are calculated where they lie (`stacks.py`). A tall matrix that is split by rows, or a wide one by columns, is
 factored part by part (`factors.py`). Others are gathered, with a warning for large ones and for all eigenvalues.

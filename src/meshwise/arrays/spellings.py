@@ -1,4 +1,6 @@
-"""NumPy's and CuPy's spellings beside the standard's: other names of its functions, and functions made of these.
+"""Add NumPy's and CuPy's other spellings of the standard's functions.
+
+They are other names, or functions made of the standard's.
 
 `ALIASES` are names for functions that a namespace has; the functions here use those of their array's own namespace.
 """

@@ -1,4 +1,6 @@
-"""Functions of matrices over parts: stacks whose split dim counts matrices are calculated where they lie.
+"""Compute functions of matrices over parts of a stack.
+
+A stack that is split along a dim that counts matrices is computed where it lies.
 
 A stack that is split along the rows or columns of its matrices is first split along its longest other dim, a
 transpose. One matrix of less than `LARGE` bytes is gathered and its result laid out as it was: dividing the work of so

@@ -1,4 +1,4 @@
-"""Mean, variance, standard deviation, and where the greatest and the least element are.
+"""Compute mean, variance, standard deviation, argmax and argmin.
 
 What each place finds of its part is combined once: counts, means and squared distances as Chan, Golub and LeVeque do;
 of extremes the value with its global index.

@@ -1,4 +1,4 @@
-"""Track the strides of NumPy's array, which decide whether `reshape` is a view.
+"""Track NumPy's strides, which decide whether `reshape` is a view.
 
 Strides count elements, and are those of one undivided array, whatever device its parts lie on. None: row-major order.
 """

@@ -1,4 +1,4 @@
-"""Elementwise functions that NumPy has beside the standard's; and `outer`, `reduce` and their like, which its have."""
+"""Add NumPy's elementwise functions, and ufunc methods such as `reduce`."""
 
 from __future__ import annotations
 

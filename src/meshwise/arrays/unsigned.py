@@ -1,4 +1,6 @@
-"""uint16, uint32 and uint64, of which torch keeps values and has almost no kernels: calculated in signed integers.
+"""Compute in uint16, uint32 and uint64 by signed integers.
+
+torch stores these types, but has almost no kernels for them.
 
 The narrower two fit into a signed type of twice their width, which is cut to their bits afterwards. Of uint64 there is
 none: sums and products have the same bits signed, orders hold with the highest bit turned over, and the rest is here.

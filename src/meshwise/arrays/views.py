@@ -1,4 +1,4 @@
-"""Share helpers among rules of shapes and entries: parts, bits and dims of arrays."""
+"""Share helpers for shapes and entries: parts, bits and dims."""
 
 from __future__ import annotations
 

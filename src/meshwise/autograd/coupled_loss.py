@@ -1,4 +1,4 @@
-"""Detect a loss that couples the samples of a batch, such as a dice or similarities.
+"""Detect a loss that couples a batch's samples, such as dice.
 
 A mean or a sum of what each sample has of its own has no second derivative by two samples. It is taken between the loss
 and the nearest tensors below with a row for each sample that a product with a parameter, or a function of somebody's

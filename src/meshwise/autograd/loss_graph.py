@@ -1,4 +1,6 @@
-"""Read a loss's graph: is it a sum over samples, does it have a penalty?
+"""Detect sums over samples and penalties in a loss's graph.
+
+The sum is one over samples.
 
 Nodes keep what they were made with as `_saved_…`, which is not public. Read in torch 2.13:
 `tools/autograd/derivatives.yaml`.

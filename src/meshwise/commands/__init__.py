@@ -1,1 +1,1 @@
-"""The commands, one verb a file: options, and what is printed."""
+"""Define the commands, one verb per file: options and output."""

@@ -1,4 +1,6 @@
-"""`meshwise bench`: measure the machine, check every path, judge it; save that, and compare two of them.
+"""Measure and judge the machine: `meshwise bench`.
+
+It checks every path, saves the result, and compares two of them.
 
 Tested in tests/cli/test_bench.py and test_bench_hosts.py.
 """

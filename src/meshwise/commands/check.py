@@ -1,4 +1,4 @@
-"""`meshwise check`: prove that a plan computes what one device computes."""
+"""Prove that a plan computes what one device does: `meshwise check`."""
 
 from __future__ import annotations
 

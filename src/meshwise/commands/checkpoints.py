@@ -1,4 +1,7 @@
-"""`meshwise checkpoints`: the saved states of a run. Tested in tests/cli/test_checkpoints.py."""
+"""List and verify the saved states of a run: `meshwise checkpoints`.
+
+Tested in tests/cli/test_checkpoints.py.
+"""
 
 from __future__ import annotations
 

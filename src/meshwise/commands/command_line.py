@@ -1,4 +1,4 @@
-"""A command line from a dataclass: each field that has an `Option` is an option of the command.
+"""Make a command line of a dataclass whose fields have `Option`.
 
     @app.command()
     @from_dataclass

@@ -1,4 +1,4 @@
-"""Complete words in a shell: jobs and files, fields of a plan, devices, runs.
+"""Complete words in a shell: jobs, files, plan fields, devices, runs.
 
 Tested in tests/cli/test_completion.py.
 """

@@ -1,4 +1,7 @@
-"""`meshwise devices`: what is here, or what a machine in words or a file has. Tested in tests/cli/test_bench.py."""
+"""Show devices here, in words, or in a file: `meshwise devices`.
+
+Tested in tests/cli/test_bench.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`meshwise logs`: what the ranks of a run print. Tested in tests/cli/test_submit.py."""
+"""Show what the ranks of a run print: `meshwise logs`.
+
+Tested in tests/cli/test_submit.py.
+"""
 
 from __future__ import annotations
 

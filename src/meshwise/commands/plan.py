@@ -1,4 +1,7 @@
-"""`meshwise plan`: the plans of a job on a machine, known before it runs."""
+"""List and rank a job's plans on a machine: `meshwise plan`.
+
+They are known before it runs.
+"""
 
 from __future__ import annotations
 

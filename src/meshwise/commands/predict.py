@@ -1,4 +1,7 @@
-"""`meshwise predict`: run a model over every sample once, in order, under any plan."""
+"""Run a model over every sample once: `meshwise predict`.
+
+Any plan gives the predictions in order.
+"""
 
 from __future__ import annotations
 

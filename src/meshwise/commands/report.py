@@ -1,4 +1,4 @@
-"""`meshwise report`: what a run did, in every form."""
+"""Show what a run did, in every form: `meshwise report`."""
 
 from __future__ import annotations
 

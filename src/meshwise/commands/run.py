@@ -1,4 +1,4 @@
-"""`meshwise run`: train a job, or run a script, on every device."""
+"""Train a job, or run a script, on every device: `meshwise run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`meshwise runs`: the runs that there are. Tested in tests/cli/test_runs.py."""
+"""List the runs that there are: `meshwise runs`.
+
+Tested in tests/cli/test_runs.py.
+"""
 
 from __future__ import annotations
 

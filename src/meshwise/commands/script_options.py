@@ -1,4 +1,6 @@
-"""Whose an option is that follows a script's name: the script's, as its source tells, or meant for meshwise.
+"""Decide whether an option after a script's name is the script's.
+
+The script's source tells; else it may be meant for meshwise.
 
 Tested in tests/cli/test_script_arguments.py.
 """

@@ -1,4 +1,7 @@
-"""`meshwise stop`: let a run save and end for good. Tested in tests/cli/test_submit.py."""
+"""Let a run save and end for good: `meshwise stop`.
+
+Tested in tests/cli/test_submit.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshwise submit`: send a run to the queue of a cluster."""
+"""Send a run to a cluster's queue: `meshwise submit`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`meshwise weights`: the weights of a run's saved state. Tested in tests/cli/test_checkpoints.py."""
+"""Write the weights of a run's saved state: `meshwise weights`.
+
+Tested in tests/cli/test_checkpoints.py.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Private and moving torch APIs, each probed, with a fallback or a clear refusal."""
+"""Wrap private and moving torch APIs, each with a probe.
+
+Where a probe fails, there is a fallback or a clear refusal.
+"""

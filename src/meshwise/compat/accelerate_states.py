@@ -1,4 +1,8 @@
-"""What accelerate knows of a process, and has no public way to: its states, its seeded sampler, the loop at its end.
+"""Reach accelerate's private state: processes, seeded sampler, loop ends.
+
+None of the three has a public interface.
+
+Its states, its seeded sampler and its end of a loop have no public way to them.
 
 Read in accelerate 1.15. Nothing of it is imported before a Trainer is there. Tested in tests/script/test_trainer.py.
 """

@@ -1,4 +1,6 @@
-"""Every collective that this process begins, whoever begins it: DDP's reducer in C++, `fully_shard`, the program.
+"""Observe every collective that this process begins.
+
+DDP's reducer in C++, `fully_shard` and the program may all begin one.
 
 All of them go through one operator each of the namespace `c10d` (`c10d::allreduce_`), which a kernel of ours surrounds:
 at `BackendSelect`, which every call passes, in inference mode and from C++ too. It changes no argument and no result.

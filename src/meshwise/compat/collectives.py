@@ -1,4 +1,6 @@
-"""torch's collectives as one set, whatever the backend and the version: any dtype, any layout, zero elements too.
+"""Give torch's collectives one behaviour on every backend and version.
+
+They take any dtype, any layout, and zero elements too.
 
 What is hidden here, with what was found by running torch 2.13 (gloo) and read in 2.11 and 2.15:
 

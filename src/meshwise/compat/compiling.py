@@ -1,4 +1,6 @@
-"""Modules that torch.compile has wrapped or changed, found without importing the compiler (whose import takes 4 s).
+"""Find modules that torch.compile has wrapped, without importing the compiler.
+
+Its import takes 4 s.
 
 `OptimizedModule`, `_compiled_call_impl`, `cached_backends` and the switch of the environment are not public. Read in
 torch 2.11, 2.13 and 2.15: `_dynamo/eval_frame.py`, `_dynamo/config.py`, `nn/modules/module.py`.

@@ -1,4 +1,6 @@
-"""Complex numbers beside real ones: torch's `model.to(torch.float64)` takes their imaginary parts away.
+"""Convert a model's dtype without dropping the imaginary parts of complex numbers.
+
+torch's `model.to(torch.float64)` drops them.
 
 Read in torch 2.11, 2.13 and 2.15: `nn/modules/module.py`, `to`. Tested in tests/parallel/test_complex.py.
 """

@@ -1,4 +1,4 @@
-"""Copies of many tensors in one call.
+"""Copy many tensors in one call.
 
 Tested in tests/recovery/test_last_state.py.
 """

@@ -1,4 +1,6 @@
-"""Every operator through one handler, and facts that live as long as a storage: torch's dispatch modes.
+"""Pass every operator through one handler, by torch's dispatch modes.
+
+`StorageMap` keeps facts for as long as a storage lives.
 
 `TorchDispatchMode` and the weak reference to a storage are torch's own tools for such modes, but not its public API.
 Read in torch 2.11, 2.13 and 2.15: `utils/_python_dispatch.py`, `multiprocessing/reductions.py`.

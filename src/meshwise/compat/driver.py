@@ -1,4 +1,6 @@
-"""Ask CUDA what torch's public names do not tell: forks, the driver's count, pinning, a held stream.
+"""Ask CUDA what torch's public names do not tell.
+
+That is: forks, the driver's count, pinning, a held stream.
 
 `torch.cuda.device_count()` reads CUDA_VISIBLE_DEVICES anew, through NVML, even after the driver has: the count that the
 driver keeps is private, and so is whether a forked process may ask it. `torch.cuda._sleep` is what PyTorch's own tests

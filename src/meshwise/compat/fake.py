@@ -1,4 +1,6 @@
-"""Fake tensors: shapes, strides and devices without memory; and each operator on them through one handler.
+"""Pass operators on fake tensors through one handler.
+
+Fake tensors have shapes, strides and devices, but no memory.
 
 `FakeTensorMode` is torch's own tool for this (export and compile stand on it), but not its public API.
 Read in torch 2.11, 2.13 and 2.15: `_subclasses/fake_tensor.py`.

@@ -1,4 +1,6 @@
-"""Calls of operators on fake tensors that are alike are worked out once: later ones get tensors of the same sizes.
+"""Memoise operator calls on fake tensors.
+
+Later calls that are alike get tensors of the same sizes.
 
 Alike are calls of one operator with tensors of equal shapes, strides, offsets, dtypes, devices and sizes of memory, and
 equal other arguments. torch's own cache of fake tensors does the same in ten times the time. What it leaves out is left

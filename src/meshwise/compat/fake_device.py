@@ -1,4 +1,6 @@
-"""A GPU that is not there: a device `sim` whose streams and events tell a listener what waits for what.
+"""Simulate a GPU: a device `sim` with streams and events.
+
+They tell a listener what waits for what.
 
 Fake tensors on it behave as on CUDA: optimizers take their foreach paths, FSDP2 its streams, attention a fused kernel.
 torch registers it as PrivateUse1, once in a process; it is an accelerator only while a rehearsal has it.

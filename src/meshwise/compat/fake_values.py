@@ -1,4 +1,6 @@
-"""Values of small fake tensors, for a rehearsal: what a program makes of numbers and of its batch's integers.
+"""Track values of small fake tensors during a rehearsal.
+
+They are what a program computes from numbers and from its batch's integers.
 
 Models look at such values: rates along the depth (`linspace(...).item()`), whether a mask has zeros. A value is a real
 tensor of the CPU beside the fake one; what is computed of values alone is a value too. Real views share memory, so that

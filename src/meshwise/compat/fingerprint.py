@@ -1,4 +1,4 @@
-"""Read the fingerprint that Hugging Face datasets keep of their content and history.
+"""Read the fingerprint that Hugging Face datasets keep of their content.
 
 Read in datasets 5.2: `arrow_dataset.py`. Tested in tests/guards/test_replicas.py.
 """

@@ -1,4 +1,4 @@
-"""Floating-point operations of an operator, by torch's own formulas for its flop counter.
+"""Count an operator's FLOPs by the formulas of torch's flop counter.
 
 Operators without a formula count none: they are bound by memory. A causal attention counts half, as its fused kernels
 compute half. Read in torch 2.11, 2.13 and 2.15: `utils/flop_counter.py`.

@@ -1,5 +1,6 @@
-"""Trace a program's CUDA streams, events and memory through torch's sanitizer hooks, and add the queries of events and
-streams that they leave out.
+"""Trace CUDA streams, events and memory through torch's sanitizer hooks.
+
+Queries of events and streams, which the hooks leave out, are added.
 
 Read in torch 2.11, 2.13 and 2.15: `cuda/_gpu_trace.py`, `c10/cuda/CUDAEvent.h`, `CUDAFunctions.h`. The trace
 cannot be switched off: it goes to a listener, or nowhere. Freed memory is given by its address alone, on any device.

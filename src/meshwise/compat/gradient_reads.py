@@ -1,4 +1,6 @@
-"""`.grad` of parameters while gradients wait on their rank: who reads or sets one comes to `settle` first.
+"""Settle waiting gradients when `.grad` of a parameter is read.
+
+While gradients wait on their rank, reading or setting one calls `settle` first.
 
 torch's attribute is in C. A property of the same name stands before it on the classes of parameters, from `watch` until
 `end`: no longer than gradients wait, so that no other step pays for it. Our own code reads what is there.

@@ -1,4 +1,7 @@
-"""Freed memory back to the system: glibc keeps what lies between tensors that live on."""
+"""Return freed memory to the system with glibc's `malloc_trim`.
+
+glibc keeps freed memory that lies between live tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of Lightning's Trainer that have no public name: its signals, what it logs with, the closure of a step.
+"""Reach private parts of Lightning's Trainer: signals, logging, step closure.
 
 Read in Lightning 2.6. Nothing of it is imported. Tested in tests/script/test_lightning.py.
 """

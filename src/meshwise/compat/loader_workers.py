@@ -1,4 +1,6 @@
-"""Loader workers outlive a scheduler's warning, which goes to every process of a task.
+"""Keep loader workers alive through a scheduler's warning signal.
+
+The scheduler sends it to every process of a task.
 
 torch's worker processes end by SIGTERM, SIGINT, SIGUSR1 and SIGUSR2: the rank then fails in the middle of the step
 after which it would have saved its state. They are ended by their rank, as before. Read in torch 2.11, 2.13 and 2.15:

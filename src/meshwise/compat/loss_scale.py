@@ -1,4 +1,6 @@
-"""Recover a loss before a GradScaler scaled it: the value that people want to see.
+"""Recover a loss from before a GradScaler scaled it.
+
+People want to see that value.
 
 `GradScaler.scale` is wrapped, since nothing public tells it. Read in torch 2.13: `amp/grad_scaler.py`,
 whose `scale` gives a new tensor, or the same one where the scaler is off.

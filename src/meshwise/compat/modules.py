@@ -1,4 +1,4 @@
-"""Read private parts of torch modules: tensor dictionaries, the base of batch norms, forward.
+"""Read private parts of torch modules: tensor dictionaries, hooks, forward.
 
 Tested in tests/script/test_generate.py and tests/parallel.
 """

@@ -1,4 +1,4 @@
-"""Count what a torch.distributed operator moves, and whether the program waits for it.
+"""Count what a torch.distributed operator moves and whether it blocks.
 
 Operators of the namespace `c10d` say by `async_op` whether the caller waits at once; sends, receives and the functional
 ones (`_c10d_functional`) never do. Read in torch 2.11, 2.13 and 2.15: `csrc/distributed/c10d/Ops.cpp`,

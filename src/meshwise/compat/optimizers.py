@@ -1,4 +1,4 @@
-"""Read private parts of torch's optimizers: hook order, and the step without hooks."""
+"""Order the hooks of torch's optimizers, and step without them."""
 
 from __future__ import annotations
 

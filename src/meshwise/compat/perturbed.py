@@ -1,5 +1,7 @@
-"""Communication perturbed, so that a race shows which a quiet run hides: ranks and streams are late at random, and a
-buffer that an exchange writes holds no number until that is waited for.
+"""Perturb communication at random, so that races show.
+
+A quiet run hides them. Ranks and streams are late at random, and a buffer that an exchange writes holds no number until
+that is waited for.
 
 The functions of `torch.distributed` are surrounded, where Python calls them by that name (as `fully_shard` and we do).
 An exchange that runs beside the program (`async_op=True`, `isend`, `irecv`) gets copies of its buffers. What it writes

@@ -1,4 +1,4 @@
-"""Ranges that other profilers show: torch.profiler (Kineto) through `record_function`, Nsight Systems through NVTX.
+"""Mark ranges for torch.profiler (Kineto) and Nsight Systems (NVTX).
 
 A `record_function` costs 6 µs even when nobody profiles, so it is made only while torch's profiler runs. The flag that
 says so is private; where it is missing, no range is made. Read in torch 2.11, 2.13 and 2.15: `autograd/profiler.py`.

@@ -1,4 +1,4 @@
-"""DistributedDataParallel's reducer, driven without its wrapper around the model.
+"""Drive DistributedDataParallel's reducer without wrapping the model.
 
 DDP's bucketing and overlap live in its C++ reducer, which its forward arms for the coming backward. Arming it right
 before the backward instead leaves the model's class, hooks and state_dict keys alone, and lets a step call the model

@@ -1,5 +1,7 @@
-"""Operators on lists of DTensors (`_foreach_`, fused optimizers, a loss scaler's look) whose tensors lie on several
-meshes: DTensor takes those of one, so each mesh's are given to it by themselves.
+"""Run operators on lists of DTensors that lie on several meshes.
+
+Such operators are `_foreach_`, fused optimizers and a loss scaler's check. DTensor accepts tensors of one mesh only, so
+it is called once for each mesh.
 
 The hook is private. Read in torch 2.13: `distributed/tensor/_dispatch.py`.
 

@@ -1,4 +1,9 @@
-"""Tensor subclasses and what torch calls on them: `__torch_function__` off, and the name of what was called."""
+"""Handle `__torch_function__`: switch it off, and name what was called.
+
+torch calls it on tensor subclasses.
+
+Tensor subclasses have it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Trees of tensors: what is inside tuples, lists, dicts and other mappings, dataclasses and named tuples.
+"""Map and list the tensors inside nested containers.
+
+Containers are tuples, lists, dicts and other mappings, dataclasses and named tuples.
 
 torch's own `_pytree` is private, and takes dataclasses, mappings such as the batches of tokenizers, and subclasses of
 lists for leaves.

@@ -1,4 +1,6 @@
-"""Make reads of a sharded tensor return the whole value, which DTensor does not.
+"""Make reads of a sharded tensor return the whole value.
+
+DTensor does not.
 
 `item`, `float` and `bool` of a DTensor read this rank's part, `format`, `tolist` and `numpy` fail. For the meshes that
 are given here they reduce or gather first, which all ranks must do together: `meet` is called before each exchange of

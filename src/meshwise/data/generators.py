@@ -1,4 +1,6 @@
-"""Random generators that draw the order of the data: as in plain torch on one device, those of rank 0 on several.
+"""Manage the random generators that draw the order of data.
+
+On one device they draw as in plain torch; on several, rank 0's draw for all.
 
 What a loop draws is keyed (`model_stream.seed_draws`): the program's own generator of torch rests while one is open.
 What a loader draws (the base seed of an iterator, the seed of a shuffled epoch) is drawn from the program's generator,

@@ -1,4 +1,6 @@
-"""Keyed draws: a random draw inside a model is a function of (seed, step, microbatch, call, global element index).
+"""Key random draws inside a model by step, call and element.
+
+A draw is a function of (seed, step, microbatch, call, global element index).
 
 One device draws a dropout mask for the whole microbatch; under a plan each rank takes its rows of that same mask. It
 works on operators, wherever they are written: `nn.Dropout`, attention, LSTMs.

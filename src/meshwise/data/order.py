@@ -1,4 +1,6 @@
-"""Each rank's share of the data, and a job's order of it: a pure function of (seed, epoch, global index).
+"""Compute each rank's share of the data and a job's order.
+
+The order is a pure function of (seed, epoch, global index).
 
 The state of the order is one integer: how many samples of the epoch are behind us. World size, worker processes and
 accumulation may change at any step, and no sample is lost or repeated.

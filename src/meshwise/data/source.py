@@ -1,4 +1,6 @@
-"""Read batches from a data set: tensors in memory are sliced by batch, anything else goes through torch's DataLoader.
+"""Read batches from a data set, in memory or by DataLoader.
+
+Tensors in memory are sliced by batch; anything else goes through torch's DataLoader.
 
 Random draws inside a data set (augmentation) are keyed by (seed, epoch, sample index): a sample looks the same
 whichever rank and whichever worker process reads it.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, tee
 from operator import attrgetter
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+from meshwise.data.generators import GLOBAL
 from meshwise.data.order import BatchSlice
 from meshwise.spec.errors import DataError
 
@@ -26,6 +30,8 @@ Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
 """`read(index batches, epoch)` gives the batches."""
 
 _INDICES = attrgetter("indices")
+LOOKS = 16
+"""Of ready batches, that several ranks read parts of, so many are looked at whether they draw, and each so many-th."""
 
 
 @dataclass(frozen=True)
@@ -121,61 +127,68 @@ class KeyedDataset(Dataset[Any]):
     def __init__(self, data: Any, seed: int, several: bool = False) -> None:
         self.data, self.seed, self.several = data, seed, several
         self._batched = getattr(data, "__getitems__", None)
-        self._alone = self._batched is not None and not _gives_samples(type(data))
+        gives_samples = getattr(type(data), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+        self._alone = self._batched is not None and not gives_samples
         self._ready: bool | None = None if self._batched else False
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        with seeded_by(self.seed, *key):
-            return self._batched([key[1]])[0] if self._alone and self._batched else self.data[key[1]]
+        self._read = 0  # batches that may be ready
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         if self._ready is not False:
-            with seeded_by(self.seed, *keys[0]) as draws:
+            self._read += 1
+            looks = not self.several or self._read <= LOOKS or self._read % LOOKS == 0
+            with seeded_by(self.seed, *keys[0]) if looks else nullcontext() as draws:
                 got = self._batched([index for _, index in keys])  # type: ignore[misc]
-                drawn = self.several and draws.has_drawn()
-            self._ready = not (isinstance(got, list) and len(got) == len(keys))
-            if self._ready:
-                if drawn:
+                self._ready = not (isinstance(got, list) and len(got) == len(keys))
+                if self._ready and self.several and draws is not None and draws.has_drawn():
                     raise DataError(
                         f"{type(self.data).__name__}.__getitems__ gives a ready batch and draws random numbers for it, "
                         "which would be others on another number of devices. Draw them in the training loop, or give "
                         "single samples in __getitem__, whose draws meshwise keys by (seed, epoch, index)."
                     )
+            if self._ready:
                 return got
-        return [self[key] for key in keys]
+        with seeded_by():
+            return [self._sample(*key) for key in keys]
 
-
-def _gives_samples(kind: type) -> bool:
-    return getattr(kind, "__getitem__", None) not in (None, Dataset.__getitem__)
+    def _sample(self, epoch: int, index: int) -> Any:
+        _seed(self.seed, epoch, index)
+        return self._batched([index])[0] if self._alone and self._batched else self.data[index]
 
 
 class seeded_by:
-    """Draws of torch, numpy and Python inside the with-body depend on the key alone; those outside go on as before."""
+    """Draws of torch, numpy and Python inside the with-body depend on the key alone; those outside go on as before.
+
+    To keep the states and set them again takes longer than to seed (numpy's 70 µs of 100), so it is once a batch.
+    """
 
     def __init__(self, *key: int) -> None:
         self._key = key
 
     def __enter__(self) -> seeded_by:
-        self._states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
-        self._seed = seed = int(numpy.random.SeedSequence(self._key).generate_state(1)[0])
-        torch.default_generator.manual_seed(seed)
-        numpy.random.seed(seed)
-        random.seed(seed)
+        self._states = _states()
+        _seed(*self._key)
         return self
 
     def has_drawn(self) -> bool:
-        """Whether anything was drawn since the body began."""
-        unused, fresh = torch.Generator().manual_seed(self._seed), numpy.random.RandomState(self._seed)
-        return (
-            not torch.equal(torch.get_rng_state(), unused.get_state())
-            or tuple(numpy.random.get_state())[2] != tuple(fresh.get_state())[2]
-            or random.getstate() != random.Random(self._seed).getstate()
-        )
+        """Whether anything was drawn since the body began. What is drawn from here on is drawn from there again."""
+        now = _states()
+        _seed(*self._key)
+        return now != _states()
 
     def __exit__(self, *_: object) -> None:
-        torch.set_rng_state(self._states[0])
-        numpy.random.set_state(self._states[1])
-        random.setstate(self._states[2])
+        for handle, state in zip(GLOBAL, self._states, strict=True):
+            handle.set_state(state)
+
+
+def _states() -> list[Any]:
+    return [handle.state() for handle in GLOBAL]
+
+
+def _seed(*key: int) -> None:
+    seed = int(numpy.random.SeedSequence(key).generate_state(1)[0])
+    torch.default_generator.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
 
 
 class _KeyBatches:
@@ -192,15 +205,13 @@ class _KeyBatches:
 
 def _loader_reader(data: Any, settings: LoaderSettings) -> Reader:
     keys = _KeyBatches()
-    extra = dict(settings.extra or {})
-    if settings.workers > 0:
-        extra = {"persistent_workers": True} | extra  # started as torch starts them: forked on Linux
+    stay = {"persistent_workers": True} if settings.workers > 0 else {}  # started as torch starts them: forked on Linux
     loader: DataLoader[Any] = DataLoader(
         KeyedDataset(data, settings.seed, settings.several),
         batch_sampler=keys,
         collate_fn=settings.collate,
         num_workers=settings.workers,
-        **extra,
+        **stay | dict(settings.extra or {}),
     )
 
     def read(batches: Iterable[Tensor], epoch: int) -> Iterator[Any]:

@@ -1,4 +1,6 @@
-"""A user's DataLoader, made to give each rank its share of every batch, in an order that does not depend on the ranks.
+"""Split a user's DataLoader: each rank gets its share of batches.
+
+The order does not depend on the number of ranks.
 
 shuffle or sequential sampler    the order that torch's own sampler draws, without its list of Python numbers
 any other sampler                run whole on every rank, from the generators of rank 0; each batch is sliced

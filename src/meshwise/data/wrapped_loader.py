@@ -1,4 +1,6 @@
-"""A loader of the program's own around a DataLoader, such as timm's PrefetchLoader: what it gives, and of which batch.
+"""Read through a wrapper around a DataLoader, such as timm's PrefetchLoader.
+
+It is known what the wrapper gives, and of which batch.
 
 It may read ahead, so the batch that it gives is not the one that it read last. It gives one for each that it reads, in
 their order: that is how its batches get their shares.

@@ -1,4 +1,7 @@
-"""The engine: a plan applied to a program's models; one exact step, in a script's loop and in a job's."""
+"""Apply a plan to a program's models, and run exact steps.
+
+The loop is a script's or a job's.
+"""
 
 from meshwise.spec.lazy import files_of
 

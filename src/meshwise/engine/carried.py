@@ -1,4 +1,4 @@
-"""Let guards send values over the ranks along with a script's loss (agreed.py).
+"""Let guards send values along with a script's loss (agreed.py).
 
 Tested in tests/guards/test_agreed.py.
 """

@@ -1,4 +1,4 @@
-"""The engine: a plan applied to a program's models, and everything that a training loop needs of it.
+"""Give a training loop all it needs of a plan.
 
 A script's loop and a job are the same engine's; `mw.distribute` uses the default one (see process/session.py), a job
 makes its own. They differ in how they enter it:
@@ -36,7 +36,7 @@ from meshwise.engine.program import Program
 from meshwise.engine.seeds import StepDraws
 from meshwise.engine.watcher import Watcher
 from meshwise.injection import faults
-from meshwise.parallel.holding import is_lacked
+from meshwise.parallel.holding import is_absent
 from meshwise.parallel.own_draws import OF_DRAWS
 from meshwise.parallel.precision import cast_batch, computing
 from meshwise.recording.recording import Recording
@@ -92,7 +92,7 @@ class Engine:
         self.script, self.given = script, Given()
         self.events, self.reads = Events(lambda: self.program.backwards), Loops(world)
         self.phases, self.step_draws, self.ends = Phases(), StepDraws(world), ExitStack()
-        faults.hold(lambda: [p for p in self.program.named_parameters().values() if not is_lacked(p)])
+        faults.hold(lambda: [p for p in self.program.named_parameters().values() if not is_absent(p)])
         hears = ("batch_asked", "batch_given", "loop_ends")  # a job has spans of its own for the other phases
         if script:
             note_scaling()

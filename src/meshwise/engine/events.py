@@ -1,4 +1,4 @@
-"""Define the events of a training loop, and listeners with a method for each.
+"""Define a training loop's events, and listeners with their methods.
 
     batch_asked(loop)        the loop asks for its next batch, which may not come
     batch_given(loop, batch) it has one: what its source gave

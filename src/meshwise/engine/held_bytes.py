@@ -1,4 +1,4 @@
-"""Bytes that a program holds on this rank between the phases of a step, by what they are for.
+"""Measure bytes held on this rank between phases, by purpose.
 
 Tested in tests/recording/test_recording.py.
 """

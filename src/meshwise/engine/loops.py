@@ -1,4 +1,6 @@
-"""Track what this rank has read in a script's loops, for sums over ranks.
+"""Track what this rank has read in a script's loops.
+
+Sums over ranks need it.
 
 Tested in tests/script/test_over_ranks.py.
 """

@@ -1,4 +1,6 @@
-"""Two streams of random numbers: one of the program, alike on every rank, and one of its models.
+"""Keep random numbers of a program and of its models apart.
+
+Two streams: the program's is alike on every rank.
 
 What a program draws outside its models' forward (which samples a batch has, noise, an action) is for all ranks
 together: they draw the same. What a model draws in its forward (dropout) is for the samples of this rank, who may be

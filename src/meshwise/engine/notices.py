@@ -1,4 +1,4 @@
-"""Notices about a plan and a program: each line once per program, on rank 0.
+"""Tell notices about a plan and a program once, on rank 0.
 
 Tested in tests/engine/test_step_mistakes.py.
 """

@@ -1,4 +1,4 @@
-"""The phases of a training loop, inferred from where it calls the engine.
+"""Infer the phases of a training loop from its engine calls.
 
 next batch asked for .. given      data
 batch given .. backward            forward (in a script: the user's own code up to the loss)

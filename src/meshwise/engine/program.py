@@ -1,4 +1,4 @@
-"""The models and optimizers that an engine trains, under one plan, held weakly: what the program lets go is gone.
+"""Hold the models and optimizers that an engine trains, weakly.
 
 Parameters that are sharded are new objects. An optimizer that holds the old ones is re-bound when it is given to
 `mw.distribute`, whether with its model or later; one that is never given is refused at its step, since it would step

@@ -1,4 +1,4 @@
-"""Seeds a rank's random numbers: alike on every rank, or keyed by step and rank.
+"""Seed a rank's random numbers, alike or keyed by step and rank.
 
 A loop over a distributed loader keys all draws of its body by itself, so that there is one stream in it; a program that
 calls `mw.split` has two (model_stream.py).

@@ -1,4 +1,6 @@
-"""`mw.split`: this rank's rows of a batch that all ranks hold, for programs without a loader.
+"""Split a batch that all ranks hold: `mw.split`.
+
+Each rank gets its rows. It is for programs without a loader.
 
     x, y = mw.split(x, y)              rows; a rank without any gets one as padding, which counts for nothing
     graph = mw.split(graph, whole=True)    what rows cannot cut runs on every rank, as on one device

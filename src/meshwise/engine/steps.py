@@ -1,4 +1,4 @@
-"""The step of a training loop: its batch, its backward, its optimizer.
+"""Define a training loop's step: its batch, backward and optimizer.
 
     batch       asked for, and given while all ranks go on
     forward     the program's own, on this rank's part of the batch

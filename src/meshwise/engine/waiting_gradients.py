@@ -1,4 +1,4 @@
-"""Gradients that `mw.backward` keeps on their rank, inside `mw.accumulate()`.
+"""Keep gradients on their rank inside `mw.accumulate()`.
 
 The next backward outside reduces them, or `optimizer.step`, or who reads or sets a `.grad` before that: clipping,
 unscaling, a norm for a log and an update by hand find what one device has.

@@ -1,4 +1,7 @@
-"""The weight of a loss: what its mean is over, so that means of unequal parts add up to the mean of the whole."""
+"""Weigh a loss by what its mean is over.
+
+Means of unequal parts then add up to the mean of the whole.
+"""
 
 from __future__ import annotations
 

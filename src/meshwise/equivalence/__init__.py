@@ -1,1 +1,4 @@
-"""Check: one device against the plan, in float64. Where they part, and why."""
+"""Check that a plan computes what one device does, in float64.
+
+It also finds where the two differ, and why.
+"""

@@ -1,4 +1,6 @@
-"""What all ranks did, brought to rank 0, and what every rank should have alike, compared over the ranks.
+"""Bring what all ranks did to rank 0, and compare ranks.
+
+What every rank should have alike is compared over the ranks.
 
 Rank 0 alone would not show what another rank got wrong. Tensors travel as arrays, which pickle takes a hundred times
 faster.

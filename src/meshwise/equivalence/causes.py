@@ -1,4 +1,7 @@
-"""Every cause that a check can name: its name, and what it means."""
+"""Define every cause that a check can name.
+
+Each has a name and an explanation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two sides compared: what differs, how much, and where it began.
+"""Compare two sides: what differs, how much, and where it began.
 
 A difference is relative to the larger of the tensor's own largest value and a thousandth of the largest among all
 tensors of its kind in that step: a gradient that is zero but for rounding has no size of its own. Above `LIMIT` it is

@@ -1,4 +1,6 @@
-"""The outputs of modules compared: rows of samples, slices of positions or features, or parts of a sum.
+"""Compare module outputs: rows of samples, slices, or partial sums.
+
+Slices are those of positions or features.
 
 Tested in tests/equivalence/test_outputs.py and tests/equivalence/test_tensor_by_hand.py.
 """

@@ -1,4 +1,6 @@
-"""What a batch holds, as a sketch of each sample: a sample must be the same numbers, whichever rank reads it.
+"""Sketch each sample of a batch, to compare what ranks read.
+
+A sample must be the same numbers, whichever rank reads it.
 
 Only what has a row for each sample is looked at. Rows of other widths (padding up to the longest sample of a rank's
 part) cannot be compared.

@@ -1,4 +1,6 @@
-"""Where a backward by hand stops being that of one device, by what comes back to the outputs of modules in it.
+"""Find a missing or extra sum in a program's hand-written backward.
+
+The gradients that come back to the outputs of modules show it.
 
 Ranks that have the same samples have parts of a gradient that add up to it, or too much of it: what uses that output
 lacks a sum in its backward, or has one too many. Where all that comes back is right, a parameter's own gradient is a

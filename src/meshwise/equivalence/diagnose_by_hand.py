@@ -1,4 +1,4 @@
-"""Why outputs differ of a module in which a program exchanges by hand.
+"""Diagnose differing outputs of modules that exchange data by hand.
 
 Tested in tests/equivalence/test_by_hand.py and tests/equivalence/test_tensor_by_hand.py.
 """

@@ -1,4 +1,4 @@
-"""Why the metrics of an evaluation differ, when parameters and buffers do not."""
+"""Diagnose differing evaluation metrics when parameters and buffers agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Why gradients differ, when outputs and the loss do not: rules from the surest evidence to the weakest.
+"""Diagnose differing gradients when outputs and loss agree.
+
+The rules go from the surest evidence to the weakest.
 
 Where a wrong gradient stands in the backward tells much: what weighs or reduces wrongly is wrong from the loss on; what
 is wrong inside a module leaves all right that lies behind it.
@@ -59,7 +61,7 @@ def _modified_between_backwards(evidence: Evidence) -> Cause | None:
             continue
         if alike and (after > before or near(before / after, round(before / after))):
             text = f"gradients are multiplied by {after / before:.6g} {where}, and the next are added to them"
-            return Cause(K.SCALED_BETWEEN, f"{text}: what came before weighs otherwise than what comes after.")
+            return Cause(K.SCALED_BETWEEN, f"{text}: what came before has another weight than what comes after.")
         if after < before:
             text = f"gradients are {'scaled' if alike else 'cut'} from norm {before:.3g} to {after:.3g} {where}"
             return Cause(K.CLIP_NORM, f"{text}, before the step: they are clipped each microbatch.")

@@ -1,4 +1,6 @@
-"""Causes that one kind of state tells: a batch, what a step or a resume has left behind, what is no number.
+"""Diagnose causes that one kind of state shows by itself.
+
+Such state is a batch, what a step or a resume has left behind, or what is not finite.
 
 Tested in tests/equivalence/test_kinds.py.
 """

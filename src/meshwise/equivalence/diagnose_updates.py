@@ -1,4 +1,6 @@
-"""Why what an update leaves behind differs, when gradients do not: a step left out, a resume, the update itself.
+"""Diagnose differing updates when gradients agree.
+
+A step was skipped, a resume lost something, or the update itself is wrong.
 
 Tested in tests/equivalence/test_kinds.py.
 """

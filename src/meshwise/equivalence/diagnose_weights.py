@@ -1,4 +1,7 @@
-"""Which weights are wrong, by arithmetic: of the numbers that a loss is made of, and of the gradients of the ranks."""
+"""Diagnose wrong loss weights by arithmetic.
+
+It uses the numbers that a loss is made of, and the ranks' gradients.
+"""
 
 from __future__ import annotations
 
@@ -254,7 +257,7 @@ def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
 
 
 def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
-    """Microbatches that weigh otherwise than on one device, alike on all ranks."""
+    """Microbatches whose weights differ from those on one device, alike on all ranks."""
     ratios: dict[int, float] = {}
     for (_, m), w, v in zip(found.columns, found.plan or (), found.one or (), strict=True):
         if abs(v) <= NONE or not near(ratios.setdefault(m, w / v), w / v):
@@ -272,7 +275,7 @@ def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
 
 
 def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> Cause | None:
-    """Ranks, or ranks and microbatches, that weigh otherwise than on one device."""
+    """Ranks, or ranks and microbatches, whose weights differ from those on one device."""
     one, plan = found.one or [], found.plan or []
     if len(one) < 2 or all(near(v, w) for v, w in zip(one, plan, strict=True)):
         return None

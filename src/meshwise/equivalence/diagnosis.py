@@ -1,4 +1,6 @@
-"""From the first difference to its likely cause: pure functions over what was compared.
+"""Diagnose the likely cause of the first difference.
+
+Its functions are pure, over what was compared.
 
 A cause is the one that the evidence speaks for, named with that evidence; it is likely, not proven.
 """

@@ -1,4 +1,6 @@
-"""One thing that both sides have, and how much they differ in it: numbers and tensors by name.
+"""Measure how much one item differs between both sides.
+
+An item is a number or a tensor, by name.
 
 Tested in tests/equivalence/test_planted.py.
 """

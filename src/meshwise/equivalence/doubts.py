@@ -1,4 +1,6 @@
-"""What makes a plan doubtful that is equal in float64: figures that both sides have, and that nothing there compares.
+"""Report figures that a plan's proof in float64 leaves uncompared.
+
+Both sides have these figures, and nothing there compares them.
 
 A cast that one side alone makes is lifted in float64: in the plan's own precision it shows as a rounding of another
 size. Numbers that a script computes itself are in no trace. After a loss that is not finite, nothing is proven.

@@ -1,4 +1,6 @@
-"""Watch an engine while it trains, a job's or a script's alike: what happens in it becomes one side of a check.
+"""Record what an engine does as one side of a check.
+
+The engine is a job's or a script's.
 
 A microbatch's forward lasts from where the engine gives it until its backward. What a step leaves behind (parameters,
 optimizer state, the scheduler's tick) is collected before the next batch, when the program has done with the step.

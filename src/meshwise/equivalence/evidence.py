@@ -1,4 +1,7 @@
-"""What a cause is named from: both sides and what differs between them; and how evidence is put into words."""
+"""Hold the evidence for a cause, and put it into words.
+
+Evidence is both sides and what differs between them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which lines of a program exchange something between ranks by hand: collectives of torch.distributed that it calls.
+"""Note which lines of a program call torch.distributed collectives.
 
 Those that we call for it, in its forward or its backward, are not its own.
 """

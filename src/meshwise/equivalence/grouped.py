@@ -1,4 +1,6 @@
-"""The grouped product of a mixture of experts, in float64, which torch's own operator does not have.
+"""Compute the grouped product of experts in float64.
+
+torch's own operator does not support it.
 
 `torch.nn.functional.grouped_mm` multiplies each group of rows with its own matrix. `offs` holds where each group ends;
 what lies behind the last is no group's, and zero here.

@@ -1,4 +1,6 @@
-"""What is wrong on one device too, so that no comparison shows it: seen while a script runs there, told with its line.
+"""Find mistakes that one device makes too, with their lines.
+
+No comparison shows them; they are found while a script runs on one device.
 
 A hint is a warning: what it tells of may be wanted. Said is what holds for every step, or loop, that was seen.
 
@@ -132,7 +134,7 @@ class Hints:
         elif active and not self._loops:
             self._say(DROPOUT.format(place=where, names=some(active)))
 
-    # What is said of it.
+    # The hints themselves.
 
     def _say(self, text: str) -> None:
         self._said[text] = None

@@ -1,4 +1,6 @@
-"""What a comparison leaves out, and why, a sentence each.
+"""List what a comparison leaves out, and why.
+
+Each gets one sentence.
 
 Tested in tests/equivalence/test_pieces.py.
 """

@@ -1,4 +1,6 @@
-"""The single numbers that a loss is made of, with the line of each: which of them is a mean over samples, which a sum.
+"""Trace the numbers that a loss is made of, with lines.
+
+It tells which of them is a mean over samples and which a sum.
 
 One device has each of the whole batch, a rank of its own samples. What is a mean, weighed by samples, what adds up and
 what is alike follows from the numbers; the first that is none of these is where a loss stops being a mean over samples.

@@ -1,4 +1,6 @@
-"""What a model, its optimizer and its scheduler are at one moment: copies on the CPU, by the names that the user wrote.
+"""Copy a model's, optimizer's and scheduler's state to the CPU.
+
+Names are those that the user wrote.
 
 All are collective where a plan has divided what they copy.
 """

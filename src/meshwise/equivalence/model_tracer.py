@@ -1,4 +1,6 @@
-"""Trace a model while it trains: what each module gave, which draws it made, when gradients were ready.
+"""Trace a model as it trains: outputs, draws, gradients.
+
+It notes what each module gave, which random draws it made, and when gradients were ready.
 
 A module's output is kept as sketches of each sample's row (see sketches.py): ranks send sketches, and those of the
 ranks together are those of one device.

@@ -1,4 +1,6 @@
-"""Elements of parameters whose gradient is zero but for rounding: a bias in front of a batch norm, the keys' bias.
+"""Find parameter elements whose gradient is zero but for rounding.
+
+Examples are a bias in front of a batch norm, or the keys' bias.
 
 Adam divides that rounding by its size, so they take steps of no meaning, others on each side. They are not compared.
 What follows from them without changing a gradient (a running mean, an evaluation) is: one device runs once more, with

@@ -1,4 +1,6 @@
-"""The reference: a plain loop on one device that knows nothing of plans, with the microbatches of the plan.
+"""Train on one device without a plan, as the reference.
+
+It is a plain loop, with the microbatches of the plan.
 
 It shares the order of the data with the rest of meshwise, and nothing else: what the training step gets wrong on any
 number of devices is seen too.

@@ -1,4 +1,6 @@
-"""Which exchange was under way when a value became NaN: what it writes holds no number until it has ended.
+"""Find the exchange that was under way when NaN appeared.
+
+The buffer that an exchange writes holds NaN until it has ended.
 
 Tested in tests/equivalence/test_kinds.py.
 """

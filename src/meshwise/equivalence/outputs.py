@@ -1,4 +1,7 @@
-"""How much the outputs of a module differ: samples of the ranks, put together, against those of one device."""
+"""Measure how much a module's outputs differ from one device's.
+
+Samples of the ranks are put together first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Operators that make something of several samples of a batch: a loss that compares samples with each other.
+"""Detect operators that combine several samples of a batch.
+
+A loss that compares samples with each other uses such operators.
 
 A tensor with two dims that both grow with the rank's rows holds pairs. What is summed over the rows and is no single
 number is a statistic of the batch; what is sorted, picked or moved along them compares samples. Of one forward alone

@@ -1,5 +1,7 @@
-"""Outputs of ranks that have the same samples, and what comes back to them: alike, slices of the whole, or parts of a
-sum, as a program leaves them that divides the work of its modules by hand.
+"""Classify outputs of ranks with the same samples.
+
+Outputs, and the gradients that come back to them, are alike, slices of the whole, or parts of a sum: a program that
+divides the work of its modules by hand leaves them so.
 
 Tested in tests/equivalence/test_tensor_by_hand.py.
 """

@@ -1,4 +1,4 @@
-"""What a program did while its engine was watched, and whether there is anything in it to compare."""
+"""Hold a watched program's trace, and whether it can be compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Run a program, watched: a job under a plan, or a script on any number of devices. Runs on every rank.
+"""Run a job or a script under watch, on every rank.
+
+A job runs under a plan, a script on any number of devices.
 
 Nothing here trains: the real `apply`, the real step and the real evaluation do.
 """

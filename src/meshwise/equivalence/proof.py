@@ -1,4 +1,7 @@
-"""The proof: whether a plan computes what one device computes, where they diverge, the likely cause, each rounding."""
+"""Prove whether a plan computes what one device computes.
+
+The proof says where they diverge, the likely cause, and each rounding.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""With which weights the ranks' own gradients, before anything is exchanged, add up to a gradient.
+"""Solve for the weights by which ranks' gradients add up.
+
+They are the gradients of each rank before anything is exchanged.
 
 plan = sum of w g, one device = sum of v g, over ranks and microbatches: least squares over all parameters, in float64,
 on sketches. A solution counts only where nothing but rounding is left; else no weights explain that gradient.

@@ -1,4 +1,6 @@
-"""How a check cuts the loops of a script short, and makes their last batch ragged.
+"""Cut a script's loops short, and make their last batch ragged.
+
+A check then takes little time.
 
 A training loop ends when the wanted steps are made, an evaluation after three batches. Later epochs have one batch, so
 that an evaluation after them is seen; a script that trains on after `AFTER` such batches ends there.

@@ -1,4 +1,7 @@
-"""What a script prints and logs on one device and on several: numbers that it computes itself, which no trace has."""
+"""Compare what a script prints and logs on different device counts.
+
+They are numbers that it computes itself, which no trace has.
+"""
 
 from __future__ import annotations
 

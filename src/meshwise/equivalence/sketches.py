@@ -1,4 +1,6 @@
-"""Sketches: a tensor's rows, projected on a few fixed random directions (Johnson and Lindenstrauss, 1984).
+"""Sketch tensors: project rows on a few fixed random directions.
+
+Such projections keep distances (Johnson and Lindenstrauss, 1984).
 
 The length of a sketch is about the length of its row, that of a difference of sketches about that of the difference of
 the rows, and a sketch of a sum is the sum of the sketches: at a thousandth of the memory.

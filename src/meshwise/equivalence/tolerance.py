@@ -1,4 +1,4 @@
-"""How large a difference is a fault, and relative to what."""
+"""Decide how large a difference is a fault, relative to what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a check compares, and what one side of it did: plain data, CPU tensors, nothing that computes."""
+"""Define what a check compares, and the trace of one side.
+
+These are plain data and CPU tensors; nothing here computes.
+"""
 
 from __future__ import annotations
 

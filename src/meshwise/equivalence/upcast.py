@@ -1,4 +1,6 @@
-"""Casts to float32 and below, written inside a model, become casts to float64; those to complex64 to complex128.
+"""Turn casts to low precision inside a model into float64.
+
+Casts to float32 and below become casts to float64; those to complex64 become casts to complex128.
 
 A model in float64 that says `.float()` in its attention rounds to 1e-7 all the same, and no difference below that can
 be seen. With the casts changed two sides that compute the same agree to 1e-13, so that 1e-9 is a fault.

@@ -1,1 +1,1 @@
-"""Find mistakes in a step or a loop before they cost numbers, one per file."""
+"""Detect a program's mistakes before they cost numbers, one per file."""

@@ -1,4 +1,6 @@
-"""Send a checksum of per-rank state with the loss to detect divergence, as 32 signs without a collective of its own.
+"""Send a checksum of per-rank state with the loss, to detect divergence.
+
+The checksum is 32 signs and takes no collective of its own.
 
 The mean of a sign over the ranks is 1 or -1 where they agree, exactly and in any precision. So nothing waits for it,
 and every rank comes to the same conclusion.
@@ -23,7 +25,7 @@ from meshwise.engine.program import Program
 from meshwise.guards.batch_shapes import BACKWARDS, BatchShapes
 from meshwise.guards.finite_losses import FiniteLosses
 from meshwise.guards.made_in_forward import Made, made_differ, note_made, sums_of_made
-from meshwise.guards.replicas import BUFFER, NAMES, PARAMETERS, PLATEAU, Settings, parted, settings_differ, sums_of
+from meshwise.guards.replicas import BUFFER, NAMES, PARAMETERS, PLATEAU, Settings, diverged, settings_differ, sums_of
 from meshwise.parallel.data import CARRIED
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError
@@ -135,9 +137,9 @@ class Agreed:
         told = None if self.batches is None else self.batches.told(held[0])
         ranks = collectives.gather_objects((told, held[1]))
         held_by = [settings for _, settings in ranks]
-        self.notify(parted(held_by, BUFFER))
+        self.notify(diverged(held_by, BUFFER))
         self.notify(self.shapes.differ(held_by))
-        text = settings_differ(held_by) or parted(held_by, PARAMETERS) or made_differ(held_by)
+        text = settings_differ(held_by) or diverged(held_by, PARAMETERS) or made_differ(held_by)
         if not text and self.batches is not None:
             text = self.batches.explain([batches for batches, _ in ranks])
         if text:

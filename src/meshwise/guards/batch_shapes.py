@@ -1,5 +1,6 @@
-"""Batches of one step that have other shapes on other ranks: `collate_fn` sees this rank's samples alone, and pads to
-their longest.
+"""Warn when a step's batches have different shapes on different ranks.
+
+`collate_fn` sees this rank's samples alone, and pads to their longest.
 
 Shapes without the samples' dimension travel with the loss (agreed.py) in the first backwards, until they differ once.
 """

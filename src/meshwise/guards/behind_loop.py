@@ -1,5 +1,7 @@
-"""A model that is called behind its loop, on the batch that the loop gave last, and draws: dropout of this rank's rows
-alone moves the program's random numbers elsewhere than that of the whole batch, and later epochs have another order.
+"""Warn when a model is called after its loop and draws.
+
+The batch is the last one of the loop. Dropout on this rank's rows alone advances the program's random numbers
+differently than dropout on the whole batch, so later epochs have another order.
 
 Looked at in the first forward of a model behind each loop, until a loop begins. A batch that was changed on its way to
 the model is not known again.

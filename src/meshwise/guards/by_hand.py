@@ -1,5 +1,6 @@
-"""Updates by hand of what each rank found alone: `loss.backward()` and `p -= lr * p.grad`, with no step of an optimizer
-that could refuse it, let replicas diverge silently.
+"""Detect parameter updates by hand from one rank's gradients alone.
+
+`loss.backward()` and `p -= lr * p.grad` let replicas diverge silently: there is no optimizer step that could refuse.
 
 An iteration without mw.backward in which there was a backward, or parameters were written, is suspicious: a sum of the
 parameters is then compared over the ranks, through the store.

@@ -1,5 +1,7 @@
-"""Losses that couple the samples of a batch: of several ranks each has that of its own samples, and their mean is not
-that of one device. Said once, on an early backward.
+"""Warn of losses that couple the samples of a batch.
+
+A contrastive loss is one: each rank computes it over its own samples, and the mean over ranks is not the loss of one
+device. The warning comes once, on an early backward.
 
 Not looked at: what the program joins over the ranks itself, with collectives of its own; models that are divided; plans
 that keep activations elsewhere.
@@ -22,10 +24,10 @@ from meshwise.transfer.foreign import Foreign
 
 LOOKED_AT = 5  # backwards; the first is passed by, since nothing is known of what was called before it
 COUPLED = (
-    "{place}: this loss couples the samples of a batch: it is no mean or sum of what each has of its own (similarities "
-    "of samples, the hardest of them, a dice, root or correlation over the batch). Each of the {ranks} ranks has that "
-    "of its own samples, so what is trained is not what one device trains; meshwise check shows by how much. Compute "
-    "it for each sample, then its mean, where that is what is meant; or of sums over ranks: mw.sum(x, grad=True)."
+    "{place}: this loss couples the samples of a batch: it is not a mean or sum of one value per sample (similarities "
+    "of samples, the hardest of them, a dice, root or correlation over the batch). Each of the {ranks} ranks computes "
+    "it over its own samples, so training differs from one device; meshwise check shows by how much. Compute it per "
+    "sample and take the mean, if you want that; or build it from sums over ranks: mw.sum(x, grad=True)."
 )
 
 

@@ -1,4 +1,6 @@
-"""Report a script's first loss that is not finite, count them all, and fail a program that ends with one.
+"""Report a script's losses that are not finite.
+
+The first is reported, all are counted, and a program that ends with one fails.
 
 Nothing is read for it that is not read anyway: over several ranks a loss comes with the signs of agreed.py; on one
 device losses wait until it is time for the next look. Parameters are looked at where a loop over batches has trained

@@ -1,4 +1,6 @@
-"""Check the first losses of a program and of each loop: warn of, or reject, a wrong reduction.
+"""Check the first losses of each loop for a wrong reduction.
+
+The first losses of a program are checked too. A wrong reduction is warned of, or rejected.
 
 A check finds it itself.
 

@@ -1,4 +1,6 @@
-"""Reject parameters made inside a forward of a distributed model: each rank would draw its own.
+"""Reject parameters made inside a forward of a distributed model.
+
+Each rank would draw its own.
 
 Sums of them travel once with the signs of agreed.py, so that what is made alike, such as a norm, is no alarm.
 

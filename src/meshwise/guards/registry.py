@@ -1,5 +1,6 @@
-"""List the guards: each looks at a program for one mistake, in its own file. The engine imports none of them, and asks
-one: what travels with the loss is `agreed`.
+"""List the guards, each looking for one mistake.
+
+Each stands in its own file. The engine imports none of them; only `agreed` sends values along with the loss.
 
 Guards that would raise in one event do so in this order, the same on every rank.
 

@@ -1,9 +1,9 @@
-"""Compare what replicas must hold alike: optimizer settings, and sums of what they train.
+"""Compare what replicas must hold alike: optimizer settings, parameter sums.
 
-A scheduler or the program sets what optimizers step with, on each rank. Gradients are reduced, so parameters part only
-where something changes them apart: noise that each rank draws for itself, or a rule that looks at this rank's samples.
-The sums travel with the loss (agreed.py) at backward 2, 4, 8 … of each program; what parts replicas after the last of
-these is noticed when the program ends.
+A scheduler or the program sets what optimizers step with, on each rank. Gradients are reduced, so parameters diverge
+only if a rank modifies them locally: with noise that it draws for itself, or by a rule that looks at its own samples.
+The sums are sent with the loss (agreed.py) at backward 2, 4, 8 … of each program; a later divergence is noticed when
+the program ends.
 
 Tested in tests/guards/test_agreed.py and test_replicas.py.
 """
@@ -98,17 +98,17 @@ def _alike(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=FAR) or (math.isnan(one) and math.isnan(other))
 
 
-def parted(ranks: Sequence[Settings], kind: str) -> str:
+def diverged(ranks: Sequence[Settings], kind: str) -> str:
     """Where the ranks' parameters, or one of their buffers, differ: one sentence; empty where they do not."""
     for rank, settings in enumerate(ranks):
         for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
             if name == kind and not _alike(value, of_rank_0):
                 sums = f"the sum of their sizes is {value:.9g} on rank {rank} and {of_rank_0:.9g} on rank 0"
-                return f"{user_place()}: {(_PARTED if kind == PARAMETERS else _BUFFER).format(name=whose, sums=sums)}"
+                return f"{user_place()}: {(_DIVERGED if kind == PARAMETERS else _BUFFER).format(name=whose, sums=sums)}"
     return ""
 
 
-_PARTED = (
+_DIVERGED = (
     "the ranks' parameters have diverged: {sums}. Between mw.backward and the next batch something changes parameters "
     "or gradients differently on each rank: random numbers, which each rank draws for itself in the loop over a "
     "loader, or values of this rank's samples. Draw noise for parameters alike: torch.randn(p.shape, generator=g), "
@@ -147,7 +147,7 @@ class LastLook:
             store.add(self._key, 1)
             if world.rank == 0 and wait_for_all(self._key, world.size, GRACE):
                 ranks = [json.loads(store.get(f"{self._key}/{rank}")) for rank in range(world.size)]
-                self._engine.notify(parted(ranks, PARAMETERS).removeprefix(": ") if all(ranks) else "")
+                self._engine.notify(diverged(ranks, PARAMETERS).removeprefix(": ") if all(ranks) else "")
 
 
 _made = itertools.count()  # every rank makes its engines in the same order

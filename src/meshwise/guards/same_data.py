@@ -1,4 +1,6 @@
-"""Check that all ranks hold the same data: each takes its share of every batch.
+"""Check that all ranks hold the same data.
+
+It matters because each takes its share of every batch.
 
 Compared is what a data set and its samplers hold: sizes, fingerprints, stretches of their numbers and texts, and the
 sizes of files that they name. No sample is asked for and nothing is drawn: what is made of a sample when it is read

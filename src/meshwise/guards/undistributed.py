@@ -1,5 +1,6 @@
-"""Loops over DataLoaders that were not given to `mw.distribute`, whose values are added up over the ranks all the same:
-every rank reads the whole of such a loader, so `mw.sum` counts it once a rank.
+"""Warn of sums over a DataLoader that was not distributed.
+
+Every rank reads the whole of such a loader, so `mw.sum` counts it once a rank.
 
 It warns where it is certain: the newest batch was of such a loader, every rank has read the same samples from it, in
 any order, and every rank gives the same value. What a program shares out itself (a DistributedSampler, a stream of each

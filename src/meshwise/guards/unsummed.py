@@ -1,5 +1,6 @@
-"""Evaluations whose values nobody adds up: each rank has the figures of its own samples, and they differ from those of
-one device, silently.
+"""Warn of evaluation loops that never reduce across ranks.
+
+Each rank then has the figures of its own samples, and they differ from those of one device, silently.
 
 An evaluation is a loop over a distributed loader that has no backward, runs a model of the program and uses its output.
 It warns when it is certain that no `mw.sum`, `mw.mean` or `mw.gather_samples` comes, which may stand after the loop as

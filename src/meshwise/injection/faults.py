@@ -1,4 +1,6 @@
-"""Inject this rank's faults (`--fault`) as its phases come. Without any, nothing is paid.
+"""Inject this rank's faults (`--fault`) as its phases come.
+
+Without faults this costs nothing.
 
 Told by the launcher with the task, never by the environment or a plan. Each is written into the run folder just before
 it happens, so that a fault that did not happen is known too.

@@ -1,4 +1,6 @@
-"""A disk that is full, and files on it that rot: for `--fault disk-full`, `corrupt-checkpoint` and `cut-checkpoint`.
+"""Simulate a full disk and files that rot.
+
+The faults are `disk-full`, `corrupt-checkpoint` and `cut-checkpoint`.
 
 Tested in tests/injection/test_faults.py and tests/faults/test_disks_and_links.py.
 """

@@ -1,5 +1,6 @@
-"""Break a link silently, as when a cable is pulled: for `--fault drop-link`.
-One that is closed, which both ends hear: `reset-link`.
+"""Break a link silently, as when a cable is pulled.
+
+That is `--fault drop-link`. `reset-link` closes the link, so both ends notice.
 
 Of a process's connections to its peers, in each place a socket is put that is connected to nothing; the real one stays
 open, so that the peers do not hear of its end.

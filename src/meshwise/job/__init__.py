@@ -1,1 +1,1 @@
-"""A job: what it is, its step, its loop, its options."""
+"""Define a job: its step, its loop, its options."""

@@ -1,4 +1,6 @@
-"""The best evaluation of a job: its weights are kept, and when none has been better for long, the training ends.
+"""Keep the weights of the best evaluation, and stop early.
+
+When no evaluation has been better for long, the training ends.
 
 The file of the weights says itself which epoch it is of: a resumed run reads from it what the best was.
 """

@@ -1,4 +1,4 @@
-"""Evaluate: every sample counts once, on any number of devices."""
+"""Evaluate: count every sample once, on any number of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The job: an ordinary training program as plain functions. Nothing in it knows about devices."""
+"""Define a job: an ordinary training program as plain functions.
+
+Nothing in it knows about devices.
+"""
 
 from __future__ import annotations
 

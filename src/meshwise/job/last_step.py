@@ -1,4 +1,6 @@
-"""Keep a rank's state after the last step, so that a run survives a lost rank without going back to a save.
+"""Keep a rank's latest state, so that a run survives losing it.
+
+The run then goes on without going back to a save.
 
 Where each rank holds all of the state, one of those that are left writes it: nothing is copied before. Else each rank
 copies its part after a step into memory that its launcher holds, so that what a lost rank held is there too:

@@ -1,4 +1,4 @@
-"""Batches that a run leaves out because a loss or a gradient was not finite: `--on-nan back`.
+"""Skip batches whose loss or gradient was not finite: `--on-nan back`.
 
 The state that the run goes on from is the newest one without them. As long as the parameters are finite, that is the
 state before the step itself: to go back and to repeat the steps since then would give the same bits. Where they are
@@ -79,7 +79,7 @@ class LeftOut:
         """Raises SpoiledError on all ranks where some parameter is not finite, after leaving out the batch of this step
         and that of the step before. Collective."""
         model = self._state.model
-        lacking = stages.lacked_parameters(model)  # another rank's of a pipeline, which are NaN here
+        lacking = stages.absent_parameters(model)  # another rank's of a pipeline, which are NaN here
         trained = [local_of(p.detach()) for p in model.parameters() if p.requires_grad and p not in lacking]
         flags = collectives.gather_objects(bool(any_not_finite(trained)), collectives.everyone())
         if any(flags):

@@ -1,4 +1,6 @@
-"""The loop: a job from its first step, or from a saved one, to its final accuracy. Runs on every rank.
+"""Run a job from its first or resumed step to the end.
+
+It runs on every rank.
 
 A short loop on the engine: read the microbatches of a step, compute, update; evaluate after each epoch.
 """

@@ -1,4 +1,6 @@
-"""A step whose gradients are not finite, and what all ranks do about it: `--on-nan`.
+"""Handle a step whose gradients are not finite: `--on-nan`.
+
+All ranks decide alike.
 
 stop    the run ends with the step and the ranks where it began (metrics_log.py); nothing is paid for it
 skip    the optimizer does not step, buffers are as before the step, and the next one follows

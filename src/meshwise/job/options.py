@@ -1,4 +1,7 @@
-"""The options of a run, each once: the command line, `mw.run`, run.json and a resumed run are made from them."""
+"""Declare the options of a run, each once.
+
+The command line, `mw.run`, run.json and a resumed run are made from them.
+"""
 
 from __future__ import annotations
 

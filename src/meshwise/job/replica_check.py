@@ -1,4 +1,6 @@
-"""Replicas are alike, bit for bit: hashes of what they hold are compared every N steps, and before a state is saved.
+"""Compare hashes of replicas every N steps and before a save.
+
+Replicas must be equal, bit for bit.
 
 A bit that a device or its memory has flipped changes no loss that anybody would notice, and spreads to every replica
 with the next gradients. Compared are parameters, the optimizer's state where replicas hold the same, and those buffers

@@ -1,4 +1,6 @@
-"""A job as a rank runs it: its data, its state before the first step, and what it holds while it runs.
+"""Set up a job on a rank: data, engine, first state.
+
+A `JobRun` holds what the job needs while it runs.
 
 Tested in tests/data/test_source.py, tests/job/test_plans_in_a_loop.py and tests/tracking/test_metrics_log.py.
 """
@@ -75,9 +77,8 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
     if any(tensor.dtype == torch.complex128 for tensor in model.state_dict().values() if isinstance(tensor, Tensor)):
         engine.notify(NARROW_WEIGHTS)
     scheduler = job.scheduler(optimizer) if job.scheduler else None
-    holds_all = not plan.parameters_divided and {*model.parameters()} <= {*held_parameters(optimizer)}
-    scaler = loss_scaler(engine.world.device, plan)
-    return RunState(model, optimizer, scheduler, scaler, job.seed, holds_all=holds_all)
+    all_held = not plan.parameters_divided and {*model.parameters()} <= {*held_parameters(optimizer)}
+    return RunState(model, optimizer, scheduler, loss_scaler(engine.world.device, plan), job.seed, holds_all=all_held)
 
 
 def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:

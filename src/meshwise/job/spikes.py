@@ -1,4 +1,6 @@
-"""A loss far above those before it: `--on-spike save` says so, and saves the state.
+"""Detect a loss far above those before it: `--on-spike save`.
+
+A spike is reported, and the state is saved.
 
 The rule is the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993): the distance from
 the median of the last WINDOW losses, in units of their median absolute deviation, scaled to a standard deviation. They

@@ -1,5 +1,6 @@
-"""A step of a job: forward and backward of its microbatches, in turn or as stages of a pipeline take them, and the
-optimizer's step.
+"""Compute a job's step: microbatches forward and backward, then the optimizer.
+
+Microbatches go one after another, or as the stages of a pipeline take them.
 
 Tested in tests/job/test_plans_in_a_loop.py and tests/parallel/test_pipeline.py.
 """

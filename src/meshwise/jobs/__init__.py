@@ -1,1 +1,1 @@
-"""Built-in jobs: the examples that are also the test models."""
+"""Provide built-in jobs: the examples that are also test models."""

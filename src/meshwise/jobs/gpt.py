@@ -1,4 +1,4 @@
-"""A plain decoder-only transformer on the bytes of Python's own standard library.
+"""Define a plain decoder-only transformer on bytes of Python's standard library.
 
 RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in Llama 3 (arXiv 2407.21783, table 3 for the sizes).
 Documents have unequal lengths; the loss is a mean over tokens.

@@ -1,4 +1,6 @@
-"""Images and labels from IDX files, the format of MNIST, Fashion-MNIST, KMNIST and EMNIST.
+"""Read images and labels from IDX files.
+
+MNIST, Fashion-MNIST, KMNIST and EMNIST have this format.
 
 An IDX file is a big-endian header (two zero bytes, the type of a value, the number of dims, each dim as four bytes),
 then the values. Only unsigned bytes (type 8) are read here, as images (3 dims) or labels (1 dim), gzipped or plain.

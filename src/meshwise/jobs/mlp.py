@@ -1,4 +1,4 @@
-"""Tutorial 2's network, 1000-1000-1000-10, on data made from the seed.
+"""Define tutorial 2's network, 1000-1000-1000-10, and its seeded data.
 
 The tutorial trains on pure noise, where there is nothing to learn. Here each class has a centre, and a sample is its
 centre plus noise: a sample alone says little in any one of its 1000 features, and much in all of them together.

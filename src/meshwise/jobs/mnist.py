@@ -1,4 +1,7 @@
-"""The tutorials' two networks on MNIST, or on another set of its format: Fashion-MNIST, KMNIST, EMNIST."""
+"""Define the tutorials' two networks on MNIST or similar data sets.
+
+Fashion-MNIST, KMNIST and EMNIST have its format.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Find a job by the word that the user typed: a built-in name, a built-in name with a size, or `file.py:name`."""
+"""Find a job by the user's word: a name or `file.py:name`.
+
+A built-in name may have a size.
+"""
 
 from __future__ import annotations
 

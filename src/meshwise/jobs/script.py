@@ -1,4 +1,7 @@
-"""Run a user's own script in this process, as `python script.py` would. Tested in tests/equivalence/test_scripts.py."""
+"""Run a user's script in this process, like `python script.py`.
+
+Tested in tests/equivalence/test_scripts.py.
+"""
 
 from __future__ import annotations
 

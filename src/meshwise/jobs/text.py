@@ -1,4 +1,6 @@
-"""Text that every Python has: the sources of its own standard library, as documents of unequal length.
+"""Read Python's standard library as documents of unequal length.
+
+Every Python installation has these sources.
 
 A document is a run of whole paragraphs (separated by a blank line) of at most `longest` bytes. A file belongs to the
 held-out part by a hash of its name alone, so that the split is the same everywhere and no file is in both parts.

@@ -1,4 +1,4 @@
-"""The launcher of a run: started, watched, started again, on one machine and on several."""
+"""Start, watch and restart a run, on one machine or several."""
 
 from meshwise.spec.lazy import files_of
 

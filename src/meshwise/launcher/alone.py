@@ -1,4 +1,8 @@
-"""A run on one machine: what launcher/several.py says of several. Tested in tests/faults/test_restarts.py."""
+"""Decide between two attempts of a run on one machine.
+
+launcher/several.py does the same for several.
+Tested in tests/faults/test_restarts.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The devices of this machine that a run goes on with: one that is gone, or on which ranks twice came to no step, is
-left out.
+"""Choose the devices of this machine that a restart uses.
+
+A device that is gone, or on which ranks twice came to no step, is left out.
 
 Tested in tests/faults/test_fewer_devices.py.
 """

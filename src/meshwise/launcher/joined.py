@@ -1,4 +1,4 @@
-"""A run in the processes of another launcher: torchrun, srun or mpirun has started each rank.
+"""Run in processes that torchrun, srun or mpirun started.
 
 Tested in tests/workers/test_launchers.py and tests/workers/test_slurm.py.
 """

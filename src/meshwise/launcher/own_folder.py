@@ -1,4 +1,6 @@
-"""`meshwise run --folder DIR`: the run that lies in a folder goes on by the command that began it.
+"""Continue the run of a folder: `meshwise run --folder DIR`.
+
+It continues by the command that began it.
 
 So a batch script is the same at every start. Tested in tests/cli/test_submit.py.
 """

@@ -1,4 +1,6 @@
-"""Decide whether a process of another launcher is a rank or starts workers. No torch.
+"""Decide whether another launcher's process is a rank or starts workers.
+
+No torch.
 
 One task a device: each is a rank. One task a machine, and several devices there: meshwise starts the workers, and takes
 the machines from the launcher. Tested in tests/workers/test_places.py and tests/workers/test_slurm.py.

@@ -1,4 +1,6 @@
-"""After an attempt has failed: the checkpoint of what its ranks have left in memory. No torch.
+"""Commit a checkpoint of what failed ranks left in memory.
+
+No torch.
 
 Tested in tests/faults/test_restarts.py.
 """

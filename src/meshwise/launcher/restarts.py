@@ -1,4 +1,4 @@
-"""Decide whether a failed run is restarted, and keep a record of each attempt.
+"""Decide whether a failed run restarts, and record each attempt.
 
 An attempt is one start of the workers of a run. A fault of a machine is answered with another one, an exception of the
 program only where `--restart-on exception` asks for it.

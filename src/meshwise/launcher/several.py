@@ -1,4 +1,6 @@
-"""A run on several machines between two of its attempts: the leader decides, and the others do as it says.
+"""Decide between two attempts of a run on several machines.
+
+The leader decides, and the others do as it says.
 
 Where machines share the run's folder, whoever claims the next attempt there goes on (records/claims.py); where they do
 not, machine 0 does, which keeps the saved states. So two halves of a network that was cut never both go on.

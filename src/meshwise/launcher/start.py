@@ -1,4 +1,6 @@
-"""Open the run folder of a program, and start it on every device. No torch.
+"""Open a program's run folder, and start it on every device.
+
+No torch.
 
 A job and a script are both a `LaunchedProgram`: they differ in what each worker calls.
 Tested in tests/cli, tests/workers/test_launchers.py and tests/faults.

@@ -1,4 +1,4 @@
-"""The launcher's side of a run: start the workers, show their messages, pass on Ctrl-C, keep the outcome.
+"""Supervise a run's workers: messages, Ctrl-C, outcome.
 
 Tested with real workers in tests/faults and tests/cli/test_run_folder.py.
 """

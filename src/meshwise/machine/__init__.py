@@ -1,1 +1,4 @@
-"""Find, describe, measure and judge devices and links, and say which worker gets which device and cores."""
+"""Find, describe, measure and judge devices and links.
+
+It also decides which worker gets which device and cores.
+"""

@@ -1,4 +1,6 @@
-"""Find what this process may use: cores per worker, and control groups' limits.
+"""Find what this process may use: cores, control groups' limits.
+
+Cores are divided among workers.
 
 Control groups are those of versions 2 and 1. A limit of any group from this process's own up to the root holds, so the
 smallest counts. They are tested in tests/machine/test_host_facts.py.

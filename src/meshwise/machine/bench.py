@@ -1,4 +1,4 @@
-"""A bench: what was measured of a machine, beside what its parts should reach, and what follows from it."""
+"""Gather a machine's measurements, their expected figures, and the verdicts."""
 
 from __future__ import annotations
 

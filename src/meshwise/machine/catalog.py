@@ -1,4 +1,6 @@
-"""The catalog of known parts and links: nominal figures, and what of them was reached, each with its source.
+"""Look up known parts and links: nominal figures, and shares reached.
+
+Each figure has its source.
 
 Read from `catalog.toml`. A part that is not in it stays unknown: a name that merely looks alike
 gives nothing.

@@ -1,4 +1,6 @@
-"""Two measurements of one machine: what is gone, what is new, and which path, collective or device changed its speed.
+"""Compare two measurements of one machine.
+
+It tells what is gone, what is new, and which path, collective or device changed its speed.
 
 A change of speed is clear when it is above 10 % and lies outside the spread of both measurements: the slower median is
 above the other's 95th percentile. Without percentiles, the 10 % alone decide.

@@ -1,4 +1,6 @@
-"""Say what paths, collectives, memories and matmuls should reach: nominal figure × share once reached.
+"""Compute expected figures: nominal figure × share once reached.
+
+The figures are those of paths, collectives, memories and matmuls.
 
 The nominal figure is that of the parts at their full generation and width, whatever was found. Where a figure is not
 known there is no expectation: None, with the reason in its origin.

@@ -1,4 +1,6 @@
-"""Find the devices that a request names, and give each worker its device, cores and threads.
+"""Find the devices of a request, and bind workers to them.
+
+Each worker gets its device, cores and threads.
 
 CPU workers are found without torch, which takes a second to import.
 """

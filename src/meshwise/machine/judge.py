@@ -1,4 +1,6 @@
-"""Is what was measured good for these parts, and if not, why: one verdict a path, collective, memory and dtype.
+"""Judge whether measured figures are good, and if not, why.
+
+There is one verdict for each path, collective, memory and dtype.
 
 At least 85 % of what the parts should reach is good, at least 60 % low, less is far below. Causes are read from the
 facts of the link; they explain what is low, and a few are worth knowing where all is well.

@@ -1,4 +1,4 @@
-"""Memory of this process's device: what is used, what is free.
+"""Read how much memory this process's device uses and has free.
 
 Tested in tests/machine/test_host_facts.py and tests/timeline.
 """

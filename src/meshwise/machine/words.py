@@ -1,4 +1,6 @@
-"""A machine in words: `8xH100`, `2x8xA100-80GB@200Gb`, `2xA100+2xV100`, `4xcpu`, as plain facts of the catalog.
+"""Read a machine in words: `8xH100`, `2x8xA100-80GB@200Gb`, `2xA100+2xV100`, `4xcpu`.
+
+The figures are those of the catalog.
 
 Counts come first: hosts × devices a host, or devices of one host. Behind @ stands what one host can send, one way.
 Parts with + between are devices of one host; with counts of hosts, or a network, they are hosts. A name that may mean

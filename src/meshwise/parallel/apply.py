@@ -1,4 +1,6 @@
-"""Apply a plan to an ordinary model. The techniques, in their order and with its reason:
+"""Apply a plan's techniques to an ordinary model, in order.
+
+The techniques, each with the reason for its place:
 
     precision    first: later techniques must see the parameters in the dtype that they are stored in
     placement    on the device, with the start values of rank 0; those of a deferred model come later

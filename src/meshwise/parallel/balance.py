@@ -1,4 +1,6 @@
-"""The balance loss of a mixture of experts is that of the whole global batch, as on one device.
+"""Compute a mixture of experts' balance loss over the global batch.
+
+The loss is then that of one device.
 
 Such a loss is a product of two means over tokens (Switch Transformer, arXiv:2101.03961), so the mean over ranks of what
 each has of its own tokens is another number. Models of transformers call a function beside them for it; while their

@@ -1,4 +1,6 @@
-"""Batch norm over the global microbatch: the statistics of all ranks' samples, as one device has them.
+"""Compute batch-norm statistics over the global microbatch.
+
+They are those of all ranks' samples, as one device computes them.
 
 Layers keep their forward; while it runs, `torch.nn.functional.batch_norm` takes the statistics of all ranks. So a
 subclass keeps what it adds (an activation), and a module that calls the function by hand is right too. Means and

@@ -1,4 +1,7 @@
-"""The blocks of a model: its repeated layers, and the modules between them. Found from the module tree alone."""
+"""Find a model's repeated blocks and the modules between them.
+
+Only the module tree is read.
+"""
 
 from __future__ import annotations
 

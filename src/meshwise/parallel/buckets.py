@@ -1,4 +1,4 @@
-"""Buckets: neighbouring tensors of one dtype and device that are moved together.
+"""Group neighbouring tensors of one dtype and device, to move together.
 
 Tested in tests/parallel/test_offload_state.py and test_zero1.py.
 """

@@ -1,4 +1,4 @@
-"""Compile: each repeated layer's own forward is compiled, and nothing around it.
+"""Compile the forward of each repeated layer, and nothing around it.
 
 A graph over the whole model would hold the places where blocks are gathered, run again or moved. Laid into the forward
 itself, the compiler sees what the author wrote; the model's class, hooks and state_dict keys stay. Layers of one class

@@ -1,4 +1,6 @@
-"""Whether torch computes in the precision of a plan on a device: tried there, before a run.
+"""Check that a device computes in the precision of a plan.
+
+It is tried on the device, before a run.
 
 Tested in tests/parallel/test_precision.py.
 """

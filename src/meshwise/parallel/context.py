@@ -1,4 +1,6 @@
-"""Context parallel: each rank of the axis holds a part of the positions of every sample, through the whole model.
+"""Split the sequence: each rank holds some positions of every sample.
+
+This is context parallelism, through the whole model.
 
 What the model's forward is given is split along its positions (dim 1) as it enters: split tensors
 (splits/tensor.py), of which plain code sees the whole shape. Each position goes its way through embeddings, layers,

@@ -1,4 +1,6 @@
-"""Data parallel: every rank holds the whole model and takes its slice of each batch; gradients are averaged.
+"""Average gradients over ranks that each hold the whole model.
+
+This is data parallelism: each rank takes its slice of each batch.
 
 DistributedDataParallel does the reducing, driven from outside, so that the model stays what it is. Parameters that fit
 one bucket need no reducer of its kind: it would be full when the backward is over, and is averaged then.

@@ -1,4 +1,6 @@
-"""Deferred construction: a model too large for one device is built on fake tensors, then filled in shard by shard.
+"""Build a large model on fake tensors, then fill its shards.
+
+This is deferred construction, for a model that is too large for one device.
 
 The constructor runs once, with shapes and no values, and its operators are recorded; so are those that come later, such
 as `model.half()`. Once the plan has divided the parameters, each rank replays the record from rank 0's random numbers
@@ -187,7 +189,7 @@ class _Filling:
         """By the id of a tensor that is neither parameter nor buffer."""
         self._model, self._device, self._parts = model, device, parts
         self._metas, self._made = _tensors(model), dict[int, Tensor]()
-        self._lacked = {id(p) for p in stages.lacked_parameters(model)}
+        self._absent = {id(p) for p in stages.absent_parameters(model)}
 
     def put(self, slot: _Slot, make: Callable[[Tensor, torch.device | str], Tensor]) -> None:
         """Fill a slot with `make(meta tensor, device)`; what is tied is made once."""
@@ -199,7 +201,7 @@ class _Filling:
     def put_nothing_of_others(self) -> None:
         """What other stages of a pipeline hold gets no values, and is made of none."""
         for number, slots in list(self.slots.items()):
-            if all(id(self._metas[slot.module, slot.name]) in self._lacked for slot in slots):
+            if all(id(self._metas[slot.module, slot.name]) in self._absent for slot in slots):
                 for slot in self.slots.pop(number):
                     self.put(slot, _nothing)
 

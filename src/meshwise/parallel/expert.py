@@ -1,4 +1,6 @@
-"""Expert parallel: each rank of the axis holds some of the experts of a mixture of experts, and has samples of its own.
+"""Divide the experts of a mixture among ranks: expert parallel.
+
+Each rank of the axis holds some of the experts, and has samples of its own.
 
 Experts are a module whose parameters are stacked, (experts, ...) each, and whose forward takes hidden states, the
 experts of each token and their weights, as in transformers; or rows that are sorted by expert already. Its parameters

@@ -1,4 +1,4 @@
-"""The ranks over which experts are divided, and how rows travel between them.
+"""Exchange rows among the ranks that divide the experts.
 
 Tested in tests/parallel/test_expert_list.py and test_experts.py.
 """

@@ -1,4 +1,6 @@
-"""Experts that are modules of a list, divided over devices: each runs on the rank that has it, on all ranks' rows.
+"""Divide experts that are modules of a list among devices.
+
+Each runs on the rank that has it, on all ranks' rows.
 
 The forward of such a mixture goes through its experts, gives each the rows that were routed to it, and adds up what
 they give. It runs twice. First every expert notes what it is given and gives zeros; then the rows travel, experts run

@@ -1,4 +1,6 @@
-"""Whether a run can have a plan, as far as its launcher knows. It imports no torch where it need not.
+"""Check whether a run can have a plan, before torch starts.
+
+It uses what the launcher knows, and imports no torch where it need not.
 
 Tested in tests/parallel/test_apply.py.
 """

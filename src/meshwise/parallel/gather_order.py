@@ -1,4 +1,6 @@
-"""All ranks gather the same blocks in the same order: found out before a rank waits in a gather that others leave out.
+"""Check that all ranks gather the same blocks in one order.
+
+A rank then never waits in a gather that others skip.
 
 The others are asked about orders that are new to this rank, so that a step in a known one asks nobody. Only blocks of
 which nobody can tell whether a forward may skip them are looked at (skipped.py).

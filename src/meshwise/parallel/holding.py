@@ -1,4 +1,6 @@
-"""Decide what each pipeline stage holds: its blocks, and the modules outside them that it uses.
+"""Decide which blocks and other modules each pipeline stage holds.
+
+A stage holds its blocks, and the modules outside them that it uses.
 
 Outside of the blocks all ranks hold all during the first step. Whose gradients that step has found then decides: a
 parameter stays where it has one, and becomes NaN that takes no memory elsewhere. Where several stages have one (tied
@@ -31,7 +33,7 @@ from meshwise.transfer.reading import together
 from meshwise.transfer.sharded import full_tensor
 from meshwise.transfer.stages import Pipe
 
-_lacked = WeakIdKeyDictionary()  # parameters whose values are on other stages
+_absent = WeakIdKeyDictionary()  # parameters whose values are on other stages
 
 
 class Holding:
@@ -196,8 +198,8 @@ def _drop(model: nn.Module, names: set[str], rank: int) -> None:
     """Let go of the values of these parameters, which other stages have: what is left is NaN of their shape, in the
     memory of one number."""
     for name, p in model.named_parameters(remove_duplicate=False):
-        if name in names and p not in _lacked:
-            _lacked[p] = True
+        if name in names and p not in _absent:
+            _absent[p] = True
             sharding.empty(p)
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(functools.partial(_refuse, name, rank))
@@ -206,13 +208,13 @@ def _drop(model: nn.Module, names: set[str], rank: int) -> None:
 def _before_load(module: nn.Module, *unused: Any) -> None:
     """What this rank lacks is loaded, too, so that torch compares shapes; then it is let go of again."""
     for p in module.parameters(recurse=False):
-        if p in _lacked:
+        if p in _absent:
             sharding.refill(p)
 
 
 def _after_load(module: nn.Module, unused: Any) -> None:
     for p in module.parameters(recurse=False):
-        if p in _lacked:
+        if p in _absent:
             sharding.empty(p)
 
 
@@ -223,20 +225,20 @@ def _refuse(name: str, rank: int, p: Tensor) -> None:
     )
 
 
-def is_lacked(p: Tensor) -> bool:
+def is_absent(p: Tensor) -> bool:
     """Whether other stages of a pipeline have the values of a parameter, and this rank does not."""
-    return p in _lacked
+    return p in _absent
 
 
 def own_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Of a whole state that is loaded, what belongs to parameters of this rank."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    others = {n for n, p in zip(numbers, held_parameters(optimizer), strict=False) if p in _lacked}
+    others = {n for n, p in zip(numbers, held_parameters(optimizer), strict=False) if p in _absent}
     return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
 
 
 def let_go(optimizer: Optimizer) -> None:
     """Drop the state of what this rank lacks since the first step: a state that was loaded before had it."""
     for p in held_parameters(optimizer):
-        if p in _lacked:
+        if p in _absent:
             optimizer.state.pop(p, None)

@@ -1,4 +1,6 @@
-"""Along which dim each weight of a model is split over the ranks of an axis. Any choice is exact; a good one is quick.
+"""Choose along which dim each weight is split over an axis.
+
+Any choice is exact; a good one is quick.
 
     column    by its outputs: what it gives is split too, and nothing is sent
     row       by its inputs: it takes what is split, and the ranks' products are added up

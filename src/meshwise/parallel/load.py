@@ -1,4 +1,6 @@
-"""Weights of a safetensors checkpoint, straight into a model: each rank reads its part of each tensor, and no more.
+"""Load weights of a safetensors checkpoint straight into a model.
+
+Each rank reads its part of each tensor, and no more.
 
 One file, or the index of several that Hugging Face writes. A deferred model notes where its values are, and reads
 them when its plan has divided it; what the file lacks is replayed.

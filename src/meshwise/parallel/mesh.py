@@ -1,4 +1,6 @@
-"""The mesh: the devices of a run on named axes, so that a technique says over which axis it communicates.
+"""Build the device mesh: a run's devices on named axes.
+
+A technique names the axis over which it communicates.
 
 Tested in tests/parallel/test_apply.py.
 """

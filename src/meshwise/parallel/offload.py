@@ -1,4 +1,6 @@
-"""Offload: what the backward needs waits in the host's memory, and comes back a little ahead of its use.
+"""Offload activations to the host until the backward needs them.
+
+They come back a little ahead of their use.
 
 Tensors that a forward keeps for its backward are copied to the host: pinned, and on a stream of their own where the
 device is a GPU, so that computing goes on. A backward asks for them in the reverse order. So each time that it asks for

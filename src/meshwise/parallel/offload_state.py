@@ -1,4 +1,6 @@
-"""Offload of the optimizer's state: it waits in the host's memory, and comes to the device a bucket at a time.
+"""Offload the optimizer's state to the host, bucket by bucket.
+
+It comes to the device a bucket at a time.
 
 `step` is taken in parts: the parameters of one bucket have their gradients and their state, the others have neither and
 are left alone, as every torch optimizer does with a parameter without a gradient. So any optimizer that treats each

@@ -1,4 +1,6 @@
-"""The record of a constructor: its operators on fake tensors, in their order, and what random numbers they would draw.
+"""Record a constructor's operators on fake tensors.
+
+The record has their order, and what random numbers they would draw.
 
 torch has no hook for a program that sets a generator. So each random operator moves the real generator on by one
 number, which gives every entry of the record a state of its own: a state that is found changed was set, or put back to

@@ -1,4 +1,6 @@
-"""Replay: the operators of a constructor, run again in their order with the real random numbers.
+"""Replay a constructor's operators with the real random numbers.
+
+They run in their recorded order.
 
 What no kept tensor depends on is not computed; random numbers are drawn all the same, so that the generator comes by as
 it did. A storage is made when it is first filled, and let go when no operator needs what it holds any more: one that is

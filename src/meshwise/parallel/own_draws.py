@@ -1,4 +1,6 @@
-"""What a model draws of which each rank draws its own: notes on a plan.
+"""Note on a plan which random draws differ between ranks.
+
+For such draws each rank draws its own numbers.
 
 Tested in tests/parallel/test_draws_note.py.
 """

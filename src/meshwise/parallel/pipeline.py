@@ -1,5 +1,7 @@
-"""Pipeline parallel: each rank of the axis has stages, consecutive blocks of the model, and works on one microbatch
-after the other.
+"""Run a model's blocks as stages of a pipeline.
+
+This is pipeline parallelism: each rank of the axis has stages, consecutive blocks of the model, and works on one
+microbatch after the other.
 
 Each stage runs the job's own `loss(model, batch)`, and no line of the model changes. Blocks before its own are passed
 by: the last of them gives what the stage before has sent, in the form in which that stage's last block gave it, and the

@@ -1,4 +1,4 @@
-"""Precision: what parameters are stored in, what is computed in, and whether the loss is scaled.
+"""Set the dtypes of parameters and computation, and loss scaling.
 
 Parameters are the master weights; where computing is narrower, autocast casts what matrix products take. A shard
 gathers those weights as autocast would cast them: the same numbers, bit for bit, and half the bytes. Everything takes

@@ -1,4 +1,6 @@
-"""Optimizers and checkpoints follow parameters that the plan has replaced by this rank's parts of them.
+"""Point optimizers and checkpoints at the parameters a plan replaced.
+
+The plan puts this rank's parts in their place.
 
 An optimizer made before would step the old parameters, without an error and without effect. It stays the same object,
 with its groups, their settings and its state; schedulers that hold it notice nothing. `load_state_dict` of a model and

@@ -1,4 +1,6 @@
-"""Recompute: a block keeps its input, and runs again in the backward for what it did not keep.
+"""Recompute a block's activations in the backward.
+
+The block keeps its input, and runs again for what it did not keep.
 
 The block's `forward` is wrapped in torch's checkpoint; its class, hooks and state_dict keys stay. Random draws of the
 second run are those of the first (dropout drops the same), and it finds the world as the first one did: what that wrote

@@ -1,4 +1,6 @@
-"""Define how a plan reduces gradients after a backward, for every technique.
+"""Define how a plan reduces gradients after a backward.
+
+Every technique uses it.
 
 Tested in tests/parallel/test_equal_steps.py.
 """

@@ -1,4 +1,6 @@
-"""In which order each rank of a pipeline takes the forwards and backwards of a step.
+"""Order the forwards and backwards of each rank of a pipeline.
+
+The order is that of one step.
 
 Orders are found by playing the step through, each action a moment long: what they give cannot wait in a circle, for any
 number of microbatches. 1F1B is that of Narayanan and others, PipeDream (SOSP 2019); the interleaved one of Megatron-LM

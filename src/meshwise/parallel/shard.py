@@ -1,4 +1,6 @@
-"""Shard: each rank holds a part of every parameter, of its gradient and of the optimizer's state.
+"""Shard parameters, gradients and optimizer state over ranks.
+
+Each rank holds a part of every one of them.
 
 `fully_shard` gathers a block's parameters before its forward and its backward, and leaves in `.grad` this rank's part
 of the mean over all ranks. Blocks are the model's repeated layers; everything else, and layers too small to be worth a
@@ -82,19 +84,19 @@ class Sharded:
         self._key = f"meshwise/shard/{next(_made)}/{collectives.group_key()}"
         self._skipped = parameters_that_may_be_skipped(model, roots_of(model))
         self._staged, self._apart = setup.plan.pipeline > 1, setup.apart
-        lacked = stages.lacked_parameters(model) | {p for name, p in model.named_parameters() if name in self._apart}
+        absent = stages.absent_parameters(model) | {p for name, p in model.named_parameters() if name in self._apart}
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
         """That of the parameters: with the axes over which they are split besides."""
         self._own_numbers = list[SingleNumbers]()  # none, or one
         if not (self._staged or setup.parts_on_host):
-            lacked = lacked | self._take_numbers(SingleNumbers(model, self.whole_mesh, lacked), setup)
+            absent = absent | self._take_numbers(SingleNumbers(model, self.whole_mesh, absent), setup)
         for root in roots_of(model):
             parts = [module for module in root.modules() if module in setup.own_parts]
-            units = [unit for unit in units_of(root) if unit not in parts and lacked.isdisjoint(unit.parameters())]
+            units = [unit for unit in units_of(root) if unit not in parts and absent.isdisjoint(unit.parameters())]
             units, unsure, said = (units, [], []) if self._staged else called_by_all(root, units)
             setup.notes += said
             for module, keep in [*((unit, not reshard) for unit in parts + units), (root, bool(units) or not reshard)]:
-                check_can_be_sharded(model, module, lacked)
+                check_can_be_sharded(model, module, absent)
                 fully_shard(
                     module,
                     mesh=setup.own_parts.get(module, mesh),
@@ -102,7 +104,7 @@ class Sharded:
                     reshard_after_forward=not keep,
                     offload_policy=policy,
                     mp_policy=dtypes,
-                    ignored_params=lacked,
+                    ignored_params=absent,
                 )
                 sharding.mend_sharded_class(module)
                 watch_forward(module)

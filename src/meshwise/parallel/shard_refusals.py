@@ -1,4 +1,6 @@
-"""Reject, with a reason, what a program cannot do with parts of parameters.
+"""Reject what a program cannot do with parts of parameters.
+
+Each refusal has its reason.
 
 Tested in tests/parallel/test_trial.py and tests/job/test_plans_in_a_loop.py.
 """

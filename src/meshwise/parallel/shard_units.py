@@ -94,8 +94,8 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collectio
 
 def make_contiguous(model: nn.Module) -> list[str]:
     """Make parameters contiguous in memory, in place, where they are not; returns what is to be said of it."""
-    lacked = stages.lacked_parameters(model)
-    changed = [(name, p) for name, p in model.named_parameters() if not p.is_contiguous() and p not in lacked]
+    absent = stages.absent_parameters(model)
+    changed = [(name, p) for name, p in model.named_parameters() if not p.is_contiguous() and p not in absent]
     for _, p in changed:
         p.data = p.data.contiguous()
     found = some([name for name, _ in changed])

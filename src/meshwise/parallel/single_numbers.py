@@ -1,4 +1,6 @@
-"""Parameters that are single numbers (a temperature): they cannot be divided, so under shard every rank holds them.
+"""Keep scalar parameters whole on every rank under shard.
+
+A scalar, such as a temperature, cannot be divided.
 
 In the forward of its module a number is a leaf of this rank alone, in the same memory. The leaves' gradients wait until
 what is sharded is reduced, and are averaged over the ranks together, in one collective.
@@ -25,10 +27,10 @@ from meshwise.transfer.sharded import placed
 
 
 class SingleNumbers:
-    """Those of `model` that are not `lacked`. mesh: of all its parameters. places: of each by its name, the module and
+    """Those of `model` that are not `absent`. mesh: of all its parameters. places: of each by its name, the module and
     the name in it."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, lacked: Collection[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, absent: Collection[nn.Parameter]) -> None:
         self.places: dict[str, tuple[nn.Module, str]] = {}
         self._mesh = mesh
         self._leaves: dict[str, tuple[Tensor, Tensor]] = {}  # name -> what all ranks hold, and the leaf
@@ -36,7 +38,7 @@ class SingleNumbers:
         for full, module in list(model.named_modules()):
             inside = {}
             for name, p in list(module.named_parameters(recurse=False)):
-                if p.ndim == 0 and p not in lacked and not p.is_complex():
+                if p.ndim == 0 and p not in absent and not p.is_complex():
                     if p not in known:
                         self.places[f"{full}.{name}" if full else name] = module, name
                         known[p] = next(reversed(self.places)), placed(local_of(p), mesh, [Replicate()] * mesh.ndim)

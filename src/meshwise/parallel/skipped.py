@@ -1,4 +1,6 @@
-"""Modules that a forward may skip on one rank and call on another: experts without rows, layers left out at random.
+"""Find modules that a forward may skip on some ranks only.
+
+Examples are experts without rows, and layers that are dropped at random.
 
 What is gathered by itself must be gathered by all ranks. Whether a module is always called is read in the source of the
 class that calls it: the call stands under no condition, or under one that is the same on all ranks (of the module's own

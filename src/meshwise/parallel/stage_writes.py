@@ -1,4 +1,6 @@
-"""Parameters that the forward of a stage writes: an earlier microbatch's backward may need what they were.
+"""Track parameters that a pipeline stage's forward writes.
+
+An earlier microbatch's backward may need their former values.
 
 Autograd stops a backward for which a parameter was written in place too early. It counts no writes past it
 (`p.data.lerp_(...)`): what the first forwards write so is counted by hand, before each later forward.
@@ -31,8 +33,8 @@ class StageWrites:
         for p in self._past:
             p.detach().mul_(1)
         if self._left and not rehearsing():
-            lacked = stages.lacked_parameters(model)
-            held = [local_of(p).detach() for p in model.parameters() if p not in lacked and local_of(p).numel()]
+            absent = stages.absent_parameters(model)
+            held = [local_of(p).detach() for p in model.parameters() if p not in absent and local_of(p).numel()]
             self._before = list(zip(held, versions(held), hashes_of(held), strict=True))
 
     def end(self) -> None:

@@ -1,4 +1,6 @@
-"""The one optimizer hook: who is called before and after a step, in which order, and once for each step.
+"""Call everything that runs around an optimizer step, in order.
+
+The optimizer has one hook, which calls each subscriber before and after a step, once for each step.
 
 An optimizer may call `super().step()`: only the outermost step of an optimizer is one, whichever classes torch has put
 its hooks into. A step that raises leaves nothing behind: those of this one optimizer that were called before it are

@@ -1,4 +1,6 @@
-"""Define a technique: check, apply to a model, bind to an optimizer. Each has a file of its own.
+"""Define a technique: check, apply to a model, bind an optimizer.
+
+Each has a file of its own.
 
 A new technique is a field of the plan, its file, and its place in the order of `apply.py`. What an earlier technique
 leaves for a later one is in `Setup`: techniques do not import each other.

@@ -1,4 +1,6 @@
-"""Tensor parallel: each rank of the axis holds a part of the weights of layers, and works on the same samples.
+"""Split layers' weights over ranks that share samples: tensor parallel.
+
+Each rank of the axis holds a part of the weights.
 
 Parameters become DTensors on the mesh axis `tensor`: split along a dim (parallel/layout.py), or replicated. While a
 module runs, its parameters are this rank's parts: split tensors (splits/tensor.py), of which plain code sees the whole,
@@ -68,10 +70,10 @@ def _apply(setup: Setup) -> None:
     # packed along dim 0 without shard alone: else both would divide it, which torch has no word for
     cuts = cuts_of(setup.model, mesh.size(), packed=setup.plan.shard == 1)
     known: dict[int, nn.Parameter] = {}
-    lacked = stages.lacked_parameters(setup.model)
+    absent = stages.absent_parameters(setup.model)
     for module in setup.model.modules():
         for name, p in list(parameters_in(module).items()):
-            if p is not None and p not in lacked:
+            if p is not None and p not in absent:
                 if name == "weight" and id(p) in cuts and cuts[id(p)].gathered:
                     put_forward(module, functools.partial(_gathered, module.forward))
                 if id(p) not in known:

@@ -1,4 +1,6 @@
-"""An optimizer tried on small matrices, before a plan lets it step a part of the parameters, or parts of each.
+"""Test on small matrices whether an optimizer works on parameter shards.
+
+This is done before a plan lets it step some of the parameters, or parts of each.
 
 Most optimizers treat every number by itself, and torch's own ones are known (`BY_NUMBERS`). Another one may compute a
 norm over all gradients (AdaGC), over a matrix (LARS), or the whole of it (Muon, Shampoo, SOAP): what it does with a

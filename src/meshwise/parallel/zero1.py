@@ -1,4 +1,6 @@
-"""ZeRO-1: every rank holds all parameters and gradients, and the optimizer's state of its part of them.
+"""Divide the optimizer's state among data-parallel ranks: ZeRO-1.
+
+Every rank holds all parameters and gradients, and the optimizer's state of its part of them.
 
 Each parameter has an owner. The optimizer steps with the gradients of its owner's parameters alone, so it makes state
 for those alone; what was stepped is then sent from its owner to all. Parameters are dealt out whole, the largest first
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 
 from meshwise.compat.optimizers import after_method, takes_hooks
 from meshwise.parallel.buckets import buckets_of
-from meshwise.parallel.holding import is_lacked
+from meshwise.parallel.holding import is_absent
 from meshwise.parallel.step_hooks import Order, has_closure, held_parameters, subscribe
 from meshwise.parallel.technique import Technique
 from meshwise.parallel.trial import unlike_by_parameters
@@ -51,7 +53,7 @@ class DividedOptimizer:
                 f"some of them: {why}. Use data alone, or another optimizer."
             )
         self._rank = rank
-        self._owned = owners([p for p in held_parameters(optimizer) if not is_lacked(p)], size)
+        self._owned = owners([p for p in held_parameters(optimizer) if not is_absent(p)], size)
         self._owner = {id(p): owner for owner, held in enumerate(self._owned) for p in held}
         self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
         for p in [p for p in optimizer.state if self._owner.get(id(p), rank) != rank]:
@@ -89,7 +91,7 @@ class DividedOptimizer:
 
     def _send(self) -> None:
         for owner, held in enumerate(self._owned):
-            for bucket in buckets_of([p for p in held if p.requires_grad and not is_lacked(p)], BUCKET):
+            for bucket in buckets_of([p for p in held if p.requires_grad and not is_absent(p)], BUCKET):
                 _broadcast(bucket, owner, own=owner == self._rank)
 
 

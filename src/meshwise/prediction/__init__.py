@@ -1,1 +1,1 @@
-"""Predictions: every sample once, in the data's order."""
+"""Predict every sample once, in the data's order."""

@@ -1,4 +1,6 @@
-"""The file of predictions while it is written: whole samples in their order, so that a run that was killed goes on.
+"""Write predictions to a file that survives a kill.
+
+It holds whole samples in their order, so that a killed run can go on.
 
     OUT.partial/                        until every sample is there
         facts.json                      what they are predictions of

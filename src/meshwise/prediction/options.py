@@ -1,4 +1,6 @@
-"""The options of predictions, each once: the command line and `mw.predict` are made from them. No torch.
+"""Declare the options of predictions, each once.
+
+The command line and `mw.predict` are made from them. No torch.
 
 Tested in tests/prediction/test_predict.py.
 """

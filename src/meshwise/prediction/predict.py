@@ -1,4 +1,6 @@
-"""Predict: every sample once, in the data's order, on any number of devices; written as they come. Runs on every rank.
+"""Predict every sample once, in order, on any number of devices.
+
+Predictions are written as they come. Runs on every rank.
 
 Each global batch is divided over the ranks as an evaluation's is. After a few batches, rank 0 gets the rows of all
 ranks and writes them; how many that are follows from the time and the bytes that they took.

@@ -1,4 +1,6 @@
-"""Rows of predictions on their way to the file: from all ranks to rank 0, every so many batches, and written beside.
+"""Gather predicted rows to rank 0 in batches, and write them.
+
+Writing runs beside the computation.
 
 Tested in tests/prediction/test_predict.py.
 """

@@ -1,4 +1,4 @@
-"""The engine of this process: its plan, its end, and the context of an error."""
+"""Hold this process's engine: its plan, its end, its errors."""
 
 from meshwise.spec.lazy import files_of
 

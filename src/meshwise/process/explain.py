@@ -1,4 +1,7 @@
-"""Add context to an error in a run. Tested in tests/faults/test_faults.py."""
+"""Add context to an error in a run.
+
+Tested in tests/faults/test_faults.py.
+"""
 
 from __future__ import annotations
 

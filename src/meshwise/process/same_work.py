@@ -1,4 +1,7 @@
-"""A script that trains in several workers and has distributed nothing would do the same work in each of them."""
+"""Refuse a script on several workers that has distributed nothing.
+
+It would do the same work in each of them.
+"""
 
 from __future__ import annotations
 

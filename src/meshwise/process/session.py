@@ -1,4 +1,7 @@
-"""The default engine of this process: the one piece of state that scripts share with `mw.distribute`, and its end."""
+"""Keep the process's default engine, from `mw.distribute` to the end.
+
+The engine is the one piece of state that scripts share.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +84,8 @@ def saves() -> bool:
 def session() -> Iterator[None]:
     """What is distributed inside the with-block ends with it: its plan, its guards, its hold on gradients.
 
-    For a sweep in one process, where each run may have a plan of its own. Without a session everything belongs to the
-    process; models that the program lets go are let go in both cases.
+    Use it for a sweep in one process, where each run may have its own plan. Without a session everything belongs to the
+    process. Models are held by weak references in both cases.
     """
     outer, divided = default_engine(), collectives.dividing()
     collectives.divide_among(None)

@@ -1,4 +1,6 @@
-"""A plan that needs less memory and computes the same numbers, for a job whose step ran out of memory.
+"""Propose a plan with less memory, after running out of it.
+
+It computes the same numbers. It is for a job whose step ran out of memory.
 
 Halved microbatches first, where a step is known to be a mean over samples: several ranks or microbatches divided it
 already, no batch norm sees a microbatch, and nothing in the model's code draws random numbers, which are drawn for a

@@ -1,0 +1,1 @@
+"""Find races between CUDA streams, with vector clocks."""

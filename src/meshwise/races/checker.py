@@ -1,4 +1,6 @@
-"""Races between streams, from plain events: what is recorded, waited for, read, written, allocated and freed.
+"""Detect races between streams from plain events.
+
+Events say what is recorded, waited for, read, written, allocated and freed.
 
 Two accesses of the same bytes race when one of them writes and nothing says which comes first. Memory that is freed
 goes to the next tensor of the stream that it was allocated on, with all accesses of the former one, but for those of

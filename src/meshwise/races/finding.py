@@ -1,4 +1,4 @@
-"""A race in words: who does what to which tensor, by which lines, and what to write."""
+"""Describe a race: both accesses, their lines, and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Track who last read and wrote which bytes, as intervals of a memory.
+"""Track who last read and wrote which bytes, as intervals.
 
 A write stands for all that is before it in its bytes: what does not wait for those does not wait for it either. So does
 a read for the reads that are before it.

@@ -1,4 +1,4 @@
-"""Order what happens on streams with vector clocks.
+"""Order the events of streams with vector clocks.
 
 A lane is a stream of a device, or the host. Work on a lane is counted. A lane has seen the work of another one up to
 the point that it has waited for: by an event, whose record keeps what its lane had seen then, or by the host, which

@@ -1,4 +1,7 @@
-"""By what code something happens: the lines of the user, of libraries and ours, without torch's and Python's own."""
+"""Name the lines of code that a thread runs, innermost first.
+
+Lines are those of the user, of libraries and ours, without torch's and Python's own.
+"""
 
 from __future__ import annotations
 

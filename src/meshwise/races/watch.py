@@ -1,4 +1,6 @@
-"""Find races between the streams of a program while it runs, on CUDA: every operator, and all that orders streams.
+"""Find races between CUDA streams of a program as it runs.
+
+It sees every operator, and everything that orders streams.
 
 An operator belongs to the current stream of its device, or to the stream that waits in it: NCCL's, and that of a copy
 between two devices. What is compiled runs as it is written. Not seen: kernels that no operator of torch launches

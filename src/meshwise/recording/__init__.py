@@ -1,4 +1,4 @@
-"""Record a rank's run: a script's, a job's, or any PyTorch program's."""
+"""Record a rank of a script, job, or any PyTorch program."""
 
 from meshwise.spec.lazy import files_of
 

@@ -1,4 +1,6 @@
-"""Spans of the model's blocks, forward and backward, where they are asked for with MESHWISE_BLOCKS or `--blocks`.
+"""Record forward and backward spans of the model's blocks.
+
+MESHWISE_BLOCKS or `--blocks` asks for them.
 
 The backward of a block begins with the node that made its output, and ends where the next block's begins; that of a
 block whose inputs need no gradient ends with the gradients of its parameters. The graph stays as it is.

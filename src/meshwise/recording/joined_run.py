@@ -1,4 +1,4 @@
-"""The records of a run whose ranks another launcher has started: srun, torchrun or mpirun.
+"""Record a run whose ranks srun, torchrun or mpirun started.
 
 Nobody looks at these ranks from outside. So rank 0 opens the run folder and keeps its run.json, what each rank prints
 goes into its log there too, and each says at its end how it ended, in a store that all reach before there is a process

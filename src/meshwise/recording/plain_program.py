@@ -1,4 +1,6 @@
-"""Record a program that uses none of our verbs: plain PyTorch, DDP or FSDP2 on a process group of its own, Trainer.
+"""Record a program that uses none of our verbs.
+
+It may be plain PyTorch, DDP or FSDP2 on a process group of its own, or a Trainer.
 
 What it does is seen from where it calls torch: the next batch of a DataLoader, a backward, an optimizer's step, a
 collective. Nothing of it is changed, and its records begin with its first backward.

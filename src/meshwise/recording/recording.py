@@ -1,4 +1,6 @@
-"""Begin and end the recording of this rank: its recorder, its log, its clock against rank 0's.
+"""Begin and end a rank's recording: recorder, log, clock.
+
+The clock is compared with rank 0's.
 
 Tested with whole runs in tests/cli/test_run_folder.py and tests/timeline.
 """

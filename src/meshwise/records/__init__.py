@@ -1,1 +1,4 @@
-"""The run folder: file names, atomic writes, JSON lines, reading back. No torch here."""
+"""Read and write the run folder: atomic files, JSON lines.
+
+No torch here.
+"""

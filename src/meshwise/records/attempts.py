@@ -1,4 +1,6 @@
-"""The attempts of a run: each start of its workers, how it ended, and what that cost. Read from run.json.
+"""List a run's attempts: each start, its end, its cost.
+
+An attempt is one start of the run's workers. Read from run.json.
 
 Tested in tests/records/test_attempts.py.
 """

@@ -1,4 +1,7 @@
-"""The best evaluation of a run: `best.safetensors` has its weights and, in its header, which epoch it was. No torch."""
+"""Read the best evaluation of a run, and of which epoch.
+
+`best.safetensors` has its weights and, in its header, the epoch. No torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Boxes of a tensor: a (begin, end) for each dim. No torch. Tested in tests/recovery/test_layout.py."""
+"""Compare boxes of a tensor: a (begin, end) for each dim.
+
+No torch.
+Tested in tests/recovery/test_layout.py.
+"""
 
 from __future__ import annotations
 

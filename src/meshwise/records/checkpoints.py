@@ -1,4 +1,6 @@
-"""Checkpoints of a run: a folder each, which is there whole or not at all. No torch.
+"""Commit and read a run's checkpoints, each whole or absent.
+
+A checkpoint is a folder. No torch.
 
 checkpoint/step-00000040.1/    the state after step 40, saved in the first attempt
     rank0.safetensors          the pieces of tensors that rank 0 wrote

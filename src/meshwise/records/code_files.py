@@ -1,4 +1,4 @@
-"""The files of a program, as they were when it was checked: what runs later is compared with that.
+"""Record hashes of a program's files, and refuse later changes.
 
 Tested in tests/records/test_code_files.py.
 """

@@ -1,6 +1,7 @@
-"""Files that are whole or not there: written beside their place, synced, then renamed.
+"""Write files atomically: beside their place, synced, then renamed.
 
-And JSON lines: one record a line, appended as the run goes on; a line cut off by a crash is left out when read back.
+JSON lines are here too: one record a line, appended as the run goes on; a line cut off by a crash is left out when read
+back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The run folder: what a run leaves, and under which names.
+"""Define the run folder: what a run leaves, under which names.
 
 run.json              job, settings, versions, devices, status (running, finished, stopped or failed), sessions
 run.lock              held by the launcher as long as it runs

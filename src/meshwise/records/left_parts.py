@@ -1,4 +1,6 @@
-"""Parts of a state that ranks have left in memory which outlives them, and the checkpoint made of them. No torch.
+"""Read state that ranks left in memory, and commit a checkpoint.
+
+That memory outlives its rank. No torch.
 
     places     64 bytes each: the step plus 1, the attempt, and where and how long the three parts below are
     layout     JSON: which boxes of which tensors lie where in the file of tensors; the plain values

@@ -1,7 +1,8 @@
-"""Lock a run folder for one launcher; the system unlocks it when the process ends.
+"""Lock a run folder for one launcher, until its process ends.
 
-So a run that was killed with all its processes is seen to be over by whoever reads its folder, and nobody resumes a run
-that is still going on. A folder of states (`mw.checkpoint`) is held in the same way, by rank 0 of one program.
+The system unlocks it when the process ends. So a run that was killed with all its processes is seen to be over by
+whoever reads its folder, and nobody resumes a run that is still going on. A folder of states (`mw.checkpoint`) is held
+in the same way, by rank 0 of one program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Merge what several ranks hold of one state, as plain values, without torch. No torch.
+"""Merge plain values that several ranks hold of one state.
+
+No torch.
 
 Values are those that recovery/values.py writes. Tested in tests/recovery/test_values.py.
 """

@@ -1,4 +1,4 @@
-"""The metrics of a run, out of metrics.jsonl: read once, or again and again while the file grows.
+"""Read a run's metrics from metrics.jsonl, also while it grows.
 
 Tested in tests/records/test_run_list.py.
 """

@@ -1,5 +1,7 @@
-"""What each rank prints: a file of its own in the run folder for each attempt, so that what a process of an earlier
-one prints that was cut off is not taken for that of a later one. Older runs have one file for all attempts.
+"""Keep a log file for each rank and attempt of a run.
+
+What a process of an earlier attempt prints, cut off from the others, is not taken for output of a later one. Older runs
+have one file for all attempts.
 
 Tested in tests/cli/test_submit.py.
 """

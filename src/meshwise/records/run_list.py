@@ -1,4 +1,6 @@
-"""The runs of a folder in short: what ran, how it ended, its metrics, its size. Folders of others are left out.
+"""List the runs of a folder: status, metrics, plan, size.
+
+Folders that are no runs are left out.
 
 Tested in tests/records/test_run_list.py.
 """

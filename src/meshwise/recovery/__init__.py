@@ -1,1 +1,1 @@
-"""The state of a run: checkpoints and resume."""
+"""Save, load and resume the state of a run."""

@@ -1,4 +1,7 @@
-"""Decide when to save, by steps or time, at one step for all ranks."""
+"""Decide when to save, at one step for all ranks.
+
+Saves are due by steps or by time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Collect: what ranks hold in parts, as one device would hold it, on rank 0's host.
+"""Collect a sharded state on rank 0's host, as one device would.
+
+What ranks hold in parts becomes whole.
 
 Parts of tensors are gathered in buckets. Of a divided optimizer each rank holds the state of its own
 parameters; what rank 0 is missing is sent to it.

@@ -1,4 +1,4 @@
-"""Check that the state of a user's loop is finite, before it is saved and after it is restored.
+"""Check that a user's state is finite before save, after restore.
 
 What was never finite (a parameter that begins as -inf, a value that a foreign optimizer keeps as inf) is the program's.
 
@@ -79,7 +79,7 @@ def not_saved(what: str, newest: int | None, folder: Path) -> str:
 
 def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for of, model in models.items():
-        lacking = stages.lacked_parameters(model)  # another rank's of a pipeline, which are NaN here
+        lacking = stages.absent_parameters(model)  # another rank's of a pipeline, which are NaN here
         for name, p in model.named_parameters():
             if p not in lacking and not p.is_meta and not isinstance(p, UninitializedParameter):
                 yield _name(name, of), local_of(p.detach())
@@ -88,7 +88,7 @@ def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]
 def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, Tensor, bool]]:
     """What optimizers keep of parameters that this rank holds, and whether inf is wrong there too."""
     names: dict[Tensor, str] = {p: name for model in models.values() for name, p in model.named_parameters()}
-    lacking = {p for model in models.values() for p in stages.lacked_parameters(model)}
+    lacking = {p for model in models.values() for p in stages.absent_parameters(model)}
     for optimizer in optimizers.values():
         kind, strict = type(optimizer).__name__, type(optimizer).__module__.startswith(_OWN)
         for p, entry in optimizer.state.items():

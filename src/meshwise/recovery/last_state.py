@@ -1,4 +1,6 @@
-"""Write this rank's state after a step where it outlives the rank (records/left_parts.py).
+"""Write this rank's latest state where it outlives the rank.
+
+The place is described in records/left_parts.py.
 
     note     after each step: which tensors are the state, and a copy of what a forward changes
     write    copy it; no collective, and so also where a step has failed, as long as the state is that after the last

@@ -1,4 +1,6 @@
-"""Divide a state among ranks for writing: every element once, equally by bytes.
+"""Divide a state among ranks for writing: every element once.
+
+The parts are equal by bytes.
 
 What one rank alone holds it writes itself. What several hold is dealt out: small things, buffers among them, to the
 first, others to the one that writes least so far; large ones are divided among all that hold them.

@@ -1,4 +1,6 @@
-"""Memory that outlives this process, with the state after a step in two places by turns (records/left_parts.py).
+"""Keep a rank's state in memory that outlives its process.
+
+It holds the state after a step, in two places by turns (records/left_parts.py).
 
 Tested in tests/recovery/test_last_state.py.
 """

@@ -1,4 +1,6 @@
-"""Load the newest checkpoint that is whole: verified first, by all ranks together, then each reads what it needs.
+"""Load the newest checkpoint that is whole.
+
+All ranks verify it first, together; then each reads what it needs.
 
 A damaged one is reported in a line, and the one before it is used. States of format 1 (`latest.json` and one
 `step-….pt`) are read too.

@@ -1,4 +1,4 @@
-"""Settings that differ on resume: apply them with a note, or reject them.
+"""Apply settings that differ on resume, with a note, or reject.
 
 A checkpoint holds what the optimizer was made with, the seed of a job, the batch and how many samples there are. torch
 takes the optimizer's saved settings over those of the program, silently.

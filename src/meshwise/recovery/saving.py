@@ -1,4 +1,6 @@
-"""Save a state: each rank copies what it writes to the host's memory, and a thread behind its back writes it.
+"""Save a state in a background thread.
+
+Each rank first copies what it writes to the host's memory.
 
 On the training thread stay the copy, and a look at whether the ranks still hold what they held at the save before.
 """

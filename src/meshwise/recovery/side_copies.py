@@ -1,4 +1,4 @@
-"""Copies from an accelerator to the host beside the training: on a stream of their own, into pinned memory.
+"""Copy state to pinned host memory on a side stream, during training.
 
 They overlap the forward and the backward of the next step, and its update waits for them.
 """

@@ -1,4 +1,4 @@
-"""The state of a run: one object, and one value that it is saved as.
+"""Define a run's state, and the value it is saved as.
 
 It does not depend on the plan: a run that was saved under one goes on under another. Random draws and the data order
 are keyed by (seed, epoch, step, index), so no generator's state belongs to it.

@@ -1,4 +1,6 @@
-"""The state of a run as plain values and named tensors, and back: nothing in it is code, so nothing is run to read it.
+"""Encode state as plain values and named tensors, and decode it.
+
+Nothing in it is code, so nothing is run to read it.
 
 JSON has no tuples, no keys but text, no numbers that are not finite: such values are written as an object with one
 entry, `{"$tuple": [...]}`. A tensor is written as `{"$tensor": "model/0.weight"}`; one that stands in two places

@@ -1,4 +1,7 @@
-"""Final weights as safetensors, which plain PyTorch, and anything else, loads without us."""
+"""Write final weights as safetensors.
+
+Plain PyTorch, or anything else, loads them without meshwise.
+"""
 
 from __future__ import annotations
 

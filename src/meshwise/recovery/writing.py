@@ -1,4 +1,6 @@
-"""Write one save: the protocol, of which any process may die at any point, in a thread behind the training.
+"""Write one save by a protocol that survives any process's death.
+
+It runs in a thread beside the training.
 
 Every rank writes its file into `step-….part`, synced, and tells rank 0 its size and hash; rank 0 writes the manifest
 and gives the folder its name. From then on the checkpoint is there. What ranks tell one another meanwhile lies on a

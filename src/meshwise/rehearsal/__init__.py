@@ -1,1 +1,4 @@
-"""A run known before it happens: the real step on fake tensors, priced on a machine, simulated; the plans searched."""
+"""Predict a run: trace on fake tensors, price, simulate, search.
+
+The real step is traced, and priced on a machine.
+"""

@@ -1,4 +1,4 @@
-"""What torch's caching allocator takes from the device for a sequence of allocations, and whether a cap holds.
+"""Replay torch's caching allocator: reserved memory, and whether a cap holds.
 
 The rules of c10/cuda/CUDACachingAllocator.cpp (pytorch@001074d2; defaults of c10/core/AllocatorConfig.h), as long as no
 PYTORCH_ALLOC_CONF changes them: `round_size`, `get_allocation_size`, `get_free_block`, `should_split`,

@@ -1,4 +1,6 @@
-"""Collectives that run beside the stream that began them, until the program waits for them or uses their tensors.
+"""Track collectives that overlap the stream that began them.
+
+They do so until the program waits for them or uses their tensors.
 
 On a GPU they run in a stream of their group, on a CPU in threads of gloo; both take one after the other.
 

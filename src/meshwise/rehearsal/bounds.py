@@ -1,4 +1,4 @@
-"""Bounds: what a plan takes at least, known before it is rehearsed.
+"""Bound a plan's memory and time from below, before rehearsing it.
 
 Memory: parameters, their gradients and the optimizer's state lie on the devices at once when the optimizer steps. Time:
 the operations of the model at the peak rate of the devices, with the bubble of the pipeline. The first is known from

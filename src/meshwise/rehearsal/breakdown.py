@@ -1,7 +1,8 @@
-"""What the time of a simulated step is made of, by rank, kind and phase: every moment counts once.
+"""Break a simulated step's time down by rank, kind and phase.
 
-computing owns a moment first, then communication that nothing hides, then copies to and from the host, then waiting for
-other ranks. A gap that ends with something whose launch came too late is the host's; any other is idle.
+Every moment counts once: computing owns it first, then communication that nothing hides, then copies to and from the
+host, then waiting for other ranks. A gap that ends with something whose launch came too late is the host's; any other
+is idle.
 
 Tested in tests/rehearsal/test_simulate.py.
 """

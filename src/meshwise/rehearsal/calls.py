@@ -1,4 +1,6 @@
-"""Calls of operators as text, and made again from it: with real tensors of the same sizes, strides and dtypes.
+"""Write operator calls as text, and repeat them from it.
+
+They are repeated with real tensors of the same sizes, strides and dtypes.
 
 Tested in tests/rehearsal/test_measured.py.
 """

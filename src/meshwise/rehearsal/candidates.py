@@ -1,4 +1,6 @@
-"""The plans that a search chooses from: meshes, microbatches, recompute; and what else saves memory.
+"""List the plans that a search chooses from.
+
+They vary meshes, microbatches, recompute, and what else saves memory.
 
 Nothing here changes the numbers of a job: its precision, its global batch and its batch norms stay, unless they are
 allowed to change.

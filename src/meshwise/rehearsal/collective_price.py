@@ -1,4 +1,6 @@
-"""Seconds of a collective, a send or a receive on a machine: from its tables, else from a model of NCCL or gloo.
+"""Price a collective, send or receive on a machine, in seconds.
+
+The price comes from the machine's tables, else from a model of NCCL or gloo.
 
 The model is NCCL's own: for each algorithm and protocol a latency (hops inside hosts and between them) and a bandwidth,
 and the least time of all counts. Between hosts a group has its share of what the hosts can send: the other ranks of the

@@ -1,4 +1,6 @@
-"""The constants of the model: each with how far the truth may lie from it, and where it is from.
+"""Define the constants of the performance model, with errors and sources.
+
+The error is how far the truth may lie from the constant.
 
 Figures of a part or a link are in machine/catalog.toml. Those whose source says so were fitted to published runs by
 bench/fit.py, and are frozen until it is run again; no constant belongs to a model, a data set or a row; `digest()`

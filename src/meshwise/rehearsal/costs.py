@@ -1,4 +1,6 @@
-"""The launches of a rank with their prices, as what is played: one by one, or operators in a row as one.
+"""Convert a rank's priced launches to the items that are played.
+
+An item is one launch, or several operators in a row.
 
 Tested in tests/rehearsal/test_simulate.py.
 """

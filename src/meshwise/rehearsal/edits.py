@@ -1,4 +1,4 @@
-"""Priced edits: what a plan would be with one thing changed, in bytes and in time.
+"""Price changing one thing in a plan, in bytes and time.
 
 Tested in tests/rehearsal/test_search.py.
 """

@@ -1,4 +1,6 @@
-"""What a plan costs before it runs: seconds of a step and bytes of memory, each with an interval and its parts.
+"""Define a plan's estimated cost: step time and memory, with intervals.
+
+Each is given with its parts.
 
 Tested in tests/rehearsal/test_estimate.py.
 """

@@ -1,4 +1,4 @@
-"""From a job and a plan to an estimate: trace, price, simulate, replay.
+"""Estimate a plan of a job: trace, price, simulate, replay.
 
 Tested in tests/rehearsal/test_estimate.py.
 """

@@ -1,4 +1,4 @@
-"""Explain: what the time of a simulated step is made of, launch by launch, and what limits it.
+"""Explain a simulated step's time, launch by launch, and its limit.
 
 Tested in tests/rehearsal/test_explain.py.
 """

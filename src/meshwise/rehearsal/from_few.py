@@ -1,4 +1,6 @@
-"""Traces of deep models from traces of few of their blocks, where blocks are alike: equal to those of the whole.
+"""Build traces of deep models from traces of few blocks.
+
+Where blocks are alike, the built trace equals that of the whole.
 
 Two models that differ by one block on each stage are traced, and the rest is replayed. Where that cannot be exact, all
 blocks are traced.
@@ -37,11 +39,11 @@ from meshwise.spec.world import World
 
 FEW = 3
 """Groups of blocks of the shorter one, on each stage: the first and the last differ from those between. Where blocks
-communicate by themselves one more: a shard holds up to three at once, the one that runs, the next one's parameters and
-the gradients of the one before."""
+communicate, or stages before their own are passed by, one more: a shard holds up to three at once, the one that runs,
+the next one's parameters and the gradients of the one before."""
 FEW_MICROBATCHES = 3
 """Of the step of the shorter one: the first and the last differ from those between. Each stage behind the first is
-another backward that waits; under 1F1B three more, so that each refers to one that is repeated itself."""
+another backward that waits; under 1F1B two more, so that each refers to one that is repeated itself."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Tracer:
                     trace(shortened(job, stretch, count * depth.stages), plan, kind, speeds)
                     for count in (depth.few, depth.few + 1)
                 )
-                axis = blocks_axis(stretch, depth)
+                axis = blocks_axis(stretch)
                 times, buckets = depth.own - depth.few, "optimizer" in plan.offload
                 return [lengthened(*two, times, axis, buckets) for two in zip(short, long, strict=True)]
         return trace(job, plan, kind, speeds)
@@ -157,7 +159,7 @@ class Tracer:
 def microbatches_of(plan: Plan) -> int | None:
     """How many are enough for the shorter one; None where nothing is gained by tracing few, or where stages of a rank
     take turns with them."""
-    few = FEW_MICROBATCHES + (plan.pipeline - 1) * (1 if plan.schedule == "gpipe" else 3)
+    few = FEW_MICROBATCHES + (plan.pipeline - 1) * (1 if plan.schedule == "gpipe" else 2)
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     return few if alike and plan.accumulate > 2 * few + 1 else None
 
@@ -171,12 +173,13 @@ def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
         or (stages > 1 and not (stretch.is_whole and stretch.group == 1 and stretch.count % stages == 0))
     ):
         return None
-    own, few = stretch.count // stages, FEW + (plan.replicas > 1)
+    own, few = stretch.count // stages, FEW + (plan.devices > 1)
     return Depth(own, few, stages) if own > 2 * few + 1 else None
 
 
-def blocks_axis(stretch: Stretch, depth: Depth) -> GrowthAxis:
-    """Blocks of the stretch have numbers, from the first of their stage on; the places in their group are alike."""
+def blocks_axis(stretch: Stretch) -> GrowthAxis:
+    """Blocks of the stretch have numbers; the places in their group are alike. A rank calls the blocks of the stages
+    before its own too, which hand on a shape: all of them are one stretch."""
     places = {name: place - stretch.start for place, name in enumerate(stretch.names)}
 
     @functools.cache
@@ -188,17 +191,14 @@ def blocks_axis(stretch: Stretch, depth: Depth) -> GrowthAxis:
         place = places.get(name, -1)
         return (place, module[len(name) :]) if 0 <= place < stretch.count * stretch.group else (-1, module)
 
-    def read(own: int, launch: Launch) -> tuple[Hashable, int | None]:
+    def read(launch: Launch) -> tuple[Hashable, int | None]:
         place, rest = known(launch.module)
         if place < 0:
             return (launch.module, launch.microbatch), None
-        stage, number = divmod(place // stretch.group, own)
-        return (stage, place % stretch.group, rest, launch.microbatch), number
+        return (place % stretch.group, rest, launch.microbatch), place // stretch.group
 
     def write(launch: Launch, number: int) -> tuple[str, int]:
         place, rest = known(launch.module)
-        stage = place // stretch.group // (depth.few + 1)
-        whole = (stage * depth.own + number) * stretch.group + place % stretch.group
-        return stretch.names[stretch.start + whole] + rest, launch.microbatch
+        return stretch.names[stretch.start + number * stretch.group + place % stretch.group] + rest, launch.microbatch
 
-    return GrowthAxis(functools.partial(read, depth.few), functools.partial(read, depth.few + 1), write)
+    return GrowthAxis(read, write)

@@ -1,4 +1,6 @@
-"""Growth: two sequences of which the longer one repeats some pieces once more, and what comes of repeating them again.
+"""Extrapolate a sequence from two that differ by one repetition.
+
+The longer of the two repeats some pieces once more; these pieces are repeated again.
 
 The pieces are found from the two alone. A piece is one that lies directly behind an equal one: nothing else is taken
 for growth, and what does not come out as equal raises Unlike.
@@ -123,7 +125,7 @@ def _repeats(long: Sequence[int], place: int, length: int) -> bool:
 
 
 def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Insertion]:
-    """In the middle of the stretches in which they repeat."""
+    """Late in the stretches in which they repeat, with one more behind: what they refer to lies before."""
     stretches = []
     for place, length in found:
         first, end = place - length, place + length
@@ -139,7 +141,8 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Inse
     for place, length, first, end in stretches:
         if end < place + length:  # the next one begins in the midst of it
             raise Unlike(f"two pieces at {place}")
-        pieces.append(Insertion(first + (end - length - first) // 2, length, first, end, shift))
+        at = max(first + (end - length - first) // 2, end - 2 * length)
+        pieces.append(Insertion(at, length, first, end, shift))
         shift += length
     return pieces
 

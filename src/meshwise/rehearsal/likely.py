@@ -1,4 +1,4 @@
-"""Likely: about what a plan takes, known before it is rehearsed, so that the best one is rehearsed first.
+"""Guess a plan's cost, to rehearse the likely best first.
 
 Nobody is told these figures but as a first order. They come from one forward of the model on one device, the rates of
 the machine, and how far they were off for plans that were rehearsed.

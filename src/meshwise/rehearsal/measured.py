@@ -1,7 +1,8 @@
-"""Operators measured at their shapes on this processor: each is run with real tensors (timing.py), and remembered.
+"""Measure operators at their shapes on this processor, and cache times.
 
-Remembered by torch's version, the processor, threads, workers and the call, in the user's cache folder. What an
-operator allocates inside is measured with it, and what a program adds to it (Python, modules, autograd), once.
+Each is run with real tensors (timing.py). Times are cached by torch's version, the processor, threads, workers and the
+call, in the user's cache folder. What an operator allocates inside is measured with it, and what a program adds to it
+(Python, modules, autograd), once.
 
 Tested in tests/rehearsal/test_measured.py.
 """

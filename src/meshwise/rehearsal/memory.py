@@ -1,4 +1,6 @@
-"""Memory over a step: allocated bytes by category after each event, the peak, and what lies in it.
+"""Compute memory over a step: bytes by category, and the peak.
+
+Bytes are those that are allocated after each event; the tensors at the peak are known.
 
 Bytes of a GPU are counted as torch's `memory_allocated` counts them, in blocks of 512; those of a host and of a CPU
 device as they were asked for.

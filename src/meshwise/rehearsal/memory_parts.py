@@ -1,4 +1,6 @@
-"""What the memory of a step goes to: by category at the most of each phase, and the tensors that are there at the peak.
+"""Break a step's memory down by category and phase.
+
+Of each phase it takes the peak, and it lists the tensors that are there at the peak of the step.
 
 Tested in tests/rehearsal/test_memory_parts.py.
 """

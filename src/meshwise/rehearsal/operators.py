@@ -1,4 +1,6 @@
-"""What sort of work an operator is, and which matrix product it does: read from its name and shapes.
+"""Classify an operator's work and find its matrix product.
+
+Its name and shapes tell.
 
 Tested in tests/rehearsal/test_price.py.
 """

@@ -1,4 +1,6 @@
-"""Where an operator of a rehearsed step belongs: the block of the model and the microbatch, forward and backward.
+"""Assign an operator of a rehearsed step to block and microbatch.
+
+Operators of the forward and of the backward are assigned.
 
 Autograd numbers its nodes in the order of the forward: an operator of a backward belongs where its node was made.
 

@@ -1,5 +1,7 @@
-"""Play the steps of some ranks on one clock: hosts launch in order, streams do one thing after the other, collectives
-begin when all have come, and what runs at the same time slows each other.
+"""Play the steps of some ranks on one clock.
+
+Hosts launch in order, streams do one thing after the other, collectives begin when all have come, and what runs at the
+same time slows each other.
 
 Every activity has work left (seconds alone) and a rate; the rates of a rank's activities change when what runs on it
 does. A send begins without its receiver; a receive ends when its send has.

@@ -1,4 +1,6 @@
-"""A simulated step as a timeline, for the same Gantt and the same report as a measured run's.
+"""Convert a simulated step to a timeline, for Gantt and report.
+
+They are the same as a measured run's.
 
 Main lane: the phases, a forward or a backward of each microbatch, and receives, which a stage waits in. Communication
 lane: what runs on other streams. Blocks lane: the modules of the main stream.

@@ -1,4 +1,6 @@
-"""What is kept of a rehearsed plan, so that a run can be held against it: kinds of time as a report counts them.
+"""Keep a plan's predicted times, to compare a run with.
+
+Kinds of time are those of a report.
 
 Tested in tests/rehearsal/test_prediction.py.
 """

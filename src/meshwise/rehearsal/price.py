@@ -1,4 +1,6 @@
-"""Seconds of one operator on one device: as measured there, else from a roofline of the catalog's figures.
+"""Price one operator on one device, in seconds.
+
+The price is measured there, else it comes from a roofline of the catalog's figures.
 
 A roofline is the longer of two times: FLOPs at the rate that a matmul of this shape can have (share of the peak once
 reached, tiles over multiprocessors), and bytes at the rate of the memory. Where a figure is not known there is no time.

@@ -1,4 +1,4 @@
-"""Prices: what each launch of a step costs on a machine, asked once for launches that are alike.
+"""Price each launch of a step, asking once for equal launches.
 
 Tested in tests/rehearsal/test_simulate.py.
 """

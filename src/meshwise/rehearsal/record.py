@@ -1,4 +1,6 @@
-"""What a rehearsed program does, written down operator by operator: launches, and memory taken and given back.
+"""Record a rehearsed program's launches, allocations and frees.
+
+They are written down operator by operator.
 
 An operator that gives a view, or that only takes memory, launches nothing. Memory is that of storages: a new one is
 taken where an operator first gives it, and given back when its last tensor is gone.

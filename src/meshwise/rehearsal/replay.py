@@ -1,4 +1,6 @@
-"""Replay: the work of many alike blocks, or of many microbatches, made of the works of few, event for event.
+"""Extend the work of few blocks or microbatches to many.
+
+The blocks or microbatches must be alike; the extended work then equals the real one, event for event.
 
 Two works that differ by one block (or microbatch) are laid beside each other: the longer one has some pieces once more.
 They are put in again until there are as many as asked for. What an event refers to (the memory that it gives back, the
@@ -32,11 +34,9 @@ GROWS = ("optimizer", "other")
 
 @dataclass(frozen=True)
 class GrowthAxis:
-    """What there is more of. short, long: how to read the two. write: the module and the microbatch of a launch that is
-    alike, at another number."""
+    """What there is more of. write: the module and the microbatch of a launch that is alike, at another number."""
 
-    short: Read
-    long: Read
+    read: Read
     write: Callable[[Launch, int], tuple[str, int]]
 
 
@@ -44,7 +44,7 @@ def _by_microbatch(launch: Launch) -> tuple[Hashable, int | None]:
     return launch.module, launch.microbatch if launch.microbatch >= 0 else None
 
 
-MICROBATCHES = GrowthAxis(_by_microbatch, _by_microbatch, lambda launch, number: (launch.module, number))
+MICROBATCHES = GrowthAxis(_by_microbatch, lambda launch, number: (launch.module, number))
 
 
 def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets: bool = False) -> Trace:
@@ -54,7 +54,7 @@ def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets:
     buckets of some size, so that a launch on more parameters is cut at some depth.
     """
     numbers: dict[Hashable, int] = {}
-    one, other = _Row(short, axis.short, numbers), _Row(long, axis.long, numbers)
+    one, other = _Row(short, axis.read, numbers), _Row(long, axis.read, numbers)
     first_held, first, held, step = map(tuple, _Longer(one, other, times, axis, buckets).sections())
     notes = tuple(_notes(short.step.notes, long.step.notes, times))
     return Trace(
@@ -225,9 +225,13 @@ class _Longer:
             for other, way in ((place - piece.length, -1), (place + piece.length, 1))
             if piece.first <= other < piece.end
         ]
-        number, slope = self.long.at[place], 0
+        number, at = self.long.at[place], None
         if number is not None:
-            slope = self._slope([(way, self.long.at[other]) for other, way in beside], number, 1)
+            slope = self._slope([(way, self.long.at[other]) for other, way in beside], number)
+            other, way = beside[0]
+            before = self.short.at[other - piece.shift - (piece.length if way > 0 else 0)]
+            moved = number - (before or 0) - (slope if way < 0 else 0)
+            at = _Moved(number + (self.times - 1) * moved, slope)
         refers = []
         for which, refer in enumerate(self.long.refers[place]):
             around = self.pieces.around(refer)
@@ -240,13 +244,14 @@ class _Longer:
             if around is not None and not own:
                 raise Unlike("all copies refer to one of them")
             refers.append(_Moved(refer + (self.times - 1) * shift, own))
-        at = None if number is None else _Moved(number + (self.times - 1 if slope < 0 else 0), slope)
         return refers, at
 
-    def _slope(self, beside: Sequence[tuple[int, int | None]], value: int, length: int) -> int:
-        """From one copy to the next: forwards by `length`, backwards, or not at all, as both neighbours say."""
+    def _slope(self, beside: Sequence[tuple[int, int | None]], value: int, length: int | None = None) -> int:
+        """From one copy to the next, as both neighbours say. length: forwards or backwards by so much, or not at
+        all."""
         slopes = {None if other is None else way * (other - value) for way, other in beside}
-        if len(slopes) != 1 or (slope := slopes.pop()) is None or abs(slope) not in (0, length):
+        slope = slopes.pop() if len(slopes) == 1 else None
+        if slope is None or (length is not None and abs(slope) not in (0, length)):
             raise Unlike("copies refer to others in other ways")
         return slope
 

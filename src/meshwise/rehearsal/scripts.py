@@ -1,4 +1,6 @@
-"""A script with the two lines, rehearsed: it runs in this process, on fake tensors, to the end of its second step.
+"""Rehearse a script on fake tensors, until its second step ends.
+
+It is a script with the two lines, and runs in this process.
 
 It stands where a worker of `meshwise run` would stand: the plan, its rank and the world come to it by the same ways.
 What it reads, it reads; what it prints is not shown; afterwards this process is as it was. A number that only a run

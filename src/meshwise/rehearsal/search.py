@@ -1,4 +1,4 @@
-"""Search: rehearse one plan after the other, the likely best first, for as long as there is time.
+"""Search for plans: rehearse the likely best first, while time lasts.
 
 A plan that cannot run is refused with the reason of `parallel`, and so are those that cut the model in the same way.
 What cannot fit, or be the fastest, by a bound is not rehearsed.

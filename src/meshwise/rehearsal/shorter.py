@@ -1,4 +1,6 @@
-"""A job whose model has fewer of its blocks: where blocks are alike, a step of few says what a step of many takes.
+"""Shorten a job's model to few of its repeated blocks.
+
+Where blocks are alike, a step of few says what a step of many takes.
 
 Blocks are alike whose modules have the same classes, settings, parameters and buffers, but for their own number, and
 whose forwards are the same operators. Of a

@@ -1,4 +1,6 @@
-"""Simulate: traced steps of one or more ranks on a machine become one step with its time, and an interval of it.
+"""Simulate traced steps on a machine: a time and its interval.
+
+The steps are those of one or more ranks.
 
 Errors of prices of one factor (computing, memory, communication, launches, overlap) go together, those of different
 factors are independent: the step is played again with each factor at both ends of its interval, and the differences

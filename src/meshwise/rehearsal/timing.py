@@ -1,4 +1,6 @@
-"""Operators timed on real tensors in a process beside this one: what would end its process ends that one, and is named.
+"""Time operators on real tensors in a separate process.
+
+What would crash this process crashes that one, and is named.
 
 Where several workers share the processor, as many threads do the same at once, since they share its memory too.
 

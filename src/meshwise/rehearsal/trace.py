@@ -1,4 +1,6 @@
-"""Trace: the real step of a job on fake tensors, in a world that is not there, written down as `Work`.
+"""Trace a job's real step on fake tensors, as `Work`.
+
+It runs in a fake process group.
 
 The same engine, the same techniques, PyTorch's own FSDP2: what they do is what is counted. No memory is taken and
 nothing is computed. One rank of each kind is traced: of a pipeline one of each stage, since ranks that differ in

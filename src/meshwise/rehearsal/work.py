@@ -1,4 +1,6 @@
-"""Work: what one rank does in a step, free of hardware. Traced once, priced on many machines.
+"""Define the work of one rank in a step, free of hardware.
+
+It is traced once, and priced on many machines.
 
 Tested in tests/rehearsal/test_work.py.
 """

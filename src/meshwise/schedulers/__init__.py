@@ -1,1 +1,4 @@
-"""Batch schedulers: what a site wants of a job, the script that is sent, and the scheduler's own commands. No torch."""
+"""Talk to batch schedulers: site settings, batch scripts, Slurm commands.
+
+No torch.
+"""

@@ -1,4 +1,6 @@
-"""The batch script of a job: what a person would have written for `sbatch`, short, with comments, that works by hand.
+"""Write a job's batch script for `sbatch`, short enough to edit.
+
+It has comments and works by hand.
 
 What it does about the end of a job was tried on a Slurm 22.05 (bench/slurm.py):
 - the signals of a time limit, a preemption or `scancel` come to the script too and would end its `wait`;

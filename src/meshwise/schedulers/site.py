@@ -1,4 +1,6 @@
-"""Read a cluster's settings for every job from the site's or user's TOML file.
+"""Read a cluster's settings for every job from a TOML file.
+
+The file is the site's or the user's.
 
     machine = "8xH100"                     # a node, as `meshwise plan --machine` reads it
     network = "400Gb"                      # what a node can send, one way

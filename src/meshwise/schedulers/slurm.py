@@ -1,4 +1,7 @@
-"""Slurm's own commands: send a script, ask for a job's state, end it. Tested in tests/cli/test_submit.py."""
+"""Call Slurm's commands: submit, query, cancel.
+
+Tested in tests/cli/test_submit.py.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +98,11 @@ def _queue() -> str:
         return _asked(["squeue", "--all", "--format", "%i|%T|%r|%P"], patience=5.0)
     except SchedulerError:
         return ""
+
+
+def newest(jobs: Sequence[str]) -> Queued | None:
+    """What the queue says of the last of a run's jobs; None where it is not there any more, and without jobs."""
+    return queued(jobs[-1]) if jobs else None
 
 
 def cancel_waiting(job: str) -> None:

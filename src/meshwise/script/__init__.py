@@ -1,1 +1,1 @@
-"""A script that keeps its own loop: the two lines, its loader, its sums, its checkpoint."""
+"""Distribute a script with its own loop: two lines, loader, sums, checkpoint."""

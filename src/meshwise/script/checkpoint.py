@@ -1,4 +1,6 @@
-"""`mw.checkpoint`: the state of your own loop, saved while it runs and restored where it starts.
+"""Save and restore the state of a user's loop: `mw.checkpoint`.
+
+It is saved while the loop runs and restored where it starts.
 
 A step is over when the next batch is asked for and `optimizer.step` was called since the last one: there the state is
 saved, with the place in the loader's epoch, the random generators and the count of steps. After an epoch's last step

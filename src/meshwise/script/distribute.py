@@ -1,4 +1,4 @@
-"""For people who keep their own training loop: `distribute` and `backward`, and what goes with them.
+"""Distribute a user's own training loop: `distribute`, `backward`, and their companions.
 
     model, optimizer, loader = mw.distribute(model, optimizer, loader)
     for x, y in loader:

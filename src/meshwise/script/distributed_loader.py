@@ -1,4 +1,7 @@
-"""A loader that gives each rank its share of every batch: its place in the epoch, its state, its loop."""
+"""Give each rank its share of every batch of a loader.
+
+It keeps track of its place in the epoch, its state and its loop.
+"""
 
 from __future__ import annotations
 

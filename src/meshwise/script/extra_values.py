@@ -1,4 +1,6 @@
-"""`mw.checkpoint(extra=)`: what else a loop needs, as it is saved, and how it comes back to those who hold it.
+"""Save and restore what else a loop needs: `mw.checkpoint(extra=)`.
+
+Restored values come back to the objects that held them.
 
 Tensors, lists, dicts and things with a state_dict are written into, so that names that the loop has for them see what
 was restored. A plain number can only be put into the dict that it was given in.

@@ -1,4 +1,6 @@
-"""Files of a script: `save` writes what one device would write, under every plan, and `load` reads it.
+"""Save and load a script's files as one device would.
+
+`save` writes the same under every plan, and `load` reads it.
 
 Where a plan divides parameters or the optimizer's state, the parts are gathered on rank 0. Models and optimizers that
 were distributed take whole tensors in their `load_state_dict`.

@@ -1,4 +1,6 @@
-"""Sums and means over ranks inside a loss: `mw.sum(value, grad=True)`, for a ratio of sums, a norm or a correlation.
+"""Sum over ranks inside a loss: `mw.sum(value, grad=True)`.
+
+A ratio of sums, a norm or a correlation needs it. `mw.mean` works too.
 
 Each rank's loss is then of sums over the whole batch, and the same on all. In the backward the gradients of such a sum
 are added over the ranks, as what each rank adds to it is in the loss of all; `mw.backward` weighs ranks as ever, so any

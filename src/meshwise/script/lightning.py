@@ -1,4 +1,6 @@
-"""Lightning's Trainer on all devices: `trainer = mw.distribute(trainer)`, then `trainer.fit(model, loader)`.
+"""Run Lightning's Trainer on all devices: `mw.distribute(trainer)`.
+
+Call `trainer.fit(model, loader)` afterwards.
 
 The Trainer of each rank is told that it is alone, so that all that it does for several processes rests, and batches,
 backwards, logged values and files are meshwise's. A class of ours comes in front of that of its strategy and of what it

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics and predictions of a Lightning module, as of all ranks.
+"""Join torchmetrics and predictions of a Lightning module over ranks.
 
 A metric sees the rows of all ranks, in the order of the data, and computes alone: whatever it computes is exact.
 Tested in tests/script/test_lightning.py.

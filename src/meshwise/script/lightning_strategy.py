@@ -1,4 +1,4 @@
-"""What stands in front of the class of a Lightning strategy: its model, loaders, steps and files are of all ranks.
+"""Override a Lightning strategy: model, loaders, steps, files over all ranks.
 
 Tested in tests/script/test_lightning.py.
 """

@@ -1,4 +1,4 @@
-"""The values that a Lightning module logs, and its losses, as of all ranks.
+"""Join a Lightning module's logged values and losses over ranks.
 
 What a step has logged is joined at its end, in one collective: from there on Lightning has the values of one device.
 Tested in tests/script/test_lightning.py.

@@ -1,4 +1,4 @@
-"""Values of a loop over batches that are joined over the ranks: `mw.sum`, `mw.mean` and `mw.gather_samples`.
+"""Join a loop's values over ranks: `mw.sum`, `mw.mean`, `mw.gather_samples`.
 
 Inside a loop a value is of this rank's part of the batch; after it, of all that this rank read in it. A rank that had
 no sample of a batch got one as padding, and what it found there counts for nothing.

@@ -1,4 +1,6 @@
-"""What a state of the user's own loop holds: gathered from its things, and restored into them.
+"""Gather the state of a user's loop, and restore it.
+
+The state is gathered from the loop's objects, and restored into them.
 
 Tested in tests/script/test_checkpoint.py, and what lies beside the loop in tests/script/test_saved_loop.py.
 """

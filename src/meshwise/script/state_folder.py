@@ -1,4 +1,6 @@
-"""The folder of `mw.checkpoint`: one program at a time saves there, and each start of one is told from those before.
+"""Hold the folder of `mw.checkpoint` for one program at a time.
+
+Each start of a program is told apart from earlier ones.
 
 Rank 0 holds `state.lock`, and claims a number for what this start saves (records/claims.py): the claim says who it is.
 Tested in tests/script/test_state_folder.py.

@@ -1,4 +1,6 @@
-"""The program's things: what `mw.checkpoint` is given, and what of `mw.distribute` a loop would lose without a word.
+"""Check what `mw.checkpoint` is given against what was distributed.
+
+The loop would silently lose what is missing.
 
 Tested in tests/script/test_checkpoint.py and test_lost_in_a_loop.py.
 """

@@ -1,4 +1,6 @@
-"""transformers' Trainer on all devices: `trainer = mw.distribute(trainer)`, then `trainer.train()`.
+"""Run transformers' Trainer on all devices.
+
+`trainer = mw.distribute(trainer)`, then `trainer.train()`.
 
 The Trainer of each rank is told that it is alone, so that all that it does for several processes rests, and batches,
 backwards, evaluations and files are meshwise's. Its class, and that of its Accelerator, get a class of ours in front:

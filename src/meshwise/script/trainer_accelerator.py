@@ -1,4 +1,6 @@
-"""The Accelerator of a Trainer on all ranks: what it prepares is distributed, what it gathers is of all ranks.
+"""Replace a Trainer's Accelerator by one over all ranks.
+
+It distributes what it prepares, and gathers from all ranks.
 
 Tested in tests/script/test_trainer.py.
 """

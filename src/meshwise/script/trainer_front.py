@@ -1,4 +1,4 @@
-"""What stands in front of a Trainer's own class, method by method.
+"""Override a Trainer's methods with ones over all ranks.
 
 Tested in tests/script/test_trainer.py.
 """

@@ -1,4 +1,4 @@
-"""The loaders of a Trainer: an epoch is set, batches are skipped, those of a step are looked at before they come.
+"""Give a Trainer loaders over ranks: epochs, skipping, look-ahead.
 
 Tested in tests/script/test_trainer.py.
 """

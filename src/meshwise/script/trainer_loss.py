@@ -1,4 +1,6 @@
-"""What the loss of a Trainer is a mean over: found at the first one, in its derivative and in its graph.
+"""Find what a Trainer's loss is a mean over.
+
+The first loss shows it, by its derivative and its graph.
 
 Tested in tests/script/test_trainer.py.
 """

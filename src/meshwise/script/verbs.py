@@ -1,4 +1,6 @@
-"""Small verbs of a program: which process it is, what rank 0 does first or alone, and the memory of its device.
+"""Answer small questions of a program: rank, main process, memory.
+
+It also orders what rank 0 does first or alone.
 
 Each works on one device, without a launcher, and before `mw.distribute`.
 """

@@ -1,1 +1,4 @@
-"""Mistakes of a script that its source shows: sums, averages and counters of this rank's part alone."""
+"""Find mistakes that a script's source shows.
+
+Such mistakes are sums, averages and counters of this rank's part alone.
+"""

@@ -1,4 +1,6 @@
-"""What a training loop keeps of this rank's part of its batches, as if it were all: said at the end of the loop.
+"""Warn of totals that a loop keeps of this rank's part.
+
+The loop treats them as if they were of all ranks. Warned of at the end of the loop.
 
     running += loss * len(x)     that no verb adds up over the ranks; so in stats["loss"] or self.total
     buffer.extend(zip(x, y))     in a buffer that lets old samples go, and is trained on

@@ -1,5 +1,7 @@
-"""A batch size that the program divides by the number of ranks, as DistributedDataParallel wants it: here it is that of
-all ranks together. Said where the source tells and the numbers are so.
+"""Warn of a batch size divided by the number of ranks.
+
+DistributedDataParallel wants the batch size per rank; here it is that of all ranks together. Warned of where the source
+shows it and the numbers agree.
 
 Tested in tests/slips/test_slips.py.
 """

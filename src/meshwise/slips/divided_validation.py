@@ -1,4 +1,6 @@
-"""A loss of an evaluation that is divided by the number of accumulated backwards, as that of the training is.
+"""Warn of a validation loss divided by the accumulation steps.
+
+Only the training loss should be: it is added up over accumulated backwards.
 
     loss = criterion(model(x), y) / ACCUMULATE      where mw.backward(loss) follows, and in the evaluation too
 

@@ -1,4 +1,6 @@
-"""Whether a program that was resumed has asked where: one that counts epochs from 0 all the same trains too many.
+"""Check that a resumed program has asked where it resumed.
+
+One that counts epochs from 0 all the same trains too many.
 
 Tested in tests/script/test_lost_in_a_loop.py.
 """

@@ -1,5 +1,7 @@
-"""A loss of this rank's own samples that is printed, logged or compared after `mw.backward(loss)`, which gave the loss
-of the whole batch back for nothing: said at the first backwards of that line.
+"""Warn when a rank's own loss is printed after `mw.backward(loss)`.
+
+The same goes for a loss that is logged or compared: `mw.backward` returned the loss of the whole batch, unused. Warned
+of at the first backwards of that line.
 
 Only what the source tells for certain; what may be added up over the ranks is no slip.
 

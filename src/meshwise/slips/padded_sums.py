@@ -1,5 +1,7 @@
-"""A value that is added up in a loop over batches of which some rank has none, and joined over the ranks after it: it
-would count a padding sample, which `over_ranks` refuses. Where the source tells so, that is told at the start.
+"""Refuse sums over ranks of values that count padding samples.
+
+Such a value is added up in a loop over batches of which some rank has none, and joined over the ranks after it;
+`over_ranks` would refuse it there. Where the source shows it, it is refused at the start.
 
 Tested in tests/slips/test_padded_sums.py.
 """

@@ -1,4 +1,6 @@
-"""A loop that goes on inside an epoch: what the program counts itself begins at 0 again. Warned of.
+"""Warn when a loop resumed inside an epoch counts from 0 again.
+
+These are the program's own counters.
 
 Its source tells: the numbers of `enumerate(loader)`, and what the body adds to that is empty as it begins.
 

@@ -1,4 +1,6 @@
-"""What the source around a value that is joined over the ranks tells: that it was summed before, or is a ratio of sums.
+"""Detect values summed over ranks twice, and ratios of sums.
+
+The source around the value shows which.
 
 A sum of a sum is left as it is, where the ranks do hold the same, with a note. So is the mean of the ranks' ratios.
 

@@ -1,4 +1,4 @@
-"""What the source around the user's line tells: the call that is running, and what names are given.
+"""Read the source around the user's line: call, names, loops.
 
 Only what is known is told: where there is no source, or a name has a value from elsewhere, that is nothing.
 

@@ -1,1 +1,4 @@
-"""The nouns that every room speaks: frozen dataclasses, units and the error tree. No torch here."""
+"""Define the nouns every room shares: frozen dataclasses, units, errors.
+
+No torch here.
+"""

@@ -1,4 +1,7 @@
-"""Arguments of a job's function from the command line: `--arg lr=3e-4`, read as its signature says. No torch."""
+"""Read a job's arguments from the command line: `--arg lr=3e-4`.
+
+Each is read as the function's signature says. No torch.
+"""
 
 from __future__ import annotations
 

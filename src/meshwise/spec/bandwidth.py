@@ -1,4 +1,4 @@
-"""Algorithm and bus bandwidth, as nccl-tests define them.
+"""Compute algorithm and bus bandwidth, as nccl-tests define them.
 
 Algorithm bandwidth is size over time. Bus bandwidth multiplies it so that it can be compared with the speed of one link
 whatever the number of ranks: it is what a link carries when the ring, or the one sender, is the limit.

@@ -1,5 +1,6 @@
-"""Devices in words (counts are `4xcpu`, `8xcuda`; indices are `cuda:0,1`; `all` is every accelerator), and the slot of
-one worker on them.
+"""Parse devices in words: `4xcpu`, `8xcuda`, `cuda:0,1`, `all`.
+
+`all` is every accelerator. A `WorkerSlot` is the place of one worker on them.
 
 Parsing only: whether such devices exist is the machine room's business.
 """

@@ -1,4 +1,4 @@
-"""Dtypes: what numbers are stored in, computed in and reduced in, each by its short word.
+"""Name the dtypes of storage, computation and reduction by short words.
 
 The word `precision` of a plan stands for three of them, and a field of the plan for each may say otherwise. Parameters
 that are stored are the master weights: the optimizer steps them, and keeps its state in their dtype.

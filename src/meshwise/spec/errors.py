@@ -1,4 +1,4 @@
-"""The errors of meshwise, all of them on one page.
+"""Define every error of meshwise, as one tree.
 
     MeshwiseError                  exit code 1
     ├── UsageError                 exit code 2: what was asked cannot be; says what to write instead

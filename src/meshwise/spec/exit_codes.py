@@ -1,4 +1,7 @@
-"""The exit codes of a run: one contract with whoever starts it again, a scheduler or a person."""
+"""Define the exit codes of a run.
+
+They are a contract with whoever starts it again, a scheduler or a person.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults to inject into a run, to rehearse a failure: `meshwise run JOB --fault kill:rank=2,step=40`."""
+"""Parse faults to inject into a run: `--fault kill:rank=2,step=40`."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def parse_fault(text: str) -> Fault:
     if len(values) < len(given):
         raise UsageError(f"--fault {text!r}: a field is given twice. {EXAMPLE}")
     if "steps" in values and kind != "disk-full":
-        raise UsageError(f"--fault {text!r}: only disk-full goes on for so many steps. Leave steps= out.")
+        raise UsageError(f"--fault {text!r}: steps= is only valid for disk-full. Remove it.")
     if "back" in values and kind != "lost":
-        raise UsageError(f"--fault {text!r}: only a lost device comes back. Leave back= out, or write lost:rank=1,…")
+        raise UsageError(f"--fault {text!r}: back= is only valid for lost. Remove it, or write lost:rank=1,…")
     phase = values.pop("phase", "forward")
     check_known(f"--fault {text!r}: phase", phase, PHASES)
     numbers = {name: _number(text, name, value) for name, value in values.items()}

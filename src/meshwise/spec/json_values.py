@@ -1,4 +1,7 @@
-"""Values as JSON can hold them. Tested in tests/timeline/views/test_summary_text.py and tests/old."""
+"""Convert values to what JSON can hold.
+
+Tested in tests/timeline/views/test_summary_text.py and tests/old.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Packages whose files are imported when they are first used, so that a command's help waits for no torch. The
-program's random numbers do not move then: some libraries draw where they are imported.
+"""Import a package's files on first use, to start quickly.
+
+A command's help then does not wait for torch, and the program's random numbers do not move: some libraries draw when
+they are imported.
 
 A package says in its `__init__.py` `__getattr__ = files_of(__name__)`, and names its files to type checkers in
 `__init__.pyi`; then `from meshwise import api` and `api.run.start_job(...)`.

@@ -1,4 +1,6 @@
-"""Machine, Device, Link: what computes, and what lies between. Described (`8xH100`, a file) or measured, the same type.
+"""Describe a machine: its devices and the links between them.
+
+It has the same type whether it is described (`8xH100`, a file) or measured.
 
 What is not known is None or empty; nothing is guessed. Bandwidths are one way, in bytes/s; a peak is dense, in FLOP/s,
 by dtype word (`bf16`). Every figure has its origin in words.

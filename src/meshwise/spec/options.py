@@ -1,4 +1,6 @@
-"""Options as the fields of a dataclass: each has its name, type, default and help once.
+"""Declare options as dataclass fields: name, type, default, help.
+
+Each option is written once:
 
     @dataclass(frozen=True, kw_only=True)
     class BenchOptions:

@@ -1,4 +1,6 @@
-"""The plan: which mesh axes and which techniques a job has, as a small value that prints as it is written.
+"""Define the plan: a job's mesh axes and techniques.
+
+A plan is a small value that prints as it is written.
 
 A plan names the mesh axes (`data` replicas, each divided over `shard` devices), what a step is cut into, and the
 techniques that trade time for memory. Each field declares what it divides and what it cannot be combined with.

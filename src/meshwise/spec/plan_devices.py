@@ -1,5 +1,6 @@
-"""A plan on another number of devices than its own: refused with the nearest that fits, brought to one device, or to
-those that are left of a run.
+"""Move a plan to another number of devices, or refuse.
+
+A refusal names the nearest plan that fits. A plan can be brought to one device, or to those that are left of a run.
 
 Tested in tests/spec/test_plan_devices.py.
 """

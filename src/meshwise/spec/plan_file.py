@@ -1,4 +1,6 @@
-"""Plans as TOML: written with every field, read with the file's name in every error.
+"""Read and write plans as TOML files.
+
+Every field is written, and every error names the file.
 
 Tested in tests/spec/test_plan.py.
 """

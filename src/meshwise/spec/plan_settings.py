@@ -1,4 +1,4 @@
-"""A plan of `field=value` settings, as a command line gives them.
+"""Make a plan from `field=value` settings, as a command line gives them.
 
 Tested in tests/spec/test_plan.py.
 """

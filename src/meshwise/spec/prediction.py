@@ -1,4 +1,6 @@
-"""Keep a predicted step with its plan: the table `[predicted]` of a plan file.
+"""Keep a predicted step with its plan: the table `[predicted]`.
+
+It is a table of the plan file.
 
 Tested in tests/spec/test_prediction.py.
 """

@@ -1,4 +1,4 @@
-"""Quantities with their units, as people write them in a file: `80 GB`, `3.35 TB/s`, `989.5 TFLOP/s`, `4 µs`.
+"""Read and write quantities with units: `80 GB`, `3.35 TB/s`, `4 µs`.
 
 Decimal prefixes are powers of 1000 and binary ones (KiB, MiB, GiB, TiB) of 1024. Bits are accepted where links are
 sold in them (`200 Gbit/s`) and become bytes.

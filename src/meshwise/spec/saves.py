@@ -1,4 +1,7 @@
-"""Say when a run saves its state, and how many states it keeps. Tested in tests/job/test_options.py."""
+"""Say when a run saves its state and how many it keeps.
+
+Tested in tests/job/test_options.py.
+"""
 
 from __future__ import annotations
 

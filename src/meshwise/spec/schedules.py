@@ -1,4 +1,4 @@
-"""The schedules of a pipeline, by name, and why others are missing.
+"""List the pipeline schedules by name, and why others are missing.
 
 Tested in tests/parallel/test_pipeline.py.
 """

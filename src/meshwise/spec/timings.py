@@ -1,4 +1,4 @@
-"""Seconds by message size: the measured table, and the line that is fitted through it.
+"""Interpolate measured seconds by message size, and fit a line.
 
 Between two sizes the table is interpolated on logarithmic axes, since a constant bandwidth is wrong by a factor of 100
 at 32 KiB. The fit, t = latency + bytes / bandwidth, says what the table says in two numbers, and how well.

@@ -1,4 +1,7 @@
-"""Numbers as people read them: bytes, seconds, counts, rates. What is not finite is `unknown`."""
+"""Format bytes, seconds, counts and rates for people to read.
+
+What is not finite is `unknown`.
+"""
 
 from __future__ import annotations
 

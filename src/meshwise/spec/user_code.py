@@ -1,4 +1,4 @@
-"""Find the user's file and line, past frames of meshwise and of libraries."""
+"""Find the user's file and line, past meshwise and libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names and texts of others in a sentence."""
+"""Shorten names and clean foreign texts for use in a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tensors of which each rank of a mesh axis holds a part along one dim, as plain PyTorch code sees them: whole.
+"""Split tensors over a mesh axis; plain PyTorch sees them whole.
+
+Each rank of the axis holds a part along one dim.
 
 tensor.py      a split tensor: the shape of the whole, the values of a part
 crossing.py    the four ways between a split tensor and a whole one, with their gradients

@@ -1,4 +1,6 @@
-"""Operators that run along dims, and maybe remove them: on parts where those are not split, and sums.
+"""Run operators along dims, on parts where dims are not split.
+
+They may remove the dims; over a split one, sums are added up.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """

@@ -1,4 +1,6 @@
-"""Attention over positions that are divided: each rank has rows of queries, and every rank's keys and values come by.
+"""Compute attention over split positions, passing keys and values in turn.
+
+Each rank has rows of queries, and every rank's keys and values come by.
 
 Keys and values go round in a ring, a rank's at a time, while softmax adds up online (Ring Attention, arXiv:2310.01889);
 in the backward they go round again, with their gradients. A rank keeps its own queries, keys, values and results alone.

@@ -1,4 +1,4 @@
-"""The ranks over which tensors are split, and what they exchange.
+"""Define the ranks over which tensors split, and their exchanges.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """

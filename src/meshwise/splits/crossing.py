@@ -1,4 +1,6 @@
-"""The ways between whole tensors and split ones, each with its gradient (Megatron-LM, arXiv:1909.08053).
+"""Convert whole tensors to split ones and back, with gradients.
+
+Megatron-LM (arXiv:1909.08053) describes them.
 
 A whole tensor is the same on all ranks of the axis, and so is its gradient. The gradient of a split one is split alike.
 

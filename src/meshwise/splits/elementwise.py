@@ -1,4 +1,4 @@
-"""Operators that make each element of the elements at its place: they run on parts that are divided alike.
+"""Run elementwise operators on parts that are split alike.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """

@@ -1,4 +1,6 @@
-"""Softmax and losses over a split dim: of a vocabulary numbers of each row are exchanged, of rows the sum.
+"""Compute softmax and losses over a split dim.
+
+If the vocabulary is split, a few numbers of each row are exchanged; if rows are, only the sum.
 
 As Megatron-LM's vocabulary-parallel cross entropy; with class weights left out, label smoothing and ignored targets in.
 

@@ -1,4 +1,6 @@
-"""Find by a trial whether a layer's output is packed: queries, keys and values. Found by a trial.
+"""Find whether a layer's output packs queries, keys and values.
+
+A trial run shows it.
 
 The module that holds the layer is run, with something in the layer's place whose result notes how it is taken apart. A
 wrong finding costs communication and nothing else: each rank's part is what is declared.

@@ -1,4 +1,4 @@
-"""Places along the split dim: a range of them, one of them, some before and behind, several tensors one after another.
+"""Cut, pick, pad and join along the split dim.
 
 Each rank keeps what it holds, so that nothing is sent; parts become of unequal length. Of parts of several runs
 (`Part.repeats`) only whole runs are taken out.

@@ -1,4 +1,6 @@
-"""Products, by the letters of their dims, as einsum has them: the split dim is one of the result, or is summed over.
+"""Compute products by the letters of their dims, as einsum does.
+
+The split dim stays in the result, or is summed over.
 
     a letter of the result        each rank makes its part: operands that have it too are divided, others enter whole
     a letter that is summed over  each rank's product is of its part: they are added up

@@ -1,4 +1,4 @@
-"""Build rules for split tensors: the parts of operands, and how they are aligned.
+"""Build rules for split tensors from operands and their alignment.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """

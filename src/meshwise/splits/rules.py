@@ -1,4 +1,4 @@
-"""Choose what an operator does with split tensors: run on parts, or gather.
+"""Choose how an operator runs on split tensors: parts, or gather.
 
 A rule gives what the operator gives of the whole, split or not, with right gradients; nothing else decides correctness.
 So a program is right under any placement of its parameters, and rules only spare communication. Each is held against

@@ -1,4 +1,4 @@
-"""Operators that move dims, join and divide tensors: on parts where the split dim stays.
+"""Permute, join and divide dims on parts, keeping the split dim.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """

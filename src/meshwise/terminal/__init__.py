@@ -1,1 +1,4 @@
-"""Text for a terminal: tables, sentences that fit, and the marks of kinds of time. Built on rich."""
+"""Format text for a terminal: tables, wrapped sentences, marks.
+
+Everything is built on rich.
+"""

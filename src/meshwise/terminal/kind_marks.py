@@ -1,4 +1,4 @@
-"""Give each kind of time a colour and a mark for terminals without colours.
+"""Give each kind of time a colour, and a mark without colours.
 
 Tested in tests/timeline/views/test_gantt_text.py.
 """

@@ -1,5 +1,6 @@
-"""Print a command's last line, after which no thread of the process prints. Where nobody reads what it says, it says
-nothing, and ends as it would.
+"""Print a command's last line, after all output of its threads.
+
+Where nobody reads its output, it prints nothing, and ends as it would.
 
 Tested in tests/cli/test_refusals.py and tests/cli/test_hard_places.py.
 """

@@ -1,4 +1,4 @@
-"""Show a value that ends a notebook cell as a terminal would, in colour.
+"""Show a notebook cell's value as a terminal would, in colour.
 
 Tested in tests/cli/test_notebook.py.
 """

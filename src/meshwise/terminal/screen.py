@@ -1,4 +1,4 @@
-"""Know a console's width and characters, and make lines as they are printed."""
+"""Measure a console's width and characters, and fit lines to it."""
 
 from __future__ import annotations
 

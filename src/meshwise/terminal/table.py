@@ -1,4 +1,6 @@
-"""Aligned columns, by rich: as lines, so that a view knows how high and how wide they are.
+"""Format aligned columns as lines, by rich.
+
+A view thus knows their height and width.
 
 No number is ever cut, and no column left out: what is too narrow for a table gets its rows as blocks.
 """

@@ -1,4 +1,7 @@
-"""Record spans of each rank, analyse where time went, and draw a run."""
+"""Record spans of each rank, and analyse where time went.
+
+Views draw a run from it.
+"""
 
 from meshwise.spec.lazy import files_of
 

@@ -1,4 +1,4 @@
-"""Suggest what to try next, by what limited a run and what ran.
+"""Suggest what to try next, by what limited a run.
 
 Only what that program takes is named: a script has no `--batch-size`, and a plain program no plan.
 """

@@ -1,4 +1,6 @@
-"""Clocks of all ranks aligned with rank 0's, from round trips and from what collectives allow.
+"""Align all ranks' clocks with rank 0's.
+
+It uses round trips, and the order that collectives impose.
 
 A round trip (sent, theirs, received) shows that rank 0's clock is ahead by `theirs - (sent + received) / 2`, to within
 half its length; of the round trips of one burst the shortest counts. Over the bursts a line is fitted, which is the

@@ -1,4 +1,6 @@
-"""From a timeline to its report: the one place where numbers are made; views only show them.
+"""Compute the report of a timeline.
+
+This is the one place where numbers are made; views only show them.
 
 Tested in tests/timeline/test_stragglers.py and tests/timeline/views.
 """

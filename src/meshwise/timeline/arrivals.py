@@ -1,4 +1,6 @@
-"""Find when each rank arrived at and left each collective, which shows stragglers.
+"""Find when each rank arrived at and left each collective.
+
+This shows stragglers.
 
 The lengths of phases cannot show it, since the all-reduce makes every rank's backward as long as the slowest one's.
 

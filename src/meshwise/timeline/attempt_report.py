@@ -1,4 +1,6 @@
-"""The attempts of a run in its report: where and when each ran, what came before it, and how it ended.
+"""Report the attempts of a run: where, when, and how each ended.
+
+What came before an attempt is reported too.
 
 Tested in tests/timeline/test_attempt_report.py.
 """

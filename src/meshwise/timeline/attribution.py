@@ -1,4 +1,6 @@
-"""Attribution: which kind of time owns each moment of a rank. Exactly one does, so the parts add up to the whole.
+"""Attribute each moment of a rank to one kind of time.
+
+Exactly one kind owns each moment, so the parts add up to the whole.
 
 Where spans overlap, the first of these that is under way owns the moment; this is the attribution priority:
 

@@ -1,4 +1,4 @@
-"""Two runs compared: what a step was spent on in both, and whether a difference is more than chance.
+"""Compare two runs: step time by kind, and whether differences are chance.
 
 A ratio's interval is a bootstrap over the steps of each run, in stretches of neighbouring steps (Künsch 1989,
 https://doi.org/10.1214/aos/1176347265) because neighbours are alike. It covers how steps of these two runs vary; how

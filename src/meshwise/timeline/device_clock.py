@@ -1,4 +1,6 @@
-"""The clock of an accelerator's stream: CUDA events as moments of the host's clock, without synchronising.
+"""Map CUDA events to the host's clock, without synchronising.
+
+The events are those of an accelerator's stream.
 
 An event gives only the time since another event, in float32 milliseconds: after an hour that is coarse to 0.25 ms. So
 times are measured from an event of the last batch, and the sums kept as integers. The device's clock drifts against the

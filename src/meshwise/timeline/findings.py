@@ -1,4 +1,4 @@
-"""Find what limited a run: a sentence with its number, and what to try.
+"""Find what limited a run: sentence, number, and what to try.
 
 Shares are of the time of a step, mean over ranks, without the first step of a session. A finding is reported from its
 LEAST share on. A straggler must also be last more often than chance makes a rank last (see `stragglers.CHANCE`), and by

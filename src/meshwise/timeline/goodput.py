@@ -1,4 +1,6 @@
-"""Goodput: what the wall time of a run went into, averaged over its devices. The parts add up to the wall time.
+"""Compute goodput: what a run's wall time went into.
+
+It is averaged over the run's devices. The parts add up to the wall time.
 
 useful       forward, backward and optimizer of steps that count
 evaluation   saving

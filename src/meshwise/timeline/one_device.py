@@ -1,4 +1,6 @@
-"""Tell how long one device needs for a step, measured in an earlier run, else estimated.
+"""Tell how long a step takes on one device, measured or estimated.
+
+It is measured in an earlier run, else estimated.
 
 The estimate. At most all of it, one after the other: one device waits for no other rank, and larger batches do not
 compute slower. What all ranks do alike, it does once: the optimizer's step, where every rank steps all parameters. At

@@ -1,4 +1,6 @@
-"""Span rows as text of about two bytes a span: columns of small differences, deflated.
+"""Pack span rows as text, about two bytes a span.
+
+They become columns of small differences, deflated.
 
 Times are kept to the microsecond: both ends are rounded down, so what was nested stays nested.
 

@@ -1,4 +1,6 @@
-"""The stages of a pipeline in a timeline: how long each takes, until when it waits for another, and the bubble.
+"""Measure a pipeline's stages: compute, waiting, bubble.
+
+It tells how long each stage takes, until when it waits for another, and the bubble.
 
 The bubble is the share of the time from a step's first forward to its last backward in which a rank has no forward and
 no backward under way, mean over ranks. What the schedule alone makes of it is found by playing the recorded order.

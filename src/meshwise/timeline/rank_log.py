@@ -1,4 +1,6 @@
-"""The log of one rank, read back: session by session, with its spans still packed.
+"""Read the log of one rank back, session by session.
+
+Its spans stay packed.
 
 Tested in tests/timeline/test_span_log.py.
 """

@@ -1,4 +1,6 @@
-"""Read the logs of a run folder back as a Timeline: all ranks on one clock, and sentences on what is not there.
+"""Read a run folder's logs as a Timeline on one clock.
+
+All ranks are on it, with sentences on what is missing.
 
 A log that was cut off, or that misses a block, gives what it has. A log of another version is left out and named.
 

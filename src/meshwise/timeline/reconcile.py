@@ -1,4 +1,6 @@
-"""Reconcile: what was predicted of a run's plan beside what was measured, and what differs most.
+"""Compare a plan's predicted figures with the measured ones.
+
+What differs most is named.
 
 Tested in tests/timeline/test_reconcile.py.
 """

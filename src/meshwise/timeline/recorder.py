@@ -1,4 +1,4 @@
-"""The recorder: spans and counters of one rank, written down during the run.
+"""Record spans and counters of one rank during the run.
 
 Recording a span is two readings of the clock and one append; the log's thread drains, encodes and writes. On CUDA the
 marks of device work are events, read with `query` once they have passed, so that recording never synchronises. When

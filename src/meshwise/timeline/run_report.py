@@ -1,4 +1,6 @@
-"""The report of a run, as finished data: every number that any view shows, and its display text.
+"""Define the report of a run as plain data.
+
+It has every number that any view shows, and its display text.
 
 Text, page, trace, Mermaid, JSON, OpenMetrics and TensorBoard are drawn from this and from the timeline alone. A field's
 type names its unit, which is how its number is written: `report_dict` carries both.

@@ -1,4 +1,6 @@
-"""The log of a rank: what its recorder holds, written to a file by a thread of its own.
+"""Write a rank's spans to its log, in a background thread.
+
+They are what its recorder holds.
 
 One JSON object a line. The first has the rank and how its clock relates to the time of day; `spans` are packed columns,
 `counters` and `clock` samples are plain; `end` comes last, and is missing when the worker was cut off. A run that is

@@ -1,4 +1,6 @@
-"""Spans as data: kinds, lanes, and the table in which a timeline keeps them, measured or predicted.
+"""Define spans: kinds, lanes, and the table of a timeline.
+
+They are measured or predicted.
 
 Tested in tests/timeline/views/test_chrome_trace.py.
 """

@@ -1,4 +1,6 @@
-"""The step table of a run: seconds of each step, rank and kind, from the attributions of all ranks.
+"""Tabulate seconds by step, rank and kind of time.
+
+They come from the attributions of all ranks.
 
 Tested in tests/timeline/test_attribution.py.
 """

@@ -1,4 +1,6 @@
-"""The few steps of a run that are shown span by span, and what each moment of each rank in them was spent on.
+"""Choose the few steps that are shown span by span.
+
+For each, it tells what each moment of each rank was spent on.
 
 Tested in tests/timeline/views/test_gantt_text.py.
 """

@@ -1,4 +1,6 @@
-"""Stragglers: which rank the others wait for, in which phase, and what that costs.
+"""Find stragglers: the rank, the phase, and the cost.
+
+A straggler is the rank that the others wait for.
 
 Ranks synchronize in collectives. Between two sync points each rank works alone, and the slowest one makes the others
 wait. Its delay is how much longer it took than the median of the others since it left the last sync point, each on its

@@ -1,4 +1,6 @@
-"""A timeline: what every device did, or will do, when. Measured and predicted runs have the same type.
+"""Define the timeline: what every device did, or will do, when.
+
+Measured and predicted runs have the same type.
 
 Tested in tests/timeline/test_stragglers.py.
 """

@@ -1,4 +1,6 @@
-"""The losses of a rank's newest steps, in a file that outlives it: what a killed rank had not yet given the others.
+"""Keep a rank's newest losses in a file that outlives it.
+
+It holds what a killed rank had not yet sent to the others.
 
 A row a step: its number, its epoch, the sum of its losses by weight, and the weight. Mapped into memory, so that noting
 one is no system call. Tested in tests/job/test_last_step.py.

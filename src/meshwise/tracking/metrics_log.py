@@ -1,4 +1,6 @@
-"""The log of a run's losses and metrics: to the launcher, metrics.jsonl and trackers as they become known.
+"""Send losses and metrics to launcher, metrics.jsonl and trackers.
+
+They are sent as they become known.
 
 Losses stay on the device until a log step. `sync` then gathers those of all steps since the last one from all ranks.
 """

@@ -1,4 +1,6 @@
-"""Trackers: TensorBoard, Weights & Biases and MLflow, each by its name, with its files on this machine.
+"""Open trackers by name: TensorBoard, Weights & Biases, MLflow.
+
+Each keeps its files on this machine.
 
 A tracker is a function of values by name and a step. A library is imported where it is opened, on rank 0. Nothing is
 sent anywhere unless the user's environment says so: WANDB_MODE=online, MLFLOW_TRACKING_URI=http://...

@@ -1,4 +1,7 @@
-"""Send a run's numbers to metrics.jsonl and trackers on rank 0; provide `mw.log`."""
+"""Send a run's numbers to metrics.jsonl and trackers; provide `mw.log`.
+
+Rank 0 sends them.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Move bytes between devices and processes: the only room that copies across devices or calls a collective."""
+"""Move bytes between devices and processes; no other room does.
+
+Only this room copies across devices or calls a collective.
+"""

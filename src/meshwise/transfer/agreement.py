@@ -1,4 +1,7 @@
-"""Agree on facts through the key-value store of the process group: without a collective, so nobody can hang in one."""
+"""Agree on facts through the key-value store, without a collective.
+
+The store is that of the process group. Without a collective, no rank can hang in one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checksum over the raw bits that depends on their place, computed where the data lies.
+"""Compute a position-dependent checksum of raw bits on the device.
 
 Each block of 256 KiB is the sum, modulo 2^64, of its 32-bit words times a 64-bit odd key of the word's place: the
 multilinear hash of Carter and Wegman (1979). One changed word always changes it, since an odd key times a difference

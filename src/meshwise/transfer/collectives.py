@@ -1,4 +1,6 @@
-"""Collectives over all ranks or a group: the one seam through which our own code communicates between processes.
+"""Communicate between processes: every collective of our own code.
+
+They run over all ranks or a group. No other file of ours calls one.
 
 "All ranks" are those that divide the work on a batch (`divide_among`): under tensor parallelism several ranks work on
 the same samples, and each of them communicates with those that have others. `everyone()` is the whole run.

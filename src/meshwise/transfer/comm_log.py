@@ -1,4 +1,4 @@
-"""Log what moved while a block ran: operation, devices, bytes, path, seconds.
+"""Log what moved while a block ran: operation, devices, bytes, seconds.
 
     with comm_log() as log:
         copy(there, here)

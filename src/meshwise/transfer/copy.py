@@ -1,4 +1,6 @@
-"""The one function through which tensors are copied between devices of one process.
+"""Copy tensors between the devices of one process.
+
+All such copies go through one function, `copy`.
 
     copy(dst, src)                 a read of dst on its current stream, right after the call, is right
     to(batch, "cuda:1")            the same for every tensor of a tuple, list, dict or module

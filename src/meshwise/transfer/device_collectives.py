@@ -1,4 +1,4 @@
-"""Broadcast, scatter, gather and all-reduce over a list of devices in one process.
+"""Broadcast, scatter, gather and all-reduce over one process's devices.
 
     parts = scatter(batch, ["cuda:0", "cuda:1"])
     all_reduce(gradients)                      the same bits on every device

@@ -1,4 +1,4 @@
-"""Name where a tensor lives: a real device, the host, or a virtual device.
+"""Name a tensor's place: a real device, host, or virtual device.
 
 A virtual device is a number that is kept for a storage on the host, so `cpu:1` is a place of its own while
 `meshwise.transfer.virtual` has it open. Plain `cpu` is the host.

@@ -1,4 +1,6 @@
-"""Collectives that the program calls itself, past our own: noticed, so that what it has reduced is known to be.
+"""Detect collectives that the program calls itself.
+
+Tensors that it has reduced are then known as such.
 
 Backends count what is begun in them, whoever calls. While a `Foreign` is open, our own collectives note how many of
 those were theirs; while none is (`OPEN` is empty), they pay for one look at it.

@@ -1,4 +1,4 @@
-"""Groups of ranks: who "all ranks" are, which rank this is among them, and groups of some.
+"""Define groups of ranks, and this rank's place among them.
 
 Tested in tests/transfer/test_collectives.py.
 """

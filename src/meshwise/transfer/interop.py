@@ -1,4 +1,6 @@
-"""Arrays of NumPy, CuPy, Numba and JAX as tensors, without a copy where the protocols allow it.
+"""Convert arrays of NumPy, CuPy, Numba and JAX to tensors.
+
+Nothing is copied where the protocols allow it.
 
 DLPack is asked first, since it also orders the two libraries' streams; then `__cuda_array_interface__` (version 3,
 whose `stream` is waited for here, since torch does not). A copy that could not be avoided is in the log. What

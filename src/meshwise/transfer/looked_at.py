@@ -1,4 +1,6 @@
-"""A collective that somebody looks at: a row of each open `comm_log`, and what is ours for who counts the program's.
+"""Log a collective in each open `comm_log`, and mark it ours.
+
+Code that counts the program's collectives leaves ours out.
 
 Tested in tests/transfer/test_comm_log.py.
 """

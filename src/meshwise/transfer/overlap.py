@@ -1,4 +1,7 @@
-"""Check whether elements share memory, within a tensor or between two. torch's check is often unsure."""
+"""Check whether elements share memory, within or between tensors.
+
+torch's check is often unsure.
+"""
 
 from __future__ import annotations
 

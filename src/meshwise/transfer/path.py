@@ -1,4 +1,4 @@
-"""Choose the way of bytes between two devices: direct, peer, or via the host.
+"""Choose the path between two devices: direct, peer, or via host.
 
 direct: on one device, or between the host and a device. peer: one device writes into the other's memory. staged: two
 legs through pinned memory of the host, overlapped. With a measured machine the faster of the two at this very size is

@@ -1,4 +1,6 @@
-"""Data that depends on a key and on the offset, to see whether bytes arrive where and as they were sent.
+"""Generate data from a key and offset, to verify delivery.
+
+It shows whether bytes arrive where and as they were sent.
 
 A constant would hide a permuted all-gather, and a short period two swapped blocks. So each 8-byte word is a hash of its
 key and index, and every bit of it is compared. Sums are checked with small whole numbers, which add up exactly.

@@ -1,4 +1,7 @@
-"""Move batches to the device ahead of their use: pinned memory, a side stream, one batch ahead."""
+"""Move batches to the device ahead of their use.
+
+One batch is moved ahead, through pinned memory, on a side stream.
+"""
 
 from __future__ import annotations
 

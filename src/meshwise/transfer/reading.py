@@ -1,4 +1,6 @@
-"""Reading a sharded tensor: all ranks do it together, and a rank that does it alone gets an error instead of waiting.
+"""Read a sharded tensor on all ranks together, or raise.
+
+A rank that reads alone gets an error instead of waiting.
 
 Before an exchange, ranks meet in the key-value store: each says what it reads and in which line of the program. A rank
 that does not come may be slow, so waiting is no proof. It is proven when that rank has entered more collectives of a

@@ -1,4 +1,7 @@
-"""A tensor that is sharded over the ranks of a mesh (a DTensor), and the same tensor whole."""
+"""Convert between a sharded tensor and the whole one.
+
+The sharded one is a DTensor over the ranks of a mesh.
+"""
 
 from __future__ import annotations
 

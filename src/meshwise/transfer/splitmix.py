@@ -1,4 +1,7 @@
-"""SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): whole numbers become bits that look random and depend on them alone."""
+"""Hash whole numbers to random-looking bits with SplitMix64.
+
+The bits depend on the numbers alone (Steele, Lea, Flood, OOPSLA 2014).
+"""
 
 from __future__ import annotations
 

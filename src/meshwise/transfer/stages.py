@@ -1,4 +1,6 @@
-"""The stages of a pipeline: ranks that each hold a part of a model's layers and work on the same samples.
+"""Define the stages of a pipeline, and what each one lacks.
+
+They are ranks that each hold a part of a model's layers and work on the same samples.
 
 What a rank lacks of a model is known by name (`lacks`): it is found on the first stage that has it. Beside the values
 of a forward travels what followed the forward so far (`carried`): how many random numbers were drawn, for instance.
@@ -69,7 +71,7 @@ def lacks(model: nn.Module) -> set[str]:
     return _lacks.get(model, set())
 
 
-def lacked_parameters(model: nn.Module) -> set[nn.Parameter]:
+def absent_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of `model` that other stages hold."""
     names = lacks(model)
     return {p for name, p in model.named_parameters(remove_duplicate=False) if name in names}

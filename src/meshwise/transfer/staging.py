@@ -1,4 +1,6 @@
-"""Through the host in two legs that overlap: two pinned buffers, a stream on each device.
+"""Copy through the host in two overlapping legs.
+
+It takes two pinned buffers and a stream on each device.
 
 While the second leg carries one chunk from its buffer to the target, the first fills the other buffer. The streams
 wait for each other by events, so the host only launches: a read of the target on its current stream comes after the

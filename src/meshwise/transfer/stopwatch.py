@@ -1,4 +1,4 @@
-"""Time a transfer by the host's clock or stream events, without waiting for it."""
+"""Time a transfer by the host's clock or stream events, without waiting."""
 
 from __future__ import annotations
 

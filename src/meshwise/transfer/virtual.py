@@ -1,4 +1,6 @@
-"""Strict virtual CPU devices in one process, so that programs for many devices can be tested without any.
+"""Simulate strict CPU devices in one process.
+
+Programs for many devices can thus be tested without any.
 
     with virtual_devices(4) as devices:
         x = torch.zeros(3, device="cpu:1")       lives on virtual device 1; so does x + 1

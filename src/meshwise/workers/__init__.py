@@ -1,1 +1,4 @@
-"""Start and end the workers of a list of devices; the side channel between them and their launcher."""
+"""Start, watch and end the workers of a list of devices.
+
+The side channel connects them and their launcher.
+"""

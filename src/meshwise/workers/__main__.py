@@ -1,4 +1,4 @@
-"""The processes that a launcher starts.
+"""Run what a launcher starts: a worker, or a fork server.
 
 python -m meshwise.workers TASK                       a worker
 python -m meshwise.workers --fork-server FD MODULE... a server that forks workers; see fork_server.py

@@ -1,4 +1,6 @@
-"""The side channel: JSON messages between every worker and the launcher that started it.
+"""Exchange JSON messages between each worker and its launcher.
+
+They go over the side channel.
 
 It carries what must be known when collectives cannot carry it: done, failed, progress, halt. A channel that closes is
 itself a message: to the launcher that a worker is gone, to a worker that its launcher is gone, so that nobody is left

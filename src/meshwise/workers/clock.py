@@ -1,4 +1,6 @@
-"""Rank 0's clock, asked by the other ranks over connections of their own, on which they have proven its secret.
+"""Ask rank 0 for its clock, over an authenticated connection.
+
+A rank proves the secret on it first.
 
 A round trip that took r ns tells the difference of two clocks to within r / 2; the shortest of several tells it best
 (Cristian, 1989). The offsets themselves are worked out later, where the logs are read.

@@ -1,4 +1,6 @@
-"""The control groups of this process, of version 2 or 1: where Linux says what it may use, and what it was denied.
+"""Read this process's control groups, of version 2 or 1.
+
+They hold what Linux lets it use, and what it was denied.
 
 Tested in tests/machine/test_host_facts.py.
 """

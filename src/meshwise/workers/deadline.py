@@ -1,4 +1,4 @@
-"""The time at which a run will be ended, known beforehand: it saves and stops while there is still time for that.
+"""Save and stop before a known time limit ends the run.
 
 The time is what is left of `--time-limit`, and of the job of a scheduler: Slurm's SLURM_JOB_END_TIME, and what `squeue`
 says once a minute, since a job's limit may be changed while it runs. Rank 0 looks, and asks for a stop when what is

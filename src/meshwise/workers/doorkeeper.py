@@ -1,4 +1,4 @@
-"""Whoever listens for its own: lets in who proves the secret, and spends little on all others.
+"""Accept only connections that prove the secret, at little cost.
 
 One thread holds every connection that has proven nothing yet; there are at most GUESTS of them, each for at most
 TIMEOUT seconds. Where there are more, the oldest goes, after it had GRACE seconds: a flood of connections that say

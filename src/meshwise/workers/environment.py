@@ -1,4 +1,6 @@
-"""Tell a process through its environment who it is and where things are. No torch.
+"""Tell a process by environment variables who and where it is.
+
+No torch.
 
 RANK and WORLD_SIZE are set by `meshwise run`, `mw.launch` and torchrun; under srun and mpirun they are derived from
 what those set: launchers/. Without any of them this process is a run of one device, and no process group is made.

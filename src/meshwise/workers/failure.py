@@ -35,7 +35,7 @@ class Failure:
     kind: `raised`, `killed` (by a signal), `loader` (its loader worker was), `left` (without saying done), `victim`
     (raised inside a collective), `hung` (no progress), `lost` (its machine), `server` (what started all ranks of the
     machine), `link` (all ranks live, and lost each other), `corrupt` (its values are not those of its replicas),
-    `spoiled` (its parameters are not finite: the run is to go back) or `parted` (ranks that made different calls).
+    `spoiled` (its parameters are not finite: the run is to go back) or `diverged` (ranks that made different calls).
     smaller: for one that ran out of memory, a plan that needs less (TOML) and what changes with it.
     step: the one that the rank was in; done: the last that all ranks of this machine have finished, as far as known.
     plain: the message is a sentence for the user, to be shown as it is. notes: what else is known, a line each.

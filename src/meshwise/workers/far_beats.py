@@ -1,4 +1,6 @@
-"""Exchange news of silent ranks between launchers, so that every machine explains a hang.
+"""Exchange news of silent ranks between launchers, to explain hangs.
+
+Every machine can then explain a hang.
 
 Nothing goes over the network while all ranks beat. Clocks of machines are not compared: how long ago something was is
 told, and counted on from when it was heard.

@@ -1,4 +1,4 @@
-"""A process that imports torch once and forks the workers of a launch: N workers start for the price of one.
+"""Import torch once and fork the workers of a launch.
 
     launcher                                     fork server, a child of the launcher
     ForkServer(preload)      starts it    ->     imports what workers need

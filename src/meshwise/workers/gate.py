@@ -1,4 +1,4 @@
-"""The step gate: all ranks stop after the same step, without a collective.
+"""Stop all ranks after the same step, without a collective.
 
 On a halt each rank freezes the beginning of further steps and tells the last step begun. The largest of these is the
 last step of all: ranks behind it catch up, ranks at it stop, so no rank waits in a collective for one that stopped

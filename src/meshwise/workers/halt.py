@@ -1,4 +1,7 @@
-"""The wish that a run stops. Tested in tests/faults and tests/workers/test_halt.py."""
+"""Hold a request to stop the run.
+
+Tested in tests/faults and tests/workers/test_halt.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Both ends of a connection prove that they know a secret, which never travels; and then that each message is theirs.
+"""Authenticate both ends of a connection, and each message, by a secret.
+
+The secret never travels.
 
     client -> server   HELLO, a nonce
     server -> client   HELLO, a nonce, a proof: HMAC(secret; "server", both nonces, purpose)

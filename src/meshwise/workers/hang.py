@@ -1,4 +1,6 @@
-"""A rank that does not go on: noticed by its launcher within seconds, told in one sentence, and ended at a limit.
+"""Detect a hanging rank, explain it, and end it at a limit.
+
+The launcher detects it within seconds and explains it in one sentence.
 
 A rank is silent while it does not beat (heartbeat.py). Silence is no hang: others may wait for a rank that is stopped,
 and a script may be silent on all ranks as long as it likes. A hang is a silence longer than what the rank does now may

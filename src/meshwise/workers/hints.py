@@ -1,4 +1,4 @@
-"""Add a note to errors of Python and torch that meshwise can explain."""
+"""Add notes to errors of Python and torch that meshwise recognises."""
 
 from __future__ import annotations
 

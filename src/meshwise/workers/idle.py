@@ -1,4 +1,4 @@
-"""Tell whether a process computes, by the time that the kernel has given it and what it has started.
+"""Tell whether a process computes, by its kernel time and children.
 
 Tested in tests/workers/test_idle.py.
 """

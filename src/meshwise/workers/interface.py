@@ -1,4 +1,6 @@
-"""The network interface by which ranks of several machines reach each other, where gloo would take the wrong one.
+"""Choose the network interface by which ranks of several machines communicate.
+
+By itself gloo would take the wrong one on many machines.
 
 gloo listens at the address that the machine's own name has. On many machines that is a loopback address (Debian writes
 127.0.1.1 into /etc/hosts), or the name has none: the others then wait for a rank that listens to itself alone.

@@ -1,4 +1,4 @@
-"""Join a run: learn from the environment who this process is, take its device, and enter the process group."""
+"""Join a run: read the environment, take a device, initialise torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwise.compat.driver import shown_gpus
 from meshwise.compat.reducer import default_store
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
-from meshwise.workers import parting_of_others
+from meshwise.workers import external_divergence
 from meshwise.workers.channel import WorkerChannel, connect
 from meshwise.workers.environment import LISTENER, VISIBLE, derived_ranks, read_world, visible
 from meshwise.workers.gate import StepGate
@@ -85,7 +85,7 @@ def join() -> RankContext:
     if session.world.size > 1 and not dist.is_initialized():
         enter_process_group(session.world)
         if session.channel is None:
-            parting_of_others.begin(session.world)
+            external_divergence.begin(session.world)
             if session.world.rank == 0 and (told := session.place.told(session.world.size)):
                 print(told, file=sys.stderr, flush=True)
     if session.channel is None and not _stands:

@@ -1,4 +1,6 @@
-"""Memory of each rank that its launcher holds: what a rank writes there outlives it, and ends with the launcher.
+"""Hold each rank's memory in the launcher, so that it survives.
+
+What a rank writes there outlives it, and ends with the launcher.
 
 On Linux it has no name in any file system; elsewhere it is a file in a folder that is removed.
 Tested in tests/workers/test_rescue.py.

@@ -30,6 +30,7 @@ from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.workers import environment, failure, left_processes
 from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message, listening
+from meshwise.workers.divergence import DivergenceWatch, divergence, last_verbs
 from meshwise.workers.failure import Failure
 from meshwise.workers.far_beats import FarBeats
 from meshwise.workers.fork_server import Forks, start_worker
@@ -40,7 +41,6 @@ from meshwise.workers.listeners import Listeners
 from meshwise.workers.logged_values import LoggedValues
 from meshwise.workers.meeting import SILENCE
 from meshwise.workers.nodes import Nodes
-from meshwise.workers.parting import PartingWatch, last_verbs, parted
 from meshwise.workers.rescue import RESCUES, Rescue
 from meshwise.workers.scratch import scratch_folder
 from meshwise.workers.watched import State, WatchedWorker, shown
@@ -113,7 +113,7 @@ class _Launcher:
         self._inbox: queue.Queue[tuple[int, Message]] = queue.Queue()
         self._token = secrets.token_hex(16)
         self._channel = LauncherChannel(self._token, lambda rank, message: self._inbox.put((rank, message)))
-        self._parting = PartingWatch(scratch, range(self.first_rank, self.first_rank + local_size))
+        self._divergence = DivergenceWatch(scratch, range(self.first_rank, self.first_rank + local_size))
         self._hangs, self._far = HangWatch(scratch, listeners.hang_limit, idle=listeners.idle), FarBeats(nodes)
         self._compared: dict[str, Callable[..., str]] = {"writes": WrittenFiles().add, "logged": LoggedValues().add}
         self._halting: dict[int, int] | None = None
@@ -191,8 +191,8 @@ class _Launcher:
         """Have ranks diverged, though none has failed? Where a run is stopped, a program may do what it likes."""
         if self.halt.wanted or any(w.state is State.FAILED for w in self.workers):
             return
-        if text := self._parting.look(self._in(State.DONE, State.EXITED)):
-            self._fail(Failure(self.first_rank, "parted", text, plain=True))
+        if text := self._divergence.look(self._in(State.DONE, State.EXITED)):
+            self._fail(Failure(self.first_rank, "diverged", text, plain=True))
 
     def _look_at_beats(self) -> None:
         """Does a rank not go on? Where a run is stopped, all wait."""
@@ -223,9 +223,9 @@ class _Launcher:
         chosen = replace(chosen, step=chosen.step or (step if known else None), done=done)
         text = failure.sentence(chosen, self.size, [w.failure for w in self.workers if w.failure])
         if chosen.kind in ("killed", "left", "victim"):
-            trails = self._parting.trails()
+            trails = self._divergence.trails()
             last = [last_verbs(trails)] if chosen.kind == "victim" else []
-            text = parted(trails, self._in(State.DONE, State.EXITED)) or "\n".join([text, *last]).rstrip()
+            text = divergence(trails, self._in(State.DONE, State.EXITED)) or "\n".join([text, *last]).rstrip()
         if self.nodes:
             self.nodes.fail(text, chosen, max(chosen.exit_code, 1))
         raise WorkerFailed(text, rank=chosen.rank, exit_code=max(chosen.exit_code, 1), failure=chosen)

@@ -1,4 +1,4 @@
-"""Processes that outlive a launch, because they lead a session of their own: which they are.
+"""Name processes that outlive a launch in sessions of their own.
 
 Those of a worker's own group end with it. Tested in tests/faults/test_faults.py.
 """

@@ -1,4 +1,7 @@
-"""Define what a launcher tells its caller. Tested in tests/workers/test_launchers.py."""
+"""Define what a launcher tells its caller.
+
+Tested in tests/workers/test_launchers.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machines of a run, from one attempt to the next: who is there, and who leads.
+"""Track a run's machines over its attempts, and who leads.
 
 Their launchers meet in the store of the first of them, which leads: it announces each attempt and who takes part.
 Each keeps a store and has told where; where the leader is lost, the others meet at the next one that is left, in turn.

@@ -1,4 +1,6 @@
-"""Exchange messages between launchers in a thread, so that a dead link blocks nothing else.
+"""Exchange messages between launchers in a thread.
+
+A dead link then blocks nothing else.
 
 The thread makes one exchange with the store after the other, which is this machine's heartbeat too. Whoever asks reads
 what came, and never waits for the network, so Ctrl-C is answered at once.

@@ -1,4 +1,6 @@
-"""The machines of one attempt of a run: their ranks, what they compare, and what one tells the others while it runs.
+"""Connect the machines of one attempt of a run.
+
+They share their ranks and what they compare, and tell each other news while the attempt runs.
 
 Each tells when a worker failed or a halt was asked for, so that no machine goes on alone, and is heard of several times
 a second: one that is silent is lost to all others. Who takes part in the next attempt: machines.py.

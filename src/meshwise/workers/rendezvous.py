@@ -1,4 +1,6 @@
-"""Find rank 0 without a launcher's help: rank 0 listens, others look for it.
+"""Find rank 0 without a launcher's help.
+
+Rank 0 listens, and the others look for it.
 
 The door is a port at which rank 0 tells its own ranks, and nobody else, the port of the store. It is written down in
 the file of the start's secret, with every address of the machine: what the others share, they read. Where they share

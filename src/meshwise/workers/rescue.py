@@ -1,4 +1,4 @@
-"""Before workers are ended that have lost one of them: those that are left write the state after the last step.
+"""Save the last step's state from surviving workers before ending them.
 
 A rank that lost its connection has done so already. One that waits in a collective, or goes on, is asked over the side
 channel: a thread of it writes. One that is stopped does not hear it. Tested in tests/workers/test_rescue.py.

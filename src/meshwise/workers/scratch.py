@@ -1,4 +1,6 @@
-"""Temporary folders of a command. What a command that was killed has left of them, the next one of this user removes.
+"""Make temporary folders, and remove those of killed commands.
+
+The next command of the same user removes what a killed one has left.
 
 Each holds a file on which its owners keep a lock as long as they live, whatever their process ids are worth elsewhere:
 the kernel lets go of it with the last of them. A folder gets its name once that lock is held.

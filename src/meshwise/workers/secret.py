@@ -1,4 +1,6 @@
-"""The secret of one start, which its processes know and nobody else: of the environment, or of a file that they share.
+"""Share a secret among the processes of one start.
+
+Nobody else knows it. It comes from the environment, or from a file that they share.
 
 The file lies in the folder of the start. Whoever comes first makes it, with a secret of its own, so that nobody waits
 for a file to appear, which NFS tells up to a minute late; rank 0 adds where it is reached. What is believed is an open

@@ -1,6 +1,8 @@
-"""Signals that ask a run to stop, as a rank gets them: after SIGTERM, SIGUSR1 or SIGUSR2 its state is saved at the end
-of the step, however often they come, and whether they reach one process of a task or all of them. A rank that comes to
-no further step is ended after a minute. A process that runs alone and outside a scheduler is ended by them as ever.
+"""Save and stop on SIGTERM, SIGUSR1 or SIGUSR2, all ranks together.
+
+The state is saved at the end of the step, however often the signals come, and whether they reach one process of a task
+or all of them. A rank that comes to no further step is ended after a minute. A process that runs alone and outside a
+scheduler is ended by them as ever.
 
 A worker of our launcher passes them on to it. Under torchrun or srun, or alone, the ranks agree on the last step among
 themselves: a thread of each looks in the store for whoever was asked first.

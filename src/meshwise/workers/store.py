@@ -1,4 +1,6 @@
-"""The key-value store in which launchers meet. Each keeps one: where the one in use is lost, the next takes over.
+"""Serve the key-value store in which launchers meet.
+
+Each keeps one: if the one in use is lost, the next takes over.
 
 One exchange is a message each way: what a machine tells goes, and what has changed since its last one comes, with the
 seconds for which each of the others was silent. Both ends prove the secret of the run (handshake.py). No torch: it

@@ -1,4 +1,6 @@
-"""Report `os._exit`, `os.abort` and C's `exit` before they end a process, with the line that calls them.
+"""Report `os._exit`, `os.abort` and C's `exit`, with the calling line.
+
+Each is reported before it ends the process.
 
 Tested in tests/cli/test_odd_ends.py.
 """

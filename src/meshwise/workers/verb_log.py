@@ -1,4 +1,6 @@
-"""The verbs that a rank calls together with the others, in their order, where the launcher reads them.
+"""Log a rank's verbs in shared memory, where its launcher reads them.
+
+A verb is a call that all ranks make together, in the same order.
 
 They lie in a file that is mapped into memory: noting one costs about a microsecond and no system call, and the launcher
 reads what a rank did last while the rank waits in a collective, and after it was killed.

@@ -1,4 +1,4 @@
-"""A worker as its launcher knows it: what it does, and since when."""
+"""Track what a launcher knows of one worker, and since when."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ from meshwise.spec.world import World
 from meshwise.terminal import last_words
 from meshwise.workers import failure, heartbeat, join, loader_failure, on_device, stopping, sudden_end, verb_log
 from meshwise.workers.channel import WorkerChannel
+from meshwise.workers.divergence import trail_path
 from meshwise.workers.environment import CORES, DEVICE_KIND, LISTENER, RUN_FOLDER, result_path
 from meshwise.workers.failure import Failure
 from meshwise.workers.fork_server import CALL, answer_of
 from meshwise.workers.hints import add_hint
-from meshwise.workers.parting import trail_path
 from meshwise.workers.written_files import FileWatch
 
 END_TIMEOUT = 2.0

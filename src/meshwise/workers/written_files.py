@@ -1,4 +1,4 @@
-"""Files that several ranks write at one path: noticed once, with the user's line.
+"""Warn when several ranks write one file, with the user's line.
 
 A script of one device opens its log, its picture, its checkpoint once; on several ranks each opens it, and the last one
 wins, rows come twice, or the file is torn. Each worker tells the launcher what the user's code creates or appends to

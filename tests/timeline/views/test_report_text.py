@@ -66,7 +66,7 @@ def test_it_fits_the_screen_with_the_verdict_and_every_rank(ranks: int, width: i
 
 @pytest.mark.parametrize("width", [30, 36, 44, 52, 70, 80, 100, 160])
 @pytest.mark.parametrize("ranks", [1, 3, 64])
-def test_no_number_is_cut_or_parted_from_its_unit(ranks: int, width: int) -> None:
+def test_no_number_is_cut_or_separated_from_its_unit(ranks: int, width: int) -> None:
     text = printed(report_text(report_on(ranks)), width)
     assert max(map(len, text.splitlines())) <= width
     assert not re.search(r"\d\n(%|µs|ms|s|GiB|MiB)\b", text)

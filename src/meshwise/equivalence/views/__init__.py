@@ -1,4 +1,4 @@
-"""A proof as text and as plain values."""
+"""Show a proof as text and as plain values."""
 
 from meshwise.spec.lazy import files_of
 

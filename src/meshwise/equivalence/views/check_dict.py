@@ -1,4 +1,6 @@
-"""A proof as JSON: every figure. What is infinitely far apart, because one side lacks it, is the text `inf`.
+"""Convert a proof to JSON, with every figure.
+
+What is infinitely far apart, because one side lacks it, is the text `inf`.
 
 Tested in tests/cli/test_check.py.
 """

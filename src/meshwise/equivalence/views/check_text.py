@@ -1,4 +1,6 @@
-"""A proof in a terminal: all that was compared, and last of all the verdict, where the sides part and why.
+"""Show a proof in a terminal: comparisons first, the verdict last.
+
+The verdict says where the sides differ and why.
 
 Tested in tests/cli/test_check.py.
 """

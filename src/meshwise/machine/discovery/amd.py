@@ -1,4 +1,6 @@
-"""AMD devices by /sys alone: the kernel's own table of nodes and links (class/kfd), and PCI. amdsmi names what is left.
+"""Read AMD devices from /sys alone, without libraries.
+
+It reads the kernel's own table of nodes and links (class/kfd), and PCI. amdsmi names the rest.
 
 Fields as ROCm describes them for /sys/class/kfd/kfd/topology.
 

@@ -1,4 +1,6 @@
-"""Discover the machine from NVML, /sys and /proc in milliseconds, without torch, writing nothing.
+"""Discover the machine from NVML, /sys and /proc in milliseconds.
+
+It needs no torch and writes nothing.
 
 What cannot be found stays unknown, with a warning that says what would be needed; a file or a library that is missing
 is no error.

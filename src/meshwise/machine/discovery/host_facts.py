@@ -1,4 +1,6 @@
-"""The host without asking anybody: processor, cores and memory that are here and that this process may use, limits.
+"""Read the host's processor, cores, memory and limits.
+
+It tells what is here, and what this process may use, without any library.
 
 A container with 2 of 64 cores has 2, and its memory is what its group may use.
 """

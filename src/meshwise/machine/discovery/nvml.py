@@ -1,4 +1,6 @@
-"""NVIDIA devices by NVML (nvidia-ml-py, optional): names, memory, PCIe links, NVLinks, who can read whose memory.
+"""Read NVIDIA devices through NVML: names, memory, links, peer access.
+
+nvidia-ml-py is optional. Links are PCIe and NVLink; peer access is who can read whose memory.
 
 NVML does not look at CUDA_VISIBLE_DEVICES, counts in the order of PCI addresses, and makes no CUDA context.
 

@@ -1,4 +1,6 @@
-"""Links of the accelerators of one host: as they were found, beside what the parts at both ends could have.
+"""Derive the links between one host's accelerators, with warnings.
+
+A link is described as found, beside what the parts at both ends support.
 
 Tested in tests/machine/test_discover.py and test_discover_odd.py.
 """

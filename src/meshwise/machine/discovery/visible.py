@@ -1,4 +1,6 @@
-"""Find which accelerators the environment shows this process, and their order (CUDA_VISIBLE_DEVICES and the like).
+"""Find which accelerators the environment shows this process, in order.
+
+CUDA_VISIBLE_DEVICES and the like tell.
 
 Tested in tests/machine/test_discover_odd.py.
 """

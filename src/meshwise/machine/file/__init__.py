@@ -1,1 +1,1 @@
-"""The machine file: a machine as TOML that people read and edit."""
+"""Read and write the machine file: a machine as editable TOML."""

@@ -1,4 +1,6 @@
-"""The keys of a machine file, a row each: how its value is read and checked, and how it is written.
+"""Define how keys of a machine file are read, checked and written.
+
+Each key is a row.
 
 A key of a table is the field of the dataclass that the table describes, so that a new field is a new row. An error
 names the file, the table and the key, and says what to write instead. Nothing but UsageError leaves here.

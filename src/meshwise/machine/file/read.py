@@ -1,4 +1,6 @@
-"""The machine file: a machine as TOML that people read and edit. What is left out is the catalog's.
+"""Read a machine from its TOML file.
+
+What the file leaves out comes from the catalog.
 
 `[[device]] part = "H100-SXM"`, `count = 8` and nothing else is a whole file. Every key, type and unit is checked, and
 an error names the file, the table and what to write.

@@ -1,4 +1,6 @@
-"""The tables of a machine file: what may stand in each, a row a key. `read.py` and `write.py` both go by them.
+"""Define the tables of a machine file, a row a key.
+
+`read.py` and `write.py` both use them.
 
 Tested in tests/machine/test_machine_file.py.
 """

@@ -1,4 +1,6 @@
-"""A machine as a TOML file that people can read and edit: a table a device and a link, figures with their units.
+"""Write a machine as a TOML file that people can edit.
+
+Each device and each link is a table, with units on its figures.
 
 Figures of a part stand once under `[part.NAME]`, those that one device alone has at the device; links that follow each
 other and differ only in their ends share a table. Read back by `machine_from_toml` of read.py, it gives the same

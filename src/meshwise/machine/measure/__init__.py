@@ -1,1 +1,1 @@
-"""Measure what is there: copies, collectives, products; and whether every path delivers the bytes it was given."""
+"""Measure copies, collectives and products, and verify the bytes delivered."""

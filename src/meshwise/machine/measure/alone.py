@@ -1,4 +1,6 @@
-"""Measure each device by itself, in a worker that has the device, cores and threads that a run would give it.
+"""Measure each device by itself, in a worker of its own.
+
+The worker has the device, cores and threads that a run would give it.
 
 CPU workers of one host take turns, since they share its memory; accelerators are measured at the same time.
 

@@ -1,4 +1,6 @@
-"""One path at one size, inside a rank: what to call again and again, and how to see that every byte arrived.
+"""Define what one path at one size runs, and verifies.
+
+A case runs inside a rank: what to call repeatedly, and how to see that every byte arrived.
 
 The data depend on the round, the rank and the part of the tensor that it is (transfer/pattern.py), so that permuted,
 swapped, stale, missing and zeroed parts all differ. Sums are of small whole numbers, exact in float32.

@@ -1,4 +1,6 @@
-"""Measure one device: matrix products by dtype and shape, memory rate, launch cost.
+"""Measure one device: matrix products, memory rate, launch cost.
+
+Products are measured by dtype and shape.
 
 Habits of mamf-finder (stas00/ml-engineering): random data, cache flushed between repeats, median reported, the best
 over shapes is the achievable rate. Products are timed at growing shapes until the budget is spent.

@@ -1,4 +1,6 @@
-"""Copies that one process makes: host to device and back, device to device, both ways at once, one to all, all to one.
+"""Measure the copies that one process makes.
+
+They go from host to device and back, device to device, both ways at once, one to all, and all to one.
 
 Each path is timed by size, and then checked: the source is filled with data that depends on the path and the offset,
 copied once more, and every byte is compared where it arrived.

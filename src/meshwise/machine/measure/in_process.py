@@ -1,4 +1,7 @@
-"""All copies of one process that sees every accelerator of the host, path by path, within a budget."""
+"""Measure all copies of one process, path by path, within a budget.
+
+The process sees every accelerator of the host.
+"""
 
 from __future__ import annotations
 

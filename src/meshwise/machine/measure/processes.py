@@ -1,4 +1,4 @@
-"""Measure between processes: the links of each pair of ranks, and the collectives of all of them.
+"""Measure links between pairs of ranks, and their collectives.
 
 `measure_processes` starts a worker a device and gets each path as it is done, so that a Ctrl-C or a rank that dies
 leaves what was measured before. `measure_ranks` is for ranks that are in a process group already, such as one a host.

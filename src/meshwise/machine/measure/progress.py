@@ -1,4 +1,4 @@
-"""Route the progress of a measurement to whoever asked, or to the launcher.
+"""Route a measurement's progress to its caller, or to the launcher.
 
 Tested in tests/machine/test_processes.py.
 """

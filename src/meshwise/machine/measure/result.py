@@ -1,4 +1,4 @@
-"""Hold the results of a measurement: times by size and verified bytes of paths and collectives, rates of devices.
+"""Hold measured times and verified bytes of paths, rates of devices.
 
 Tested in tests/machine/test_processes.py and test_bench.py.
 """

@@ -1,4 +1,7 @@
-"""Message sizes: the words `1K:1G`, and what of them fits in memory, before anything is allocated."""
+"""Read message sizes such as `1K:1G`, and fit them to memory.
+
+This is done before anything is allocated.
+"""
 
 from __future__ import annotations
 

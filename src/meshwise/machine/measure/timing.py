@@ -1,4 +1,4 @@
-"""Time a call again and again: seconds on the device's own clock where it has one, on the host's otherwise.
+"""Time repeated calls by the device's clock, else by the host's.
 
 On CUDA many calls are enqueued behind a held stream and lie between two events, so that the host's pace does not count;
 the first calls are left out. Every figure is a median with its percentiles, never a single call.

@@ -1,4 +1,6 @@
-"""Time one path by size inside the ranks of a group: every decision is made by all of them from the same numbers.
+"""Time one path by size, in agreement among a group's ranks.
+
+Every decision is made by all of them from the same numbers.
 
 After each timed call the ranks agree on the slowest rank's seconds and on how long they have been at it, in one small
 all-reduce, which is also the barrier before the next call. So a rank that is slow, or whose clock differs, cannot go on

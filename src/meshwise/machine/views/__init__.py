@@ -1,4 +1,4 @@
-"""Machines, measurements and their changes, as text and as plain values."""
+"""Show machines, measurements and changes as text and plain values."""
 
 from meshwise.spec.lazy import files_of
 

@@ -1,4 +1,6 @@
-"""A bench as plain data, for --json: every figure, in bytes, seconds and FLOP/s.
+"""Convert a bench to plain data, for --json.
+
+Every figure is in bytes, seconds or FLOP/s.
 
 Tested in tests/machine/test_bench.py.
 """

@@ -1,4 +1,6 @@
-"""A bench in a terminal: what each device, path and collective reached, what is wrong, and whether it is good for it.
+"""Show a bench in a terminal: figures, faults, verdicts.
+
+It shows what each device, path and collective reached, what is wrong, and whether the figure is good for its parts.
 
 Rates are of the largest size that was measured unless a size stands above them. No number is ever cut: columns that do
 not fit are left out, the last first.

@@ -1,4 +1,6 @@
-"""A machine on one screen: the host, its devices, what joins them, versions, limits that will hurt, what is unknown.
+"""Show a machine on one screen: host, devices, links, limits.
+
+It also shows versions, limits that will hurt, and what is unknown.
 
 Devices that are alike share a row, and a matrix in which all is alike is one line, so that 128 devices fit as well.
 """

@@ -1,4 +1,6 @@
-"""A machine as plain data, for JSON: every field by its name, in bytes, seconds and FLOP/s; null is unknown.
+"""Convert a machine to plain data, for JSON.
+
+Every field has its name and is in bytes, seconds or FLOP/s; null is unknown.
 
 Tested in tests/machine/test_devices_text.py.
 """

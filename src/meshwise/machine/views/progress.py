@@ -1,4 +1,7 @@
-"""Show on stderr what is being measured. Tested in tests/cli/test_bench.py."""
+"""Show on stderr what is being measured.
+
+Tested in tests/cli/test_bench.py.
+"""
 
 from __future__ import annotations
 

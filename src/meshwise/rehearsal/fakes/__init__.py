@@ -1,1 +1,4 @@
-"""What a rehearsal runs on that is not there, made with private torch: CUDA by its name, other ranks."""
+"""Fake what a rehearsal lacks: CUDA, and other ranks.
+
+The fakes use private torch.
+"""

@@ -1,4 +1,4 @@
-"""CUDA by its name, for a script that is rehearsed: what it says of `cuda` is done on the device that is not there.
+"""Redirect a rehearsed script's `cuda` to the simulated device.
 
 The script, and the libraries that it calls, find one GPU; torch's own code and ours do not. A tensor tells the script
 that it lies on `cuda:0`. Without a device (`there=False`) there is no CUDA, whatever this machine has.

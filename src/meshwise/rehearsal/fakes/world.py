@@ -1,5 +1,6 @@
-"""A process group of any size in one process, for a rehearsal: collectives send nothing, and the other ranks hold and
-say what this one does.
+"""Fake a process group of any size in one process.
+
+Collectives send nothing, and the other ranks hold and say what this one does.
 
 torch's own `fake` backend does the collectives; it is registered with torch's tests. What agrees on facts through
 the store, or sends objects, needs answers: a count is as if every rank had counted.

@@ -1,4 +1,4 @@
-"""Machines, measurements and their changes, as text and as plain values."""
+"""Show plans, their estimates and explanations, as text and plain values."""
 
 from meshwise.spec.lazy import files_of
 

@@ -1,4 +1,6 @@
-"""An explanation of a step as text: its time by phase and kind, what is dearest, what limits it, why not the runner-up.
+"""Explain a step as text: costs, limits, the runner-up.
+
+It shows time by phase and kind, what is dearest, what limits it, and why the runner-up is slower.
 
 Tested in tests/rehearsal/test_explain.py.
 """

@@ -1,4 +1,6 @@
-"""What the memory of a plan goes to, as text: by category and phase, the largest tensors, what lies beside them.
+"""Show a plan's memory as text: categories, phases, largest tensors.
+
+It also shows what lies beside them.
 
 Tested in tests/rehearsal/test_memory_parts.py.
 """

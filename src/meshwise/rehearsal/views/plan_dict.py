@@ -1,4 +1,7 @@
-"""The plans of a job as plain values, for `--json`. Tested in tests/rehearsal/test_plan_text.py."""
+"""Convert a job's plans to plain values, for `--json`.
+
+Tested in tests/rehearsal/test_plan_text.py.
+"""
 
 from __future__ import annotations
 

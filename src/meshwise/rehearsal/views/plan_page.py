@@ -1,4 +1,6 @@
-"""The plans of a job as one page that works offline: the table, the predicted step as a Gantt, its memory by category.
+"""Write a job's plans as one HTML page that works offline.
+
+It has the table, the predicted step as a Gantt chart, and its memory by category.
 
 Tested in tests/rehearsal/test_plan_page.py.
 """

@@ -1,4 +1,6 @@
-"""The plans of a job as a table: what is fastest and fits first, then what does not, and why.
+"""Show a job's plans as a table, fastest first.
+
+Plans that do not fit follow, with the reason.
 
 Tested in tests/rehearsal/test_plan_text.py.
 """

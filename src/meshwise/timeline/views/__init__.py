@@ -1,4 +1,7 @@
-"""Views of a report: each draws the same numbers in another form. None makes a number of its own."""
+"""Draw the numbers of a report in several forms.
+
+No view makes a number of its own.
+"""
 
 from meshwise.spec.lazy import files_of
 

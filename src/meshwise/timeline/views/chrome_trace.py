@@ -1,4 +1,6 @@
-"""The timeline as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Write the timeline as a Chrome trace, for Perfetto and chrome://tracing.
+
+Perfetto is at ui.perfetto.dev.
 
 A rank is a process, a lane is a thread. What overlaps on a lane, such as buckets in flight together, gets lanes of its
 own, since slices of one thread may only nest. The format: "Trace Event Format", Google, 2016.

@@ -1,4 +1,4 @@
-"""Follow a run from outside: its report again and again while it runs, and a last time when it is over.
+"""Follow a run from outside, updating its report until it ends.
 
 It reads the run's folder and nothing else, so it can come and go at any time, from any machine that sees the folder. Of
 a long run it reads the newest stretch: what it then shows is of that stretch alone.

@@ -1,4 +1,6 @@
-"""One step of a window as rows of characters: who did what when, and who waited.
+"""Draw one step as rows of characters: who did what when.
+
+It shows who waited, too.
 
 Every column is a slice of the time; it shows the kind that owns most of it, by the report's attribution. Time in which
 nothing was recorded shows only where a column holds nothing else. The thin row below a rank shows its collectives that

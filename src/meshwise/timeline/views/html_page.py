@@ -1,4 +1,6 @@
-"""The report as one page that works offline: everything on it is drawn from the JSON that it carries.
+"""Write the report as one HTML page that works offline.
+
+Everything on it is drawn from the JSON that it carries.
 
 `html_page.js` builds the page; each number on it names its place in the JSON (`data-path`), which has its text too. The
 charts are plotly's: plotly-basic.min.js is plotly.js-basic-dist-min 4.1.1 of npm, unchanged (MIT).

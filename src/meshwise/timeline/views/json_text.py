@@ -1,4 +1,7 @@
-"""The report as JSON text. Tested in tests/cli/test_report.py and tests/old."""
+"""Write the report as JSON text.
+
+Tested in tests/cli/test_report.py and tests/old.
+"""
 
 from __future__ import annotations
 

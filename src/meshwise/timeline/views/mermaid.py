@@ -1,4 +1,6 @@
-"""A step as a Mermaid Gantt chart, for a README, an issue or a notebook.
+"""Draw a step as a Mermaid Gantt chart.
+
+It fits into a README, an issue or a notebook.
 
 Mermaid knows whole milliseconds only. A step of less than a tenth of a second is written in µs as if they were ms, and
 its axis counts them.

@@ -1,4 +1,6 @@
-"""The report as OpenMetrics text: for a scraper, or for node_exporter's textfile collector (save it as `*.prom`).
+"""Write the report as OpenMetrics text for a scraper.
+
+node_exporter's textfile collector reads it too (save it as `*.prom`).
 
 The format: OpenMetrics 1.0, openmetrics.io. node_exporter reads the older Prometheus format, and takes this too: no
 family is of a type that it does not know (facts in words are a gauge of 1), and no help holds a quote.

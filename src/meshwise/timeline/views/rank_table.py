@@ -1,4 +1,6 @@
-"""The table of a run's devices, a row each: what its steps went into, how often it was last, and its memory.
+"""Show a table of a run's devices, a row each.
+
+A row has what the device's steps went into, how often it was last, and its memory.
 
 Of more devices than MOST_ROWS it shows the least, the median and the most of each column, and those that stand out.
 

@@ -1,4 +1,6 @@
-"""The views of a report: each is a file of this folder with a function `render(report, timeline)`, and a line here.
+"""Register the views of a report.
+
+Each is a file of this folder with a function `render(report, timeline)`, and a line here.
 
 The command line has an option for each: `--html` writes report.html, `--mermaid` prints. A view is imported when it is
 asked for: the help of the options needs none.

@@ -1,4 +1,6 @@
-"""One collective of a run as a script of its own, with torch alone: the same kind, bytes, dtype and ranks, timed.
+"""Write one collective of a run as a script of its own.
+
+The script uses torch alone, with the same kind, bytes, dtype and ranks, and times it.
 
 Only collectives: of kernels and operators a run records no shapes. Tested in tests/timeline/views/test_replay.py.
 """

@@ -1,4 +1,6 @@
-"""A run's report on one screen of a terminal: the verdict first, then what it rests on.
+"""Show a run's report on one screen, the verdict first.
+
+What the verdict rests on follows.
 
 What does not fit on the screen is left out from the least important on; in a file or a pipe nothing is. No number is
 ever cut.

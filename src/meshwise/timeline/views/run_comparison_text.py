@@ -1,4 +1,7 @@
-"""Two runs compared in a terminal: the verdict, a row a kind of time, and the runs as a whole."""
+"""Show the comparison of two runs in a terminal.
+
+It has the verdict, a row a kind of time, and the runs as a whole.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The runs of a folder as a table. Tested in tests/cli/test_runs.py."""
+"""Show the runs of a folder as a table.
+
+Tested in tests/cli/test_runs.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show a run's summary: metrics, throughput, where the time went, what to type next.
+"""Show a run's summary: metrics, throughput, time, what to type next.
 
 Not covered: where the time went step by step; the spans of the run folder have that.
 """

@@ -1,4 +1,7 @@
-"""The report's series as TensorBoard events, to compare with those of other runs."""
+"""Write the report's series as TensorBoard events.
+
+They can be compared with those of other runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Find the launcher of this process: the first that recognises its variables, from the innermost outwards.
+"""Find the launcher of this process by its environment variables.
+
+From the innermost outwards, it is the first that recognises its variables.
 
 Tested in tests/workers/test_places.py.
 """

@@ -1,4 +1,4 @@
-"""Slurm's lists of hosts and of tasks, written out."""
+"""Expand Slurm's lists of hosts and of tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""mpirun: Open MPI, and those with Hydra (MPICH, Intel MPI, MVAPICH)."""
+"""Read the place of a process that mpirun started.
+
+mpirun is Open MPI's, or one with Hydra (MPICH, Intel MPI, MVAPICH).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Describe a process's place among those of a launcher, read from the environment.
+"""Describe a process's place among those of its launcher.
+
+It is read from the environment.
 
 Tested in tests/workers/test_places.py.
 """

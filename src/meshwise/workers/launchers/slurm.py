@@ -1,4 +1,6 @@
-"""Slurm: the tasks of a step that `srun` started, or the one process of a batch script or an allocation.
+"""Read the place of a process in a Slurm step or job.
+
+It is one of the tasks of a step that `srun` started, or the one process of a batch script or an allocation.
 
 A batch script has SLURM_PROCID and SLURM_NTASKS too, although it is one process. What only a step has are variables
 SLURM_STEP_*; but a batch script that was sent from inside a step inherits those of that step. Which step a process is

@@ -1,4 +1,6 @@
-"""torchrun, our own launcher, and whatever else sets RANK and WORLD_SIZE.
+"""Read RANK and WORLD_SIZE, as torchrun and our launcher set them.
+
+Other launchers that set them work too.
 
 Tested in tests/workers/test_places.py.
 """

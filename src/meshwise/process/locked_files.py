@@ -1,7 +1,9 @@
-"""Let a process, and all that it starts, write nowhere but below some folders: Linux's Landlock, which needs no rights.
+"""Restrict a process's writes to some folders, by Linux's Landlock.
+
+It holds for all that the process starts, and needs no rights.
 
 What goes around the view of scratch_files.py (C++, Rust, other programs) then fails where it would change a file of the
-user's. Interface: docs.kernel.org/userspace-api/landlock.html; tests in tests/equivalence/test_scratch_files.py.
+user's. Interface: docs.kernel.org/userspace-api/landlock.html; tests in tests/process/test_scratch_files.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Ranks that part: the first verb that is not the same on all ranks, in one sentence with the user's lines.
+"""Detect that ranks call different verbs, and name the first difference.
+
+One sentence names it, with the user's lines.
 
 Ranks of one program call the same verbs in the same order. Where one calls another, two different collectives may meet:
 gloo aborts, NCCL waits for ever, and where their sizes match the numbers are silently wrong.
@@ -14,7 +16,7 @@ from meshwise.spec.words import ranks_text
 from meshwise.workers.verb_log import BATCH, VerbTrail, read_trail
 
 INTERVAL = 0.25  # seconds between two looks
-GRACE = 1.0  # seconds in which a rank that parted because it raised says so: its error is told instead
+GRACE = 1.0  # seconds in which a rank that diverged because it raised says so: its error is told instead
 ADVICE = (
     "Every rank must make the same calls in the same order: look for what depends on mw.rank(), on a loss or a metric "
     "of one rank alone, or on time."
@@ -26,7 +28,7 @@ def trail_path(folder: Path, rank: int) -> Path:
     return folder / f"verbs-{rank}"
 
 
-class PartingWatch:
+class DivergenceWatch:
     """Follows the verbs of ranks on this machine."""
 
     def __init__(self, folder: Path, ranks: Collection[int]) -> None:
@@ -38,19 +40,19 @@ class PartingWatch:
         return {rank: read_trail(trail_path(self._folder, rank)) for rank in self._ranks}
 
     def look(self, ended: Collection[int]) -> str:
-        """`parted`, from a second after it was first seen, or once all ranks have ended; nothing between two looks."""
+        """`divergence`, once it is a second old, or once all ranks have ended; empty between two looks."""
         now = time.monotonic()
         if len(ended) == len(self._ranks):
-            return parted(self.trails(), ended)
+            return divergence(self.trails(), ended)
         if now - self._looked < INTERVAL:
             return ""
         self._looked = now
-        text = parted(self.trails(), ended)
+        text = divergence(self.trails(), ended)
         self._seen = (self._seen or now) if text else 0.0
         return text if text and now - self._seen >= GRACE else ""
 
 
-def parted(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> str:
+def divergence(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> str:
     """How the ranks have diverged, in one sentence; empty where they have not, as far as can be seen.
 
     ended: ranks whose program is over: they come to nothing more.

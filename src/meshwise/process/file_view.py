@@ -1,6 +1,8 @@
-"""Where the files of a checked program lie: those it wrote in a folder of the check, all others where they are.
+"""Redirect the files of a checked program to the check's folder.
 
-scratch_files.py puts it in the place of Python's functions. Tested in tests/equivalence/test_scratch_files.py.
+The files that it wrote lie there; all others stay where they are.
+
+scratch_files.py puts it in the place of Python's functions. Tested in tests/process/test_scratch_files.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A view of the file system in which a checked program changes what it likes, and the user's files stay as they were.
+"""Give a checked program a file system that it may change.
+
+The user's files stay as they were.
 
     written, made, renamed     in a folder of the check; a file that is changed in place is copied there first
     removed                    hidden: a mark in that folder, for all ranks
@@ -31,7 +33,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from meshwise.equivalence.file_view import FileView
+from meshwise.process.file_view import FileView
 
 Function = Callable[..., Any]
 READ = (os.stat, os.lstat, os.access, os.statvfs, os.readlink)

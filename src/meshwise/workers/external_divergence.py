@@ -1,8 +1,10 @@
-"""Ranks that part under a launcher of others (torchrun, srun): the ranks of a machine note their verbs for each other,
-and who loses the connection to another reports how they have diverged.
+"""Detect diverging ranks under foreign launchers such as torchrun and srun.
+
+The ranks of a machine log their verbs for each other; a rank that loses the connection to another reports where they
+diverged.
 
 Nobody looks from outside, as our own launcher does: two collectives of one size that meet are not noticed, and under
-NCCL, which waits, nothing is reported before its timeout. Tested in tests/workers/test_parting.py.
+NCCL, which waits, nothing is reported before its timeout. Tested in tests/workers/test_divergence.py.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from typing import IO, Any
 from meshwise.compat.reducer import default_store
 from meshwise.spec.world import World
 from meshwise.workers import verb_log
+from meshwise.workers.divergence import divergence, last_verbs, trail_path
 from meshwise.workers.failure import is_communication_error
-from meshwise.workers.parting import last_verbs, parted, trail_path
 from meshwise.workers.scratch import made_folder, own
 from meshwise.workers.verb_log import read_trail
 
@@ -47,7 +49,7 @@ def tell(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error:
     before(*error)
     if is_communication_error(error[1]):
         trails = {rank: read_trail(trail_path(folder, rank)) for rank in ranks}
-        text = parted(trails, [rank for rank in ranks if _mark(folder, rank).exists()]) or last_verbs(trails)
+        text = divergence(trails, [rank for rank in ranks if _mark(folder, rank).exists()]) or last_verbs(trails)
         print(text, end="\n" * bool(text), file=sys.stderr, flush=True)
 
 

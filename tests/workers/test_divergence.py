@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import meshwise as mw
 from meshwise.script import distributed_loader
 from meshwise.spec.user_code import place
-from meshwise.workers import parting_of_others, verb_log
-from meshwise.workers.parting import GRACE, PartingWatch, last_verbs, parted, trail_path
+from meshwise.workers import external_divergence, verb_log
+from meshwise.workers.divergence import GRACE, DivergenceWatch, divergence, last_verbs, trail_path
 from meshwise.workers.verb_log import SLOTS, VerbLog, VerbTrail, read_trail
 
 verbs = st.lists(st.sampled_from(["mw.backward", "mw.sum", "optimizer.step"]), max_size=8)
@@ -34,15 +34,15 @@ def trail(folder: Path, rank: int, called: Sequence[str]) -> VerbTrail | None:
 
 
 @given(verbs, verbs)
-def test_ranks_have_parted_where_one_calls_another_verb(
+def test_ranks_have_diverged_where_one_calls_another_verb(
     tmp_path_factory: pytest.TempPathFactory, a: list[str], b: list[str]
 ) -> None:
     folder = tmp_path_factory.mktemp("verbs")
     trails = {0: trail(folder, 0, a), 1: trail(folder, 1, b)}
     common = min(len(a), len(b))
-    assert bool(parted(trails, [])) is (a[:common] != b[:common])
-    assert bool(parted(trails, [0, 1])) is (a != b)
-    assert bool(parted(trails, [0])) is (a[:common] != b[:common] or len(b) > len(a))
+    assert bool(divergence(trails, [])) is (a[:common] != b[:common])
+    assert bool(divergence(trails, [0, 1])) is (a != b)
+    assert bool(divergence(trails, [0])) is (a[:common] != b[:common] or len(b) > len(a))
 
 
 def test_the_sentence_names_the_first_verb_that_differs_on_each_rank(tmp_path: Path) -> None:
@@ -51,31 +51,31 @@ def test_the_sentence_names_the_first_verb_that_differs_on_each_rank(tmp_path: P
         rank: trail(tmp_path, rank, same + more) for rank, more in enumerate([["mw.sum"], ["mw.load"], ["mw.load"]])
     }
     here = place(__file__, trail.__code__.co_firstlineno + 3)
-    text = parted(trails, [])
+    text = divergence(trails, [])
     assert text.startswith(f"Ranks diverged: rank 0 came to mw.sum at {here}; ranks 1, 2 came to mw.load at {here}.")
     assert "look for what depends on mw.rank()" in text
 
 
 def test_a_rank_that_ended_and_one_that_is_behind_are_told(tmp_path: Path) -> None:
     trails = {0: trail(tmp_path, 0, ["mw.sum"]), 1: trail(tmp_path, 1, ["mw.sum", "mw.sum"]), 2: None}
-    text = parted(trails, [0, 2])
+    text = divergence(trails, [0, 2])
     assert "ranks 0, 1 came to mw.sum" in text and "; rank 2 ended." in text
-    text = parted({0: trails[0], 1: trails[1]}, [0])
+    text = divergence({0: trails[0], 1: trails[1]}, [0])
     assert "rank 0 ended; rank 1 came to mw.sum" in text and "(call 2)" in text
 
 
-def test_what_was_called_last_is_known_where_ranks_have_not_parted(tmp_path: Path) -> None:
+def test_what_was_called_last_is_known_where_ranks_have_not_diverged(tmp_path: Path) -> None:
     trails = {0: trail(tmp_path, 0, ["mw.sum"]), 1: trail(tmp_path, 1, ["mw.sum", "mw.backward"])}
-    assert parted(trails, []) == ""
+    assert divergence(trails, []) == ""
     assert "rank 0: mw.sum at " in last_verbs(trails) and "rank 1: mw.backward at " in last_verbs(trails)
     assert last_verbs({0: None, 1: None}) == ""
 
 
-def test_under_torchrun_who_loses_the_connection_tells_how_ranks_have_parted(
+def test_under_torchrun_who_loses_the_connection_tells_how_ranks_have_diverged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost, shown = RuntimeError("gloo: Connection closed by peer"), []
-    tell = functools.partial(parting_of_others.tell, lambda *error: shown.append(error[1]), tmp_path, range(2))
+    tell = functools.partial(external_divergence.tell, lambda *error: shown.append(error[1]), tmp_path, range(2))
     for rank, called in enumerate([["mw.backward", "mw.sum"], ["mw.backward", "mw.backward"]]):
         trail(tmp_path, rank, called)
     tell(RuntimeError, lost, None)
@@ -102,7 +102,7 @@ for number, x in enumerate(loader):
 
 
 @pytest.mark.slow
-def test_torchrun_ends_with_the_lines_of_ranks_that_parted(tmp_path: Path, processes: None) -> None:
+def test_torchrun_ends_with_the_lines_of_ranks_that_diverged(tmp_path: Path, processes: None) -> None:
     (tmp_path / "leaves.py").write_text(LEAVES)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "leaves.py"]
     done = subprocess.run(
@@ -115,17 +115,17 @@ def test_torchrun_ends_with_the_lines_of_ranks_that_parted(tmp_path: Path, proce
 
 def test_ranks_that_are_further_apart_than_what_is_kept_are_compared_when_they_meet(tmp_path: Path) -> None:
     ahead, behind = VerbLog(trail_path(tmp_path, 0)), VerbLog(trail_path(tmp_path, 1))
-    watch = PartingWatch(tmp_path, [0, 1])
+    watch = DivergenceWatch(tmp_path, [0, 1])
     for _ in range(2 * SLOTS):
         ahead.came_to("mw.sum", ())
     behind.came_to("mw.sum", ())
-    assert parted(watch.trails(), []) == ""
+    assert divergence(watch.trails(), []) == ""
     for _ in range(2 * SLOTS - 1):
         behind.came_to("mw.sum", ())
-    assert parted(watch.trails(), [0, 1]) == ""
+    assert divergence(watch.trails(), [0, 1]) == ""
     behind.came_to("mw.load", ())
     ahead.came_to("mw.sum", ())
-    assert "rank 1 came to mw.load" in parted(watch.trails(), [])
+    assert "rank 1 came to mw.load" in divergence(watch.trails(), [])
 
 
 def test_a_rank_that_parts_because_it_raises_has_time_to_say_so(
@@ -135,7 +135,7 @@ def test_a_rank_that_parts_because_it_raises_has_time_to_say_so(
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     trail(tmp_path, 0, ["mw.sum"])
     trail(tmp_path, 1, ["mw.load"])
-    watch, seen = PartingWatch(tmp_path, [0, 1]), []
+    watch, seen = DivergenceWatch(tmp_path, [0, 1]), []
     for _ in range(12):
         seen.append(bool(watch.look([])))
         clock[0] += GRACE / 5
@@ -176,7 +176,7 @@ def test_a_program_notes_its_verbs_and_the_loop_that_it_left(tmp_path: Path, mon
         monkeypatch.setattr(distributed_loader, "_loaders", itertools.count(1))  # each rank is a process of its own
         loop(tmp_path, rank, batches)
     first = loop.__code__.co_firstlineno
-    text = parted(PartingWatch(tmp_path, [0, 1]).trails(), [0, 1])
+    text = divergence(DivergenceWatch(tmp_path, [0, 1]).trails(), [0, 1])
     left = f"left its loop at {place(__file__, first + 13)} after 2 batches"
     assert f"rank 0 {left} and came to mw.sum at {place(__file__, first + 14)};" in text
     assert f"rank 1 came to batch 3 of the loop at {place(__file__, first + 9)}." in text
