@@ -181,18 +181,21 @@ class Stop(L.pytorch.Callback):
 
 def train(case: Case) -> dict[str, Any]:
     """What a run leaves."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return _train(case)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _train(case)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def _train(case: Case) -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
     L.seed_everything(5, verbose=False)
     logger = Kept()
     saves = L.pytorch.callbacks.ModelCheckpoint(case.folder, monitor="val_loss", save_top_k=1, save_last=True)
     early = L.pytorch.callbacks.EarlyStopping("val_loss", patience=3)
-    common = {"max_epochs": 3, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1, "deterministic": False,
+    common = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1, "deterministic": False,
               "enable_progress_bar": False, "enable_model_summary": False}  # fmt: skip
     callbacks = [saves, early, *([Stop(case.stops)] if case.stops else [])]
     trainer = L.Trainer(**{**common, **case.options}, logger=logger, callbacks=callbacks, default_root_dir=case.folder)
