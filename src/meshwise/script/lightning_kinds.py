@@ -1,6 +1,7 @@
-"""Tell how a logged value was computed from the rows of its batch.
+"""Tell what a logged value is of the rows of its batch.
 
-It is a mean, a sum, the largest or smallest, of parameters alone, or something else. Looked at in the first batch alone, as torch's functions are called: a step without gradients leaves no graph.
+It is a mean, a sum, the largest or smallest, of parameters alone, or something else. Looked at in the first batch
+alone, as torch's functions are called: a step without gradients leaves no graph.
 Tested in tests/script/test_lightning.py.
 """
 
