@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -122,7 +123,7 @@ def judged(script: Script, pair: str, done: dict[str, Any], reference: dict[str,
     if pair == RESUMED and codes != [130, 0]:
         return {"outcome": "WRONG", "codes": codes, "said": output[-2500:]}
     if codes[-1]:
-        said = sentence(output)
+        said = re.sub(r"/\S*/(?=lightning/pytorch)", "", sentence(output))
         refused = bool(script.refused) and script.refused in output
         return {"outcome": "refused" if refused else "CRASH", "said": said if refused else output[-2500:]}
     mine, want = done["told"], reference["told"]
@@ -149,7 +150,8 @@ def since(mine: list[dict[str, Any]], want: list[dict[str, Any]]) -> list[dict[s
         if "epoch" in own:
             break
         if "test" in own:  # what was logged before the run was cut is not there
-            line["test"] = {name: x for name, x in line["test"].items() if name in own["test"]}
+            both = line["test"].keys() & own["test"].keys()
+            line["test"], own["test"] = ({n: x for n, x in each["test"].items() if n in both} for each in (line, own))
     cut = next(i for i, line in enumerate(want) if "epoch" in line)
     for line in (want[cut], mine[cut]):
         kept = {n: x for n, x in line["metrics"].items() if not n.startswith("train") and not n.endswith("epoch")}

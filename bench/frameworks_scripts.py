@@ -135,6 +135,7 @@ SCRIPTS = {
             ('accelerator="gpu", devices=1', 'accelerator="cpu", max_epochs=1'),
             ("MNISTDataModule()", "MNISTDataModule(val_split=34)"),
         ),
+        draws=True,
         refused="manual optimisation is refused",
     ),
     "mnist-hello-world": Script(

@@ -91,7 +91,7 @@ def test_a_value_that_one_rank_reads_ends_the_run_with_its_line(processes: None,
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
     assert ended.returncode != 0
     told = " ".join((ended.stdout + ended.stderr).split())
-    assert "Ranks diverged: rank 0 came to sum at alone.py:4; rank 1 " in told
+    assert "Ranks diverged: rank 0 reached sum at alone.py:4; rank 1 " in told
 
 
 def read_by_dlpack() -> list[Any]:

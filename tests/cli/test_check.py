@@ -131,7 +131,7 @@ def test_what_is_equal_is_zero(check: Check) -> None:
     band = (
         r"in fp32 rounding alone moves, in 3 steps and on one device too: loss \S+, parameters \S+, evaluation \S+\. "
     )
-    assert re.search(band + "It grows over an epoch, and is no fault.$", verdict), verdict
+    assert re.search(band + "It grows over an epoch, and is not a fault.$", verdict), verdict
     assert verdict.startswith("equal: Plan(data=2, accumulate=2) computes what one device computes")
     table = lines[: lines.index("")]
     assert table[0].split() == ["compared", "how", "many", "differ", "largest", "where"]

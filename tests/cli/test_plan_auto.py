@@ -88,7 +88,7 @@ def test_nothing_that_fits_is_refused_with_the_smallest(chosen: Callable[..., To
     [
         ({"plan": "auto", "nnodes": 2, "rdzv": "here:1"}, "--plan auto looks at the devices of one machine"),
         ({"plan": "auto", "allow": ("magic",), "devices": "1xcpu"}, "magic"),
-        ({"plan": None, "allow": ("precision",)}, "--allow is of --plan auto"),
+        ({"plan": None, "allow": ("precision",)}, "--allow belongs to --plan auto"),
     ],
 )
 def test_what_it_cannot_do_is_refused(given: dict[str, object], says: str) -> None:
@@ -119,7 +119,7 @@ def test_a_prediction_of_another_run_is_not_kept() -> None:
     assert predicted_of_run(options, job, Plan(data=2))["predicted"]["machine"] == "2xcpu"
     assert "another plan" in predicted_of_run(options, job, Plan(data=2, zero1=True))["predicted"]
     other = predicted_of_run(options, replace(job, batch_size=32), Plan(data=2))["predicted"]
-    assert other == "The prediction of the plan file is not shown: it is of mnist-mlp with a global batch of 64."
+    assert other == "The prediction of the plan file is not shown: it belongs to mnist-mlp with a global batch of 64."
     assert predicted_of_run(RunOptions(), job, Plan()) == {}
 
 

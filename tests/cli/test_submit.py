@@ -251,9 +251,9 @@ def test_the_end_is_known_before(command: Command, tmp_path: Path) -> None:
         ("submit small.py:job --time-limit 4h", "write --time"),
         ("submit small.py:job --folder here", "name it --out"),
         ("submit small.py:job -- gpu", "stand options of sbatch"),
-        ("submit small.py:job --nodes 2 -- --nodes=1", "--nodes 2, and behind -- stands --nodes 1. Write"),
-        ("submit small.py:job -- -N 3", "--nodes 1, and behind -- stands -N 3. Write"),
-        ("submit small.py:job --time 4h -- -t 8:00:00", "--time 4h, and behind -- stands -t 8:00:00"),
+        ("submit small.py:job --nodes 2 -- --nodes=1", "--nodes 2, and after -- stands --nodes 1. Write"),
+        ("submit small.py:job -- -N 3", "--nodes 1, and after -- stands -N 3. Write"),
+        ("submit small.py:job --time 4h -- -t 8:00:00", "--time 4h, and after -- stands -t 8:00:00"),
         ("submit small.py:job -- --ntasks 8", "meshwise starts the workers of a node itself"),
         ("submit small.py:job -- -o here.txt", "the output lies in the run's folder"),
         ("submit small.py:job --time 90", "write the unit, 90min or 90s"),
@@ -323,7 +323,7 @@ def test_a_run_goes_on_in_its_folder(command: Command, processes: None, tmp_path
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 17))
     assert len(names.read_run(tmp_path / "mine")["sessions"]) == 3
     code, _, err = command("run", "mnist-mlp", "--folder", tmp_path / "mine", "--devices", "1xcpu")
-    assert code == 2 and "the run there is of job 'small.py:job'" in err
+    assert code == 2 and "the run there belongs to job 'small.py:job'" in err
 
 
 def test_the_logs_of_a_run_name_rank_attempt_and_host(command: Command, processes: None, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_the_logs_of_a_run_name_rank_attempt_and_host(command: Command, processe
     for other in ("other.py", "small.py:job"):
         (tmp_path / "other.py").touch()
         code, _, err = command("run", "--devices", "2xcpu", "--folder", "runs/mine", other)
-        assert code == 2 and f"the run there is of 'hello.py', not '{other}'" in err
+        assert code == 2 and f"the run there belongs to 'hello.py', not '{other}'" in err
     code, out, _ = command("logs", "mine", "-f")
     host = os.uname().nodename
     said = [line for line in out.splitlines() if "I am" in line or line.startswith("---")]

@@ -901,7 +901,7 @@ IN_WORDS = {
     "use mw.sum(total) / mw.sum(count)": "evaluation without mw.sum",
     "keep both in float32": "master weights",
     "Not the same data": "data order",
-    "its gradient is of one rank alone": "missing reduction",
+    "its gradient comes from one rank alone": "missing reduction",
 }
 """Causes that doubts and refusals say in a sentence."""
 

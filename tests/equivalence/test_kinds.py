@@ -163,7 +163,7 @@ def test_statistics_of_a_modules_own_are_called_so(used: str, pool: Any) -> None
     own = STATISTICS.replace("BATCH", "x.mean(0)").replace("x - of_batch", f"x - {used}")
     kind, _, cause, why = found(("# parts\n", own), pool=pool)
     assert (kind, cause) == ("module outputs", "batch-norm statistics")
-    assert "1 (Centred) keeps 1.mean, which after the step is of the samples of one rank" in why
+    assert "1 (Centred) keeps 1.mean, which after the step covers the samples of one rank" in why
     joined = ("# parts\n", own.replace("x.mean(0)", JOINED))
     assert found(joined, pool=pool)[0] == "equal"
 
@@ -192,7 +192,7 @@ LEFT_OUT = (
 def test_a_step_that_is_left_out_is_told_where_its_samples_go_on(pool: Any) -> None:
     kind, step, cause, why = found(LEFT_OUT, pool=pool)
     assert (kind, step, cause) == ("sample order", 2, "skipped step")
-    assert "step 2 has 2 microbatches under the plan and 1 on one device: optimizer.step() was left out" in why
+    assert "step 2 has 2 microbatches under the plan and 1 on one device: optimizer.step() was skipped" in why
 
 
 def test_gradients_that_are_gone_before_a_step_are_a_skipped_step(pool: Any) -> None:
@@ -239,7 +239,7 @@ def test_gradients_that_are_scaled_between_microbatches_are_told_with_the_factor
     kind, _, cause, why = found((BACKWARD, ACCUMULATED.replace("        # between\n", between)), pool=pool)
     assert (kind, cause) == ("gradients", "scale between microbatches")
     assert (
-        f"gradients are multiplied by {2 if factor == 'mw.world_size()' else 0.5} behind microbatch 1 on rank 0" in why
+        f"gradients are multiplied by {2 if factor == 'mw.world_size()' else 0.5} after microbatch 1 on rank 0" in why
     )
     alike = between.replace(factor, "0.5")
     assert found((BACKWARD, ACCUMULATED.replace("        # between\n", alike)), pool=pool)[0] == "equal"

@@ -174,10 +174,10 @@ if "evaluation" in FAULTS and mw.rank() == 0:
     print(sum(len(x) for x, in held_out), "of 103")
 """
 PARTED = {
-    "evaluation": "rank 0 came to batch 1 of the loop at parting.py:17; rank 1 ended.",
-    "break": "rank 0 left its loop at parting.py:13 after 4 batches and came to batch 1 of the loop at parting.py:9; "
-    "rank 1 came to batch 5 of the loop at parting.py:9.",
-    "sum": "rank 0 came to mw.sum at parting.py:15; rank 1 came to batch 1 of the loop at parting.py:9.",
+    "evaluation": "rank 0 reached batch 1 of the loop at parting.py:17; rank 1 ended.",
+    "break": "rank 0 left its loop at parting.py:13 after 4 batches and reached batch 1 of the loop at parting.py:9; "
+    "rank 1 reached batch 5 of the loop at parting.py:9.",
+    "sum": "rank 0 reached mw.sum at parting.py:15; rank 1 reached batch 1 of the loop at parting.py:9.",
 }
 
 

@@ -53,7 +53,7 @@ def of_ranks(*batches: Tensor) -> list[str]:
 
 def test_other_lengths_are_said_once_and_others_samples_are_not() -> None:
     text, again = of_ranks(R(5, 12), R(4, 9))
-    assert text.startswith("train.py:9: batches of one step have other shapes on other ranks (12 and 9, beside")
+    assert text.startswith("train.py:9: batches of one step have different shapes on different ranks (12 and 9, beside")
     assert "x, y = mw.split(x, y)" in text and again == ""
     assert of_ranks(R(5, 12), R(4, 12)) == of_ranks(R(5), R(4)) == ["", ""]
 
@@ -82,7 +82,7 @@ def script() -> list[str]:
     model, loader = mw.distribute(nn.Linear(3, 1), DataLoader(ROWS, batch_size=6, collate_fn=padded))
     for x in loader:
         mw.backward(model(x).square().mean())
-    said = [text for text in default_engine().notes if "other shapes" in text]
+    said = [text for text in default_engine().notes if "different shapes" in text]
     end_sessions()
     return said
 
@@ -93,7 +93,7 @@ def job() -> list[str]:
         optimizer=lambda ps: torch.optim.SGD(ps, 0.01), batch_size=6, collate=padded, name="pads",
     )  # fmt: skip
     notes = run_job(made, RunOptions(plan=mw.Plan(data=2)), folder=None)["notes"]
-    return [text for text in notes if "other shapes" in text]
+    return [text for text in notes if "different shapes" in text]
 
 
 def test_a_script_and_a_job_are_told_once(pool: Any) -> None:

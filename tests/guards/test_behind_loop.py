@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import meshwise as mw
 from meshwise.process.session import default_engine, end_sessions
 
-SAID = "the model runs here behind its loop"
+SAID = "the model runs here after its loop"
 Use = Callable[[nn.Module, Any, Any], None]
 
 

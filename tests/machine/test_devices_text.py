@@ -95,7 +95,7 @@ def test_what_is_unknown_says_so_and_no_figure_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_is_told_of_a_host_is_never_cut(terminal: bool) -> None:
     lines = printed(machine_from_words("2x8xA100-80GB@200Gb"), 40, terminal=terminal)
-    assert "host 2 hosts, of which no more is known network" in " ".join(" ".join([*lines[:2], "network"]).split())
+    assert "host 2 hosts, without known details network" in " ".join(" ".join([*lines[:2], "network"]).split())
 
 
 def test_sentences_stay_whole_in_a_pipe(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_forward_that_writes_sharded_parameters_is_refused_by_name(write: Writ
 
 
 def test_a_write_that_begins_late_is_refused(pool: Any) -> None:
-    with pytest.raises(CaseFailed, match=r"write a running average in the loop behind optimizer\.step\(\)"):
+    with pytest.raises(CaseFailed, match=r"write a running average in the loop after optimizer\.step\(\)"):
         pool(2).run(trained, Plan(shard=2), lerp, 5)
 
 

@@ -324,7 +324,7 @@ def test_a_run_folder_gives_its_weights_or_its_newest_state(tmp_path: Path) -> N
     [
         ({"out": "x.csv"}, r"ends in \.jsonl or \.safetensors"),
         ({"out": "{tmp}/there.jsonl"}, "exists. Name another file, or replace it with --overwrite"),
-        ({"out": "{tmp}/there.jsonl/x.jsonl"}, "there.jsonl is no folder"),
+        ({"out": "{tmp}/there.jsonl/x.jsonl"}, "there.jsonl is not a folder"),
         ({"weights": "{tmp}/none"}, "no such file or folder"),
         ({"weights": "{tmp}/w.pt"}, "weights are read from safetensors"),
         ({"batch_size": 0}, "must be at least 1"),
@@ -348,7 +348,7 @@ def test_bad_input_is_one_sentence(options: dict[str, Any], says: str, tmp_path:
 def test_a_model_is_given_with_its_data() -> None:
     with pytest.raises(mw.UsageError, match="a model is given without data"):
         mw.predict(net())
-    with pytest.raises(mw.UsageError, match="a list is no model"):
+    with pytest.raises(mw.UsageError, match="a list is not a model"):
         mw.predict([1], (X,))
 
 

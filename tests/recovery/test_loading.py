@@ -197,7 +197,7 @@ def test_a_state_of_the_first_format_comes_back_until_there_is_one_of_the_second
 @pytest.mark.parametrize(
     ("content", "facts", "says"),
     [
-        (b"x", {"sha256": "0"}, "is damaged (its SHA-256 is not the one that was saved). Older states lie beside it."),
+        (b"x", {"sha256": "0"}, "is damaged (its SHA-256 is not the one that was saved). Older states are beside it."),
         (b"x", {"file": "step-3.pt"}, "no checkpoint was saved there"),
         (b"x", {"file": None}, "latest.json: cannot be read"),
         (b"no state", {}, "step-00000002.pt: cannot be read"),

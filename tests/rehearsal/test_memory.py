@@ -53,7 +53,7 @@ def test_a_gpu_s_bytes_are_those_of_its_blocks() -> None:
 
 
 def test_what_was_never_taken_cannot_be_given_back() -> None:
-    with pytest.raises(ValueError, match="event 0: storage 7 is given back and was never taken"):
+    with pytest.raises(ValueError, match="event 0: storage 7 is freed but was never allocated"):
         memory_curve(work(Free(7)))
     with pytest.raises(ValueError, match="event 1: storage 2 is taken and was not given back"):
         memory_curve(work(Allocate(2, 1, "input"), Allocate(2, 1, "input")))

@@ -28,7 +28,7 @@ def test_the_table_ranks_and_says_why():
                                 refused=[Refused(Plan(tensor=2), "three heads")])))  # fmt: skip
     assert "1 device: a step takes 100 ms; with data=2 it takes 200 ms." in text
     assert "refused: tensor=2: three heads" in text
-    assert "not rehearsed, for want of time: 1 plan." in text
+    assert "not rehearsed, for lack of time: 1 plan." in text
     assert "note: the network is unknown" in text
 
 

@@ -29,7 +29,7 @@ def test_a_site_is_read(tmp_path: Path) -> None:
         ('partion = "gpu"', "Did you mean 'partition'?"),
         ('gpus = "tres"', "must be one of gpus-per-node, gres, none"),
         ('container = "a.sif"\nruntime = "docker"', "must be one of apptainer"),
-        ('mounts = ["/data"]', "mounts are of a container"),
+        ('mounts = ["/data"]', "mounts belong to a container"),
         ('secrets = ["KEY=abc"]', "never its value"),
         ('options = ["constraint=ib"]', "is no option of sbatch"),
         ('account = "a\\nb"', "line break"),

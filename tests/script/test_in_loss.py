@@ -202,7 +202,7 @@ def as_sum() -> str:
 
 
 def test_it_is_no_part_of_a_sum_over_samples(pool: Any) -> None:
-    assert ["would be added once a rank" in text for text in pool(2).run(as_sum)] == [True] * 2
+    assert ["would be added once per rank" in text for text in pool(2).run(as_sum)] == [True] * 2
 
 
 def after_a_loop() -> str:

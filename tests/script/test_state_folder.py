@@ -111,7 +111,7 @@ def test_a_state_of_another_run_is_said_and_one_of_this_run_is_not(
     as_attempt(monkeypatch, tmp_path / "second", 1)
     trained(folder)
     said = capsys.readouterr().err
-    assert said == "state: goes on from step 6, which run first saved. Another folder begins anew.\n"
+    assert said == "state: goes on from step 6, which run first saved. Another folder starts from scratch.\n"
 
 
 def test_a_program_that_has_changed_is_said(

@@ -29,15 +29,15 @@ def test_what_is_written_is_read_and_written_again(text: str, fault: Fault) -> N
         ("kil:rank=1,step=2", "Did you mean 'kill'"),
         ("kill", "rank and step is missing"),
         ("kill:rank=1", r"step is missing\. Write --fault kill:rank=1,step=40"),
-        ("kill:rank=1,step=0", "step='0' is no whole number from 1"),
-        ("kill:rank=-1,step=2", "rank='-1' is no whole number from 0"),
+        ("kill:rank=1,step=0", "step='0' is not a whole number from 1"),
+        ("kill:rank=-1,step=2", "rank='-1' is not a whole number from 0"),
         ("kill:rank=1,step=2,phase=sleep", "Use one of data, forward, backward"),
         ("kill:rank=1,step=2,when=now", "a field='when' is not known"),
         ("kill:rank=1,rank=2,step=2", "given twice"),
         ("slow:rank=1,step=2", "slow needs a duration"),
         ("kill 20ms:rank=1,step=2", "kill has no duration"),
         ("kill:rank=1,step=2,steps=3", "steps= is only valid for disk-full"),
-        ("disk-full:rank=1,step=2,steps=0", "steps='0' is no whole number from 1"),
+        ("disk-full:rank=1,step=2,steps=0", "steps='0' is not a whole number from 1"),
     ],
 )
 def test_anything_else_is_answered(text: str, says: str) -> None:

@@ -115,7 +115,7 @@ def test_what_a_plan_file_leaves_out_has_its_default() -> None:
         ("data = 2\nshares = '21'", "shares='21': must be numbers above 0"),
         ("data = 4\nshares = [2, 1]", "shares=(2, 1): a batch is divided over 4 here"),
         ("shares = [2]", "shares=(2,) has no effect with one replica"),
-        ("recompute = 'encoder'", "or with a comma behind it, --set recompute=encoder,"),
+        ("recompute = 'encoder'", "or with a comma after it, --set recompute=encoder,"),
     ],
 )
 def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str) -> None:

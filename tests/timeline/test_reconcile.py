@@ -49,8 +49,10 @@ def test_memory_is_held_against_the_counter_of_its_name():
 
 
 def test_a_prediction_of_another_run_is_said_not_shown():
-    found = report("The prediction of the plan file is not shown: it is of gpt.")
-    assert found.predicted is None and "The prediction of the plan file is not shown: it is of gpt." in found.missing
+    found = report("The prediction of the plan file is not shown: it belongs to gpt.")
+    assert (
+        found.predicted is None and "The prediction of the plan file is not shown: it belongs to gpt." in found.missing
+    )
 
 
 def test_a_damaged_one_is_missing():

@@ -138,7 +138,7 @@ def test_a_script_may_have_a_tracker_of_its_own(folder: Path, wandb: Any) -> Non
     assert [line["step"] for line in lines(folder)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("wanted", "says"), [(3, "3 is no tracker"), ("wandbb", "Did you mean 'wandb'")])
+@pytest.mark.parametrize(("wanted", "says"), [(3, "3 is not a tracker"), ("wandbb", "Did you mean 'wandb'")])
 def test_what_is_no_tracker_is_refused(wanted: Any, says: str, folder: Path) -> None:
     with pytest.raises(UsageError, match=says):
         mw.log_to(wanted)

@@ -247,7 +247,7 @@ def test_a_machine_says_that_who_listens_does_not_know_the_secret(
     monkeypatch.setattr(node_options, "STRANGERS", 0.1)
     port = free_port()
     attacker = Attacker("listen", port, OF_NOW.hex())
-    with pytest.raises(UsageError, match=rf"--rdzv 127.0.0.1:{port}: who listens there does not know the secret that"):
+    with pytest.raises(UsageError, match=rf"--rdzv 127.0.0.1:{port}: the process there does not know the secret that"):
         joined(("127.0.0.1", port), 1, 2, 1)
     heard = attacker.read()
     assert heard.startswith(HELLO) and len(heard) % ASKS == 0

@@ -52,16 +52,16 @@ def test_the_sentence_names_the_first_verb_that_differs_on_each_rank(tmp_path: P
     }
     here = place(__file__, trail.__code__.co_firstlineno + 3)
     text = divergence(trails, [])
-    assert text.startswith(f"Ranks diverged: rank 0 came to mw.sum at {here}; ranks 1, 2 came to mw.load at {here}.")
+    assert text.startswith(f"Ranks diverged: rank 0 reached mw.sum at {here}; ranks 1, 2 reached mw.load at {here}.")
     assert "look for what depends on mw.rank()" in text
 
 
 def test_a_rank_that_ended_and_one_that_is_behind_are_told(tmp_path: Path) -> None:
     trails = {0: trail(tmp_path, 0, ["mw.sum"]), 1: trail(tmp_path, 1, ["mw.sum", "mw.sum"]), 2: None}
     text = divergence(trails, [0, 2])
-    assert "ranks 0, 1 came to mw.sum" in text and "; rank 2 ended." in text
+    assert "ranks 0, 1 reached mw.sum" in text and "; rank 2 ended." in text
     text = divergence({0: trails[0], 1: trails[1]}, [0])
-    assert "rank 0 ended; rank 1 came to mw.sum" in text and "(call 2)" in text
+    assert "rank 0 ended; rank 1 reached mw.sum" in text and "(call 2)" in text
 
 
 def test_what_was_called_last_is_known_where_ranks_have_not_diverged(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_under_torchrun_who_loses_the_connection_tells_how_ranks_have_diverged(
     for rank, called in enumerate([["mw.backward", "mw.sum"], ["mw.backward", "mw.backward"]]):
         trail(tmp_path, rank, called)
     tell(RuntimeError, lost, None)
-    assert "Ranks diverged: rank 0 came to mw.sum at" in capsys.readouterr().err
+    assert "Ranks diverged: rank 0 reached mw.sum at" in capsys.readouterr().err
     tell(ValueError, ValueError("the user's own"), None)
     assert shown[0] is lost and len(shown) == 2 and capsys.readouterr().err == ""
     trail(tmp_path, 0, ["mw.backward"])
@@ -87,7 +87,7 @@ def test_under_torchrun_who_loses_the_connection_tells_how_ranks_have_diverged(
     assert "The last call: rank 0: mw.backward at" in capsys.readouterr().err
     (tmp_path / "ended-0").touch()
     tell(RuntimeError, lost, None)
-    assert "Ranks diverged: rank 0 ended; rank 1 came to mw.backward at" in capsys.readouterr().err
+    assert "Ranks diverged: rank 0 ended; rank 1 reached mw.backward at" in capsys.readouterr().err
 
 
 LEAVES = """
@@ -109,7 +109,7 @@ def test_torchrun_ends_with_the_lines_of_ranks_that_diverged(tmp_path: Path, pro
         torchrun, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}, timeout=300
     )
     assert done.returncode == 1
-    assert "rank 0 left its loop at leaves.py:7 after 2 batches and ended; rank 1 came to" in done.stderr
+    assert "rank 0 left its loop at leaves.py:7 after 2 batches and ended; rank 1 reached" in done.stderr
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("meshwise-verbs-")]
 
 
@@ -125,7 +125,7 @@ def test_ranks_that_are_further_apart_than_what_is_kept_are_compared_when_they_m
     assert divergence(watch.trails(), [0, 1]) == ""
     behind.came_to("mw.load", ())
     ahead.came_to("mw.sum", ())
-    assert "rank 1 came to mw.load" in divergence(watch.trails(), [])
+    assert "rank 1 reached mw.load" in divergence(watch.trails(), [])
 
 
 def test_a_rank_that_parts_because_it_raises_has_time_to_say_so(
@@ -178,5 +178,5 @@ def test_a_program_notes_its_verbs_and_the_loop_that_it_left(tmp_path: Path, mon
     first = loop.__code__.co_firstlineno
     text = divergence(DivergenceWatch(tmp_path, [0, 1]).trails(), [0, 1])
     left = f"left its loop at {place(__file__, first + 13)} after 2 batches"
-    assert f"rank 0 {left} and came to mw.sum at {place(__file__, first + 14)};" in text
-    assert f"rank 1 came to batch 3 of the loop at {place(__file__, first + 9)}." in text
+    assert f"rank 0 {left} and reached mw.sum at {place(__file__, first + 14)};" in text
+    assert f"rank 1 reached batch 3 of the loop at {place(__file__, first + 9)}." in text

@@ -200,8 +200,8 @@ def test_a_step_is_believed_where_the_system_shows_nothing(tmp_path: Path) -> No
     [
         ({"SLURM_NODEID": "2"}, "SLURM_NODEID=2, and SLURM_STEP_TASKS_PER_NODE is of 2 nodes"),
         ({"SLURM_LOCALID": "x"}, "SLURM_LOCALID=x: a whole number is needed"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2*2"}, "'2*2' is no count of tasks of Slurm"),
-        ({"SLURM_STEP_NODELIST": "n[1-"}, "'n[1-' is no list of hosts of Slurm"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2*2"}, "'2*2' is not a Slurm count of tasks"),
+        ({"SLURM_STEP_NODELIST": "n[1-"}, "'n[1-' is not a Slurm list of hosts"),
     ],
 )
 def test_variables_that_cannot_be_are_refused(change: dict[str, str], says: str, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_slurm_expands_a_list_of_hosts_to_the_same(text: str, tmp_path: Path) ->
     "text", ["", "n[1-", "n[]", ",n1", "n1,", "n[2-1]", "n[a-b]", "n[1-2", "n1 n2", "n[[1]]", "n[1,]"]
 )
 def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no list of hosts of Slurm"):
+    with pytest.raises(UsageError, match="is not a Slurm list of hosts"):
         host_list(text)
 
 

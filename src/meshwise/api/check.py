@@ -69,7 +69,7 @@ NOT_KEPT = (
     "what Python writes goes into a folder of the check; what a library writes by itself (HDF5, Parquet, OpenCV), or a "
     "program that the script starts, is written: this system cannot prevent it"
 )
-NOISY = "one device once more, with the plan's values of parameters whose gradients are but rounding"
+NOISY = "one device again, with the plan's values of parameters whose gradients are only rounding"
 _kept = ExitStack()
 """The view of the files, for as long as the process of a script lasts: what writes at its end writes there too."""
 

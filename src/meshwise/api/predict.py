@@ -142,7 +142,7 @@ def _check_files(options: PredictOptions) -> None:
             raise UsageError(f"--out {out} exists. Name another file, or replace it with --overwrite.")
         for folder in out.parents:
             if folder.exists() and not folder.is_dir():
-                raise UsageError(f"--out {out}: {folder} is no folder. Name another file.")
+                raise UsageError(f"--out {out}: {folder} is not a folder. Name another file.")
     if options.weights is not None:
         path = Path(options.weights)
         if not path.exists():
@@ -179,7 +179,7 @@ def _job_of(options: PredictOptions) -> Job:
 def _of_model(given: Any, data: Any) -> Job:
     if not callable(given):
         raise UsageError(
-            f"a {type(given).__name__} is no model. Give a Job, an nn.Module, or a function that builds one."
+            f"a {type(given).__name__} is not a model. Give a Job, an nn.Module, or a function that builds one."
         )
     if data is None or isinstance(data, str | Path):
         raise UsageError("a model is given without data. Write mw.predict(model, dataset).")

@@ -165,7 +165,7 @@ def predicted_of_run(options: RunOptions, job: Named, plan: Plan) -> dict[str, A
         return {}
     if (predicted.job, predicted.batch_size) != (job.name, job.batch_size):
         of = f"{predicted.job} with a global batch of {predicted.batch_size}"
-        return {PREDICTED: f"The prediction of the plan file is not shown: it is of {of}."}
+        return {PREDICTED: f"The prediction of the plan file is not shown: it belongs to {of}."}
     if plan_from_toml(options.plan.text, plan.devices) != plan:
         return {PREDICTED: "The prediction of the plan file is not shown: the run has another plan than the file."}
     return {PREDICTED: json_value(predicted)}

@@ -73,7 +73,7 @@ def _never_started(folder: Path) -> None:
 def _stop_here(folder: Path, say: Callable[[str], object], wait: float) -> None:
     held = holder_of(folder)
     if held is None:
-        raise UsageError(f"{folder.name}: who runs it is not known here. Press Ctrl-C where it was started.")
+        raise UsageError(f"{folder.name}: its owner is not known here. Press Ctrl-C where it was started.")
     host, process = held
     if host != socket.gethostname():
         raise UsageError(f"{folder.name}: runs on {host}, in process {process}. Run meshwise stop there.")

@@ -186,7 +186,7 @@ def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -
     low, high = nodes_of(options.nodes)
     if low != high or options.site or options.machine:
         raise UsageError(
-            "meshwise submit RUN sends the run's own script, and takes --nodes N, --time and options of sbatch behind "
+            "meshwise submit RUN sends the run's own script, and takes --nodes N, --time and options of sbatch after "
             "--. For another range of nodes or site edit submit.sh in its folder."
         )
     nodes = [f"--nodes={low}"] if options.nodes != "1" else []
@@ -203,11 +203,11 @@ def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[
         for ours, short, asked in (("--nodes", "-N", nodes), ("--time", "-t", time)):
             if name in (ours, short) and asked not in (None, value):
                 raise UsageError(
-                    f"{ours} {asked}, and behind -- stands {name} {value}. Write {ours} once, before the --: what is "
+                    f"{ours} {asked}, and after -- stands {name} {value}. Write {ours} once, before the --: what is "
                     "rehearsed is what is sent."
                 )
         if name in DECIDED:
-            raise UsageError(f"{word} behind --: {DECIDED[name]}. Leave it out.")
+            raise UsageError(f"{word} after --: {DECIDED[name]}. Leave it out.")
 
 
 def _refuse_missing(secrets: Sequence[str], file: str) -> None:

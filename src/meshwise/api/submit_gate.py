@@ -130,7 +130,7 @@ def too_short(step: float, limit: float | None) -> str:
     if limit is None or (needs := least_limit(step, limit)) <= limit:
         return ""
     return (
-        f"a step of {seconds_text(step)} with three saves behind it needs {seconds_text(needs)}, and --time is "
+        f"a step of {seconds_text(step)} with three saves after it needs {seconds_text(needs)}, and --time is "
         f"{seconds_text(limit)}: no attempt would come further"
     )
 

@@ -21,7 +21,7 @@ INSTEAD = {
     "initial": "Take the number and the result together, as by xp.maximum or +.",
     "out": "Write y[...] = {name}(...).",
     "casting": "Cast the result: .astype(dtype).",
-    "like": "Leave it out: arrays are of their namespace.",
+    "like": "Leave it out: arrays belong to their namespace.",
     "subok": "Leave it out: there are no subclasses.",
 }
 """What to write instead of an argument of NumPy's."""
@@ -73,7 +73,7 @@ def told(error: TypeError, name: str, function: Callable[..., Any], first: int =
     known = ", ".join([each.name for each in shown if each.name not in by_name] + ["*"] * bool(by_name) + by_name)
     word = match[2]
     if word is None:
-        return TypeError(f"{name}: the call does not fit its arguments ({known}). What is behind * goes by name.")
+        return TypeError(f"{name}: the call does not fit its arguments ({known}). Arguments after * are keyword-only.")
     instead = INSTEAD.get(word, f"Its arguments are ({known}).").format(name=name)
     return TypeError(f"{name}({word}=...): there is no argument {word!r}. {instead}")
 

@@ -25,7 +25,7 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
     if x1 is None and x2 is None and isinstance(condition, Array):
         return nonzero(condition)
     if not isinstance(condition, Array) or any(not isinstance(x, Array) and not is_python_number(x) for x in (x1, x2)):
-        raise NoArrayGiven("where of what is no array: write xp.asarray(value) first.")
+        raise NoArrayGiven("where of something that is not an array: write xp.asarray(value) first.")
     arrays = [x for x in (x1, x2) if isinstance(x, Array)]
     dtype = arrays[0].dtype if arrays else torch.bool
     for x in arrays[1:]:

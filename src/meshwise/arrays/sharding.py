@@ -148,7 +148,7 @@ def as_layout(
         raise UsageError("shard with sizes and weights: both say how long the parts are. Give one.")
     for what, given in (("sizes", sizes), ("weights", weights)):
         if given is not None and (len(given) != len(places) or any(not value >= 0 for value in given)):
-            raise UsageError(f"shard({what}={list(given)}): {len(places)} places need as many, none below 0.")
+            raise UsageError(f"shard({what}={list(given)}): {len(places)} places need one number each, none below 0.")
     if weights is not None and not 0 < math.fsum(weights) < math.inf:
         raise UsageError(f"shard(weights={list(weights)}): their sum must be above 0. Give the devices' speeds.")
     return Layout(

@@ -17,7 +17,7 @@ from meshwise.schedulers.batch_script import nodes_of
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.options import option_name, options_of
 
-BEFORE = "stands behind the name of the script, which would get it. Write it before the name."
+BEFORE = "follows the script's name, so the script would get it. Write it before the name."
 INSTEAD = "Use more nodes, more time or another plan"
 app = typer.Typer(add_completion=False)
 

@@ -359,7 +359,7 @@ class Program:
             if p.grad is not None:
                 raise UsageError(
                     f"optimizer.step(): the optimizer holds a parameter of shape {tuple(p.shape)} that belongs to no "
-                    "distributed model, so its gradient is of one rank alone. Give the module that it is of to "
+                    "distributed model, so its gradient comes from one rank alone. Pass the module that owns it to "
                     "mw.distribute too."
                 )
         return True

@@ -145,8 +145,8 @@ def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
         raise UsageError(
             "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
             "Give the loader to mw.distribute too, and call mw.backward inside its loop. A program without a loader "
-            "writes x, y = mw.split(x, y). A loader of your own that reads ahead from a DataLoader is given to "
-            "mw.distribute itself, instead of the DataLoader inside it."
+            "writes x, y = mw.split(x, y). If a loader of your own wraps a DataLoader, pass the wrapper to "
+            "mw.distribute, not the DataLoader."
         )
     raise UsageError(f"mw.backward needs one number; this loss has shape {tuple(loss.shape)}. Take its mean first.")
 
@@ -204,17 +204,17 @@ def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
     """What to say of a mean that is known to be over other items than samples; empty of another."""
     weight = uneven_mean(loss, samples)
     return weight and (
-        f"{where}: this loss is not a mean over samples (classes have weights, samples have other numbers of targets, "
-        "or it is divided by a count of its own), and the ranks have unequal parts of what it is over. Say how much "
-        f"this rank's is over: {f'{verb}weight={weight})' if verb.startswith('mw.') else f'return loss, {weight}'}."
+        f"{where}: this loss is not a mean over samples (classes have weights, samples have different numbers of "
+        "targets, or it is divided by its own count), and the ranks have unequal parts of what it averages over. "
+        f"Give this rank's weight: {f'{verb}weight={weight})' if verb.startswith('mw.') else f'return loss, {weight}'}."
     )
 
 
 def refuse_joined_sum() -> None:
     """Raises UsageError for a sum over this rank's samples in which a term is of the whole batch already."""
     raise UsageError(
-        f"{user_place()}: mw.backward(…, reduction='sum') of a loss with mw.sum(…, grad=True): that term is of "
-        "the whole batch, and would be added once a rank. Join all terms by mw.sum(…, grad=True), and leave "
+        f"{user_place()}: mw.backward(…, reduction='sum') of a loss with mw.sum(…, grad=True): that term covers "
+        "the whole batch, and would be added once per rank. Join all terms by mw.sum(…, grad=True), and leave "
         "reduction='sum' out."
     )
 

@@ -46,7 +46,7 @@ class CauseKind(Enum):
     OPTIMIZER_STEP = "optimizer step", "the optimizer makes another update from the same gradients"
     EVALUATION = "evaluation", "the metrics differ although parameters and samples are the same"
     UNDISTRIBUTED = "loader without mw.distribute", "every rank reads all of a loader, and mw.sum counts it once a rank"
-    MISSING_SUM = "evaluation without mw.sum", "what a loop counts is of each rank's own samples only"
+    MISSING_SUM = "evaluation without mw.sum", "what a loop counts covers each rank's own samples only"
 
     def __init__(self, title: str, meaning: str) -> None:
         self.title, self.meaning = title, meaning

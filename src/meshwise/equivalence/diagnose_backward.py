@@ -56,14 +56,14 @@ def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
     text = f"{evidence.how_many()}, from {first.name} on; what comes back to"
     at, behind = evidence.where(wrong.module), evidence.where(user)
     if said := evidence.of_another_group(sums):
-        return Cause(K.WRONG_GROUP, f"{text} {at} is the first that is wrong, behind {behind}: {said}")
+        return Cause(K.WRONG_GROUP, f"{text} {at} is the first that is wrong, in the backward of {behind}: {said}")
     text = f"{text} the outputs of {at}"
     lines = list(dict.fromkeys(each.within for each in sums))
     if wrong.is_part:
         return Cause(
             K.MISSING_REDUCTION,
             f"{text} is a part on each rank, and they add up to that of one device: {behind}, which uses them, "
-            "sends back what its rank makes of them alone. An all_reduce is missing in its backward. "
+            "sends back its own rank's part of their gradient alone. An all_reduce is missing in its backward. "
             f"{WRITE} that its inputs go through.",
         )
     ranks = {evidence.plan.devices, evidence.plan.tensor, evidence.plan.context} - {1}

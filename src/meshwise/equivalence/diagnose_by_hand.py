@@ -27,7 +27,7 @@ def sum_by_hand_is_missing(evidence: Evidence) -> str:
     if evidence.first.facts.get("parts") == "a sum":
         return (
             f"the ranks have the same samples, and their outputs of {evidence.where(name)} add up to that of one "
-            "device: each has a part of a sum, and goes on with it. An all_reduce of it is missing."
+            "device: each has a part of a sum, and continues with it. An all_reduce of it is missing."
         )
     if evidence.exchanges_in(name, sums=True):
         return ""
@@ -85,7 +85,7 @@ def counted_by_ranks(evidence: Evidence) -> Cause | None:
         return Cause(
             K.DOUBLED_REDUCTION,
             f"{text} those of one device and {added:.6g} {'more' if what == '1' else f'times {what}'}: what is added "
-            f"up{there} holds it on each rank. Add it behind the sum, or on one rank.",
+            f"up{there} holds it on each rank. Add it after the sum, or on one rank.",
         )
     apart = f", apart from {what}," if added else ""
     for size in sizes:

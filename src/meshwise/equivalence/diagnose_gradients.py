@@ -38,9 +38,9 @@ def _no_gradient(evidence: Evidence) -> Cause | None:
     order = [d.name for d in evidence.of_kind("gradients") if is_inside(d.name, within)]
     beyond = [name for name in order[order.index(first.name) :] if name not in names]
     if beyond and (evidence.plan.shard > 1 or evidence.plan.accumulate > 1):
-        text = f"the plan has no gradient of {few}, and one of {beyond[0]}, which lies before it"
-        return Cause(K.MISSING_REDUCTION, f"{text}: nobody reduced it.")
-    return Cause(K.BACKWARD, f"no gradient reaches {owner_of(first.name) or 'the model'}: the graph is cut behind it.")
+        text = f"the plan has no gradient of {few}, and one of {beyond[0]}, which comes before it"
+        return Cause(K.MISSING_REDUCTION, f"{text}: it was not reduced.")
+    return Cause(K.BACKWARD, f"no gradient reaches {owner_of(first.name) or 'the model'}: the graph is cut after it.")
 
 
 def _not_reduced(evidence: Evidence) -> str:
@@ -52,7 +52,7 @@ def _modified_between_backwards(evidence: Evidence) -> Cause | None:
     """Gradients must not be modified between the microbatches of a step."""
     one, plan = evidence.steps
     for rank, micro, before, after, alike in plan.modified_between_backwards:
-        where = f"behind microbatch {micro + 1} on rank {rank}"
+        where = f"after microbatch {micro + 1} on rank {rank}"
         if after == 0:
             return Cause(K.MISSING_REDUCTION, f"gradients are thrown away {where}, before the step.")
         if not alike and micro in one.standing:  # who reads gradients gets those of all ranks
@@ -162,7 +162,7 @@ def _wrong_recompute(evidence: Evidence) -> str:
     block = _block_of(evidence)
     if block is None or not _below(evidence):
         return ""
-    text = f"what lies behind {block or 'the model'}, which is recomputed in the backward, has right ones"
+    text = f"what comes after {block or 'the model'}, which is recomputed in the backward, has right ones"
     return f"{evidence.how_many()}; {text}: its second run is the likely place."
 
 
@@ -182,7 +182,7 @@ def _wrong_from_batch_norm_on(evidence: Evidence) -> str:
         kind = evidence.comparison.modules.get(name, "")
         if "BatchNorm" in kind:
             text = f"module outputs{evidence.not_seen()} are equal; gradients are right down to {name} ({kind})"
-            return f"{text}, and wrong in all that lies before: its backward is that of another set of samples."
+            return f"{text}, and wrong in everything before it: its backward is that of another set of samples."
     return ""
 
 

@@ -67,7 +67,7 @@ def own_statistics(evidence: Evidence) -> str:
     if not kept:
         return ""
     return (
-        f"{name or 'the model'} ({kind}) keeps {some(kept)}, which after the step is of the samples of one rank. "
+        f"{name or 'the model'} ({kind}) keeps {some(kept)}, which after the step covers the samples of one rank. "
         f"{OF_BATCH}"
     )
 

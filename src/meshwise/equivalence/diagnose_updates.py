@@ -51,7 +51,7 @@ def other_microbatches(evidence: Evidence) -> str:
     if evidence.first.name != MICROBATCHES or plan[: len(one)] != one:
         return ""
     text = f"step {evidence.first.step} has {counts[1]} microbatches under the plan and {counts[0]} on one device"
-    return f"{text}: optimizer.step() was left out behind the first {counts[0]}."
+    return f"{text}: optimizer.step() was skipped after the first {counts[0]}."
 
 
 def accumulates_by_ranks(evidence: Evidence) -> str:
@@ -105,7 +105,7 @@ def began_anew(evidence: Evidence) -> str:
     moments = sorted({n.rpartition(" ")[2] for n in plan.optimizer_state} - {"step"})
     of = some(list(dict.fromkeys(n.rpartition(" ")[0] for n in fresh)))
     return (
-        f"the optimizer's state of {of} ({some(moments)}) is that of a first step in step {step}, and goes on on one "
+        f"the optimizer's state of {of} ({some(moments)}) is that of a first step in step {step}, and continues on one "
         "device: load_state_dict of the optimizer was left out, or a new one was made."
     )
 
@@ -126,9 +126,9 @@ def lost_by_a_resume(evidence: Evidence) -> str:
     lost = evidence.faults("resumed state")
     lacking = [d.name for d in lost if "lacking" in d.facts]
     if lacking:
-        return f"there is no {some(lacking)} behind the resume that step {evidence.first.step} begins with."
+        return f"there is no {some(lacking)} after the resume that step {evidence.first.step} begins with."
     names = some([d.name for d in lost])
-    return f"{names} differs from what was saved, behind the resume that step {evidence.first.step} begins with."
+    return f"{names} differs from what was saved, after the resume that step {evidence.first.step} begins with."
 
 
 def _kept_in_low_precision(evidence: Evidence) -> str:

@@ -253,7 +253,7 @@ def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
         return None
     kept = some([str(rank) for rank in found.ranks if rank not in ranks])
     text = f"{_of(names)} on rank 0 are those of rank {kept} alone; rank {some(list(map(str, ranks)))} is not in them"
-    return Cause(K.MISSING_REDUCTION, f"{text}: nobody reduced them, or over another group of ranks.")
+    return Cause(K.MISSING_REDUCTION, f"{text}: they were not reduced, or over another group of ranks.")
 
 
 def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:

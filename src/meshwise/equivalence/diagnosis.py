@@ -248,7 +248,7 @@ START_RULES: tuple[Rule, ...] = (
 )
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "races": (says(K.RACE, "{name}."),),
-    "modules": (says(K.MODULE, "{name} is of one class on some ranks, and of another on others."),),
+    "modules": (says(K.MODULE, "{name} has one class on some ranks and another on others."),),
     "tied weights": (
         says(K.TIED_WEIGHT, "{name} is one parameter on some ranks only.", ranks_differ),
         says(K.TIED_WEIGHT, "{name} is one parameter on the side of {tied} only."),

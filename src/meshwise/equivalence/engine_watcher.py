@@ -391,7 +391,7 @@ class EngineWatcher:
         heartbeat.leave(beat)
         if not came:
             raise UsageError(
-                f"rank {self._world.rank} came to {where} (after step {self._loops.made}), and other ranks of the "
+                f"rank {self._world.rank} reached {where} (after step {self._loops.made}), and other ranks of the "
                 "script did not. Every rank must run the same loop: look for what depends on mw.rank()."
             )
 

@@ -35,11 +35,11 @@ DROPOUT = (
 )
 THROWN_AWAY = (
     "{place}: gradients are set to zero between the {count} backwards of a step, so that only those of the last train. "
-    "Call optimizer.zero_grad() behind optimizer.step()."
+    "Call optimizer.zero_grad() after optimizer.step()."
 )
 TICKS = (
-    "{place}: the scheduler ticks behind every backward, and {count} of them make a step: it decays {count} times as "
-    "fast as steps are made. Call scheduler.step() behind optimizer.step()."
+    "{place}: the scheduler steps after every backward, and {count} of them make a step: it decays {count} times as "
+    "fast as steps are made. Call scheduler.step() after optimizer.step()."
 )
 UNUSED = "{place}: what {name}.apply gives is not used, so its backward never runs. Write x = {name}.apply(x)."
 DROPS = {"bernoulli_", "native_dropout"}

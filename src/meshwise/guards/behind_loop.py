@@ -26,8 +26,8 @@ from meshwise.spec.user_code import user_place
 from meshwise.transfer.checksum import sampled_sum
 
 DRAWS = (
-    "{place}: the model runs here behind its loop, on this rank's part of the last batch, and draws random numbers "
-    "(dropout) for it alone: from here on the program's draws, and the order of later epochs, are others than on one "
+    "{place}: the model runs here after its loop, on this rank's part of the last batch, and draws random numbers "
+    "(dropout) for it alone: from here on the program's draws, and the order of later epochs, differ from those on one "
     "device. Call it inside the loop, or in evaluation mode: model.eval()."
 )
 

@@ -171,7 +171,7 @@ class RunOptions(NodeOptions):
         _ = self.saves, self.memory_cap
         _ = self.seconds_limit  # raises for what is no duration
         if self.redundancy not in (None, 0, 1):
-            raise UsageError(f"--redundancy {self.redundancy}: a state lies once more in memory, or not: use 1 or 0.")
+            raise UsageError(f"--redundancy {self.redundancy}: a second copy of the state in memory, or none: 1 or 0.")
         check_known("--on-nan", self.on_nan, ON_NAN)
         if self.on_spike is not None:
             check_known("--on-spike", self.on_spike, ["save"])
@@ -186,7 +186,7 @@ class RunOptions(NodeOptions):
         if isinstance(self.plan, str | Path) and self.plan != AUTO:  # read at once: the run's record keeps the text
             object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
         if self.allow and self.plan != AUTO:
-            raise UsageError("--allow is of --plan auto: a plan that is given says itself what changes.")
+            raise UsageError("--allow belongs to --plan auto: a plan that is given says itself what changes.")
         if self.log_every is not None and self.log_every < 1:
             raise UsageError(f"--log-every {self.log_every}: must be at least 1.")
         if self.restarts is not None and self.restarts < 0:
@@ -248,7 +248,7 @@ class RunOptions(NodeOptions):
                 "loader.load_state_dict). Start it again without --resume."
             )
         if job is not None and job != earlier.get("job"):
-            raise UsageError(f"the run to resume is of job '{earlier.get('job')}', not '{job}'. Leave the job out.")
+            raise UsageError(f"the run to resume belongs to job '{earlier.get('job')}', not '{job}'. Omit the job.")
         before = tuple(earlier.get("args") or ())
         for text in self.args:
             if text not in before:

@@ -252,7 +252,7 @@ class Restarts:
             return f"there {'was' if self.attempt == 1 else 'were'} {plural(self.attempt, 'attempt')}"
         if fault.kind.endswith("checkpoint"):
             return f"there was none when rank {fault.rank} came, if it did, to {fault.phase} of step {fault.step}"
-        return f"rank {fault.rank} came to no {fault.phase} of step {fault.step} there"
+        return f"rank {fault.rank} reached no {fault.phase} of step {fault.step} there"
 
     def happened(self) -> list[Mapping[str, Any]]:
         """The injected faults of the run that happened."""

@@ -53,7 +53,7 @@ def machine_from_words(words: str) -> Machine:
         links.append(Link(NODE, NODE, "network", rate, origin=origin))
         if rate is None:
             warnings.append(
-                f"The network between the {hosts} hosts is unknown. Write what one host can send, one way, behind @: "
+                f"The network between the {hosts} hosts is unknown. Write what one host can send, one way, after @: "
                 f"{text}@200Gb (Gbit/s), or measure it with `meshwise bench --hosts`."
             )
     devices = tuple(device_of(part, i, host) for host, own in enumerate(on_hosts) for i, part in enumerate(own))

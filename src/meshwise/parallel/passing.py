@@ -130,7 +130,7 @@ class Pass:
         if self._gave != self.hi - self.lo or not (self.is_last or self.left):
             missing = self._blocks[self.lo + self._gave if self._gave < self.hi - self.lo else self.hi][0]
             raise PlanError(
-                f"pipeline={ranks}: the loss did not come to block {missing}. Stages need every block in every "
+                f"pipeline={ranks}: the loss did not reach block {missing}. Stages need every block in every "
                 "forward, one after the other. Use shard or tensor for this model."
             )
 

@@ -165,7 +165,7 @@ def _written(module: nn.Module, name: str) -> PlanError:
         f"shard: the forward of {type(module).__name__} puts other values into its parameter {name} "
         "(layer.to(dtype), p.data = ..., p.lerp_(...)), and later steps, which gather it anew, would not be "
         "seen there. Cast what it is used with (F.linear(x, weight.to(dtype))), write a running average in the loop "
-        "behind optimizer.step(), or use data alone, such as --set zero1=true."
+        "after optimizer.step(), or use data alone, such as --set zero1=true."
     )
 
 

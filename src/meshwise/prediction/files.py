@@ -103,7 +103,7 @@ class PartialFolder:
                     "--overwrite."
                 )
         edited = before.get("source") != facts.get("source")
-        return "the job's file was edited since: the first predictions are of the earlier one" if edited else ""
+        return "the job's file was edited since: the first predictions come from the earlier one" if edited else ""
 
     def _take(self) -> None:
         """Raises UsageError where another process writes there."""

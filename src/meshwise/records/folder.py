@@ -53,7 +53,7 @@ _TYPES: Mapping[str, type] = {
 }
 """What run.json says of a run, each of this type where it is there."""
 RUNNING, QUEUED = "running", "queued"
-KILLED = "all its processes are gone without a reason: killed, or the machine went down"
+KILLED = "all its processes are gone without a recorded reason: killed, or the machine went down"
 MOST_RANKS, LATEST = 1_000_000, 4e9
 """Above these a number is no count of ranks, and no time in seconds since 1970."""
 SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"

@@ -193,7 +193,7 @@ def _verified_old(folder: Path) -> tuple[Path, int]:
         raise CheckpointError(f"{folder / LATEST}: cannot be read ({error}).") from None
     if digest != expected:
         raise CheckpointError(
-            f"{path}: is damaged (its SHA-256 is not the one that was saved). Older states lie beside it."
+            f"{path}: is damaged (its SHA-256 is not the one that was saved). Older states are beside it."
         )
     return path.resolve(), path.stat().st_size
 

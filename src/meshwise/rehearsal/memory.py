@@ -82,7 +82,7 @@ def memory_curve(work: Work, on_host: bool = False) -> Curve:
             which, freed = alive.pop(event.storage)
             size = -freed
         else:
-            raise ValueError(f"event {place}: storage {event.storage} is given back and was never taken")
+            raise ValueError(f"event {place}: storage {event.storage} is freed but was never allocated")
         if size == 0:
             continue
         if place < 0:

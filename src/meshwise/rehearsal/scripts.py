@@ -268,7 +268,7 @@ def _no_step(script: Script, engine: Engine) -> str:
         )
     return (
         f"{script.name} ended without a step: after mw.backward(loss), in a loop over a loader of mw.distribute, no "
-        "optimizer made a step. Give it options with which it trains, behind its name."
+        "optimizer made a step. Give it options that make it train, after its name."
     )
 
 

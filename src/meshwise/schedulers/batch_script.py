@@ -101,7 +101,7 @@ def joined_options(words: Sequence[str]) -> list[str]:
         elif joined and len(joined[-1]) == 2:
             joined[-1] += word
         else:
-            raise UsageError(f"'{word}': behind the last -- stand options of sbatch, such as -- --partition gpu.")
+            raise UsageError(f"'{word}': after the last -- stand options of sbatch, such as -- --partition gpu.")
     return joined
 
 

@@ -114,7 +114,7 @@ def _check(site: Site, path: Path) -> None:
     if site.runtime not in CONTAINERS:
         raise UsageError(f"{path}: runtime = '{site.runtime}': must be one of {', '.join(CONTAINERS)}.")
     if site.mounts and not site.container:
-        raise UsageError(f'{path}: mounts are of a container, and none is named: container = "image.sif".')
+        raise UsageError(f'{path}: mounts belong to a container, and none is named: container = "image.sif".')
     for name in site.secrets:
         if not _VARIABLE.fullmatch(name):
             raise UsageError(f"{path}: secrets: write the name of an environment variable alone, never its value.")

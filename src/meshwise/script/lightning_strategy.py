@@ -30,7 +30,7 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import rank_context
 
 STATES = "meshwise"
-"""What a checkpoint has besides: where its loaders are. Lightning alone goes on from it too."""
+"""What a checkpoint has besides: where its loaders are. Lightning itself can resume from it too."""
 REFUSED = "mw.distribute(trainer) on {ranks} devices: {what} is refused: {instead}."
 
 

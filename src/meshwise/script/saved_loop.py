@@ -60,7 +60,7 @@ def says_beside(parts: LoopParts) -> str:
         return ""
     return (
         "mw.checkpoint: another loader is read beside that of the loop, and its place is not saved: a restart begins "
-        "its epoch anew. Write mw.checkpoint(…, loader=[loader, other])."
+        "its epoch again. Write mw.checkpoint(…, loader=[loader, other])."
     )
 
 

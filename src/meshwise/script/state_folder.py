@@ -50,7 +50,7 @@ class HeldFolder:
             told += f" ({printable(str(by.get('program')))}; here runs {own['program']})"
         elif by and by.get("source") != own["source"]:
             told += f" ({own['program']} has changed since)"
-        say(f"{_short(str(self.path))}: goes on from step {saved.step}{told}. Another folder begins anew.")
+        say(f"{_short(str(self.path))}: goes on from step {saved.step}{told}. Another folder starts from scratch.")
 
     def close(self) -> None:
         """Let go of the folder."""

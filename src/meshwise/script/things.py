@@ -87,8 +87,8 @@ def forgotten(
         f"{kind}={_written(kind, len(several) + len(things[kind]))}" for kind, several in lost.items() if several
     )
     return (
-        f"mw.checkpoint: mw.distribute was given {which}, which this state lacks: after a restart that begins anew, "
-        f"silently. Write mw.checkpoint(…, {write})."
+        f"mw.checkpoint: mw.distribute was given {which}, which this state lacks: after a restart that silently "
+        f"begins again. Write mw.checkpoint(…, {write})."
     )
 
 

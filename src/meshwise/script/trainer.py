@@ -109,13 +109,13 @@ def _refuse(trainer: Any, ranks: int) -> None:
         ),
         "auto_find_batch_size": (
             args.auto_find_batch_size,
-            "a rank that runs out of memory would begin anew alone. Leave it out; meshwise plan says what fits, and "
+            "a rank that runs out of memory would restart alone. Leave it out; meshwise plan says what fits, and "
             "per_device_train_batch_size is of all devices",
         ),
         "torch_compile": (args.torch_compile, "leave it out; use a plan with compile"),
         f"optim={getattr(args.optim, 'value', args.optim)}": (
             any(name in str(args.optim).lower() for name in ("layerwise", "lomo")),
-            "it steps inside the backward, before gradients are averaged. Use one that steps behind it",
+            "it steps inside the backward, before gradients are averaged. Use one that steps after it",
         ),
         f"TRL's {own and own[0]}": (own, "none was compared with one device yet. Write its loop with mw.distribute"),
         "a get_batch_samples of your own": (_is_own(trainer, "get_batch_samples"), "leave it to Trainer"),

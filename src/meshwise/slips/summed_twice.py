@@ -15,12 +15,12 @@ from collections.abc import Callable
 from meshwise.slips.user_source import Source, asked, bare
 
 TWICE = (
-    "{place}: mw.sum of what mw.sum or mw.mean gave: that is of all ranks already, so it is left as it is. Sum once, "
-    "in the loop or after it."
+    "{place}: mw.sum of a value that mw.sum or mw.mean returned: it covers all ranks already, so it is left as it "
+    "is. Sum once, in the loop or after it."
 )
 RATIO = (
-    "{place}: mw.mean of a ratio of sums: each rank's ratio is of its own samples, and their mean is another number "
-    "than the ratio of all. Write mw.sum(a) / mw.sum(b), or mw.mean(a / b, weight=b)."
+    "{place}: mw.mean of a ratio of sums: each rank's ratio covers its own samples, and the mean of ratios is not the "
+    "ratio over all samples. Write mw.sum(a) / mw.sum(b), or mw.mean(a / b, weight=b)."
 )
 
 

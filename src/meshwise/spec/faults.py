@@ -30,7 +30,7 @@ PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluate
 """Where a fault happens: as the phase begins. `communication`: as the rank comes to a collective of all ranks."""
 FULL_FOR = 10  # steps
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-EXAMPLE = "Write --fault kill:rank=1,step=40, and phase=backward or attempt=2 behind it where that matters."
+EXAMPLE = "Write --fault kill:rank=1,step=40, and phase=backward or attempt=2 after it where that matters."
 
 
 @dataclass(frozen=True)
@@ -96,5 +96,5 @@ def faults_of(texts: Sequence[str], ranks: int) -> tuple[Fault, ...]:
 def _number(text: str, name: str, value: str) -> int:
     least = 0 if name == "rank" else 1
     if not re.fullmatch(r"\d{1,9}", value) or int(value) < least:
-        raise UsageError(f"--fault {text!r}: {name}={value!r} is no whole number from {least} on. {EXAMPLE}")
+        raise UsageError(f"--fault {text!r}: {name}={value!r} is not a whole number from {least} on. {EXAMPLE}")
     return int(value)

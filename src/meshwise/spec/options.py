@@ -70,7 +70,7 @@ def check_script(script: str, options: Any) -> None:
             given = "" if value is True else f" {value[0] if isinstance(value, tuple) else value}"
             words = option_name(name, option) + given
             raise UsageError(
-                f"{words}: {script} is a script, and this is an option of jobs. Write the script's own options behind "
+                f"{words}: {script} is a script, and this is an option of jobs. Write the script's own options after "
                 "its name, or make a Job of it."
             )
 

@@ -307,7 +307,7 @@ def _recompute(value: Any) -> str | tuple[str, ...]:
             return value
         raise PlanError(
             f"recompute={value!r} is not known.{nearest(value, RECOMPUTES)} Use one of {', '.join(RECOMPUTES)}, or the "
-            f"names of blocks: recompute=({value!r},), or with a comma behind it, --set recompute={value or 'NAME'},"
+            f"names of blocks: recompute=({value!r},), or with a comma after it, --set recompute={value or 'NAME'},"
         )
     names = _words("recompute", value)
     if not names:

@@ -67,7 +67,7 @@ def plan_text(file: str | Path) -> str:
         text = Path(file).read_text(encoding="utf-8-sig")  # some editors put a mark before the text
         plan_values(text)
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise PlanError(f"{file}: no plan can be read ({why}). Name a plan file, such as a run's plan.toml.") from None
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from None

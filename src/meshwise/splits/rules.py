@@ -141,7 +141,7 @@ def prepare() -> None:
 def said() -> list[str]:
     """What was gathered of the activations of a model, as a sentence for the user to read; none where nothing was."""
     names = sorted(_large, key=lambda name: (-gathered[name], name))
-    text = f"whole on every rank, for want of a rule for parts: {some(names)}. Exact, and not divided."
+    text = f"whole on every rank, for lack of a rule for parts: {some(names)}. Exact, and not divided."
     return [text] if names else []
 
 

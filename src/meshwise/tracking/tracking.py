@@ -212,7 +212,7 @@ def log_to(*trackers: str | Tracker) -> None:
     """
     for tracker in trackers:
         if not (isinstance(tracker, str) or callable(tracker)):
-            raise UsageError(f"mw.log_to: {tracker!r} is no tracker. Use a function track(values, step), or 'wandb'.")
+            raise UsageError(f"mw.log_to: {tracker!r} is not a tracker. Use a function track(values, step) or 'wandb'.")
     check_trackers([tracker for tracker in trackers if isinstance(tracker, str)])
     target = _target()
     if target.kept and rank_context().world.rank == 0:

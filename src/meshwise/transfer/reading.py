@@ -105,7 +105,7 @@ def _past_us(other: int) -> str | None:
         return None
     text = store.get(key).decode()
     if text == ENDED:
-        return "has come to the end of the program"
+        return "has reached the end of the program"
     there, counts = json.loads(text)
     past = any(count > collectives.entered[key] for key, count in counts.items() if _is_member(key))
     return f"has gone on to {there or 'other code'}" if past else None

@@ -100,7 +100,7 @@ def _told(trail: VerbTrail | None, number: int, ended: bool) -> str:
     if trail.count < number:
         left = _left(trail.left)
         return f"{left}ended" if ended else f"{left}is still at {_verb(trail, trail.count)}"
-    return f"{_left(trail.verb(number).left)}came to {_verb(trail, number)}"
+    return f"{_left(trail.verb(number).left)}reached {_verb(trail, number)}"
 
 
 def _left(left: tuple[str, int] | None) -> str:

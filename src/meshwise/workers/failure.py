@@ -19,7 +19,7 @@ from meshwise.spec.words import error_text, readable, text_of
 from meshwise.workers import loader_failure, sudden_end
 
 MORE_MEMORY = "Let the ranks of this machine use less, or give them more memory."
-LINK = "The ranks lost their connections to each other, and all of them live: look at the link between them."
+LINK = "The ranks lost their connections to each other, and all of them are alive: look at the link between them."
 MOST_FRAMES = 20
 """Of a traceback: half of them its beginning, half its end."""
 _COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}

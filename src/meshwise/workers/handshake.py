@@ -143,7 +143,7 @@ def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: flo
             raise ConnectionRefusedError("another program listens there")
     proofs = Proofs.of(secret, purpose, nonce, answer[len(HELLO) : ASKS])
     if not hmac.compare_digest(answer[ASKS:], proofs.server):
-        raise Unproven("who listens there does not know the secret")
+        raise Unproven("the process there does not know the secret")
     return proofs
 
 

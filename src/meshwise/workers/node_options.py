@@ -97,7 +97,7 @@ def _refuse(where: str, secret: Secret, error: Exception) -> NoReturn:
     secret.remove_made()
     if isinstance(error, Unproven):
         raise UsageError(
-            f"{where}: who listens there does not know the secret that this machine has ({secret.source}). Start all "
+            f"{where}: the process there does not know the secret that this machine has ({secret.source}). Start all "
             f"machines with the same --rdzv, in one folder that they share, or {SET_ONE}."
         )
     raise UsageError(f"{where}: no meeting there ({error}). Is machine 0 started, and the port free?")

@@ -171,7 +171,7 @@ def _tried(place: Place, secret: Secret, stranger: str) -> str:
     host = place.hosts[0] if place.hosts else "no host that is known"
     ports = ", ".join(map(str, _ports(place.key)))
     file = f"{secret.path} ({secret.why})" if secret.why else secret.path
-    strange = f"; who answers at {stranger} does not know the secret of this start" if stranger else ""
+    strange = f"; the process at {stranger} does not know the secret of this run" if stranger else ""
     return f"no answer by {file}, nor at {host}, ports {ports}{strange}"
 
 

@@ -85,7 +85,7 @@ def _band(proof: Proof) -> list[Text]:
         return []
     steps, precision = plural(len(proof.batches), "step"), proof.plan.precision
     text = f"in {precision} rounding alone moves, in {steps} and on one device too: {', '.join(sizes)}"
-    return [Text(f"{text}. It grows over an epoch, and is no fault.", "dim")]
+    return [Text(f"{text}. It grows over an epoch, and is not a fault.", "dim")]
 
 
 def _limit() -> str:

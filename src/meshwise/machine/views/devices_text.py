@@ -62,7 +62,7 @@ def _hosts(machine: Machine, width: int) -> list[Text]:
     for host, many in alike[:MOST_ROWS]:
         facts = _host_facts(host)
         if many > 1:
-            facts.insert(0, f"{many} alike" if facts else f"{many} hosts, of which no more is known")
+            facts.insert(0, f"{many} alike" if facts else f"{many} hosts, without known details")
         if facts:
             lines.append(labelled("host", _fit(facts, width - LABEL) if len(facts) > 1 else facts[0]))
     return lines

@@ -18,7 +18,7 @@ from meshwise.terminal.screen import labelled
 from meshwise.terminal.table import table_lines, width_of
 
 KINDS = {"nvlink": "NVLink", "xgmi": "xGMI", "pcie": "PCIe", "c2c": "C2C", "network": "network", "memory": "memory"}
-UNKNOWN = "a link of which no more is known"
+UNKNOWN = "a link without known details"
 CROSSES = {"": "", "bridge": "over the host's bridge", "socket": "over the other socket"}
 MOST_MATRIX = 8
 """Devices of a matrix; of more, the kinds of pairs are counted."""
@@ -37,7 +37,7 @@ def links_text(machine: Machine, width: int) -> list[Text]:
 
 def kind_text(link: Link) -> str:
     """`PCIe4 x16`; what is less than possible is followed by what is possible: `PCIe1 of 4 x16`, `NVLink4 x12 of 18`.
-    Empty for a link of which no more is known."""
+    Empty for a link without known details."""
     word = KINDS.get(link.kind, link.kind)
     if link.kind not in ("pcie", "nvlink", "xgmi"):
         return word

@@ -150,7 +150,7 @@ def _below(plans: Any) -> list[Text]:
         lines.append(Text(f"does not fit: {some(large)}", "dim"))
     lines += [Text(f"refused: {some(which)}: {why}", "dim") for why, which in list(reasons.items())[:MOST_REFUSED]]
     if found.left:
-        lines.append(Text(f"not rehearsed, for want of time: {plural(len(found.left), 'plan')}. Use --seconds.", "dim"))
+        lines.append(Text(f"not rehearsed, for lack of time: {plural(len(found.left), 'plan')}. Use --seconds.", "dim"))
     if found.worse:
         lines.append(Text(f"not rehearsed, since they are likely slower: {plural(found.worse, 'plan')}.", "dim"))
     return lines + [Text(f"note: {note}", "dim") for note in (*plans.said, *first.notes, *plans.machine.warnings)]
