@@ -101,7 +101,7 @@ LONGER: dict[str, str] = {
     "parallel/data.py": "one class, which all of a backward's calls are flat in",
 }
 
-MOST_CODE_LINES = 51_850 + 9_120
+MOST_CODE_LINES = 51_850 + 9_286
 """Lines of the package without blank lines, comments and docstrings. What adds more makes something else simpler. The
 second number is what is new: races between streams, views of arrays that write through, a rendezvous with a secret,
 whether the ranks hold the same data, losses that are not finite, sums inside a loss, slips in a script's sums, what
@@ -109,7 +109,8 @@ a forward writes or skips, averages of sharded models, computed weights and chec
 other in one process, a run folder that is gone, sums that would count padding, options behind a
 script's name, what a dead run has left, gradients that are read while they wait, ends without a word, last
 words on a line of their own, the events of the engine and the files of its guards, the doubts of a check, the choice
-of a plan among all that save memory, transformers' Trainer and Lightning's, the kinds of state that a check compares,
+of a plan among all that save memory, its
+closed form, transformers' Trainer and Lightning's, the kinds of state that a check compares,
 its hints, weights of ranks, numbers of a loss and exchanges by hand, a job that is read without torch, a last look at
 replicas, what comes back to outputs in a backward by hand, parts of a sum among ranks, a forward that draws, a check
 that ends without a verdict, padding that a model may read, methods of a model that run as its forward does, parameters

@@ -12,6 +12,7 @@ from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.estimator import rehearser
 from meshwise.rehearsal.from_few import Tracer
 from meshwise.rehearsal.likely import Likely
+from meshwise.rehearsal.small_traces import Kind, small_traces
 from meshwise.spec.plan import Plan
 
 SIZE = GptSize(8, 2048, 16, 16, 8192, vocabulary=1000)
@@ -32,7 +33,7 @@ def job():
 
 @pytest.fixture(scope="module")
 def likely():
-    return Likely(Tracer(job()).model, MACHINE)
+    return Likely(Tracer(job()).model, MACHINE, 32)
 
 
 def test_a_forward_is_weighed_by_its_blocks(likely):
@@ -56,9 +57,42 @@ def test_memory_falls_and_time_rises_with_what_saves_memory(likely):
 
 
 def test_what_was_rehearsed_corrects_the_guesses_of_plans_like_it():
-    likely, plan = Likely(Tracer(job()).model, MACHINE), Plan(shard=8, recompute="full")
+    likely, plan = Likely(Tracer(job()).model, MACHINE, 32), Plan(shard=8, recompute="full")
     before, found = likely(replace(plan, recompute="none")), rehearser(job(), MACHINE)(plan).estimate
     likely.learn(found)
     assert likely(plan).memory == pytest.approx(found.memory.total.value)
     assert likely(plan).seconds == pytest.approx(found.seconds.value)
     assert likely(replace(plan, recompute="none")) != before
+
+
+CHECKED = [
+    Plan(tensor=8, sequence=True, recompute="full"),
+    Plan(tensor=4, data=2, recompute="selective"),
+    Plan(pipeline=2, shard=4, accumulate=4),
+]
+
+
+def test_small_traces_tell_the_time_of_the_whole_model_and_other_splits():
+    program, asked = Tracer(job()), []
+    small = small_traces(program, MACHINE)
+
+    def noted(kind):
+        asked.append(kind)
+        return small(kind)
+
+    likely, rehearse = Likely(program.model, MACHINE, 32, noted), rehearser(program, MACHINE)
+    guesses = [likely(plan) for plan in CHECKED]
+    assert len(asked) == len(set(asked)) <= 6
+    for plan, guess in zip(CHECKED, guesses, strict=True):
+        found = rehearse(plan).estimate
+        assert guess.seconds == pytest.approx(found.seconds.value, rel=0.15), plan
+        assert guess.memory == pytest.approx(found.memory.total.value, rel=0.45), plan
+
+
+def test_without_alike_blocks_there_are_no_small_traces():
+    tokens = torch.zeros(64, 8, dtype=torch.int64)
+    model = functools.partial(torch.nn.Embedding, 16, 4)
+    plain = Job("plain", model, lambda model, batch: model(batch[0]).sum(), torch.optim.SGD, (tokens,), batch_size=8)
+    program = Tracer(replace(plain, optimizer=functools.partial(torch.optim.SGD, lr=0.1)))
+    assert small_traces(program, MACHINE)(Kind("fp32")) is None
+    assert Likely(program.model, MACHINE, 8, small_traces(program, MACHINE))(Plan(data=8)).seconds > 0

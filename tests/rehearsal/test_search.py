@@ -163,6 +163,35 @@ def test_the_likely_fastest_that_has_room_is_first_and_what_is_likely_slower_is_
     assert (found.worse, found.left) == (2, ())
 
 
+def test_a_guess_never_says_that_a_plan_fits():
+    """All are said to have room; what was not rehearsed whole is left, and what was is judged by that alone."""
+    plans = [Plan(shard=power) for power in (2, 4, 8)]
+    seen = []
+    found = search(
+        plans,
+        lambda plan: estimate(plan, 1.0, 200),
+        0.0,
+        known=Known(guess=lambda plan: Guess(1.0 / plan.shard, 1.0), room=100),
+        show=seen.append,
+    )
+    assert [each.plan for each in found.estimates] == [Plan(shard=8)]
+    assert found.estimates[0].memory.verdict == "does not fit" and set(found.left) == set(plans[:2])
+    assert not seen[0].estimates and [plan for plan, _ in seen[0].first] == [*reversed(plans)]
+
+
+def test_the_first_one_is_rehearsed_soon_and_the_likely_best_of_these():
+    quick, slow = Plan(data=4, tensor=2, accumulate=2), Plan(pipeline=8, accumulate=8)
+    guesses = {slow: Guess(1.0, 1.0), quick: Guess(1.1, 1.0)}
+    asked = []
+
+    def rehearse(plan):
+        asked.append(plan)
+        return estimate(plan, guesses[plan].seconds, 10)
+
+    search([*reversed(guesses)], rehearse, 60, known=Known(guess=guesses.get))
+    assert asked == [quick, slow]
+
+
 def test_what_would_not_end_in_time_is_not_begun():
     now = [0.0]
 

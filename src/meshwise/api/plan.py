@@ -30,6 +30,7 @@ from meshwise.rehearsal.memory_parts import MemoryParts, memory_parts
 from meshwise.rehearsal.prediction import prediction
 from meshwise.rehearsal.scripts import Script, known_script
 from meshwise.rehearsal.search import Known, Search, search
+from meshwise.rehearsal.small_traces import small_traces
 from meshwise.rehearsal.views.plan_page import plan_page
 from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.errors import PlanError, UsageError
@@ -196,7 +197,9 @@ def _searched(
             f"{' with ' + ' '.join(options.settings) if options.settings else ''}. "
             f"Use {plans.batch_option} {_multiple(plans.batch, most)}, or fewer devices: --devices 1..{most}."
         )
-    bounds, likely = Bounds(program.model, machine, options.cap), Likely(program.model, machine)
+    small = (small_traces(program, machine),) if isinstance(program, Tracer) and kind_of(machine) == "gpu" else ()
+    bounds = Bounds(program.model, machine, options.cap)
+    likely = Likely(program.model, machine, program.batch_size, *small)
 
     @functools.cache
     def estimate(plan: Plan) -> Estimate:

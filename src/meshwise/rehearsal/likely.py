@@ -1,7 +1,8 @@
 """Guess a plan's cost, to rehearse the likely best first.
 
-Nobody is told these figures but as a first order. They come from one forward of the model on one device, the rates of
-the machine, and how far they were off for plans that were rehearsed.
+Nobody is told these figures but as a first order. What a block takes is known from a few small traces
+(small_traces.py), or about from one forward of the model; what is sent, pipelines and overlap follow in closed form.
+How far off that was for plans that were rehearsed corrects the guesses of plans like them.
 
 Tested in tests/rehearsal/test_likely.py.
 """
@@ -9,23 +10,34 @@ Tested in tests/rehearsal/test_likely.py.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from meshwise.parallel.schedule import CHUNKS
 from meshwise.rehearsal.estimate import Estimate
 from meshwise.rehearsal.from_few import Facts
-from meshwise.rehearsal.prices import Prices
+from meshwise.rehearsal.prices import Prices, overlap_of
+from meshwise.rehearsal.small_traces import Kind, Small
 from meshwise.rehearsal.work import CollectiveOperation
+from meshwise.spec.dtypes import dtypes_of
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 
 PRODUCTS, RATE, MEMORY_RATE, LAUNCH = 0.7, 1e11, 1e10, 1e-5
 """Of the peak, what matrix products reach; FLOP/s and bytes a second where no peak is known; seconds to launch an
 operator from Python."""
-EXPOSED = 0.1
-"""Of what communicates under computing, what is not hidden: the first gather, the last reduction."""
+SPLIT = 8
+"""Parts of a layer that small traces have, at most: what others take goes with one over their number."""
 STATE = 2.0
 """Bytes of an optimizer's state for each of the trained parameters': Adam's."""
+ADDED, STEPPED = 3, 7
+"""How often bytes of gradients are read or written to be added to those before, and those of parameters by a step."""
+AGAIN = 1.25
+"""Of what split layers send each other, with recompute: one of the four of a block is sent again."""
+HELD = 1.1
+"""Times what tensors take, that the allocator holds."""
+ALONE = 2
+"""Blocks whose parameters are gathered, or whose gradients are reduced, beside no computing: the first and the last."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +51,19 @@ class Guess:
 class Likely:
     """Guesses of the plans of one job on one machine."""
 
-    def __init__(self, model: Facts, machine: Machine) -> None:
-        self._model, self._forward = model, model.forward
+    def __init__(
+        self, model: Facts, machine: Machine, batch: int, small: Callable[[Kind], Small | None] = lambda kind: None
+    ) -> None:
+        """batch: samples of the global one. small: as `small_traces` makes it; where it gives None, what a block takes
+        is known from the forward."""
+        self._model, self._forward, self._batch = model, model.forward, batch
         self._prices, self._machine = Prices(machine), machine
         self._off: dict[tuple[object, ...], tuple[float, float]] = {}
         self._first = functools.cache(self._guess)
+        self._small = functools.cache(lambda kind: small(kind) or self._rough(kind))
+        self._memory_rate = min(one.memory_rate or one.memory_bandwidth or MEMORY_RATE for one in machine.devices)
+        self._overlap = overlap_of(machine.devices[0])
+        self._parts = 1 << (min(SPLIT, len(machine.devices)).bit_length() - 1)
 
     def __call__(self, plan: Plan) -> Guess:
         """By how far guesses of plans were off that are like this one."""
@@ -65,60 +85,155 @@ class Likely:
         return Guess(self._seconds(plan), self._bytes(plan))
 
     def _seconds(self, plan: Plan) -> float:
-        forward, devices, word = self._forward, self._machine.devices[: plan.devices], plan.dtypes.computed
-        rate = min(device.peak.get(word, 0.0) or RATE for device in devices) * PRODUCTS
-        memory = min(device.memory_rate or device.memory_bandwidth or MEMORY_RATE for device in devices)
-        products = forward.flops / rate / plan.devices
-        moved = 3 * self._narrow(plan) * (forward.kept + forward.outside) / memory / plan.devices
-        again = {"none": 0.0, "selective": moved}.get(str(plan.recompute), products + moved)
-        computing = 3 * (products + moved) + again
-        host = LAUNCH * forward.operators * plan.accumulate * (3 + (plan.recompute != "none")) / plan.pipeline
-        bubble = 1 + (plan.pipeline - 1) / (plan.accumulate * CHUNKS.get(plan.schedule, 1))
-        hidden, shown = self._communication(plan)
-        return max(computing, host) * bubble + shown + max(hidden - computing, EXPOSED * hidden)
+        """One microbatch after the other in the last stage, which has the loss; what is sent beside it; the step."""
+        count, stages = plan.accumulate, plan.pipeline
+        rows, blocks = self._batch / (plan.replicas * count), max(self._forward.blocks / stages, 1)
+        part = self._model.parameters / (plan.tensor * stages * plan.expert)
+        hidden = self._hidden * rows / plan.context
+        one = self._block(plan, rows)
+        passed = blocks * (stages - 1) * hidden / self._memory_rate  # blocks of stages before give a shape
+        forward = blocks * one.forward + one.outside / 3 + passed
+        backward = blocks * one.backward + one.outside * 2 / 3 + (count > 1) * ADDED * part / self._memory_rate
+        gather, reduce = self._gather(plan, part, blocks), self._reduce(plan, part, blocks)
+        launches = LAUNCH * self._forward.operators / stages
+        again = (2 + (plan.recompute != "none")) * launches
+        forward = max(self._together(forward, gather), launches)
+        both = self._together(backward, gather * plan.reshard + reduce)
+        back = max(both if plan.reduce_each else self._together(backward, gather * plan.reshard), again)
+        alone = ALONE / blocks * (gather + reduce) + self._step(plan, part)
+        if stages == 1:
+            return count * forward + (count - 1) * back + max(both, again) + alone
+        turns = count + (stages - 1) / CHUNKS.get(plan.schedule, 1)
+        send = self._one("send", hidden, 2, plan.context * plan.tensor)
+        if plan.shard == plan.tensor == 1:  # a stage sends what it gives back when its gradients are reduced
+            reduce = stages * (both - back)
+        return turns * (forward + back + send) + reduce + alone
 
-    def _communication(self, plan: Plan) -> tuple[float, float]:
-        """Seconds of what goes beside computing (parameters, gradients), and of what does not (activations)."""
-        inner = plan.context * plan.tensor
-        apart = inner * plan.pipeline * plan.expert
-        part = self._model.parameters / (plan.tensor * plan.pipeline * plan.expert)
-        blocks = max(self._forward.blocks // plan.pipeline, 1)
-        hidden = shown = 0.0
+    def _step(self, plan: Plan, part: float) -> float:
+        """Of the optimizer."""
+        divided = part / (plan.shard * (plan.data if plan.zero1 else 1))
+        sent = self._one("broadcast", part, plan.data, plan.within_samples * plan.shard) if plan.zero1 else 0.0
+        return STEPPED * divided / self._memory_rate + sent
+
+    def _gather(self, plan: Plan, part: float, blocks: float) -> float:
+        """Of the parameters of all blocks of a stage; those of split layers as they are stored."""
+        if plan.shard == 1:
+            return 0.0
+        size = part * (self._narrow(plan) if plan.tensor == 1 else 1)
+        return blocks * self._one("all-gather", size / blocks, plan.shard, plan.within_samples)
+
+    def _reduce(self, plan: Plan, part: float, blocks: float) -> float:
+        """Of their gradients."""
+        apart, seconds = plan.within_samples, 0.0
         if plan.shard > 1:
-            gather = self._one("all-gather", part * self._narrow(plan) / blocks, plan.shard, apart)
-            reduce = self._one("reduce-scatter", part / blocks, plan.shard, apart)
-            often = 1 if plan.pipeline > 1 else plan.accumulate
-            hidden += blocks * (gather * (1 + plan.reshard) * often + reduce * (often if plan.reduce_each else 1))
+            seconds += blocks * self._one("reduce-scatter", part / blocks, plan.shard, apart)
         if plan.data > 1:
-            hidden += self._one("all-reduce", part / plan.shard, plan.data, apart * plan.shard)
+            seconds += blocks * self._one("all-reduce", part / plan.shard / blocks, plan.data, apart * plan.shard)
+        return seconds
+
+    def _together(self, computing: float, sent: float) -> float:
+        """Seconds of both, each of which slows the other."""
+        slower, longer = self._overlap.compute, self._overlap.communication
+        if sent * longer < computing * slower:
+            return computing + sent * longer * (1 - 1 / slower)
+        return sent + computing * slower * (1 - 1 / longer)
+
+    @property
+    def _hidden(self) -> float:
+        """Bytes that a block is given of a sample."""
+        return self._forward.inputs / max(self._forward.blocks, 1) / self._batch
+
+    def _block(self, plan: Plan, rows: float) -> Small:
+        """What a block takes of so many samples, with what its layers send each other. Small traces have as many of
+        them as a device of the machine where nothing is split, so that their kernels are as full."""
+        word, parts, part, rows = plan.precision, self._parts, 1 / plan.tensor, rows / plan.context
+        few = max(self._batch // len(self._machine.devices), 1)
+        one, two, many = Kind(word, rows=few), Kind(word, rows=2 * few), Kind(word, parts, rows=parts * few)
+        split = replace(many, sequence=plan.sequence) if plan.tensor > 1 else one
+
+        def at(name: str) -> float:
+            """Some of it whatever the samples are, as casts of weights; the rest with them."""
+            fixed = max(2 * few * (self._each(one, name) - self._each(two, name)), 0.0)
+            whole = self._each(one, name) - fixed / few
+            rest = self._between(whole, self._each(split, name) - fixed / few / parts**2, part)
+            gathered = name == "kept" and plan.shard > 1 and plan.tensor == 1  # let go with the weights
+            return fixed * part * (not gathered) + rest * rows
+
+        forward, backward, sent, kept = at("forward"), at("backward"), 0.0, at("kept")
         if plan.tensor > 1:
-            sent = self._forward.inputs * self._narrow(plan) / max(self._forward.blocks, 1)
-            sent /= plan.replicas * plan.accumulate
-            times = 4 + 2 * (plan.recompute == "full")
-            shown += times * blocks * plan.accumulate * self._one("all-reduce", sent, plan.tensor, 1)
-        return hidden, shown
+            size = self._hidden * self._narrow(plan)
+            sent = self._small(split).sent / max(self._one("all-reduce", size * split.rows, parts, 1), 1e-12)
+            sent *= self._one("all-reduce", size * rows, plan.tensor, 1)
+        sends = sent * (AGAIN if plan.recompute != "none" else 1) - sent / 2
+        if plan.recompute == "selective":
+            again = [
+                (replace(kind, recompute="selective"), kind) for kind in ((one, many) if plan.tensor > 1 else (one,))
+            ]
+            more = [self._each(kind, "backward") - self._each(none, "backward") for kind, none in again]
+            backward += rows * (more[0] * part if plan.sequence else self._between(more[0], more[-1], part))
+            whole, divided = (self._each(again[place][0], "kept") for place in (0, -1))
+            kept = rows * self._between(whole, divided, part)
+            if plan.sequence:  # but for what the block is given, gathered
+                kept = rows * (self._hidden + (whole - self._hidden) * part)
+        elif plan.recompute != "none":
+            backward, kept = backward + forward, self._hidden * rows * (part if plan.sequence else 1)
+        return Small(forward + sent / 2, backward + sends, at("outside"), sent, kept)
+
+    def _each(self, kind: Kind, name: str) -> float:
+        """Of a sample."""
+        return float(getattr(self._small(kind), name)) / kind.rows
+
+    def _between(self, whole: float, split: float, part: float) -> float:
+        """Of what is split into parts; known whole and in the most parts."""
+        if part == 1 or self._parts == 1:
+            return whole
+        divided = (whole - split) / (1 - 1 / self._parts)
+        return whole - divided + divided * part
+
+    def _rough(self, kind: Kind) -> Small:
+        """From the forward of the model: its products at a share of the peak, and what it gives, read and written."""
+        forward, devices, word = self._forward, self._machine.devices, dtypes_of(kind.precision).computed
+        rate = min(device.peak.get(word, 0.0) or RATE for device in devices) * PRODUCTS
+        each = kind.rows / self._batch / max(forward.blocks, 1)
+        narrow = 0.5 if word in ("bf16", "fp16") and self._model.wide else 1.0
+        moved = 3 * narrow * each / self._memory_rate * forward.kept * _inside(kind.tensor, kind.sequence)
+        computed = forward.flops * each / rate / kind.tensor + moved
+        outside = 9 * narrow * forward.outside * kind.rows / self._batch / self._memory_rate / kind.tensor
+        sent = 4 * self._one("all-reduce", self._hidden * narrow * kind.rows, kind.tensor, 1)
+        selective = kind.recompute == "selective"
+        kept = forward.products / kind.tensor if selective else forward.kept * _inside(kind.tensor, kind.sequence)
+        kept = narrow * each * (kept + forward.inputs * selective)
+        return Small(computed, 2 * computed + moved * selective, outside, sent, kept)
 
     def _one(self, kind: str, size: float, ranks: int, apart: int) -> float:
+        if ranks == 1:
+            return 0.0
         price = self._prices.of(_collective(kind, int(size), ranks, apart), 0)
         return 0.0 if price is None else price.seconds
 
     def _bytes(self, plan: Plan) -> float:
-        forward, trained = self._forward, self._model.trained
+        forward, trained, model = self._forward, self._model.trained, self._model
         split = plan.tensor * plan.pipeline * plan.expert
         ways = split * plan.shard
         state = STATE * trained / (ways * (plan.data if plan.zero1 else 1)) * ("optimizer" not in plan.offload)
         waiting = plan.shard > 1 and (plan.pipeline > 1 or plan.accumulate > 1) and not plan.reduce_each
-        held = self._model.parameters / ways + trained / (split if waiting else ways) + state
-        # Of tensors between split layers a third is whole on every rank.
-        inside = 1 / plan.tensor if plan.sequence else 1 / 3 + 2 / 3 / plan.tensor
-        kept = {"none": forward.kept * inside, "selective": forward.products / plan.tensor}.get(str(plan.recompute), 0)
-        if plan.recompute != "none":
-            kept += forward.inputs / (plan.tensor if plan.sequence else 1) + forward.largest * inside
-        activations = kept * min(plan.pipeline, plan.accumulate) / plan.pipeline + forward.outside / plan.tensor
-        return held + activations * self._narrow(plan) / (plan.replicas * plan.accumulate * plan.context)
+        buckets = trained / ways * (plan.data > 1 and plan.shard == plan.tensor == 1)
+        held = model.parameters / ways + trained / (split if waiting else ways) + buckets + state
+        part = 1 / (plan.replicas * plan.accumulate)  # of the batch
+        blocks = max(forward.blocks, 1) / plan.pipeline
+        last = blocks * self._block(plan, self._batch * part).kept
+        again = forward.largest * _inside(plan.tensor, plan.sequence) * (plan.recompute != "none")
+        outside = (forward.outside / plan.tensor + again) * part / plan.context * self._narrow(plan)
+        stepping = trained / ways  # what the optimizer computes with
+        return HELD * (held + max(last + outside, last * min(plan.pipeline, plan.accumulate), stepping))
 
     def _narrow(self, plan: Plan) -> float:
         return 0.5 if plan.dtypes.computed in ("bf16", "fp16") and self._model.wide else 1.0
+
+
+def _inside(tensor: int, sequence: bool) -> float:
+    """What a rank has of what a block keeps: of tensors between split layers a third is whole on every rank."""
+    return 1 / tensor if sequence else 1 / 3 + 2 / 3 / tensor
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.rehearsal.bounds import Bounds
 from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE, Estimate
+from meshwise.rehearsal.from_few import microbatches_of
 from meshwise.rehearsal.likely import Guess
 from meshwise.rehearsal.places import OutOfTime, until
 from meshwise.spec.errors import PlanError, UsageError
@@ -26,6 +27,8 @@ SLOWER = "slower than the first even at the peak rate of its devices"
 UNLIKELY = 1.25
 """Times the best step: plans of which more is expected are not rehearsed."""
 MOST_TRACED = 7
+SOON = 2 * MOST_TRACED
+"""Microbatches on a stage that are traced of a plan that may be the first: any without stages."""
 SIMPLER = 0.04
 """By how much a plan with twice as many microbatches, stages or parts of layers must be faster to come first."""
 FIRST = 5
@@ -153,15 +156,16 @@ class _Searching:
             return False
         return self._likely(plan)[0] or self._guess(plan).seconds > UNLIKELY * best
 
-    def _likely(self, plan: Plan) -> tuple[bool, bool, float, float]:
-        """Smaller is better: what has room first, of it at first what splits no layers, then the fastest, of those that
-        are alike the simpler one; what has none, by its memory."""
+    def _likely(self, plan: Plan) -> tuple[bool, int, float, float]:
+        """Smaller is better: what has room first, of it at first what splits no layers and is rehearsed soon, then
+        the fastest, of those that are alike the simpler one; what has none, by its memory."""
         assert self._guess is not None
         guess = self._guess(plan)
         over = guess.memory > self._room
         parts = plan.tensor * plan.pipeline
         simple = guess.seconds * (1 + SIMPLER * math.log2(parts * plan.accumulate))
-        return over, not self.estimates and parts > 1, guess.memory if over else simple, guess.memory
+        later = 0 if self.estimates else (parts > 1) + (_parts_traced(plan) > SOON)
+        return over, later, guess.memory if over else simple, guess.memory
 
     def _fitting(self) -> list[Estimate]:
         return [each for each in self.estimates.values() if each.memory.verdict not in (TOO_LARGE, TOO_CLOSE)]
@@ -236,9 +240,9 @@ class _Searching:
 
 
 def _parts_traced(plan: Plan) -> int:
-    """How often a rehearsal runs the model, about: microbatches on each stage, of many without stages a few."""
-    several = plan.accumulate * plan.pipeline if plan.pipeline > 1 else min(plan.accumulate, MOST_TRACED)
-    return several * (2 if plan.tensor > 1 else 1)
+    """How often a rehearsal runs the model, about: microbatches on each stage, of many a few."""
+    few = microbatches_of(plan)
+    return (plan.accumulate if few is None else 2 * few + 1) * plan.pipeline * (2 if plan.tensor > 1 else 1)
 
 
 def _needs(estimate: Estimate, share: float) -> bool:
