@@ -37,6 +37,7 @@ class Case:
     resume: str | None = None
     stops: int = 0
     model: Any = None
+    stream: bool = False
 
 
 class Classes(L.LightningModule):
@@ -62,6 +63,7 @@ class Classes(L.LightningModule):
         self.log("most", logits.max(), reduce_fx="max", on_epoch=True, on_step=True)
         self.log("ones", (y == 1).double().sum(), reduce_fx="sum", on_epoch=True, on_step=False)
         self.log("seen", self.seen(logits, y), on_step=True, on_epoch=False)
+        self.log("penalty", sum(p.square().sum() for p in self.parameters()))
         return {"loss": loss}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
@@ -72,6 +74,9 @@ class Classes(L.LightningModule):
         logits = self(x)
         self.auroc.update(logits, y)
         self.mean(F.cross_entropy(logits, y))
+        self.log("val_correct", (logits.argmax(1) == y).sum().double())
+        self.log("val_sum", F.cross_entropy(logits, y, reduction="sum") / 7)
+        self.log("val_least", -logits.amax(1).min(), batch_size=4)
         self.log_dict({"val_loss": F.cross_entropy(logits, y), "val_auroc": self.auroc, "val_mean": self.mean})
 
     def on_validation_epoch_end(self) -> None:
@@ -107,6 +112,10 @@ class Weighted(Classes):
         self.log("loss", loss, on_epoch=True)
         return loss
 
+    def test_step(self, batch: Any, index: int) -> None:
+        loss = F.cross_entropy(self(batch[0]), batch[1], weight=torch.tensor([1.0, 2.0, 5.0]).double())
+        self.log("test_loss", loss)
+
 
 class Manual(Classes):
     """Steps itself."""
@@ -134,6 +143,13 @@ def data(count: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 3, generator=generator, dtype=torch.float64)
     return TensorDataset(x, x.argmax(1))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Of unknown length."""
+
+    def __iter__(self) -> Any:
+        return iter(data(27, 1))
 
 
 class Kept(L.pytorch.loggers.Logger):
@@ -165,18 +181,21 @@ class Stop(L.pytorch.Callback):
 
 def train(case: Case) -> dict[str, Any]:
     """What a run leaves."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return _train(case)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _train(case)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def _train(case: Case) -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
     L.seed_everything(5, verbose=False)
     logger = Kept()
     saves = L.pytorch.callbacks.ModelCheckpoint(case.folder, monitor="val_loss", save_top_k=1, save_last=True)
     early = L.pytorch.callbacks.EarlyStopping("val_loss", patience=3)
-    common = {"max_epochs": 3, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1, "deterministic": False,
+    common = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1, "deterministic": False,
               "enable_progress_bar": False, "enable_model_summary": False}  # fmt: skip
     callbacks = [saves, early, *([Stop(case.stops)] if case.stops else [])]
     trainer = L.Trainer(**{**common, **case.options}, logger=logger, callbacks=callbacks, default_root_dir=case.folder)
@@ -185,6 +204,8 @@ def _train(case: Case) -> dict[str, Any]:
         default_engine().gate = StepGate()
     model = case.model()
     loader, test = DataLoader(data(27, 1), batch_size=5, shuffle=True), DataLoader(data(11, 2), batch_size=4)
+    if case.stream:
+        loader, test = DataLoader(Stream(), batch_size=5), DataLoader(Stream(), batch_size=4)
     try:
         trainer.fit(model, loader, test, ckpt_path=case.resume)
     except SystemExit:
@@ -235,7 +256,7 @@ def test_every_value_is_that_of_one_device(pool: Any, tmp_path: Path) -> None:
 
 
 def test_a_loss_is_weighed_by_what_it_is_over(pool: Any, tmp_path: Path) -> None:
-    equal(pool, tmp_path / "sum", (2,), model=Summed, options={"gradient_clip_val": 2.0})
+    equal(pool, tmp_path / "sum", (2,), model=Summed, stream=True, options={"accumulate_grad_batches": 4})
     equal(pool, tmp_path / "weights", (3,), model=Weighted, options={"val_check_interval": 3})
 
 

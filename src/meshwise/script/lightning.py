@@ -26,7 +26,7 @@ from torch import nn
 
 from meshwise.compat.lightning_parts import logs_with, take_place
 from meshwise.engine.engine import Engine
-from meshwise.script.lightning_strategy import StrategyOnRanks, refuse
+from meshwise.script.lightning_strategy import PrecisionOnRanks, StrategyOnRanks, refuse
 from meshwise.script.lightning_values import Ranks, ResultsOnRanks, in_front
 from meshwise.spec.errors import UsageError
 from meshwise.tracking import tracking
@@ -68,6 +68,7 @@ def distribute_lightning(
     connector, kept = logs_with(trainer)
     in_front(TrainerOnRanks, trainer, ranks)
     in_front(StrategyOnRanks, strategy, ranks)
+    in_front(PrecisionOnRanks, strategy.precision_plugin, ranks)
     in_front(ConnectorOnRanks, connector, ranks)
     in_front(LoopOnRanks, trainer.fit_loop.epoch_loop.automatic_optimization, ranks)
     for results in kept:

@@ -62,6 +62,12 @@ class MetricOnRanks:
         finally:
             ranks.inside = False
 
+    def forward(self, *args: Any, **options: Any) -> Any:
+        value = super().forward(*args, **options)  # type: ignore[misc]
+        if self.meshwise.looks is not None and isinstance(value, Tensor):
+            self.meshwise.looks.is_whole(value)
+        return value
+
     def sync(self, *args: Any, **options: Any) -> None:
         """Every rank has all rows already."""
 

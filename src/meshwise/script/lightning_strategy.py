@@ -17,12 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from meshwise.compat.lightning_parts import accumulates, run_closure
+from meshwise.compat.tree import map_kind
 from meshwise.data.wrapped_loader import loader_inside
 from meshwise.engine import steps
 from meshwise.recovery.collect import collected
 from meshwise.script.lightning_metrics import of_all, see_all_rows
 from meshwise.script.lightning_values import Ranks, logging, loss_kind
 from meshwise.script.over_ranks import gather_over_ranks, mean_over_ranks
+from meshwise.script.trainer_loader import Reader
 from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
 from meshwise.workers.join import rank_context
@@ -124,8 +126,6 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         shared = LoaderOnRanks(ranks.share(dataloader), ranks)
         if isinstance(shared.batch_size, int):
             ranks.sizes.add(shared.batch_size)
-        if shared.length is None:
-            refuse(ranks, "a loader whose length is not known", "give its data set a __len__")
         if ranks.trainer.training and ranks.states:
             shared.load_state_dict(ranks.states.pop(0))
         return shared
@@ -134,7 +134,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
     def training_step(self: Any, *args: Any, **options: Any) -> Any:
         ranks = self.meshwise
-        with logging(ranks, self.lightning_module):
+        with logging(ranks, self.lightning_module, "training_step"):
             result = super().training_step(*args, **options)  # type: ignore[misc]
         if result is None:
             refuse(ranks, "a training_step that returns None", "give a loss of 0 * output.sum()")
@@ -144,11 +144,11 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         return result
 
     def validation_step(self: Any, *args: Any, **options: Any) -> Any:
-        with logging(self.meshwise, self.lightning_module, gradients=False):
+        with logging(self.meshwise, self.lightning_module, "validation_step"):
             return super().validation_step(*args, **options)  # type: ignore[misc]
 
     def test_step(self: Any, *args: Any, **options: Any) -> Any:
-        with logging(self.meshwise, self.lightning_module, gradients=False):
+        with logging(self.meshwise, self.lightning_module, "test_step"):
             return super().test_step(*args, **options)  # type: ignore[misc]
 
     def predict_step(self, *args: Any, **options: Any) -> Any:
@@ -203,26 +203,59 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         super().on_exception(exception)  # type: ignore[misc]
         trainer, saves = self.meshwise.trainer, self.meshwise.trainer.checkpoint_callback
         if self.meshwise.engine.stopped and trainer.state.fn == "fit" and getattr(saves, "dirpath", None):
+            if trainer.validating:  # made again as a whole: as if its first batch had been cut
+                progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+                for each in (progress.total, progress.current):
+                    each.reset()
+                    each.ready = each.started = 1
             trainer.save_checkpoint(Path(saves.dirpath) / f"last{saves.FILE_EXTENSION}")
+
+
+class _Ahead:
+    """A loop over a loader whose length is not known: Lightning reads a batch ahead, to know the last one. It is given
+    places of batches, which `PrecisionOnRanks` reads when they are worked on: each has its own share then."""
+
+    def __init__(self, batches: Iterator[Any], reader: Reader) -> None:
+        self._batches, self._reader, self._given = batches, reader, 0
+
+    def __iter__(self) -> _Ahead:
+        return self
+
+    def __next__(self) -> _Ahead:
+        if len(self._reader.ahead.look(self._given + 1)) <= self._given:
+            raise StopIteration
+        self._given += 1
+        return self
+
+    def read(self) -> Any:
+        """The next of the batches whose place was given."""
+        self._given -= 1
+        return next(self._batches)
+
+
+class PrecisionOnRanks:
+    """In front of the class of a precision plugin, which is the first to have a batch."""
+
+    meshwise: Ranks
+
+    def convert_input(self, data: Any) -> Any:
+        return super().convert_input(map_kind(_Ahead, _Ahead.read, data))  # type: ignore[misc]
 
 
 class LoaderOnRanks:
     """A distributed loader as Lightning reads it: its loops are ended here, since Lightning leaves them by counting."""
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
-        self._loader, self._ranks = loader, ranks
+        self._loader, self._ranks, self._reader = loader, ranks, None
+        with contextlib.suppress(TypeError):
+            len(loader)
+            return
+        self._reader = loader.wrapper = Reader()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
-
-    @property
-    def length(self) -> int | None:
-        """Its batches, where they are known."""
-        with contextlib.suppress(TypeError):
-            return len(self._loader)
-        return None
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -230,7 +263,7 @@ class LoaderOnRanks:
     def __iter__(self) -> Iterator[Any]:
         batches: Iterator[Any] = iter(self._loader)
         self._ranks.open[bool(self._ranks.trainer.training)].add(batches)
-        return batches
+        return batches if self._reader is None else _Ahead(batches, self._reader)
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is; at the end of an epoch, at the beginning of the next."""

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.autograd.loss_graph import adds_rows, cross_entropy_means, summed_loss
+from meshwise.compat import compiling
 from meshwise.engine.engine import Engine
+from meshwise.script.lightning_kinds import MAX, MEAN, MIN, OTHER, SUM, Kinds
 from meshwise.script.over_ranks import joined
 from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
@@ -39,6 +41,10 @@ OF_ONE_RANK = (
     "Log it in the step, or use a metric of torchmetrics, or self.all_gather(torch.cat(rows)) before it is computed; "
     "or say reduce_fx='sum'."
 )
+NO_MEAN = (
+    "Lightning: self.log({name!r}) is no mean, sum, largest or smallest of the rows of a batch, as far as it can be "
+    "told: of several devices it is the mean over their rows. For that of one device use a metric of torchmetrics."
+)
 TWO = (
     "Lightning: the loss has {count} cross entropies that are means over other items than samples, so it is not known "
     "how the parts of several devices add up. Compute a mean over samples, or write a loop with mw.backward(weight=)."
@@ -54,7 +60,8 @@ def in_front(front: type, thing: Any, ranks: Ranks) -> None:
 
 @dataclass(frozen=True)
 class Logged:
-    """A value of a step. size: its batch_size, and whether the program gave that. weight: what it is a mean over."""
+    """A value of a step. size: its batch_size, and whether the program gave that. weight: what it is a mean over.
+    logs: hook and name."""
 
     results: Any
     key: str
@@ -62,6 +69,7 @@ class Logged:
     size: int
     given: bool
     weight: Tensor | None
+    logs: tuple[str, str]
 
 
 @dataclass(eq=False)
@@ -69,9 +77,10 @@ class Ranks:
     """What the classes of ours in front of Lightning's share.
 
     add, share: see `distribute_lightning`. loss: of all ranks, of the newest backward. kind: of losses. said: the
-    weight and the reduction of the newest. open: loops
-    over loaders, of training or not. states: of loaders, from a checkpoint. sizes: batch sizes of the loaders.
-    items: what the value that is being logged is a mean over. inside: a metric is being updated.
+    weight and the reduction of the newest. open: loops over loaders, of training or not. states: of loaders, from a
+    checkpoint. sizes: batch sizes of the loaders. items: what the value that is being logged is a mean over; logs: its
+    hook and name; kinds: of all by these. looks: at the first batch of a hook; looked: in which hooks. inside: a
+    metric is being updated.
     """
 
     engine: Engine
@@ -82,6 +91,7 @@ class Ranks:
     kind: str | None = None
     said: tuple[Tensor | None, str | None] = (None, None)
     items: Tensor | None = None
+    logs: tuple[str, str] = ("", "")
     inside: bool = False
     states: list[dict[str, Any]] = field(default_factory=list)
     sizes: set[int] = field(default_factory=set)
@@ -89,6 +99,8 @@ class Ranks:
     def __post_init__(self) -> None:
         self.open: dict[bool, WeakSet[Any]] = {True: WeakSet(), False: WeakSet()}
         self.pending: list[Logged] = []
+        self.looked, self.kinds = set[str](), dict[tuple[str, str], str]()
+        self.looks: Kinds | None = None
         self.told: list[Tensor] = []  # what was logged alone
 
     @property
@@ -118,6 +130,21 @@ class Ranks:
                 batches.close()
             self.open[kind].clear()
 
+    def agree(self, hook: str) -> None:
+        """What the values of a hook are, as the rank with most rows has seen it. Collective."""
+        own = {name: kind for (where, name), kind in self.kinds.items() if where == hook}
+        _, found = max(collectives.gather_objects((self.rows, own)), key=lambda each: each[0])
+        self.kinds.update(((hook, name), kind) for name, kind in found.items())
+        for name in [name for name, kind in found.items() if kind == OTHER]:
+            self.engine.notify(NO_MEAN.format(name=name))
+
+    def joined_by(self, each: Logged) -> str:
+        """How the values of the ranks are one."""
+        meta, kind = each.results[each.key].meta, self.kinds.get(each.logs)
+        if meta.is_mean_reduction:
+            return kind if kind in (SUM, MAX, MIN) else MEAN
+        return MAX if meta.is_max_reduction else MIN if meta.is_min_reduction else SUM
+
     def flush(self, *, always: bool = False) -> None:
         """Hand what was logged to Lightning, joined over the ranks. Collective, if anything was logged or `always`."""
         if self.alone:
@@ -146,14 +173,9 @@ class Ranks:
         if abs(float(sums[0, 0]) - ranks * told) > 1e-9 or abs(float(sums[0, 1]) - ranks * told**2) > 1e-9:
             raise UsageError(OTHERS.format(names="; ".join(map(str, collectives.gather_objects(names)))))
         for each, (weighed, weight, size, sized, counted) in zip(some, sums[1:], strict=False):
-            meta, own = each.results[each.key].meta, each.value
+            by, own = self.joined_by(each), each.value
             whole = self.engine.part.total if self.engine.part is not None else 1
-            if meta.is_mean_reduction:
-                value = weighed / weight
-            elif meta.is_sum_reduction:
-                value = weighed
-            else:
-                value = extreme(self, own, "max" if meta.is_max_reduction else "min")
+            value = weighed / weight if by == MEAN else weighed if by == SUM else extreme(self, own, by)
             said = size if not each.given or each.size not in (whole, *self.sizes) else torch.full_like(size, each.size)
             size = torch.where(sized == counted, torch.full_like(size, whole), said)
             value = joined(
@@ -167,10 +189,10 @@ def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
     has = ranks.samples > 0
     fits = each.size == ranks.rows
     of_items = each.given and not fits and each.size not in (*ranks.sizes, getattr(ranks.engine.part, "total", 1))
-    meta, value = each.results[each.key].meta, each.value.detach().double().to(device).reshape(())
+    value = each.value.detach().double().to(device).reshape(())
     weight: Any = each.weight if each.weight is not None else each.size if of_items else ranks.samples
     weight = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(()) * has
-    weight = weight if meta.is_mean_reduction else torch.full_like(value, has)
+    weight = weight if ranks.joined_by(each) == MEAN else torch.full_like(value, has)
     rest = [torch.full_like(value, number) for number in (each.size * has, fits * has, has)]
     return torch.stack([torch.where(weight != 0, value * weight, 0), weight, *rest])
 
@@ -190,13 +212,14 @@ class ResultsOnRanks:
     meshwise: Ranks
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
-        self._of = options.get("batch_size") is not None, self.meshwise.items
+        self._of = options.get("batch_size") is not None, self.meshwise.items, self.meshwise.logs
         if not self.meshwise.alone:
             options |= {"sync_dist": True, "sync_dist_fn": _as_it_is}  # or Lightning says that nothing is summed
         super().log(fx, name, value, *args, **options)  # type: ignore[misc]
 
     def update_metrics(self: Any, key: str, value: Any, batch_size: int) -> None:
         ranks = self.meshwise
+        value = ranks.engine.program.plain(value) if isinstance(value, Tensor) else value
         if ranks.alone or not isinstance(value, Tensor):
             self.take(key, value, batch_size)
             if isinstance(value, Tensor):
@@ -259,42 +282,55 @@ def _items_of(loss: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def logging(ranks: Ranks, module: Any, *, gradients: bool = True) -> Iterator[None]:
-    """Around a step of a Lightning module: what it logs is joined over the ranks at its end. gradients: whether a loss
-    has a graph, which tells what it is a mean over; else its cross entropy is asked."""
+def logging(ranks: Ranks, module: Any, hook: str) -> Iterator[None]:
+    """Around a step of a Lightning module: what it logs is joined over the ranks at its end."""
     if ranks.alone:
         yield
         ranks.flush()
         return
-    asked = functools.partial(_cross_entropy, ranks, F.cross_entropy)
-    asking = contextlib.nullcontext() if gradients else mock.patch.object(F, "cross_entropy", asked)
-    module.__dict__["log"] = functools.partial(_log, ranks, module.log)
+    counting: Any = contextlib.nullcontext()
+    if hook != "training_step":  # whose losses have a graph
+        counting = mock.patch.object(F, "cross_entropy", _counting(ranks, F.cross_entropy))
+    looks = ranks.looks = None if hook in ranks.looked or compiling.is_used() else Kinds(ranks.rows)
+    ranks.looked.add(hook)
+    module.__dict__["log"] = functools.partial(_log, ranks, hook, module.log)
     try:
-        with asking:
+        with counting, ranks.looks or contextlib.nullcontext():
             yield
     finally:
         del module.__dict__["log"]
+        ranks.looks = None
+    if looks is not None:
+        ranks.agree(hook)
     ranks.flush(always=True)
 
 
-def _log(ranks: Ranks, log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
-    """`self.log`, with what a loss is a mean over, which what is logged tells no more."""
-    ranks.items = getattr(value, ITEMS, None)
+def _log(ranks: Ranks, hook: str, log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
+    """`self.log`, with what a value is of its rows, which what is logged tells no more."""
+    ranks.items = getattr(value, ITEMS, None)  # of a loss without a graph
     if isinstance(value, Tensor) and value.grad_fn is not None and _is_of_items(ranks, value):
         ranks.items = _items_of(value)
+    if ranks.looks is not None and isinstance(value, Tensor):
+        ranks.kinds[hook, name] = MEAN if ranks.items is not None else ranks.looks.of(value)
+    ranks.logs = hook, name
     try:
         log(name, value, *args, **options)
     finally:
-        ranks.items = None
+        ranks.items, ranks.logs = None, ("", "")
 
 
-def _cross_entropy(ranks: Ranks, function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """torch's, which keeps how many items its mean is over, where those are no samples."""
-    given = inspect.signature(function).bind(*args, **options)
-    given.apply_defaults()
-    loss, target, weight = function(*args, **options), given.arguments["target"], given.arguments["weight"]
-    counts = given.arguments["reduction"] == "mean" and not target.is_floating_point()
-    if counts and (target.numel() != ranks.rows or weight is not None):
-        counted = target[target != given.arguments["ignore_index"]]
-        setattr(loss, ITEMS, counted.new_tensor(counted.numel()) if weight is None else weight[counted].sum())
-    return loss
+def _counting(ranks: Ranks, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch's cross entropy, which keeps how many items its mean is over, where those are no samples."""
+
+    @functools.wraps(function)
+    def cross_entropy(*args: Any, **options: Any) -> Tensor:
+        given = inspect.signature(function).bind(*args, **options)
+        given.apply_defaults()
+        loss, target, weight = function(*args, **options), given.arguments["target"], given.arguments["weight"]
+        counts = given.arguments["reduction"] == "mean" and not target.is_floating_point()
+        if counts and (target.numel() != ranks.rows or weight is not None):
+            counted = target[target != given.arguments["ignore_index"]]
+            setattr(loss, ITEMS, counted.new_tensor(counted.numel()) if weight is None else weight[counted].sum())
+        return loss
+
+    return cross_entropy

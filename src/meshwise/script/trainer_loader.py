@@ -34,7 +34,7 @@ class _Ahead:
         return list(self._waiting)[:count]
 
 
-class _Reader:
+class Reader:
     """A `Wrapper` of a distributed loader that lets its Trainer look ahead."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class TrainerLoader:
     def __init__(self, loader: DistributedLoader, state: Any) -> None:
         """state: accelerate's, which knows the loop that is at its end."""
         self._loader, self._state, self.skipped = loader, state, 0
-        self._reader = loader.wrapper = _Reader()  # type: ignore[assignment]
+        self._reader = loader.wrapper = Reader()  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -81,7 +81,7 @@ class TrainerLoader:
 class _Epoch:
     """A loop over a loader."""
 
-    def __init__(self, loader: TrainerLoader, batches: Iterator[Any], reader: _Reader, state: Any) -> None:
+    def __init__(self, loader: TrainerLoader, batches: Iterator[Any], reader: Reader, state: Any) -> None:
         self._loader, self._batches, self._reader, self._state = loader, batches, reader, state
         loader.end_of_dataloader = False
         loop_begins(state, loader)

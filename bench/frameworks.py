@@ -1,0 +1,210 @@
+"""Published Lightning scripts on one, two and three devices, and resumed, beside the same script on one.
+
+    python bench/frameworks.py ORIGINALS [--only WORD] [--anew]
+
+ORIGINALS: a folder with the repositories of `frameworks_scripts.py` at their commits, each under its own name; foreign
+code is run and never kept here. Everything is float64, on CPU workers with one thread each; downloads and plots are
+replaced (`frameworks_probe.py`). The norm of the gradient and the loss of each step, the metrics of each epoch, fit and
+test, and the weights at the end are compared: of plain python and one device with meshwise, where nothing is drawn in a
+step; of one device with meshwise and two, three, and two that are stopped by Ctrl-C and go on as three. What
+torchmetrics computes in float32 (an accuracy) may be 1e-6 apart.
+
+Claim: every script has the figures of one device within 1e-9 (relative), or is refused by name; none is wrong, hangs or
+ends in a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from foreign import ROOT, edited, installed, sentence, started, weights_apart
+from frameworks_probe import STOP, write_folders
+from frameworks_scripts import MW, SCRIPTS, Script
+from keep import RESULTS, keep
+
+BOUND = 1e-9
+PLAIN, ONE, RESUMED = "plain", "1", "2, stopped, then 3"
+PAIRS = (PLAIN, ONE, "2", "3", RESUMED)
+VERSIONS = ("torch", "lightning", "torchmetrics", "torchvision")
+
+
+def prepared(script: Script, originals: Path, folder: Path, pair: str) -> dict[str, dict[str, int]]:
+    """The script in a folder of its own; gives the lines that were replaced, and those that meshwise asked for."""
+    folder.mkdir(parents=True)
+    name = Path(script.path).name
+    shutil.copy(originals / script.source[0].partition("/")[2] / script.path, folder / name)
+    for each in ("frameworks_probe.py", "torchvision_ops.py"):
+        shutil.copy(Path(__file__).with_name(each), folder)
+    if script.folders:
+        write_folders(str(folder / "pictures"))
+    lines = {"small": edited(folder, tuple((name, old, new) for old, new in script.small))}
+    if pair != PLAIN:
+        lines["ours"] = edited(folder, tuple((name, old, new) for old, new in script.ours))
+        lines["ours"]["added"] += 1
+    if pair == RESUMED:
+        lines["kept"] = edited(folder, tuple((name, old, new) for old, new in script.kept))
+    begin = ["import torch", "torch.set_default_dtype(torch.float64)", "torch.manual_seed(0)"]
+    begin += [f"import frameworks_probe; frameworks_probe.begin({script.package!r})"]
+    begin += [MW] if pair != PLAIN else []
+    (folder / name).write_text("\n".join([*begin, (folder / name).read_text()]))
+    return lines
+
+
+def run(script: Script, pair: str, originals: Path, folder: Path) -> dict[str, Any]:
+    """A pair: its exit codes, what it printed, and what it told."""
+    lines = prepared(script, originals, folder, pair)
+    words = [Path(script.path).name, *script.arguments.split()]
+    if pair == PLAIN:
+        words[1:1] = script.subcommand.split()
+        code, output = started([sys.executable, *words], folder, ROOT / "src")
+        return {"codes": [code], "output": output, "told": told(folder), "lines": lines}
+    command = [sys.executable, "-m", "meshwise", "run", "--out", "runs", *script.options.split()]
+    if pair != RESUMED:
+        code, output = started([*command, "--devices", f"{pair}xcpu", *words], folder, ROOT / "src")
+        return {"codes": [code], "output": output, "told": told(folder), "lines": lines}
+    os.environ[STOP] = str(script.stop)
+    hold = ["--fault", f"slow 300ms:rank=0,step={script.stop}"]  # so that the signal comes before the end
+    code, output = started([*command, "--devices", "2xcpu", *hold, *words], folder, ROOT / "src", script.stop)
+    del os.environ[STOP]
+    (folder / "probe.jsonl").unlink(missing_ok=True)
+    for each in folder.glob("weights-*.pt"):
+        each.unlink()
+    again, more = started([*command, "--devices", "3xcpu", *words], folder, ROOT / "src")
+    return {"codes": [code, again], "output": f"{output}\n{more}", "told": told(folder), "lines": lines}
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """What the probe has written."""
+    path = folder / "probe.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def numbers(line: dict[str, Any]) -> dict[str, float]:
+    """Those of a line, by name."""
+    flat = {key: value for key, value in line.items() if not isinstance(value, dict)}
+    return flat | {
+        f"{key} {name}": x for key, value in line.items() if isinstance(value, dict) for name, x in value.items()
+    }
+
+
+def apart(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[float | None, str]:
+    """The largest relative difference and its name, of float32 a thousandth; None where other things were told."""
+    largest, where = 0.0, ""
+    if len(one) != len(other):
+        return None, f"{len(one)} and {len(other)} lines"
+    rounded = BOUND / 1e-6  # what a metric of torchmetrics gives in float32
+    for a, b in zip(map(numbers, one), map(numbers, other), strict=True):
+        if a.keys() != b.keys():
+            return None, f"{sorted(a.keys() ^ b.keys())}"
+        for name in a:
+            by = (
+                abs(a[name] - b[name])
+                / max(abs(a[name]), 1e-12)
+                * (rounded if "float32" in name or name.endswith("acc") else 1)
+            )
+            if not by <= largest and not (a[name] != a[name] and b[name] != b[name]):
+                largest, where = by, f"{name} at step {a.get('step', '–')}"
+    return largest, where
+
+
+def judged(script: Script, pair: str, done: dict[str, Any], reference: dict[str, Any], at: tuple[Path, Path]) -> Any:
+    """The outcome of a pair, and its figures."""
+    codes, output = done["codes"], done["output"]
+    if -1 in codes:
+        return {"outcome": "HANG", "said": output[-1500:]}
+    if pair == RESUMED and codes != [130, 0]:
+        return {"outcome": "WRONG", "codes": codes, "said": output[-2500:]}
+    if codes[-1]:
+        said = re.sub(r"/\S*/(?=lightning/pytorch)", "", sentence(output))
+        refused = bool(script.refused) and script.refused in output
+        return {"outcome": "refused" if refused else "CRASH", "said": said if refused else output[-2500:]}
+    mine, want = done["told"], reference["told"]
+    if pair == RESUMED:
+        want = since(mine, want)
+    largest, where = apart(want, mine)
+    names = sorted(path.name for path in at[0].glob("weights-*.pt"))
+    weights = [weights_apart(at[0] / name, at[1] / name) for name in names]
+    found = {"told": len(mine), "apart": largest, "where": where, "weights apart": max(weights, default=0.0)
+             if None not in weights else None}  # fmt: skip
+    if pair == ONE and (script.options or script.draws):
+        return {"outcome": "other draws"}
+    right = all(found[key] is not None and found[key] <= BOUND for key in ("apart", "weights apart"))
+    return {"outcome": "equal" if right else "WRONG", **found, **({} if right else {"said": output[-1500:]})}
+
+
+def since(mine: list[dict[str, Any]], want: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of a whole run that one tells too which goes on; the means of the epoch that was cut left out."""
+    begin = len(want) - len(mine)
+    want = [dict(line) for line in want[max(begin, 0) :]]
+    if len(mine) != len(want):
+        return want
+    for own, line in zip(mine, want, strict=True):
+        if "epoch" in own:
+            break
+        if "test" in own:  # what was logged before the run was cut is not there
+            both = line["test"].keys() & own["test"].keys()
+            line["test"], own["test"] = ({n: x for n, x in each["test"].items() if n in both} for each in (line, own))
+    cut = next(i for i, line in enumerate(want) if "epoch" in line)
+    for line in (want[cut], mine[cut]):
+        kept = {n: x for n, x in line["metrics"].items() if not n.startswith("train") and not n.endswith("epoch")}
+        line["metrics"] = kept
+    return want
+
+
+def main() -> None:
+    """Measure, keep after each pair, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("originals", type=Path)
+    parser.add_argument("--only", default="", help="scripts with this in their name")
+    parser.add_argument("--anew", action="store_true", help="run known pairs again")
+    given = parser.parse_args()
+    path = RESULTS / "frameworks.json"
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    result.pop("machine", None)
+    result["claim"] = " ".join((__doc__ or "").partition("Claim: ")[2].split())
+    result["versions"] = {name: installed(name) for name in VERSIONS} | {"python": sys.version.split()[0]}
+    found: dict[str, Any] = result.setdefault("scripts", {})
+    for name, script in SCRIPTS.items():
+        if given.only not in name:
+            continue
+        one = found.setdefault(name, {"source": f"{script.source[0]} {script.path} at {script.source[1]}", "pairs": {}})
+        with tempfile.TemporaryDirectory(prefix="frameworks") as folder:
+            measure(script, given, Path(folder), one, lambda: keep("frameworks", result))
+    for name, one in found.items():
+        print(f"{name:30}", {pair: (each["outcome"], each.get("apart")) for pair, each in one["pairs"].items()})
+
+
+def measure(script: Script, given: argparse.Namespace, at: Path, one: dict[str, Any], kept: Any) -> None:
+    """The pairs of a script that are not known yet."""
+    done: dict[str, Any] = {}
+    if not given.anew and all(pair in one["pairs"] for pair in PAIRS):
+        return
+    for pair in PAIRS:
+        if pair == RESUMED and not script.kept:
+            continue
+        folder = at / pair.replace(", ", "-") / "here"
+        done[pair] = run(script, pair, given.originals.resolve(), folder)
+        if pair == PLAIN:
+            right = done[pair]["codes"] == [0] and done[pair]["told"]
+            verdict: Any = {"outcome": "ran" if right else "CRASH"} | (
+                {} if right else {"said": done[pair]["output"][-2500:]}
+            )
+        else:
+            beside = PLAIN if pair == ONE else ONE
+            verdict = judged(script, pair, done[pair], done[beside], (at / beside / "here", folder))
+        one["pairs"][pair] = verdict
+        one.setdefault("lines of code", {}).update(done[pair]["lines"])
+        print(script.path, pair, verdict, flush=True)
+        kept()
+
+
+if __name__ == "__main__":
+    main()
