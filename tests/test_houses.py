@@ -40,7 +40,13 @@ OF_HOUSES = (
 )
 """Tests of a house, of all commands, of all files."""
 USE_A_HOUSE = (
-    *("engine/test_held_bytes.py", "job/test_last_step.py", "old/test_old.py", "splits/test_split_levels.py"),
+    *(
+        "process/test_scratch_files.py",
+        "engine/test_held_bytes.py",
+        "job/test_last_step.py",
+        "old/test_old.py",
+        "splits/test_split_levels.py",
+    ),
     *(f"parallel/test_{name}.py" for name in ("complex", "expert_list", "experts", "pipeline")),
     *("parallel/test_torch_utilities.py", "parallel/test_trial.py", "transfer/test_faults_collectives.py"),
 )

@@ -116,7 +116,7 @@ def test_a_state_of_another_model_is_told_and_changes_nothing(there: nn.Module, 
     before = {name: tensor.clone() for name, tensor in here.state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
         unpack(state, pack(make(model=there)))
-    assert "of another model" in str(caught.value) and says in str(caught.value)
+    assert "belongs to another model" in str(caught.value) and says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert all(tensor.equal(before[name]) for name, tensor in here.state_dict().items())
 
@@ -126,7 +126,7 @@ def test_a_state_of_another_optimizer_is_told(there: type[Optimizer], here: type
     saved, state = make(there), make(here)
     with pytest.raises(CheckpointError) as caught:
         unpack(state, pack(saved))
-    assert f"of another optimizer: {there.__name__} there and {here.__name__} here" in str(caught.value)
+    assert f"belongs to another optimizer: {there.__name__} there and {here.__name__} here" in str(caught.value)
 
 
 def test_a_state_of_other_parameter_groups_is_told() -> None:
@@ -134,7 +134,7 @@ def test_a_state_of_other_parameter_groups_is_told() -> None:
         first, *rest = parameters
         return Adam([{"params": [first]}, {"params": rest}], lr=lr)
 
-    with pytest.raises(CheckpointError, match="of another optimizer"):
+    with pytest.raises(CheckpointError, match="belongs to another optimizer"):
         unpack(make(Adam), pack(make(grouped)))
 
 
