@@ -273,7 +273,7 @@ def test_parameters_of_no_distributed_model_are_refused(pool: Any) -> None:
             mw.backward(nn.functional.cross_entropy(other(model(x)), y))
             optimizer.step()
 
-    for alone, words in ((False, "of one rank alone"), (True, "holds no parameter of a model that was")):
+    for alone, words in ((False, "from one rank alone"), (True, "holds no parameter of a model that was")):
         said = refused(pool, case, mw.Plan(data=2), alone)
         assert said.startswith("UsageError: ") and words in said
     said = refused(pool, case, PLANS["shard"], False)
