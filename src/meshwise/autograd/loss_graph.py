@@ -211,6 +211,11 @@ def cross_entropy_means(loss: Tensor) -> list[tuple[Tensor, int, bool]]:
     return found
 
 
+def is_of_items(loss: Tensor, rows: int) -> bool:
+    """Whether a cross entropy in it is a mean over other items than its rows."""
+    return any(targets != rows or weighed for _, targets, weighed in cross_entropy_means(loss))
+
+
 def _count(target: Tensor, counted: float, ignored: int) -> str:
     """What gives the number of targets that count, in the names of the program's own lines where it has such."""
     frame = user_frame()

@@ -26,13 +26,14 @@ from torch import nn
 
 from meshwise.compat.lightning_parts import logs_with, take_place
 from meshwise.engine.engine import Engine
+from meshwise.script.in_front import in_front, is_made_from
 from meshwise.script.lightning_strategy import PrecisionOnRanks, StrategyOnRanks, refuse
-from meshwise.script.lightning_values import Ranks, ResultsOnRanks, in_front
+from meshwise.script.lightning_values import Ranks, ResultsOnRanks
 from meshwise.spec.errors import UsageError
 from meshwise.tracking import tracking
 from meshwise.workers.join import rank_context
 
-TRAINERS = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 ALONE = (
     "mw.distribute(trainer) of Lightning: {what} is refused: meshwise says how many devices there are "
     "(meshwise run --devices), and a plan divides the model (--plan). Write L.Trainer(devices=1) without strategy= and "
@@ -43,7 +44,7 @@ WHOLE = "Lightning: the batch_size of each DataLoader is of all {ranks} devices 
 
 def is_lightning(thing: Any) -> bool:
     """Whether it is Lightning's Trainer, or of a class made from it."""
-    return any(cls.__module__ in TRAINERS and cls.__name__ == "Trainer" for cls in type(thing).__mro__)
+    return is_made_from(thing, "Trainer", *MODULES)
 
 
 def distribute_lightning(

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.script.lightning_values import Ranks, extreme, in_front
-from meshwise.script.over_ranks import joined
+from meshwise.script.in_front import in_front, is_made_from
+from meshwise.script.lightning_values import Ranks, extreme
+from meshwise.script.over_ranks import joined, rows_of_all
 from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
 
@@ -29,16 +30,12 @@ SHAPES = (
 def see_all_rows(ranks: Ranks, model: nn.Module) -> None:
     """Let the metrics of a model see the rows of all ranks."""
     for module in model.modules():
-        if _is_metric(module) and not isinstance(module, MetricOnRanks):
+        if is_made_from(module, "Metric", "torchmetrics.metric") and not isinstance(module, MetricOnRanks):
             in_front(MetricOnRanks, module, ranks)
             metric: Any = module
             state = metric.__getstate__()
             del metric.__dict__["update"], metric.__dict__["compute"]
             metric.__setstate__(state)  # which wraps its methods again, now ours
-
-
-def _is_metric(module: nn.Module) -> bool:
-    return any(cls.__module__ == "torchmetrics.metric" and cls.__name__ == "Metric" for cls in type(module).__mro__)
 
 
 class MetricOnRanks:
@@ -118,7 +115,5 @@ def _rows(ranks: Ranks, tensor: Tensor, what: str) -> Tensor:
     told = collectives.all_gather(torch.tensor([len(mine), shape])).tolist()
     if any(other != shape for _, other in told):
         raise UsageError(SHAPES.format(what=what, shape=tuple(mine.shape[1:])))
-    most = max(count for count, _ in told)
-    filled = torch.cat([mine, mine.new_zeros((most - len(mine), *mine.shape[1:]))])
-    gathered = collectives.all_gather(filled.contiguous(), of=what)
-    return joined(ranks.engine, torch.cat([part[:count] for part, (count, _) in zip(gathered, told, strict=True)]))
+    counts = torch.tensor([[count] for count, _ in told])
+    return joined(ranks.engine, rows_of_all(mine, counts, ranks.engine.world.rank, of=what))

@@ -21,6 +21,7 @@ from meshwise.compat.tree import map_kind
 from meshwise.data.wrapped_loader import loader_inside
 from meshwise.engine import steps
 from meshwise.recovery.collect import collected
+from meshwise.script.in_front import REFUSED
 from meshwise.script.lightning_metrics import of_all, see_all_rows
 from meshwise.script.lightning_values import Ranks, logging, loss_kind
 from meshwise.script.over_ranks import gather_over_ranks, mean_over_ranks
@@ -31,7 +32,6 @@ from meshwise.workers.join import rank_context
 
 STATES = "meshwise"
 """What a checkpoint has besides: where its loaders are. Lightning itself can resume from it too."""
-REFUSED = "mw.distribute(trainer) on {ranks} devices: {what} is refused: {instead}."
 
 
 def refuse(ranks: Ranks, what: str, instead: str) -> None:

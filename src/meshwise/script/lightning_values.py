@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from meshwise.autograd.loss_graph import adds_rows, cross_entropy_means, summed_loss
+from meshwise.autograd.loss_graph import adds_rows, cross_entropy_means, is_of_items, summed_loss
 from meshwise.compat import compiling
 from meshwise.engine.engine import Engine
 from meshwise.script.lightning_kinds import MAX, MEAN, MIN, OTHER, SUM, Kinds
@@ -49,13 +49,6 @@ TWO = (
     "Lightning: the loss has {count} cross entropies that are means over other items than samples, so it is not known "
     "how the parts of several devices add up. Compute a mean over samples, or write a loop with mw.backward(weight=)."
 )
-
-
-def in_front(front: type, thing: Any, ranks: Ranks) -> None:
-    """Put a class of ours in front of that of a thing."""
-    cls = type(thing)
-    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "meshwise": ranks}
-    thing.__class__ = type(cls.__name__, (front, cls), names)
 
 
 @dataclass(frozen=True)
@@ -260,18 +253,13 @@ def loss_kind(ranks: Ranks, loss: Tensor) -> tuple[Tensor | None, str | None]:
     if ranks.alone:
         return None, None
     if ranks.kind is None:
-        own = (
-            "sum" if summed_loss(loss) or adds_rows(loss, ranks.rows) else "items" if _is_of_items(ranks, loss) else ""
-        )
+        items = "items" if is_of_items(loss, ranks.rows) else ""
+        own = "sum" if summed_loss(loss) or adds_rows(loss, ranks.rows) else items
         kinds = collectives.gather_objects(own)
         ranks.kind = next((kind for kind in ("sum", "items") if kind in kinds), "mean")
     if ranks.kind == "items":
         return _items_of(loss), None
     return None, ranks.kind
-
-
-def _is_of_items(ranks: Ranks, loss: Tensor) -> bool:
-    return any(targets != ranks.rows or weighed for _, targets, weighed in cross_entropy_means(loss))
 
 
 def _items_of(loss: Tensor) -> Tensor:
@@ -308,7 +296,7 @@ def logging(ranks: Ranks, module: Any, hook: str) -> Iterator[None]:
 def _log(ranks: Ranks, hook: str, log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
     """`self.log`, with what a value is of its rows, which what is logged tells no more."""
     ranks.items = getattr(value, ITEMS, None)  # of a loss without a graph
-    if isinstance(value, Tensor) and value.grad_fn is not None and _is_of_items(ranks, value):
+    if isinstance(value, Tensor) and value.grad_fn is not None and is_of_items(value, ranks.rows):
         ranks.items = _items_of(value)
     if ranks.looks is not None and isinstance(value, Tensor):
         ranks.kinds[hook, name] = MEAN if ranks.items is not None else ranks.looks.of(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -134,7 +135,8 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
         result = map_tensors(Tensor.detach, values)
     else:
         with _adding(engine, "mw.gather_samples", values):
-            result = map_tensors(lambda tensor: _gather(tensor.detach(), table, engine.world.rank), values)
+            gather = partial(rows_of_all, table=table, rank=engine.world.rank, of="mw.gather_samples")
+            result = map_tensors(lambda tensor: gather(tensor.detach()), values)
     for tensor in all_leaves(result):
         joined(engine, tensor)
     return result
@@ -181,13 +183,14 @@ def _check_rows(
     )
 
 
-def _gather(rows: Tensor, table: Tensor, rank: int) -> Tensor:
-    """The rows of all ranks, batch by batch, each in the order of ranks. table: (ranks, batches)."""
+def rows_of_all(rows: Tensor, table: Tensor, rank: int, *, of: str) -> Tensor:
+    """The rows of all ranks, batch by batch, each in the order of ranks. table: samples of (ranks, batches). of: what
+    is sent, for the report."""
     if int(table[rank].min()) == 0 and len(rows) == int(table[rank].clamp(min=1).sum()):  # some are padding
         rows = rows[torch.repeat_interleave(table[rank] > 0, table[rank].clamp(min=1)).to(rows.device)]
     most = int(table.sum(1).max())
     padded = torch.cat([rows, rows.new_zeros((most - len(rows), *rows.shape[1:]))])
-    gathered = collectives.all_gather(padded, of="mw.gather_samples").flatten(0, 1)
+    gathered = collectives.all_gather(padded, of=of).flatten(0, 1)
     begins = (table.cumsum(1) - table + most * torch.arange(len(table))[:, None]).T.flatten()
     counts = table.T.flatten()
     within = torch.arange(int(counts.sum())) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)

@@ -28,8 +28,9 @@ from torch import nn
 
 from meshwise.compat.accelerate_states import be_alone
 from meshwise.engine.engine import Engine
+from meshwise.script.in_front import REFUSED, in_front, is_made_from
 from meshwise.script.trainer_accelerator import AcceleratorOnRanks
-from meshwise.script.trainer_front import REFUSED, TRAINER, OnRanks
+from meshwise.script.trainer_front import TRAINER, OnRanks
 from meshwise.script.trainer_loss import Ranks
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
@@ -43,7 +44,7 @@ WHOLE = (
 
 def is_trainer(thing: Any) -> bool:
     """Whether it is transformers' Trainer, or of a class made from it."""
-    return any(cls.__module__ == TRAINER and cls.__name__ == "Trainer" for cls in type(thing).__mro__)
+    return is_made_from(thing, "Trainer", TRAINER)
 
 
 def join_as_trainer() -> None:
@@ -68,8 +69,8 @@ def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: C
     ranks = Ranks(engine, plan, share, trainer)
     _be_alone(trainer)
     accelerator = trainer.accelerator
-    _put_in_front(AcceleratorOnRanks, accelerator, ranks)
-    _put_in_front(OnRanks, trainer, ranks)
+    in_front(AcceleratorOnRanks, accelerator, ranks)
+    in_front(OnRanks, trainer, ranks)
     gather = functools.partial(accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object)
     trainer.gather_function = gather
     trainer.state.is_world_process_zero = trainer.is_world_process_zero()
@@ -81,12 +82,6 @@ def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: C
         train, evaluation = args.per_device_train_batch_size, args.per_device_eval_batch_size
         engine.notify(WHOLE.format(train=train, eval=evaluation, ranks=engine.world.size))
     return trainer
-
-
-def _put_in_front(front: type, thing: Any, ranks: Ranks) -> None:
-    cls = type(thing)
-    thing.__class__ = type(cls.__name__, (front, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-    thing.meshwise = ranks
 
 
 def _be_alone(trainer: Any) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshwise.data.order import BatchSlice
 from meshwise.recovery.collect import collected
+from meshwise.script.in_front import REFUSED
 from meshwise.script.over_ranks import joined
 from meshwise.script.trainer_loader import Window, skip_batches
 from meshwise.script.trainer_loss import ITEMS, Ranks, first_loss, loss_of, weight_of
@@ -28,7 +29,6 @@ from meshwise.transfer import collectives
 TRAINER = "transformers.trainer"
 UNLIKE = ("_runtime", "_per_second", "_time", "total_flos", "num_input_tokens_seen")
 """Of what is logged: times, and what was computed, for which a rank pads to the longest of its own rows."""
-REFUSED = "mw.distribute(trainer) on {ranks} devices: {what} is refused: {instead}."
 SWEEP = "each rank would try other values. Loop over them in the script, with a Trainer for each"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.autograd.loss_graph import cross_entropy_means
+from meshwise.autograd.loss_graph import cross_entropy_means, is_of_items
 from meshwise.engine import steps
 from meshwise.engine.engine import Engine
 from meshwise.spec.errors import UsageError
@@ -83,7 +83,7 @@ def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any,
         options = {**options, "num_items_in_batch": items}
     with torch.enable_grad():
         result = compute(*args, **options)
-    loss, kind = loss_of(result), MEAN
+    loss, kind, part = loss_of(result), MEAN, ranks.engine.part
     by = None
     if items is not None and loss.requires_grad:
         by = torch.autograd.grad(loss, items, retain_graph=True, allow_unused=True)[0]
@@ -91,7 +91,7 @@ def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any,
         added, near = -(by * items).detach().double(), 1e-5 if torch.finfo(loss.dtype).eps < 1e-5 else 3e-2
         alike = torch.allclose(added, loss.detach().double(), rtol=near, atol=1e-12, equal_nan=True)
         kind = SUM if alike else MIXED
-    elif _is_of_items(ranks, loss):
+    elif is_of_items(loss, 1 if part is None else len(part.indices)):
         kind = ITEMS
     kinds = collectives.gather_objects(kind)
     kind = next((each for each in (MIXED, SUM, ITEMS) if each in kinds), MEAN)
@@ -110,13 +110,6 @@ def loss_of(result: Any) -> Tensor:
     """The loss that `compute_loss` gave, maybe with the outputs."""
     loss: Tensor = result[0] if isinstance(result, tuple) else result
     return loss
-
-
-def _is_of_items(ranks: Ranks, loss: Tensor) -> bool:
-    """Whether a cross entropy in it is a mean over other items than samples."""
-    part = ranks.engine.part
-    rows = 1 if part is None else len(part.indices)
-    return any(targets != rows or weighed for _, targets, weighed in cross_entropy_means(loss))
 
 
 def weight_of(ranks: Ranks, loss: Tensor) -> Tensor:
