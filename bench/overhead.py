@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -80,14 +81,15 @@ def slices(job: Job) -> Iterator[Any]:
         yield tuple(tensor.to(world.device) for tensor in data.batch(order[first:last]))
 
 
-def hand_step(job: Job, log_every: int = 100) -> Step:
-    """The loop that a user writes by hand, with DistributedDataParallel on several ranks."""
+def hand_step(job: Job, read: Callable[[Job], Iterator[Any]] = slices, log_every: int = 100) -> Step:
+    """The loop that a user writes by hand, with DistributedDataParallel on several ranks. log_every: steps between two
+    looks at the loss; 0: none."""
     torch.manual_seed(0)
     model: Any = job.model().to(join().world.device)
     if join().world.size > 1:
         model = DistributedDataParallel(model)
     optimizer = job.optimizer(model.parameters())
-    batches, count = slices(job), {"steps": 0}
+    batches, count = read(job), {"steps": 0}
 
     def by_hand() -> None:
         batch = next(batches)
@@ -99,7 +101,7 @@ def hand_step(job: Job, log_every: int = 100) -> Step:
             torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
         optimizer.step()
         count["steps"] += 1
-        if count["steps"] % log_every == 0:
+        if log_every and count["steps"] % log_every == 0:
             loss.item()
 
     return by_hand
@@ -138,28 +140,12 @@ def _as_read(batch: Any) -> Any:
 COLLATE: dict[Any, Any] = {_Rows: _as_read, _Samples: None}
 
 
-def script_by_hand_step(job: Job, kind: Callable[[Any], Any] = _Rows) -> Step:
-    """The script of `two_lines_step` as it is before them: a DataLoader with a DistributedSampler, and DDP."""
-    torch.manual_seed(0)
+def loaded(job: Job, kind: Callable[[Any], Any] = _Rows) -> Iterator[Any]:
+    """As `slices`, by the DataLoader that the script of `two_lines_step` has before them, with a DistributedSampler."""
     world, rows = join().world, kind(job.data())
-    model: Any = job.model().to(world.device)
-    if world.size > 1:
-        model = DistributedDataParallel(model)
-    optimizer = job.optimizer(model.parameters())
     sampler = DistributedSampler(rows, world.size, world.rank)
-    batches = iter(DataLoader(rows, job.batch_size // world.size, sampler=sampler, collate_fn=COLLATE[kind]))
-
-    def by_hand() -> None:
-        batch = tuple(tensor.to(world.device) for tensor in next(batches))
-        loss = job.loss(model, batch)
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        loss.backward()
-        if job.clip_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return by_hand
+    for batch in DataLoader(rows, job.batch_size // world.size, sampler=sampler, collate_fn=COLLATE[kind]):
+        yield tuple(tensor.to(world.device) for tensor in batch)
 
 
 def two_lines_step(job: Job, kind: Callable[[Any], Any] = _Rows) -> Step:
@@ -236,9 +222,9 @@ def measure(name: str, batch_size: int | None, steps: int, rounds: int = 1) -> d
     recording.close()
     return {
         "job": ours,
-        "two lines": compare(two_lines_step(job), script_by_hand_step(job), steps, rounds),
+        "two lines": compare(two_lines_step(job), hand_step(job, loaded, 0), steps, rounds),
         "two lines, sample by sample": compare(
-            two_lines_step(job, _Samples), script_by_hand_step(job, _Samples), steps, rounds
+            two_lines_step(job, _Samples), hand_step(job, partial(loaded, kind=_Samples), 0), steps, rounds
         ),
         "by hand against itself": compare(hand_step(job), hand_step(job), steps, rounds),
     }
