@@ -2,8 +2,6 @@
 
 None of the three has a public interface.
 
-Its states, its seeded sampler and its end of a loop have no public way to them.
-
 Read in accelerate 1.15. Nothing of it is imported before a Trainer is there. Tested in tests/script/test_trainer.py.
 """
 

@@ -1,8 +1,6 @@
 """Report which pass of a check runs, and its progress.
 
 Progress is how many of the pass's steps are done.
-
-For whoever waits for it: how many of its steps are done.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The first losses of a program are checked too. A wrong reduction is warned of, or rejected.
 
-A check finds it itself.
+`meshwise check` needs no such warning: it compares the numbers.
 
 Tested in tests/slips/test_slips.py and tests/guards/test_coupled_losses.py.
 """

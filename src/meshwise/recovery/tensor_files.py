@@ -2,8 +2,6 @@
 
 A file is written from one buffer, with its hash.
 
-They are written from one buffer with its hash.
-
 What is read goes straight into the tensor that wants it: nothing is mapped, since pages of a mapped file count as
 memory of the process, and a file that is cut off under a map ends it.
 """

@@ -1,7 +1,5 @@
 """Define the split tensor: whole to plain code, a part in memory.
 
-Plain code sees the shape of the whole; the memory holds this rank's part.
-
 Operators find it through `__torch_function__`. Rules (rules.py) run on parts alone, where that is exact; any other
 operator finds the whole. Autograd sees plain operators on the parts: the gradient of a split tensor is split alike.
 

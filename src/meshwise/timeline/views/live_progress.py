@@ -1,7 +1,5 @@
 """Show the progress of a run, live or as plain lines.
 
-It is live on a terminal, and plain lines elsewhere.
-
 A terminal that goes away in the middle of a run ends the drawing, never the run. Not covered: notebooks' widgets; there
 plain lines are shown.
 """
