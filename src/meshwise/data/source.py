@@ -162,11 +162,13 @@ class seeded_by:
     """
 
     def __init__(self, *key: int) -> None:
+        """key: none where the body seeds by itself."""
         self._key = key
 
     def __enter__(self) -> seeded_by:
         self._states = _states()
-        _seed(*self._key)
+        if self._key:
+            _seed(*self._key)
         return self
 
     def has_drawn(self) -> bool:
