@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import typer
 
 import meshwise as mw
 
@@ -100,3 +102,25 @@ def test_links_lead_to_files(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert missing == []
+
+
+def misplaced(text: str) -> list[str]:
+    """Options of a command that stand after the name of a script, whose own they would be."""
+    found = []
+    for command, option in re.findall(
+        r"meshwise (check|plan|run|submit) (?:\S+ )*?[\w/]+\.py (?:[^-\s]\S* )*--([a-z-]+)", text
+    ):
+        options = typer.main.get_command(import_module(f"meshwise.commands.{command}").app).params
+        found += [f"meshwise {command}: --{option}" for each in options if f"--{option}" in each.opts]
+    return found
+
+
+@pytest.mark.parametrize("page", [README, CHINESE, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+def test_options_of_meshwise_stand_before_a_script(page: Path) -> None:
+    assert misplaced(page.read_text(encoding="utf-8")) == []
+
+
+def test_an_option_behind_a_script_is_found() -> None:
+    assert misplaced("meshwise plan train.py --machine 8xH100\nmeshwise run train.py --lr 0.1") == [
+        "meshwise plan: --machine"
+    ]
