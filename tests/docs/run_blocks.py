@@ -1,7 +1,7 @@
 """Run code blocks one after another, each in a namespace of its own, and write down what each did.
 
 `test_tutorials.py` starts this file once for all blocks that need one process, and once a rank for those that need two.
-Arguments: the file of blocks to read (JSON), the file of outcomes to write (one JSON line a block).
+Arguments: the file of blocks to read (JSON), the file of outcomes to write (one JSON line a block), those of all ranks.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import io
 import json
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -31,16 +32,25 @@ def run(code: str, name: str) -> dict[str, object]:
     }
 
 
-def main(blocks: Path, outcomes: Path) -> None:
+def wait_for(count: int, outcomes: list[Path], seconds: float = 60.0) -> None:
+    """Return when each rank has written `count` outcomes: a group that one rank left early fails on another."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if all(file.exists() and file.read_text(encoding="utf-8").count("\n") >= count for file in outcomes):
+            return
+        time.sleep(0.01)
+
+
+def main(blocks: Path, own: Path, everyone: list[Path]) -> None:
     """Run all blocks; a line is on disk before the next block starts, so that a crash loses one outcome only."""
-    with outcomes.open("w", encoding="utf-8") as lines:
-        for block in json.loads(blocks.read_text(encoding="utf-8")):
+    with own.open("w", encoding="utf-8") as lines:
+        for count, block in enumerate(json.loads(blocks.read_text(encoding="utf-8")), 1):
             os.environ["MASTER_PORT"] = str(block["port"])
-            outcome = run(block["code"], block["name"])
+            print(json.dumps({"name": block["name"], **run(block["code"], block["name"])}), file=lines, flush=True)
             if dist.is_initialized():  # a block that failed half-way must not leave its group to the next one
+                wait_for(count, everyone)
                 dist.destroy_process_group()
-            print(json.dumps({"name": block["name"], **outcome}), file=lines, flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), [Path(file) for file in sys.argv[3:]])

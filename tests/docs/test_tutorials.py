@@ -131,7 +131,7 @@ def run_together(blocks: list[Block], workers: int, folder: Path) -> dict[str, l
         launched = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1"}
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(RUNNER), str(folder / "blocks.json"), str(file)],
+                [sys.executable, str(RUNNER), str(folder / "blocks.json"), str(file), *map(str, files)],
                 env=clean_environment(**(launched if workers > 1 else {})),
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
