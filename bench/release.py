@@ -60,7 +60,8 @@ def main() -> None:
         run(tools, "-m", "pip", "install", "-q", "build", "twine")
         run(tools, "-m", "build", "--outdir", DIST)
         files = sorted(DIST.iterdir())
-        twine = run(tools, "-m", "twine", "check", "--strict", *files)
+        names = [file.name for file in files]  # no path of this machine in the result
+        twine = run(tools, "-m", "twine", "--no-color", "check", "--strict", *names, folder=DIST)
         sizes = {file.name: file.stat().st_size for file in files}
         wheel = next(file for file in files if file.suffix == ".whl")
         if sizes[wheel.name] > MOST:
