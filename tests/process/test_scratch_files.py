@@ -59,12 +59,17 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_what_is_written_is_read_again_beside_what_lies_there(project: Path) -> None:
     with open("log.txt", "a") as file:
         file.write("new\n")
+    assert sorted(entry.path for entry in os.scandir("link")) == ["link/a.txt", "link/b.txt", "link/sub"]
     assert Path("log.txt").read_text() == "old\nnew\n"
     Path("link/a.txt").write_text("A")
     assert (project / "data" / "a.txt").read_text() == "A", "by another name"
     assert sorted(os.listdir("data")) == sorted(p.name for p in Path("link").iterdir()) == ["a.txt", "b.txt", "sub"]
     with os.scandir("data") as entries:
         assert {entry.name: entry.is_dir() for entry in entries} == {"a.txt": False, "b.txt": False, "sub": True}
+    for folder in ("data", b"data", None):
+        with os.scandir(folder) as entries:  # type: ignore[type-var]
+            assert all(entry.path == os.path.join(folder or ".", entry.name) for entry in entries)
+    assert sorted(map(str, Path("link").iterdir())) == ["link/a.txt", "link/b.txt", "link/sub"]
     array = np.load("array.npy", mmap_mode="r+")
     array[0] = 9
     array.flush()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import glob
 import io
 import os
 import shutil
@@ -58,7 +59,8 @@ OTHERS: tuple[tuple[Any, str, int, str], ...] = (
         else ()
     ),
 )
-CLASSES = {owner for owner, *_ in OTHERS if isinstance(owner, type)}
+GLOBBER = getattr(glob, "_StringGlobber", None)  # from Python 3.13 on, pathlib lists folders by its own scandir
+CLASSES = {owner for owner in (GLOBBER, *(owner for owner, *_ in OTHERS)) if isinstance(owner, type)}
 """Functions that open a file in C++ or Rust: where they are, which argument is its path, what they do with it."""
 PATHS = ("f", "filename", "path", "database")  # names of that argument
 
@@ -85,6 +87,8 @@ def _replace(functions: dict[int, tuple[Function, Function]]) -> None:
         for name, value in list(getattr(holder, "__dict__", {}).items()):
             if id(value) in functions:
                 setattr(holder, name, functions[id(value)][1])
+            elif type(value) is staticmethod and id(value.__func__) in functions:
+                setattr(holder, name, staticmethod(functions[id(value.__func__)][1]))
     for known in (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks, os.supports_effective_ids):
         known |= {functions[id(each)][1] for each in known if id(each) in functions}
 
@@ -159,15 +163,17 @@ class _Functions:
         return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
     def _scandir(self, original: Function, path: Any = None) -> Any:
-        logical = self._view.logical("." if path is None else path)
-        if logical is None or not self._view.differs(logical):
-            return original(path if logical is None else self._view.seen(path or "."))
-        shown, found = set(self._view.names(logical)), list[os.DirEntry[Any]]()
+        path = "." if path is None else path
+        logical = self._view.logical(path)
+        place = path if logical is None else self._view.seen(path)
+        if logical is None or (place is path and not self._view.differs(logical)) or not os.path.isdir(place):
+            return original(place)
+        shown, found = set(self._view.names(logical)), list[os.DirEntry[str]]()
         for folder in (self._view.files + logical, logical):
             with original(folder) if os.path.isdir(folder) else contextlib.nullcontext(()) as entries:
                 found += [entry for entry in entries if entry.name in shown]
                 shown -= {entry.name for entry in found}
-        return _Entries(found)
+        return _Entries([_Entry(entry, os.fspath(path)) for entry in found])
 
     def _getcwd(self, original: Function) -> str:
         return str(original()).removeprefix(self._view.files)
@@ -238,16 +244,31 @@ class _Functions:
         return original(*arguments, **{name: mapped(v) if name in PATHS else v for name, v in named.items()})
 
 
+class _Entry:
+    """An `os.DirEntry` in the folder that the program named, wherever its file lies."""
+
+    def __init__(self, entry: os.DirEntry[str], folder: Any) -> None:
+        self._entry = entry
+        self.name = os.fsencode(entry.name) if isinstance(folder, bytes) else entry.name
+        self.path = os.path.join(folder, self.name)
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+
 class _Entries:
     """What `os.scandir` gives: to be iterated, closed, and used with `with`."""
 
-    def __init__(self, entries: list[os.DirEntry[Any]]) -> None:
+    def __init__(self, entries: list[_Entry]) -> None:
         self._left = iter(entries)
 
     def __iter__(self) -> _Entries:
         return self
 
-    def __next__(self) -> os.DirEntry[Any]:
+    def __next__(self) -> _Entry:
         return next(self._left)
 
     def __enter__(self) -> _Entries:
