@@ -29,9 +29,10 @@ SOURCES = {
     "libcublas": ["cublas.c"],
     "libcublasLt": ["cublaslt.c"],
     "libcudnn": ["cudnn.c"],
+    "libcupti": ["cupti.c"],
 }
-ANSWERS = {"libcublas": 0, "libcublasLt": 0, "libcudnn": 0, "libnvidia-ml": 3}
-"""What a function without behaviour returns: BLAS and DNN success, NVML "not supported". All others abort."""
+ANSWERS = {"libcublas": 0, "libcublasLt": 0, "libcudnn": 0, "libnvidia-ml": 3, "libcupti": 27}
+"""What a function without behaviour returns: BLAS and DNN success, NVML and CUPTI "not supported". All others abort."""
 BY_PREFIX = {"nccl": "libnccl", "cusparseLt": "libcusparseLt", "cuFile": "libcufile", "nvshmem": "libnvshmem_host"}
 BY_NODE = {"NVSHMEM": "libnvshmem_host"}
 OPENED_BY_NAME = {"libnvidia-ml.so.1", "libcuda.so.1"}
