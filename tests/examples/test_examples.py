@@ -9,14 +9,18 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import nbclient
 import nbformat
 import pytest
 import torch
 
+from meshwise.process.session import end_sessions
 from meshwise.schedulers.site import read_site
 from meshwise.workers.environment import PLAN_FILE, RUN_FOLDER
+from tests import programs
+from tests.programs import numbers
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -37,10 +41,6 @@ def on_two(name: str, *words: str, folder: Path, options: Sequence[str] = ()) ->
     """What rank 0 prints; the first line is the launcher's. words: the script's own."""
     command = ["-m", "meshwise", "run", "--devices", "2xcpu", *options, str(EXAMPLES / name), *words]
     return run(*command, folder=folder).splitlines()[1:]
-
-
-def numbers(lines: list[str]) -> list[float]:
-    return [float(n) for n in re.findall(r"\d+\.\d+", " ".join(lines))]
 
 
 @pytest.mark.slow
@@ -125,6 +125,46 @@ def test_a_transformer_trains_the_same_on_two_devices_and_sharded(tmp_path: Path
     assert numbers(on_two("12_transformers.py", folder=tmp_path)) == pytest.approx(numbers(one), abs=3e-3)
     sharded = on_two("12_transformers.py", folder=tmp_path, options=["--set", "shard=2"])
     assert numbers(sharded) == pytest.approx(numbers(one), abs=3e-3)
+
+
+@pytest.mark.parametrize(
+    "name, needs",
+    [
+        ("13_ema.py", "torch"),
+        ("14_tqdm.py", "tqdm"),
+        ("15_autocast.py", "torch"),
+        ("16_datasets.py", "datasets"),
+        ("18_trainer.py", "accelerate"),
+        ("19_lightning.py", "lightning"),
+    ],
+)
+def test_a_short_example_ends_with_the_same_weights_on_two_devices(
+    name: str, needs: str, pool: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip(needs, reason=f"{needs} is not installed")
+    dtype, within = torch.float64, 1e-9
+    if name == "15_autocast.py":  # it casts no double
+        dtype, within = torch.float32, torch.finfo(torch.bfloat16).eps
+    program = (EXAMPLES / name).read_text()
+    assert program.count("\n") <= 60
+    one = programs.run(program, tmp_path, dtype)
+    end_sessions()
+    for two in pool(2).run(programs.run, program, tmp_path, dtype):
+        programs.assert_alike(two, one, within)
+
+
+@pytest.mark.slow
+def test_an_average_of_the_weights_is_the_same_when_it_is_sharded(tmp_path: Path) -> None:
+    one = alone("13_ema.py", folder=tmp_path)
+    two = on_two("13_ema.py", folder=tmp_path, options=["--set", "shard=2"])
+    assert len(numbers(one)) == 3 and numbers(two) == pytest.approx(numbers(one), abs=2e-5)
+
+
+def test_hydra_reads_what_stands_after_the_script(tmp_path: Path) -> None:
+    pytest.importorskip("hydra", reason="hydra is not installed: pip install hydra-core")
+    one = alone("17_hydra.py", "lr=0.2", "epochs=1", folder=tmp_path)
+    assert len(one) == 1 and one[0].endswith("with lr 0.2")
+    assert one[0] in on_two("17_hydra.py", "lr=0.2", "epochs=1", folder=tmp_path)
 
 
 def test_the_files_for_a_cluster_are_what_they_say(tmp_path: Path) -> None:
