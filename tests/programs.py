@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+DOCS = Path(__file__).parents[1] / "docs"
 Run = tuple[dict[str, Tensor], list[str]]
 
 
@@ -41,3 +42,18 @@ def assert_alike(found: Run, want: Run, within: float = 1e-9) -> None:
     assert want[1] and (found[1] == want[1] if within <= 1e-9 else len(found[1]) == len(want[1]))
     assert numbers(found[1]) == pytest.approx(numbers(want[1]), rel=within)
     torch.testing.assert_close(found[0], want[0], rtol=within, atol=within / 10)
+
+
+def columns(page: str, heading: str) -> tuple[str, str, list[tuple[str, str]]]:
+    """The two programs of a page that says line by line what changes, and the code in the rows of its table: "" where
+    there is none."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    theirs, ours = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    table = text.partition(heading)[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [re.findall(r"`([^`]+)`|–", row.rsplit("|", 2)[0]) for row in table]
+    return theirs, ours, [(left, right) for left, right in rows]
+
+
+def quoted(rows: list[tuple[str, str]], theirs: str, ours: str) -> bool:
+    """Whether each side of each row stands in its program."""
+    return all(left in theirs and right in ours for left, right in rows)

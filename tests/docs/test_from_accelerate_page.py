@@ -3,17 +3,15 @@ them."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwise.process.session import end_sessions
-from tests.programs import assert_alike, run
+from tests.programs import assert_alike, columns, quoted, run
 
-PAGE = Path(__file__).parents[2] / "docs" / "from-accelerate.md"
-THEIRS, OURS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+THEIRS, OURS, ROWS = columns("from-accelerate.md", "| accelerate | meshwise | what changes |")
 
 
 def test_both_columns_train_the_same_model(pool: Any, tmp_path: Path) -> None:
@@ -29,11 +27,4 @@ def test_both_columns_train_the_same_model(pool: Any, tmp_path: Path) -> None:
 
 
 def test_the_table_quotes_the_programs() -> None:
-    table = (
-        PAGE.read_text(encoding="utf-8").partition("| accelerate | meshwise | what changes |")[2].partition("\n\n")[0]
-    )
-    rows = [re.findall(r"`([^`]+)`|(–)", line.rsplit("|", 2)[0]) for line in table.splitlines()[2:]]
-    assert len(rows) == 11
-    for (theirs, _), (ours, nothing) in rows:
-        assert theirs in THEIRS
-        assert nothing or ours in OURS
+    assert len(ROWS) == 11 and quoted(ROWS, THEIRS, OURS)
