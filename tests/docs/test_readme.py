@@ -18,6 +18,7 @@ import meshwise as mw
 
 ROOT = Path(__file__).parents[2]
 README, CHINESE, TUTORIALS = (ROOT / name for name in ("README.md", "README.zh.md", "docs/tutorials.md"))
+LINKING = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def loop(page: Path) -> list[str]:
@@ -97,11 +98,47 @@ def test_a_name_that_is_there_is_found_in_a_clause() -> None:
     assert [existing(clause) for clause in clauses] == [{"copy"}, {"shard"}]
 
 
-@pytest.mark.parametrize("page", [README, CHINESE, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert missing == []
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page may say behind its #."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of the page to files or headings that are not there."""
+    found = []
+    for path, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            found.append(f"{path}#{anchor}")
+    return found
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One `two`\n[a](page.md#one-two) [b](#three) [c](none.md) [d](https://example.org/#x)\n")
+    assert broken_links(page) == ["#three", "none.md#"]
+
+
+def test_each_page_stands_once_in_the_navigation_of_the_site() -> None:
+    pages = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    of_the_root = ["CHANGELOG.md", "CONTRIBUTING.md", "index.md"]  # docs/make_site.py
+    assert sorted(pages) == sorted([page.name for page in (ROOT / "docs").glob("*.md")] + of_the_root)
+
+
+@pytest.mark.slow
+def test_the_site_is_built(processes: None, tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="mkdocs-material is not installed: pip install mkdocs-material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "source/examples/13_ema.py.txt").read_text() == (ROOT / "examples/13_ema.py").read_text()
 
 
 def misplaced(text: str) -> list[str]:
