@@ -15,10 +15,12 @@ import pytest
 import typer
 
 import meshwise as mw
+from meshwise.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 README, CHINESE, TUTORIALS = (ROOT / name for name in ("README.md", "README.zh.md", "docs/tutorials.md"))
-LINKING = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [ROOT / "llms.txt", *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+OF_TODAY = [page for page in LINKING if page.name not in {"CHANGELOG.md", "log.md"}]
 
 
 def loop(page: Path) -> list[str]:
@@ -141,18 +143,44 @@ def test_the_site_is_built(processes: None, tmp_path: Path) -> None:
     assert (tmp_path / "source/examples/13_ema.py.txt").read_text() == (ROOT / "examples/13_ema.py").read_text()
 
 
+def options_of(command: str) -> set[str]:
+    params = typer.main.get_command(import_module(f"meshwise.commands.{command}").app).params
+    return {option for each in params for option in (*each.opts, *each.secondary_opts)}
+
+
+def unknown(text: str) -> list[str]:
+    """Commands, options and public names in a text's code that there are not."""
+    code = "\n".join(map("".join, re.findall(r"^```\w*\n(.*?)^```|`([^`\n]+)`", text, re.DOTALL | re.MULTILINE)))
+    found = [f"mw.{name}" for name in re.findall(r"\bmw\.(\w+)", code) if not (name.isupper() or hasattr(mw, name))]
+    for command, rest in re.findall(r"^meshwise ([a-z]+)(.*)", code, re.MULTILINE):
+        words = re.split(r"   |\.py ", rest)[0]  # what follows explains, or is the script's own
+        known = options_of(command) if command in COMMANDS else set()
+        found += [] if command in COMMANDS else [command]
+        found += [f"{command} {option}" for option in re.findall(r" (--[a-z-]+)", words) if option not in known]
+    return found
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
+def test_commands_and_names_on_a_page_exist(page: Path) -> None:
+    assert unknown(page.read_text(encoding="utf-8")) == []
+
+
+def test_an_unknown_command_is_found() -> None:
+    text = "`mw.sums(x)`\n```\nmeshwise train x.py\nmeshwise check --fast train.py --lr 1\n```\nmeshwise makes\n"
+    assert unknown(text) == ["mw.sums", "train", "check --fast"]
+
+
 def misplaced(text: str) -> list[str]:
     """Options of a command that stand after the name of a script, whose own they would be."""
     found = []
     for command, option in re.findall(
         r"meshwise (check|plan|run|submit) (?:\S+ )*?[\w/]+\.py (?:[^-\s]\S* )*--([a-z-]+)", text
     ):
-        options = typer.main.get_command(import_module(f"meshwise.commands.{command}").app).params
-        found += [f"meshwise {command}: --{option}" for each in options if f"--{option}" in each.opts]
+        found += [f"meshwise {command}: --{option}"] if f"--{option}" in options_of(command) else []
     return found
 
 
-@pytest.mark.parametrize("page", [README, CHINESE, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
 def test_options_of_meshwise_stand_before_a_script(page: Path) -> None:
     assert misplaced(page.read_text(encoding="utf-8")) == []
 
