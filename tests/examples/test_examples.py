@@ -90,16 +90,22 @@ def test_launch_gives_the_results_in_rank_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_launches_a_function_of_a_cell(tmp_path: Path) -> None:
+def test_the_notebook_draws_bars_reports_a_figure_and_a_proof(tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLES / "08_notebook.ipynb", as_version=4)
     nbclient.NotebookClient(
         notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
-    one, two = ([o["data"]["text/plain"] for o in cell["outputs"] if "data" in o] for cell in notebook.cells[3:5])
-    (loss,) = json.loads(one[0])
-    assert json.loads(two[0]) == pytest.approx([loss] * 2, abs=2e-5)
-    drawn = ["".join(o["data"].get("text/html", "") for o in cell["outputs"]) for cell in notebook.cells[-2:]]
-    assert "forward" in drawn[0] and "H100" in drawn[1] and all(html.startswith("<pre") for html in drawn)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    one, two, report, figure, proof, measured, machine = [
+        output["data"] for cell in cells for output in cell.outputs if output.output_type == "execute_result"
+    ]
+    (loss,) = json.loads(one["text/plain"])
+    assert json.loads(two["text/plain"]) == pytest.approx([loss] * 2, abs=2e-5)
+    bars = "".join(output["text"] for output in cells[3].outputs if output.get("name") == "stderr")
+    assert bars.count("100%") == 1  # rank 0's
+    assert figure["text/html"].startswith("<iframe")
+    for drawn, word in ((report, "forward"), (proof, "equal:"), (measured, "predicted"), (machine, "H100")):
+        assert drawn["text/html"].startswith("<pre") and word in drawn["text/html"]
 
 
 def test_the_transfer_names_its_path_and_arrives(tmp_path: Path) -> None:
