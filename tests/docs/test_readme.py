@@ -16,6 +16,7 @@ import typer
 
 import meshwise as mw
 from meshwise.cli import COMMANDS
+from meshwise.equivalence.causes import CauseKind
 
 ROOT = Path(__file__).parents[2]
 README, CHINESE, TUTORIALS = (ROOT / name for name in ("README.md", "README.zh.md", "docs/tutorials.md"))
@@ -132,6 +133,11 @@ def test_each_page_stands_once_in_the_navigation_of_the_site() -> None:
     pages = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     of_the_root = ["CHANGELOG.md", "CONTRIBUTING.md", "index.md"]  # docs/make_site.py
     assert sorted(pages) == sorted([page.name for page in (ROOT / "docs").glob("*.md")] + of_the_root)
+
+
+def test_each_cause_has_its_row_at_the_address_that_check_prints() -> None:
+    rows = re.findall(r'^\| <a id="([\w-]+)"></a>(.+?) \|', (ROOT / "docs/check.md").read_text(), re.MULTILINE)
+    assert [(f"docs/check.md#{anchor}", title) for anchor, title in rows] == [(c.address, c.title) for c in CauseKind]
 
 
 @pytest.mark.slow
