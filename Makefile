@@ -13,7 +13,7 @@ DEV := $(VENV)/installed-dev
 CUDA := .venv-cuda
 CUDA_TORCH := 2.13.0
 
-.PHONY: help demo quick test check suite cuda evidence lint format types api bench release matrix browser clean
+.PHONY: help demo quick test check suite cuda evidence lint format types api site bench release matrix browser clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,10 @@ types: $(DEV)  ## mypy
 api: $(DEV)  ## write docs/api.md from the docstrings
 	$(PY) docs/make_api.py
 
+site: | $(PY)  ## build the pages of docs/ into site/, with a search: open site/index.html
+	$(PY) -m pip install -q -c constraints.txt -e ".[site]"
+	$(PY) -m mkdocs build --strict
+
 bench: $(DEV)  ## every benchmark, one script a claim; results go to bench/results (not those for a GPU or the fake one)
 	@set -e; for script in $(filter-out bench/gpu.py bench/gpu_jobs.py bench/races.py bench/device_branches.py bench/release.py bench/matrix.py,$(sort $(wildcard bench/*.py))); do \
 		echo "$(PY) $$script"; $(PY) $$script; \
@@ -81,7 +85,7 @@ browser:  ## install Chromium, in which the tests of the report's page are run (
 	$$run apt-get update && $$run apt-get install -y chromium
 
 clean:  ## remove the virtual environment and every cache
-	rm -rf $(VENV) $(CUDA) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CUDA) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are older than pyproject.toml or constraints.txt only when those have changed since.

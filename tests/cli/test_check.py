@@ -148,6 +148,7 @@ def test_what_differs_is_one_and_says_why(check: Check) -> None:
     assert verdict.startswith("different: module outputs in 1, step 1, by ")
     assert "module    1 (OwnBatchNorm)" in verdict
     assert "cause     batch-norm statistics" in verdict and "because   1 is a OwnBatchNorm" in verdict
+    assert verdict.endswith("more      docs/check.md#batch-norm-statistics")
 
 
 @pytest.mark.parametrize(("job", "warned"), [("own", True), ("job", False)])

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import html
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from jupyter_client import KernelManager
 
 import meshwise as mw
 from meshwise import api
@@ -102,3 +106,38 @@ def test_a_launch_keeps_records_where_it_is_told_to(processes: None, tmp_path: P
         mw.launch(_fails, devices="1xcpu", out=tmp_path / "failed")
     (folder,) = (tmp_path / "failed").iterdir()
     assert read_run(folder)["status"] == "failed" and "ValueError: mine" in read_run(folder)["error"]
+
+
+SLEEPERS = """
+import os, pathlib, time
+import meshwise as mw
+def sleep():
+    pathlib.Path(f"{os.getpid()}.rank").touch()
+    time.sleep(600)
+mw.launch(sleep, devices="2xcpu")
+"""
+
+
+def test_interrupting_a_cell_ends_all_ranks(processes: None, tmp_path: Path) -> None:
+    kernel = KernelManager(kernel_name="python3")
+    kernel.start_kernel(cwd=str(tmp_path))
+    client = kernel.blocking_client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60)
+        client.execute(SLEEPERS)
+        wait_until(lambda: len(list(tmp_path.glob("*.rank"))) == 2)
+        ranks = [int(path.stem) for path in tmp_path.glob("*.rank")]
+        kernel.interrupt_kernel()
+        assert client.get_shell_msg(timeout=60)["content"]["ename"] == "KeyboardInterrupt"
+        wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)

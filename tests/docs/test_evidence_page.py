@@ -33,6 +33,8 @@ CLAIMS_NOTHING = (
     "Each is compared with NumPy by a test",
     "```python\nimport numpy as np",
     'xp = mw.array_namespace("2xcpu")',
+    "dist.init_process_group()\ndevice = ",
+    'device = "cuda" if ',
 )
 """Paragraphs that name a part, a published figure or a word to write, and promise nothing of a device."""
 

@@ -15,9 +15,13 @@ import pytest
 import typer
 
 import meshwise as mw
+from meshwise.cli import COMMANDS
+from meshwise.equivalence.causes import CauseKind
 
 ROOT = Path(__file__).parents[2]
 README, CHINESE, TUTORIALS = (ROOT / name for name in ("README.md", "README.zh.md", "docs/tutorials.md"))
+LINKING = [ROOT / "llms.txt", *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+OF_TODAY = [page for page in LINKING if page.name not in {"CHANGELOG.md", "log.md"}]
 
 
 def loop(page: Path) -> list[str]:
@@ -97,11 +101,79 @@ def test_a_name_that_is_there_is_found_in_a_clause() -> None:
     assert [existing(clause) for clause in clauses] == [{"copy"}, {"shard"}]
 
 
-@pytest.mark.parametrize("page", [README, CHINESE, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert missing == []
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page may say behind its #."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of the page to files or headings that are not there."""
+    found = []
+    for path, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            found.append(f"{path}#{anchor}")
+    return found
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One `two`\n[a](page.md#one-two) [b](#three) [c](none.md) [d](https://example.org/#x)\n")
+    assert broken_links(page) == ["#three", "none.md#"]
+
+
+def test_each_page_stands_once_in_the_navigation_of_the_site() -> None:
+    pages = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    of_the_root = ["CHANGELOG.md", "CONTRIBUTING.md", "index.md"]  # docs/make_site.py
+    assert sorted(pages) == sorted([page.name for page in (ROOT / "docs").glob("*.md")] + of_the_root)
+
+
+def test_each_cause_has_its_row_at_the_address_that_check_prints() -> None:
+    rows = re.findall(r'^\| <a id="([\w-]+)"></a>(.+?) \|', (ROOT / "docs/check.md").read_text(), re.MULTILINE)
+    assert [(f"docs/check.md#{anchor}", title) for anchor, title in rows] == [(c.address, c.title) for c in CauseKind]
+
+
+@pytest.mark.slow
+def test_the_site_is_built(processes: None, tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="mkdocs-material is not installed: pip install mkdocs-material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "source/examples/13_ema.py.txt").read_text() == (ROOT / "examples/13_ema.py").read_text()
+
+
+def options_of(command: str) -> set[str]:
+    params = typer.main.get_command(import_module(f"meshwise.commands.{command}").app).params
+    return {option for each in params for option in (*each.opts, *each.secondary_opts)}
+
+
+def unknown(text: str) -> list[str]:
+    """Commands, options and public names in a text's code that there are not."""
+    code = "\n".join(map("".join, re.findall(r"^```\w*\n(.*?)^```|`([^`\n]+)`", text, re.DOTALL | re.MULTILINE)))
+    found = [f"mw.{name}" for name in re.findall(r"\bmw\.(\w+)", code) if not (name.isupper() or hasattr(mw, name))]
+    for command, rest in re.findall(r"^meshwise ([a-z]+)(.*)", code, re.MULTILINE):
+        words = re.split(r"   |\.py ", rest)[0]  # what follows explains, or is the script's own
+        known = options_of(command) if command in COMMANDS else set()
+        found += [] if command in COMMANDS else [command]
+        found += [f"{command} {option}" for option in re.findall(r" (--[a-z-]+)", words) if option not in known]
+    return found
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
+def test_commands_and_names_on_a_page_exist(page: Path) -> None:
+    assert unknown(page.read_text(encoding="utf-8")) == []
+
+
+def test_an_unknown_command_is_found() -> None:
+    text = "`mw.sums(x)`\n```\nmeshwise train x.py\nmeshwise check --fast train.py --lr 1\n```\nmeshwise makes\n"
+    assert unknown(text) == ["mw.sums", "train", "check --fast"]
 
 
 def misplaced(text: str) -> list[str]:
@@ -110,12 +182,11 @@ def misplaced(text: str) -> list[str]:
     for command, option in re.findall(
         r"meshwise (check|plan|run|submit) (?:\S+ )*?[\w/]+\.py (?:[^-\s]\S* )*--([a-z-]+)", text
     ):
-        options = typer.main.get_command(import_module(f"meshwise.commands.{command}").app).params
-        found += [f"meshwise {command}: --{option}" for each in options if f"--{option}" in each.opts]
+        found += [f"meshwise {command}: --{option}"] if f"--{option}" in options_of(command) else []
     return found
 
 
-@pytest.mark.parametrize("page", [README, CHINESE, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
 def test_options_of_meshwise_stand_before_a_script(page: Path) -> None:
     assert misplaced(page.read_text(encoding="utf-8")) == []
 

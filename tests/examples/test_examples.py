@@ -9,14 +9,18 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import nbclient
 import nbformat
 import pytest
 import torch
 
+from meshwise.process.session import end_sessions
 from meshwise.schedulers.site import read_site
 from meshwise.workers.environment import PLAN_FILE, RUN_FOLDER
+from tests import programs
+from tests.programs import numbers
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -37,10 +41,6 @@ def on_two(name: str, *words: str, folder: Path, options: Sequence[str] = ()) ->
     """What rank 0 prints; the first line is the launcher's. words: the script's own."""
     command = ["-m", "meshwise", "run", "--devices", "2xcpu", *options, str(EXAMPLES / name), *words]
     return run(*command, folder=folder).splitlines()[1:]
-
-
-def numbers(lines: list[str]) -> list[float]:
-    return [float(n) for n in re.findall(r"\d+\.\d+", " ".join(lines))]
 
 
 @pytest.mark.slow
@@ -90,16 +90,22 @@ def test_launch_gives_the_results_in_rank_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_launches_a_function_of_a_cell(tmp_path: Path) -> None:
+def test_the_notebook_draws_bars_reports_a_figure_and_a_proof(tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLES / "08_notebook.ipynb", as_version=4)
     nbclient.NotebookClient(
         notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
-    one, two = ([o["data"]["text/plain"] for o in cell["outputs"] if "data" in o] for cell in notebook.cells[3:5])
-    (loss,) = json.loads(one[0])
-    assert json.loads(two[0]) == pytest.approx([loss] * 2, abs=2e-5)
-    drawn = ["".join(o["data"].get("text/html", "") for o in cell["outputs"]) for cell in notebook.cells[-2:]]
-    assert "forward" in drawn[0] and "H100" in drawn[1] and all(html.startswith("<pre") for html in drawn)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    one, two, report, figure, proof, measured, machine = [
+        output["data"] for cell in cells for output in cell.outputs if output.output_type == "execute_result"
+    ]
+    (loss,) = json.loads(one["text/plain"])
+    assert json.loads(two["text/plain"]) == pytest.approx([loss] * 2, abs=2e-5)
+    bars = "".join(output["text"] for output in cells[3].outputs if output.get("name") == "stderr")
+    assert bars.count("100%") == 1  # rank 0's
+    assert figure["text/html"].startswith("<iframe")
+    for drawn, word in ((report, "forward"), (proof, "equal:"), (measured, "predicted"), (machine, "H100")):
+        assert drawn["text/html"].startswith("<pre") and word in drawn["text/html"]
 
 
 def test_the_transfer_names_its_path_and_arrives(tmp_path: Path) -> None:
@@ -125,6 +131,46 @@ def test_a_transformer_trains_the_same_on_two_devices_and_sharded(tmp_path: Path
     assert numbers(on_two("12_transformers.py", folder=tmp_path)) == pytest.approx(numbers(one), abs=3e-3)
     sharded = on_two("12_transformers.py", folder=tmp_path, options=["--set", "shard=2"])
     assert numbers(sharded) == pytest.approx(numbers(one), abs=3e-3)
+
+
+@pytest.mark.parametrize(
+    "name, needs",
+    [
+        ("13_ema.py", "torch"),
+        ("14_tqdm.py", "tqdm"),
+        ("15_autocast.py", "torch"),
+        ("16_datasets.py", "datasets"),
+        ("18_trainer.py", "accelerate"),
+        ("19_lightning.py", "lightning"),
+    ],
+)
+def test_a_short_example_ends_with_the_same_weights_on_two_devices(
+    name: str, needs: str, pool: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip(needs, reason=f"{needs} is not installed")
+    dtype, within = torch.float64, 1e-9
+    if name == "15_autocast.py":  # it casts no double
+        dtype, within = torch.float32, torch.finfo(torch.bfloat16).eps
+    program = (EXAMPLES / name).read_text()
+    assert program.count("\n") <= 60
+    one = programs.run(program, tmp_path, dtype)
+    end_sessions()
+    for two in pool(2).run(programs.run, program, tmp_path, dtype):
+        programs.assert_alike(two, one, within)
+
+
+@pytest.mark.slow
+def test_an_average_of_the_weights_is_the_same_when_it_is_sharded(tmp_path: Path) -> None:
+    one = alone("13_ema.py", folder=tmp_path)
+    two = on_two("13_ema.py", folder=tmp_path, options=["--set", "shard=2"])
+    assert len(numbers(one)) == 3 and numbers(two) == pytest.approx(numbers(one), abs=2e-5)
+
+
+def test_hydra_reads_what_stands_after_the_script(tmp_path: Path) -> None:
+    pytest.importorskip("hydra", reason="hydra is not installed: pip install hydra-core")
+    one = alone("17_hydra.py", "lr=0.2", "epochs=1", folder=tmp_path)
+    assert len(one) == 1 and one[0].endswith("with lr 0.2")
+    assert one[0] in on_two("17_hydra.py", "lr=0.2", "epochs=1", folder=tmp_path)
 
 
 def test_the_files_for_a_cluster_are_what_they_say(tmp_path: Path) -> None:

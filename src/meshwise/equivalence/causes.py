@@ -5,12 +5,13 @@ Each has a name and an explanation.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
 
 class CauseKind(Enum):
-    """A cause. title: its name, in messages and in JSON. meaning: half a sentence."""
+    """A cause. title: its name, in messages and in JSON. meaning: half a sentence. address: where more is said."""
 
     LOSS_WEIGHTING = "loss weighting", "the mean over the global batch is not weighted by what each rank's mean is over"
     COUPLED = "coupled samples", "the loss compares samples with each other, and each rank has only its own"
@@ -50,6 +51,7 @@ class CauseKind(Enum):
 
     def __init__(self, title: str, meaning: str) -> None:
         self.title, self.meaning = title, meaning
+        self.address = f"docs/check.md#{re.sub('[^a-z]+', '-', title)}"
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ def verdict(proof: Proof) -> list[Text]:
     if proof.cause is not None:
         lines.append(Text(f"cause     {proof.cause.name}: {proof.cause.kind.meaning}"))
         lines.append(Text(f"because   {proof.cause.evidence}"))
+        lines.append(Text(f"more      {proof.cause.kind.address}", "dim"))
     return lines
 
 
