@@ -59,8 +59,8 @@ OTHERS: tuple[tuple[Any, str, int, str], ...] = (
         else ()
     ),
 )
-GLOBBER = getattr(glob, "_StringGlobber", None)  # from Python 3.13 on, pathlib lists folders by its own scandir
-CLASSES = {owner for owner in (GLOBBER, *(owner for owner, *_ in OTHERS)) if isinstance(owner, type)}
+LISTS = vars(glob).values()  # from Python 3.13 on, pathlib's scandir lies in a class there
+CLASSES = {owner for owner in (*LISTS, *(owner for owner, *_ in OTHERS)) if isinstance(owner, type)}
 """Functions that open a file in C++ or Rust: where they are, which argument is its path, what they do with it."""
 PATHS = ("f", "filename", "path", "database")  # names of that argument
 
