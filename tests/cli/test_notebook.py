@@ -125,11 +125,13 @@ def test_interrupting_a_cell_ends_all_ranks(processes: None, tmp_path: Path) -> 
     client.start_channels()
     try:
         client.wait_for_ready(timeout=60)
-        client.execute(SLEEPERS)
+        asked = client.execute(SLEEPERS)
         wait_until(lambda: len(list(tmp_path.glob("*.rank"))) == 2)
         ranks = [int(path.stem) for path in tmp_path.glob("*.rank")]
         kernel.interrupt_kernel()
-        assert client.get_shell_msg(timeout=60)["content"]["ename"] == "KeyboardInterrupt"
+        replies = iter(lambda: client.get_shell_msg(timeout=60), None)  # of what asked whether it is ready, too
+        reply = next(reply for reply in replies if reply["parent_header"]["msg_id"] == asked)
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
         wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
     finally:
         client.stop_channels()
