@@ -109,9 +109,11 @@ def test_nothing_else_is_visible() -> None:
 
 
 def test_return_types_of_verbs_are_public() -> None:
-    returned = {"run": "RunSummary", "report": "Report", "check": "Proof", "bench": "Bench", "load_weights": "Loaded"}
+    returned = {"run": "RunSummary", "report": "Report", "bench": "Bench", "load_weights": "Loaded"}
     for verb, kind in returned.items():
         assert inspect.signature(getattr(meshwise, verb), eval_str=True).return_annotation is getattr(meshwise, kind)
+    either = inspect.signature(meshwise.check, eval_str=True).return_annotation
+    assert either == meshwise.Proof | meshwise.PlainProof
 
 
 def test_the_version_is_in_one_place(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 SOURCES = Path(__file__).parents[1] / "src" / "meshwise"
 HOUSES = {
-    "check": ("equivalence/", "api/check.py", "api/check_options.py", "commands/check.py"),
+    "check": ("equivalence/", "api/check.py", "api/check_options.py", "api/check_plain.py", "commands/check.py"),
     "plan": ("rehearsal/", "api/plan.py", "api/plan_options.py", "api/auto.py", "commands/plan.py"),
     "arrays": ("arrays/",),
     "lab": (

@@ -20,9 +20,13 @@ import torch
 from torch import nn
 
 from meshwise.api.check_options import DEFAULT_DEVICES, PRELOAD_OF_CHECK, CheckOptions
+from meshwise.api.check_plain import is_plain, refuse_unjudged, watch
 from meshwise.compat.compiling import uncompile, unwrapped
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.passes import Passes, say_next_pass
+from meshwise.equivalence.plain.findings import PlainProof
+from meshwise.equivalence.plain.judge import judge
+from meshwise.equivalence.plain.record import Follow, Record
 from meshwise.equivalence.program_trace import ProgramTrace, trace_to_compare
 from meshwise.equivalence.programs import watch_job, watch_script
 from meshwise.equivalence.proof import Proof, prove
@@ -59,6 +63,7 @@ from meshwise.workers.listeners import Listeners
 from meshwise.workers.scratch import scratch_folder
 
 shown_by(Proof, check_text)
+shown_by(PlainProof, check_text)
 
 REFUSED = (
     "meshwise check leaves your files as they are. What Python writes goes into a folder of the check; what a library "
@@ -88,7 +93,7 @@ class CheckedProgram:
 
 
 @takes(CheckOptions)
-def check(options: CheckOptions) -> Proof:
+def check(options: CheckOptions) -> Proof | PlainProof:
     """Prove that a plan computes what one device computes, or name the first module that does not, and why.
 
     Both sides train in float64, casts inside the model too, from the same start on the same samples; the last step has
@@ -102,7 +107,7 @@ def check(options: CheckOptions) -> Proof:
     return check_options(options)
 
 
-def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof:
+def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | PlainProof:
     """The check with these options. forks: makes the workers, and imports torch already; it is closed at the end."""
     if started_by_launcher():
         raise UsageError("meshwise check starts its own workers. Call it alone, without torchrun, srun or mpirun.")
@@ -115,6 +120,10 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof:
         check_devices(plan, len(slots))
     if options.perturb and slots[0].device == "cpu":
         options.notify("CPUs have no streams to follow: --devices 2xcuda looks for races between streams too")
+    if script and not given and is_plain(Path(script)):
+        proof = _plain(Path(script), options, slots, devices, forks)
+        if proof is not None:
+            return proof
     specs = [CheckSpec(plan or Plan(data=len(slots)), options.steps, perturb=options.perturb)]
     if options.rounding and (plan is None or plan.precision != "fp64"):
         specs.append(replace(specs[0], in_float64=False))
@@ -138,6 +147,55 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof:
             return trace_to_compare(_traces(program, forks, [(spec, None)], [slots[:1]], again)[0], program.name)
 
         return prove(program.name, spec, devices, one, actual, rounded, once_more)
+
+
+def _plain(
+    script: Path, options: CheckOptions, slots: Sequence[WorkerSlot], devices: str, forks: Forks | None
+) -> PlainProof | None:
+    """A script that knows nothing of us: its ranks, and one process that reads what they read. None where it turns out
+    to use our verbs."""
+    check_script(str(script), options)
+    passes = Passes(
+        [f"the script on {devices}", "one process, on what they read"], options.steps, options.notify, options.progress
+    )
+    run = partial(run_script_file, script.resolve(), list(options.arguments))
+    with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK, stays=True)) as forks:
+        forks.server(os.environ)
+
+        def launched(follow: Follow | None, slots: Sequence[WorkerSlot], side: str) -> list[Record | None]:
+            watched = partial(watch, run, options.steps, options.seed or 0, follow)
+            call = partial(_in_scratch, folder / side, watched)
+            listeners = Listeners(passes.begin(), hang_limit=HANG_LIMIT, idle=True)
+            found: list[Record | None] = launch(call, (), slots, listeners=listeners, preload=forks)
+            return found
+
+        ranks = launched(None, slots, "many")
+        if any(record is None for record in ranks):
+            return None
+        records = [record for record in ranks if record is not None]
+        refuse_unjudged(script.name, records)
+        try:
+            (one,) = launched(Follow(records), slots[:1], "one")
+        except WorkerFailed as failed:  # it may not run on one device: what is counted is told all the same
+            one = Record(0, refused=f"it fails there: {str(failed).splitlines()[-1]}")
+        assert one is not None
+        return judge(script.name, devices, records, one)
+
+
+def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
+    """What the script writes goes into a folder of the check, to the end of this process."""
+    os.environ["WANDB_MODE"] = "disabled"
+    torch.set_num_threads(1)  # the same sums in the same order on both sides
+    if can_lock():
+        lock_files(free_folders())
+    _kept.enter_context(scratch_files(folder))
+    try:
+        with nowhere():
+            return call()
+    except Exception as error:
+        if isinstance(error, CalledProcessError) or "permission denied" in str(error).lower():
+            error.add_note(REFUSED)
+        raise
 
 
 def _passes(specs: Sequence[CheckSpec], plan: Plan | None, devices: str) -> list[str]:
@@ -276,18 +334,10 @@ def _trace_script(
     """What the script writes goes into a folder of the check, to the end of this process. seed: where it sets none."""
     if (folder / "plan.toml").exists():
         os.environ[PLAN_FILE] = str(folder / "plan.toml")
-    os.environ["WANDB_MODE"] = "disabled"
-    torch.set_num_threads(1)  # the same sums in the same order on both sides
-    if can_lock():
-        lock_files(free_folders())
-    _kept.enter_context(scratch_files(_own_folder(folder, spec, draws)))
-    try:
-        with nowhere():
-            return watch_script(run, spec, draws, seed)
-    except Exception as error:
-        if isinstance(error, CalledProcessError) or "permission denied" in str(error).lower():
-            error.add_note(REFUSED)
-        raise
+    found: ProgramTrace | None = _in_scratch(
+        _own_folder(folder, spec, draws), partial(watch_script, run, spec, draws, seed)
+    )
+    return found
 
 
 def _own_folder(folder: Path, spec: CheckSpec, draws: Draws | None) -> Path:

@@ -38,7 +38,7 @@ def after_batches(given: Callable[[Any, Any], None]) -> End:
 
         return tells
 
-    return _put([_BaseDataLoaderIter], "__next__", telling)
+    return put([_BaseDataLoaderIter], "__next__", telling)
 
 
 def around_backwards(around: Around) -> End:
@@ -70,10 +70,11 @@ def _replace(owners: list[Any], name: str, around: Around) -> End:
 
         return surrounded
 
-    return _put(owners, name, surrounding)
+    return put(owners, name, surrounding)
 
 
-def _put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
+def put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
+    """Put what `made_of` makes of a function in its place, in all its owners, until `end`."""
     plain: Any = getattr(owners[0], name)
     put = made_of(plain)
     for owner in owners:
@@ -85,3 +86,8 @@ def _put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
                 setattr(owner, name, plain)
 
     return end
+
+
+def hooks_of(tensor: torch.Tensor) -> list[Any]:
+    """What its gradient is handed to before it is added to `.grad`."""
+    return list((tensor._backward_hooks or {}).values())

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwise.equivalence.plain.findings import PlainProof
 from meshwise.equivalence.proof import Proof
 from meshwise.equivalence.tolerance import LIMIT
 from meshwise.spec.json_values import json_value
 from meshwise.spec.plan import changed
 
 
-def check_dict(proof: Proof) -> dict[str, Any]:
+def check_dict(proof: Proof | PlainProof) -> dict[str, Any]:
     """The proof as plain values."""
+    if isinstance(proof, PlainProof):
+        plain: dict[str, Any] = json_value(proof, str)
+        return {"verdict": proof.verdict.value, "equal": proof.equal, **plain}
     c, cause = proof.comparison, proof.cause
     return {
         "verdict": proof.verdict.value,

@@ -15,8 +15,10 @@ from rich.text import Text
 
 from meshwise.equivalence.compare import Compared
 from meshwise.equivalence.difference import Difference
+from meshwise.equivalence.plain.findings import PlainProof
 from meshwise.equivalence.proof import Proof
 from meshwise.equivalence.tolerance import LIMIT
+from meshwise.equivalence.views.plain_text import plain_text
 from meshwise.spec.units import count_text, plural
 from meshwise.terminal.screen import Drawn, Screen, spaced
 from meshwise.terminal.table import table_lines
@@ -24,8 +26,10 @@ from meshwise.terminal.table import table_lines
 OF_BAND = ("loss", "parameters", "evaluation")
 
 
-def check_text(proof: Proof, width: int | None = None) -> RenderableType:
+def check_text(proof: Proof | PlainProof, width: int | None = None) -> RenderableType:
     """The proof, at most `width` characters wide (None: as wide as the console)."""
+    if isinstance(proof, PlainProof):
+        return plain_text(proof, width)
     return Drawn(lambda screen: _lines(proof, screen), width)
 
 

@@ -1,0 +1,48 @@
+"""Watch the ranks of a script that uses none of our verbs.
+
+Tested in tests/equivalence/test_plain_scripts.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from meshwise.equivalence.plain.record import Follow, Record
+from meshwise.equivalence.plain.watch import watch_plain
+from meshwise.process.session import has_begun
+from meshwise.spec.errors import UsageError
+from meshwise.workers.join import rank_context
+
+
+def is_plain(script: Path) -> bool:
+    """Whether the script does not name us: it may be DDP or accelerate."""
+    return "meshwise" not in script.read_text(encoding="utf-8", errors="replace")
+
+
+def watch(script: Callable[[], object], steps: int, seed: int, follow: Follow | None) -> Record | None:
+    """What this rank did; None where the script turns out to use our verbs."""
+    world = rank_context().world
+    if world.device == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    record = watch_plain(script, steps, seed, follow, world.rank)
+    return None if has_begun() else record
+
+
+def refuse_unjudged(name: str, ranks: Sequence[Record]) -> None:
+    """Raises UsageError for a script of which nothing can be compared."""
+    refused = next((record.refused for record in ranks if record.refused), "")
+    if refused:
+        raise UsageError(f"{name}: {refused}.")
+    if not ranks[0].steps:
+        raise UsageError(
+            f"{name}: no optimizer of torch's made a step with gradients in the processes that check has started. "
+            "Processes that a script starts itself (mp.spawn) are not seen: let it read RANK and WORLD_SIZE of the "
+            "environment, as under torchrun."
+        )
+    if not any(record.wrapped for record in ranks):
+        raise UsageError(
+            f"{name}: its ranks train without DistributedDataParallel or accelerate, so there is nothing to check. "
+            "Write model, optimizer, loader = mw.distribute(model, optimizer, loader) before the loop."
+        )

@@ -1,0 +1,28 @@
+"""Read what a loss was multiplied by at last.
+
+Tested in tests/equivalence/test_plain_scripts.py.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from meshwise.compat.dispatch import without_interception
+
+
+def scale_of(loss: Tensor) -> float:
+    """The product of the plain numbers that `loss` was multiplied and divided by, from its end: `loss / 4 / 4` has
+    1/16."""
+    node, scale = loss.grad_fn, 1.0
+    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
+        above = [each for each, _ in node.next_functions]
+        if above.count(None) != 1:
+            break
+        number = node._saved_other if above[1] is None else node._saved_self  # type: ignore[attr-defined]
+        if number is None or number.numel() != 1 or (node.name() == "DivBackward0" and above[0] is None):
+            break
+        with without_interception():  # which would be given a plain number
+            by = float(number)
+        scale = scale / by if node.name() == "DivBackward0" else scale * by
+        node = above[0] or above[1]
+    return scale

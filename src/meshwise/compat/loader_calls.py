@@ -1,0 +1,105 @@
+"""Steer which samples a program's DataLoaders read, and how.
+
+Read in torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py` and `utils/data/_utils/fetch.py`. Tested in
+tests/equivalence/test_plain_scripts.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from meshwise.compat.program_calls import End, put
+
+ALONE = {
+    "num_workers": 0,
+    "timeout": 0,
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+}
+"""Arguments of a DataLoader that reads in its own process."""
+
+
+def choose_indices(choose: Callable[[Any], Any]) -> End:
+    """Let `choose(iterator)` give the indices of the next batch; it raises StopIteration where there is none."""
+    return put([_BaseDataLoaderIter], "_next_index", lambda plain: lambda iterator: choose(iterator))
+
+
+def plain_indices(iterator: Any) -> Any:
+    """The indices that the sampler gives next."""
+    return next(iterator._sampler_iter)
+
+
+def rest_of(iterator: Any, most: int) -> list[Any]:
+    """All that the sampler gives from here on, at most so many batches."""
+    return list(itertools.islice(iterator._sampler_iter, most))
+
+
+def sampler_of(iterator: Any) -> Any:
+    """What gives the indices: one object for all iterators of a loader."""
+    return iterator._index_sampler
+
+
+def data_of(iterator: Any) -> tuple[Any, list[int]] | None:
+    """Its data set, and the indices in it of the samples that a `Subset` picks; None where it has no indices, or gives
+    single samples."""
+    if iterator._dataset_kind == _DatasetKind.Iterable or not iterator._auto_collation:
+        return None
+    return _whole(iterator._dataset)
+
+
+def is_read_singly(data: Any) -> bool:
+    """Whether it gives single samples, and not batches alone (`__getitems__`)."""
+    return type(data).__getitem__ is not Dataset.__getitem__
+
+
+def _whole(data: Any) -> tuple[Any, list[int]]:
+    picked = list(range(len(data)))
+    while type(data) is Subset:
+        picked = [int(data.indices[index]) for index in picked]
+        data = data.dataset
+    return data, picked
+
+
+def read_samples(read: Callable[[Callable[[int], Any], int], Any]) -> End:
+    """Let `read(get, index)` read each sample of a batch. The indices are those of the data set behind a `Subset`."""
+
+    def reading(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def fetch(fetcher: Any, indices: Any) -> Any:
+            data, _ = _whole(fetcher.dataset)
+            if not fetcher.auto_collation or not is_read_singly(data):
+                fetcher.dataset = data
+                return plain(fetcher, indices)
+            return fetcher.collate_fn([read(data.__getitem__, index) for index in indices])
+
+        return fetch
+
+    return put([_MapDatasetFetcher], "fetch", reading)
+
+
+def without_workers(made: Callable[[Any], None]) -> End:
+    """Let each new DataLoader read in its own process. made: is told of it."""
+
+    def making(plain: Any) -> Any:
+        signature = inspect.signature(plain)
+
+        @functools.wraps(plain)
+        def init(loader: DataLoader[Any], *arguments: Any, **named: Any) -> None:
+            given = signature.bind(loader, *arguments, **named).arguments
+            given.pop("self")
+            plain(loader, **{name: ALONE.get(name, value) for name, value in given.items()})
+            made(loader)
+
+        return init
+
+    return put([DataLoader], "__init__", making)

@@ -1,0 +1,206 @@
+"""Judge what ranks read, tick and print: batches, samples, schedules, metrics.
+
+Tested in tests/equivalence/test_plain_scripts.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from meshwise.equivalence.plain.findings import Finding
+from meshwise.equivalence.plain.record import Pass, Record, Step
+from meshwise.equivalence.shown import shown_otherwise
+
+TWICE = "samples counted twice in the evaluation"
+
+
+def _by_pass(ranks: Sequence[Record]) -> Iterator[list[Pass]]:
+    """The same pass of each rank that makes it."""
+    keys = dict.fromkeys((p.loader, p.number) for record in ranks for p in record.passes if p.samples is not None)
+    for key in keys:
+        yield [p for record in ranks for p in record.passes if (p.loader, p.number) == key]
+
+
+def has_own_data(ranks: Sequence[Record]) -> bool:
+    """Whether ranks read data sets of their own, in which an index means another sample."""
+    return any(len({p.content for p in passes}) > 1 for passes in _by_pass(ranks))
+
+
+def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Finding]:
+    """Whether each sample is read once an epoch, in another order each time. agrees: an evaluation shows what one
+    device shows."""
+    for passes in _by_pass(ranks):
+        first, trained = passes[0], any(p.trained for p in passes)
+        if first.number == 0 and len(passes) == len(ranks) > 1 and not has_own_data(ranks):
+            yield from _shares(passes, trained, agrees)
+        earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]
+        if trained and first.shuffles and earlier and earlier[0].trained and earlier[0].read == first.read:
+            yield Finding(
+                "set_epoch is missing",
+                True,
+                first.places,
+                "two epochs read the samples in the same shuffled order.",
+                "Call sampler.set_epoch(epoch) before each epoch.",
+            )
+        if trained and first.number == 0:
+            yield from _batch(passes, one)
+
+
+def _shares(passes: Sequence[Pass], trained: bool, agrees: bool) -> Iterator[Finding]:
+    """How the samples are shared out."""
+    first, ranks = passes[0], len(passes)
+    every = frozenset[int]().union(*(p.samples or () for p in passes))
+    counts = Counter(index for p in passes for index in p.read)
+    never, size = len(every - counts.keys()), len(every)
+    twice = sum(count - 1 for count in counts.values())
+    if size > 0 and all(len(set(p.read)) > 0.9 * size for p in passes):
+        yield from _whole(passes, size, trained)
+    elif trained:
+        batch = sum(len(p.batches[0]) for p in passes if p.batches)
+        if never:
+            instead = "" if never < batch else "Share out the whole data set: DistributedSampler(dataset)."
+            evidence = f"{never} of {size} samples are read by no rank in an epoch."
+            yield Finding("samples never read", bool(instead), first.places, evidence, instead)
+        if twice:
+            instead = "" if twice < batch else "Share out each sample once: DistributedSampler(dataset)."
+            why = "." if instead else ", so that all ranks have as many."
+            evidence = f"{twice} of {size} samples are read twice in an epoch{why}"
+            yield Finding("samples read twice", bool(instead), first.places, evidence, instead)
+    else:
+        ends = "; what is shown after it agrees with one device." if agrees else "."
+        if never:
+            evidence = f"{never} of {size} samples are read by no rank{ends}"
+            instead = "Leave drop_last out, and share out the whole data set."
+            yield Finding("samples left out of the evaluation", not agrees, first.places, evidence, instead)
+        if twice and not any(p.padded_away for p in passes):
+            yield Finding(
+                TWICE,
+                not agrees,
+                first.places,
+                f"{twice} of {size} samples are read twice, so that all {ranks} ranks have as many{ends}",
+                "Use gather_for_metrics, or cut what is gathered to len(dataset); with mw.distribute nothing repeats.",
+            )
+
+
+def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding]:
+    """Each rank reads all samples."""
+    first, ranks = passes[0], len(passes)
+    if trained:
+        yield Finding(
+            "all ranks read the same samples",
+            True,
+            first.places,
+            f"each of {ranks} ranks reads all {size} samples of an epoch.",
+            "Give the DataLoader a DistributedSampler, or the loader to accelerator.prepare.",
+        )
+    elif any(p.padded_away for p in passes):
+        yield Finding(
+            TWICE,
+            True,
+            first.places,
+            f"each of {ranks} ranks reads all {size} samples, and gather_for_metrics joins what they give.",
+            "Give the loader to accelerator.prepare.",
+        )
+
+
+def _batch(passes: Sequence[Pass], one: Record) -> Iterator[Finding]:
+    natural = [p for p in one.passes if (p.loader, p.number) == (passes[0].loader, passes[0].number)]
+    if not natural or not natural[0].batches or not all(p.batches for p in passes):
+        return
+    ours, alone = sum(len(p.batches[0]) for p in passes), len(natural[0].batches[0])
+    if ours != alone:
+        yield Finding(
+            "batch size is per device",
+            False,
+            passes[0].places,
+            f"a batch has {ours} samples on {len(passes)} devices and {alone} on one.",
+        )
+
+
+def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
+    """Whether the schedule runs to its end at the pace of one device."""
+    many = ranks[0]
+    ticks = [_ticks_of_step(record) for record in (many, one)]
+    lengths = [_steps_of_pass(record) for record in (many, one)]
+    rates = [step.settings[0].get("lr", 0.0) if step.settings else 0.0 for pair in pairs[:1] for step in pair]
+    if rates and rates[0] != rates[1]:
+        yield Finding(
+            "learning rate depends on the devices",
+            False,
+            (many.steps[0].places[2],),
+            f"it begins with {rates[0]:.4g} on {len(ranks)} devices and with {rates[1]:.4g} on one.",
+        )
+    if not all(ticks) or not all(lengths) or many.horizon is None or one.horizon is None:
+        if all(ticks) and ticks[0] != ticks[1] and not many.accelerate:
+            yield _ticks_twice(many, True, f"{ticks[0]:g} times a step on {len(ranks)} devices, {ticks[1]:g} on one.")
+        return
+    paces = [t * n for t, n in zip(ticks, lengths, strict=True)]  # ticks of an epoch
+    epochs = [h / pace for h, pace in zip((many.horizon, one.horizon), paces, strict=True)]
+    if abs(paces[0] * one.horizon / many.horizon - paces[1]) > max(len(ranks), 0.1 * paces[1]):  # a batch may be uneven
+        by_steps = ticks[0] == ticks[1] and many.horizon == one.horizon and abs(epochs[1] - round(epochs[1])) > 0.01
+        yield _ticks_twice(
+            many,
+            not by_steps,
+            f"the schedule ends after {epochs[0]:.3g} epochs on {len(ranks)} devices and after {epochs[1]:.3g} on one "
+            f"({ticks[0]:g} and {ticks[1]:g} ticks a step, {many.horizon} and {one.horizon} ticks in all).",
+        )
+
+
+def _ticks_twice(many: Record, wrong: bool, evidence: str) -> Finding:
+    """wrong: else its length is a number of steps, on however many devices."""
+    return Finding(
+        "scheduler ticks at another pace",
+        wrong,
+        tuple(dict.fromkeys(place for place in many.ticked_at if place)),
+        evidence,
+        "Count its length in the ticks that this number of devices makes.",
+    )
+
+
+def _ticks_of_step(record: Record) -> float:
+    return statistics.median([step.ticks for step in record.steps[1:]] or [0])
+
+
+def _steps_of_pass(record: Record) -> float:
+    """How many steps a whole epoch has."""
+    trained = [p for p in record.passes if p.trained]
+    if not trained or not record.steps:
+        return 0.0
+    return len(trained[0].batches) / max(statistics.median([len(s.scales) for s in record.steps]), 1)
+
+
+def norms(ranks: Sequence[Record]) -> Iterator[Finding]:
+    """Layers that normalize each rank's samples by themselves."""
+    if ranks[0].norms and len(ranks) > 1:
+        yield Finding(
+            "batch norm per rank",
+            False,
+            tuple(dict.fromkeys(step.places[0] for step in ranks[0].steps[:1])),
+            f"{', '.join(ranks[0].norms)} normalizes each rank's samples by themselves.",
+            "nn.SyncBatchNorm.convert_sync_batchnorm(model) normalizes the whole batch.",
+        )
+
+
+def agrees(first: Record, one: Record, devices: str) -> bool:
+    """Whether evaluations show numbers, and all of them are those of one device."""
+    told = [[text for _, text, after in record.shown if not after] for record in (first, one)]
+    numbers = all(any(character.isdigit() for text in side for character in text) for side in told)
+    return numbers and not any(finding.wrong for finding in shown(first, one, devices))
+
+
+def shown(first: Record, one: Record, devices: str) -> Iterator[Finding]:
+    """Lines that print other numbers than one process does."""
+    for trains, wrong in ((False, True), (True, False)):
+        sides = [[(line, text) for line, text, after in record.shown if after is trains] for record in (one, first)]
+        texts, _ = shown_otherwise(sides[0], sides[1], devices)
+        for text in texts:
+            line = text.partition(" shows ")[0]
+            yield Finding(
+                "metric differs from one device's" if wrong else "number of one rank",
+                wrong,
+                (line,),
+                text,
+                "Sum over all ranks' samples, each counted once, before dividing." if wrong else "",
+            )

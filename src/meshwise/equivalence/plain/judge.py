@@ -1,0 +1,200 @@
+"""Compare the ranks of a plain script with one process.
+
+Tested in tests/equivalence/test_plain_scripts.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from meshwise.equivalence.plain import counts
+from meshwise.equivalence.plain.findings import Finding, PlainProof
+from meshwise.equivalence.plain.record import Record, Step
+from meshwise.equivalence.tolerance import LIMIT
+
+
+def judge(script: str, devices: str, ranks: Sequence[Record], one: Record) -> PlainProof:
+    """ranks: what each did; one: what one process did that followed them, or why it could not."""
+    not_judged = list(_not_judged(ranks, one))
+    pairs = _pairs(ranks[0].steps, one.steps)
+    largest = max((_apart(b, a)[0] for a, b in pairs), default=0.0)
+    found = [
+        *counts.reads(ranks, one, counts.agrees(ranks[0], one, devices)),
+        *_unreduced(ranks),
+        *_clips(ranks),
+        *([] if not_judged else _gradients(ranks, pairs)),
+        *_scales(ranks),
+        *counts.schedule(ranks, one, pairs),
+        *counts.norms(ranks),
+        *([] if _reads_others(ranks) else counts.shown(ranks[0], one, devices)),
+    ]
+    return PlainProof(script, devices, len(pairs), largest, tuple(_once(found)), tuple(not_judged))
+
+
+def _reads_others(ranks: Sequence[Record]) -> bool:
+    """Whether one process cannot read what the ranks read."""
+    return counts.has_own_data(ranks) or any(p.samples is None for record in ranks for p in record.passes)
+
+
+def _not_judged(ranks: Sequence[Record], one: Record) -> Iterator[str]:
+    if one.refused:
+        yield f"one process on the same samples: {one.refused}"
+    if any(step.draws for record in (*ranks, one) for step in record.steps):
+        yield "gradients: the script draws random numbers between a batch and its backward, other ones on each rank."
+    if counts.has_own_data(ranks):
+        yield "gradients: each rank has a data set of its own, which one process does not have."
+    if any(p.samples is None for record in ranks for p in record.passes):
+        yield (
+            "a loader whose data set has no indices (IterableDataset, batch_size=None): which samples it reads is not "
+            "known."
+        )
+    if not one.refused and len(one.steps) < len(ranks[0].steps):
+        yield f"{len(ranks[0].steps) - len(one.steps)} steps that one process does not make."
+
+
+def _once(found: Sequence[Finding]) -> Iterator[Finding]:
+    """The first of each kind and line."""
+    seen = set[tuple[str, tuple[str, ...]]]()
+    for finding in found:
+        if (finding.kind, finding.places) not in seen:
+            seen.add((finding.kind, finding.places))
+            yield finding
+
+
+def _pairs(many: Sequence[Step], one: Sequence[Step]) -> list[tuple[Step, Step]]:
+    return [(a, b) for a, b in zip(many, one, strict=False) if a.optimizer == b.optimizer]
+
+
+def _apart(first: Step, other: Step) -> tuple[float, str]:
+    """The largest difference of a gradient of the parameters that both optimizers hold, of the size of all of them, and
+    its name."""
+    held = first.parameters.keys() & other.parameters.keys()  # of a ZeroRedundancyOptimizer each rank's are others
+    one, many = ({n: g for n, g in step.gradients.items() if n in held} for step in (first, other))
+    names = [name for name in one if name in many and one[name].shape == many[name].shape]
+    size = max((float(one[name].norm()) for name in names), default=0.0)
+    found = max(((float((one[n] - many[n]).norm()), n) for n in names), default=(0.0, ""))
+    missing = [*(one.keys() ^ many.keys())]
+    if missing:
+        return float("inf"), sorted(missing)[0]
+    return (found[0] / size if size else found[0], found[1])
+
+
+def _unreduced(ranks: Sequence[Record]) -> Iterator[Finding]:
+    starts = [[step.start for step in record.steps[1:]] for record in ranks]
+    averaged = any(max(each) - min(each) <= LIMIT * max(each) for each in zip(*starts, strict=False))
+    for steps in zip(*(record.steps for record in ranks), strict=False):
+        first = steps[0]
+        for other in steps[1:]:
+            apart, name = _apart(first, other)
+            if apart > LIMIT:
+                why = f": {first.unreduced}" if first.unreduced else ""
+                if averaged:
+                    yield Finding(
+                        "local steps between averages",
+                        False,
+                        first.places,
+                        f"the ranks step with other gradients of {name}, and later have the same parameters again.",
+                    )
+                    return
+                yield Finding(
+                    "gradients not reduced",
+                    True,
+                    first.places,
+                    f"the ranks step with other gradients of {name}{why}.",
+                    "Call the DistributedDataParallel, and run the last backward of a step outside of no_sync().",
+                )
+                return
+
+
+def _clips(ranks: Sequence[Record]) -> Iterator[Finding]:
+    for steps in zip(*(record.steps for record in ranks), strict=False):
+        if any(_apart(steps[0], other)[0] > LIMIT for other in steps[1:]):
+            return
+        for clips in zip(*(step.clips for step in steps), strict=False):
+            norms = [norm for _, norm in clips]
+            if max(norms) - min(norms) > LIMIT * max(norms):
+                yield Finding(
+                    "clipping before the reduction",
+                    True,
+                    (clips[0][0],),
+                    f"the gradients that are clipped have norms {', '.join(f'{norm:.4g}' for norm in norms)} on the "
+                    "ranks.",
+                    "Clip once, after the last backward of a step (accelerate: if accelerator.sync_gradients).",
+                )
+                return
+
+
+def _gradients(ranks: Sequence[Record], pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
+    if any(_unreduced(ranks)) or any(_clips(ranks)):
+        return
+    for number, (many, one) in enumerate(pairs):
+        apart, name = _apart(one, many)
+        if apart <= LIMIT:
+            continue
+        losses = [record.steps[number].loss for record in ranks if number < len(record.steps)]
+        mean = statistics.fmean(losses)
+        size = f"step {number + 1}: the gradient of {name} differs by {apart:.2g} of the size of all"
+        factor = _factor(one.gradients, many.gradients)
+        where = tuple(dict.fromkeys((many.places[1], many.places[0])))
+        if factor is not None:
+            yield Finding(
+                "gradient times a number",
+                True,
+                where,
+                f"step {number + 1}: every gradient is {factor:.6g} times that of one process on the same samples.",
+                "DistributedDataParallel takes the mean over the ranks: the loss of a rank must be a mean.",
+            )
+        elif abs(mean - one.loss) > LIMIT * max(abs(one.loss), abs(mean)):
+            yield Finding(
+                "mean over unequal counts",
+                True,
+                where,
+                f"{size}; the mean of the ranks' losses is {mean:.6g}, and one process has {one.loss:.6g}: a rank's "
+                "loss is a mean over another count (tokens, samples) than the next rank's.",
+                "Divide a rank's sum by the count of all ranks and multiply by their number, or "
+                "mw.backward(loss, weight=count).",
+            )
+        elif many.hooks:
+            yield Finding(
+                "a hook before the reduction",
+                True,
+                many.hooks,
+                f"{size}, though the losses agree: a hook changes each rank's gradient before the mean.",
+                "Change the gradients after the backward.",
+            )
+        else:
+            yield Finding(
+                "other gradients",
+                True,
+                where,
+                f"{size}, though the losses agree.",
+            )
+        return
+
+
+def _factor(one: dict[str, Tensor], many: dict[str, Tensor]) -> float | None:
+    """The number that all gradients are multiplied by, if it is one."""
+    if one.keys() != many.keys() or not one:
+        return None
+    a, b = (torch.cat([grads[name].flatten() for name in sorted(one)]) for grads in (one, many))
+    factor = float(a @ b / (a @ a)) if float(a @ a) else 0.0
+    return factor if factor and float((b - factor * a).norm()) <= LIMIT * float(b.norm()) else None
+
+
+def _scales(ranks: Sequence[Record]) -> Iterator[Finding]:
+    whole = max((len(step.scales) for step in ranks[0].steps), default=0)  # the last step of an epoch may have fewer
+    for step in ranks[0].steps:
+        count, product = len(step.scales), step.scales[-1] if step.scales else 1.0
+        if count == whole > 1 and abs(product * count * count - 1) < 1e-6:
+            yield Finding(
+                "loss divided by the accumulation twice",
+                True,
+                (step.places[1],),
+                f"each of {count} losses of a step is multiplied by {product:.6g}, which is 1/{count * count}.",
+                "Divide once: accelerator.backward divides by gradient_accumulation_steps itself.",
+            )
+            return

@@ -1,0 +1,108 @@
+"""Take dropout and compiled code out of a plain script.
+
+Batch norm normalizes each rank's samples by themselves, which one process repeats by parts of its batch. Tested in
+tests/equivalence/test_plain_scripts.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from meshwise.compat.program_calls import put
+
+DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.dropout_,
+}
+MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Functions of dropout give their input."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if function is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**(kwargs or {})}
+            if "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+        return function(*args, **(kwargs or {}))
+
+
+def _still(module: nn.Module, inputs: Any) -> None:
+    """Modules that hand their dropout on to a function of torch's in C++."""
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        module.dropout = 0.0
+    elif isinstance(module, MODULES):
+        module.p = 0.0
+
+
+@contextlib.contextmanager
+def neutral(rows: Mapping[int, list[int]]) -> Iterator[None]:
+    """In the with-body nothing is dropped or compiled; batch norm takes parts of a batch: rows has them by its size."""
+    ends = [
+        register_module_forward_pre_hook(_still).remove,
+        put([torch], "compile", lambda plain: _uncompiled),
+        put([F], "batch_norm", lambda plain: _by_parts(plain, rows)),
+    ]
+    try:
+        with _NoDropout():
+            yield
+    finally:
+        for end in ends:
+            end()
+
+
+def _uncompiled(model: Any = None, **options: Any) -> Any:
+    return model if model is not None else lambda function: function
+
+
+def _by_parts(plain: Callable[..., Tensor], rows: Mapping[int, list[int]]) -> Callable[..., Tensor]:
+    inside = False
+
+    def batch_norm(
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        *rest: Any,
+        **named: Any,
+    ) -> Tensor:
+        nonlocal inside  # a mode of torch's functions comes here again, by this name
+        parts = _parts(len(input), rows) if training and not inside else []
+        found, before, inside = list[Tensor](), inside, True
+        try:
+            for number, part in enumerate(input.split(parts) if len(parts) > 1 else [input]):
+                held = [s if s is None or number == 0 else s.clone() for s in (running_mean, running_var)]  # rank 0's
+                found.append(plain(part, *held, weight, bias, training, *rest, **named))
+        finally:
+            inside = before
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    return batch_norm
+
+
+def _parts(size: int, rows: Mapping[int, list[int]]) -> list[int]:
+    """How many rows of a tensor of this size are of each rank."""
+    for total, parts in rows.items():
+        if total and size % total == 0:
+            return [part * size // total for part in parts]
+    return []

@@ -1,0 +1,193 @@
+"""Choose what one rank of a plain script reads, and record it.
+
+A loop that trains makes a few steps and then reads its last batches; one that does not reads three batches and its
+last. The third pass over a loader that trains ends the script. Tested in tests/equivalence/test_plain_scripts.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.compat import loader_calls, program_calls
+from meshwise.compat.loader_calls import is_read_singly
+from meshwise.data.generators import GLOBAL
+from meshwise.engine.seeds import seed_all
+from meshwise.equivalence.plain.record import Follow, Pass
+from meshwise.equivalence.short_loops import EVALUATED, ScriptEnds
+from meshwise.spec.user_code import user_place
+from meshwise.transfer.splitmix import mixed
+
+ADDRESS = re.compile(r"0x[0-9a-f]+")
+MOST_BATCHES = 1_000_000
+PASSES = 2
+WHOLE = 8
+"""Batches of an evaluation that is read whole: a script may look for its last one."""
+LATER_STEPS = 2
+
+
+@dataclass
+class _Loop:
+    """A loop over a loader. batches: the samples of each rank in each batch. at: of the next one."""
+
+    iterator: Any  # kept, so that no other has its id
+    read: Pass
+    batches: list[list[list[int]]]
+    made_before: int
+    at: int = 0
+
+
+class Reads:
+    """What one run of the script reads. steps: of the first pass of a loop. follow: what all ranks did, whose samples
+    one process reads again. passes: takes each pass."""
+
+    def __init__(self, steps: int, seed: int, follow: Follow | None, passes: list[Pass]) -> None:
+        self.rows: dict[int, list[int]] = {}
+        """Samples of each rank in a batch, by the size of the batch."""
+        self.now: Pass | None = None
+        self.has_cut = False
+        """Whether a loop was ended early."""
+        self._steps, self._seed, self._follow, self._passes = steps, seed, follow, passes
+        self._loaders: dict[int, tuple[Any, int]] = {}  # by id of what gives the indices: that, and the loader's number
+        self._made_at: dict[int, str] = {}
+        self._loops: dict[int, _Loop] = {}  # by id of the iterator
+        self._made = self._batches_of_step = self._batches_since = 0
+        self._drawn: Any = None
+        self._sees_accelerate = False
+        self._ends = [
+            loader_calls.without_workers(self._loader_made),
+            loader_calls.choose_indices(self._choose),
+            loader_calls.read_samples(self._read),
+        ]
+
+    def close(self) -> None:
+        """Let loaders read by themselves again."""
+        for end in reversed(self._ends):
+            end()
+
+    def backward(self) -> bool:
+        """A backward begins. Gives whether random numbers were drawn since its batch came."""
+        if self.now is not None:
+            self.now.trained = True
+        return self._drawn is not None and self._drawn != _generators()
+
+    def step_made(self) -> None:
+        """An optimizer has made its step."""
+        self._made += 1
+        self._batches_of_step, self._batches_since = self._batches_since, 0
+
+    def _loader_made(self, loader: Any) -> None:
+        if loader.batch_sampler is not None:
+            self._made_at[id(loader.batch_sampler)] = user_place()
+
+    def _choose(self, iterator: Any) -> Any:
+        """The indices of the next batch."""
+        loop = self._loops.get(id(iterator)) or self._begin(iterator)
+        now = self.now = loop.read
+        if now.samples is None and self._enough(loop):
+            now.over = True
+            raise StopIteration
+        chosen = self._next(loop) if self._follow is None and now.samples is not None else loop.at
+        if now.samples is not None and chosen >= len(loop.batches):
+            now.over, self.has_cut = True, self.has_cut or self._follow is not None
+            raise StopIteration
+        loop.at = chosen + 1
+        now.given.append(chosen)
+        self._batches_since += 1
+        self._see_accelerate()
+        if now.samples is None:
+            return loader_calls.plain_indices(iterator)
+        indices = [index for part in loop.batches[chosen] for index in part]
+        self.rows[len(indices)] = [len(part) for part in loop.batches[chosen]]
+        self._drawn = _generators()
+        return indices
+
+    def _begin(self, iterator: Any) -> _Loop:
+        sampler = loader_calls.sampler_of(iterator)
+        if id(sampler) not in self._loaders:
+            self._loaders[id(sampler)] = sampler, len(self._loaders)
+        number = self._loaders[id(sampler)][1]
+        earlier = [p for p in self._passes if p.loader == number]
+        trained = sum(p.trained for p in earlier)
+        if trained >= PASSES and self._follow is None:
+            raise ScriptEnds
+        found, batches, samples, content = loader_calls.data_of(iterator), list[list[int]](), None, ""
+        if found is not None:
+            data, picked = found
+            drawn = loader_calls.rest_of(iterator, MOST_BATCHES)
+            batches = [[picked[index] for index in batch] for batch in drawn]
+            samples, content = frozenset(picked), self._content(data, picked)
+        order = [index for batch in batches for index in batch]
+        inner = getattr(sampler, "batch_sampler", None)  # accelerate's is around that of the loader that it was given
+        made = (self._made_at.get(id(each), "") for each in (inner, sampler))
+        places = tuple(dict.fromkeys(place for place in (user_place(), *made) if place))
+        now = Pass(number, len(earlier), places, samples, batches, order != sorted(order), content)
+        unions: list[list[list[int]]] | None = [[batch] for batch in batches]
+        if self._follow is not None:
+            unions = self._follow.unions(now)
+        if unions is None:
+            raise ScriptEnds
+        self._batches_since = 0
+        self._passes.append(now)
+        loop = self._loops[id(iterator)] = _Loop(iterator, now, unions, self._made)
+        return loop
+
+    def _enough(self, loop: _Loop) -> bool:
+        """Whether a loop has made its steps, or read enough."""
+        made, now = self._made - loop.made_before, loop.read
+        wanted = self._steps if now.number == 0 else min(self._steps, LATER_STEPS)
+        return made >= wanted - 1 if now.trained else len(now.given) >= EVALUATED and len(loop.batches) > WHOLE
+
+    def _next(self, loop: _Loop) -> int:
+        """The number of the next batch: the following one, or of the last ones, once there were enough."""
+        tail = max(self._batches_of_step, 1) if loop.read.trained else 1
+        chosen = max(loop.at, len(loop.batches) - tail) if self._enough(loop) else loop.at
+        self.has_cut |= chosen > loop.at
+        return chosen
+
+    def _see_accelerate(self) -> None:
+        """`gather_for_metrics` takes away what repeats."""
+        accelerate: Any = sys.modules.get("accelerate")
+        if accelerate is None or self._sees_accelerate:
+            return
+        self._sees_accelerate = True
+
+        def gathering(plain: Any) -> Any:
+            @functools.wraps(plain)
+            def gather(*arguments: Any, **named: Any) -> Any:
+                if self.now is not None:
+                    self.now.padded_away = True
+                if self._follow is not None:  # it counts on batches of one process's own size
+                    return arguments[1] if len(arguments) > 1 else named["input_data"]
+                return plain(*arguments, **named)
+
+            return gather
+
+        self._ends.append(program_calls.put([accelerate.Accelerator], "gather_for_metrics", gathering))
+
+    def _content(self, data: Any, picked: Sequence[int]) -> str:
+        """Of its first sample, without addresses."""
+        readable = bool(picked) and is_read_singly(data)
+        return ADDRESS.sub("", repr(self._drawn_alike(data.__getitem__, 0, 0))) if readable else ""
+
+    def _read(self, get: Callable[[int], Any], index: int) -> Any:
+        """A sample: what it draws depends on its index and on the pass alone."""
+        assert self.now is not None
+        return self._drawn_alike(get, int(index), self.now.loader, self.now.number)
+
+    def _drawn_alike(self, get: Callable[[int], Any], index: int, *key: int) -> Any:
+        states = [handle.state() for handle in GLOBAL]
+        seed_all(mixed(self._seed, index, *key) % 2**31)
+        try:
+            return get(index)
+        finally:
+            for handle, state in zip(GLOBAL, states, strict=True):
+                handle.set_state(state)
+
+
+def _generators() -> list[Any]:
+    return [handle.state() for handle in GLOBAL]

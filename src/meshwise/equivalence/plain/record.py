@@ -1,0 +1,112 @@
+"""Hold what one rank of a plain script has read and computed.
+
+Tested in tests/equivalence/test_plain_scripts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass
+class Pass:
+    """One pass over a DataLoader.
+
+    loader: its number, in the order of first use. number: of this pass over it. places: the user's lines that read it
+    and that made it. samples: the indices of its data set; None of one
+    that has none. content: of one sample, to tell data sets apart. batches: the indices of every batch that its
+    sampler gives; given: which of them the script got. trained: whether a backward followed a batch. padded_away:
+    whether `gather_for_metrics` took away what repeats. over: whether the loop has ended.
+    """
+
+    loader: int
+    number: int
+    places: tuple[str, ...]
+    samples: frozenset[int] | None
+    batches: list[list[int]]
+    shuffles: bool
+    content: str
+    given: list[int] = field(default_factory=list)
+    trained: bool = False
+    padded_away: bool = False
+    over: bool = False
+
+    @property
+    def read(self) -> list[int]:
+        """The samples of the whole pass."""
+        return [index for batch in self.batches for index in batch]
+
+
+@dataclass
+class Step:
+    """One step of an optimizer.
+
+    places: the lines of the last forward, its backward, and the step. settings: numbers of each group, before it.
+    gradients: by parameter, before it. parameters: after it. loss: sum of the losses of its backwards. scales: what
+    each was multiplied by at last. ticks: of the scheduler since the step before. unreduced: why its gradients may not
+    be those of all ranks. hooks: lines of hooks on the gradients. clips: lines that clip, and the norm before. draws:
+    whether random numbers were drawn between a batch and its backward. start: the norms of its parameters before it,
+    added up.
+    """
+
+    optimizer: int
+    places: tuple[str, str, str]
+    settings: list[dict[str, float]]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+    scales: tuple[float, ...] = ()
+    ticks: int = 0
+    unreduced: str = ""
+    hooks: tuple[str, ...] = ()
+    clips: tuple[tuple[str, float], ...] = ()
+    draws: bool = False
+    start: float = 0.0
+
+
+@dataclass
+class Record:
+    """What one rank did. norms: kinds of batch norm that ran in training. horizon: after how many ticks the schedule
+    ends, and the lines that make and tick it. shown: lines that print, what they print, and whether that is
+    of a training, or inside an evaluation. ticks: since the last step. refused: why nothing of it can be compared."""
+
+    rank: int
+    passes: list[Pass] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    shown: list[tuple[str, str, bool]] = field(default_factory=list)
+    norms: tuple[str, ...] = ()
+    horizon: int | None = None
+    ticked_at: tuple[str, ...] = ()
+    ticks: int = 0
+    wrapped: bool = False
+    accelerate: bool = False
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Follow:
+    """What one process follows: all ranks' reads, and rank 0's settings and parameters."""
+
+    ranks: Sequence[Record]
+
+    def unions(self, own: Pass) -> list[list[list[int]]] | None:
+        """The batches of a pass: of each, the samples of every rank; None of a pass that no rank made. An evaluation
+        reads what one process does, or each sample once, where not all was read. own: what one process would read."""
+        passes = [p for record in self.ranks for p in record.passes if (p.loader, p.number) == (own.loader, own.number)]
+        if not passes:
+            return None
+        if not any(p.trained for p in passes) and all(len(p.given) == len(p.batches) for p in passes):
+            return [[batch] for batch in own.batches]
+        rows = [[p.batches[n] for n in p.given] for p in passes]
+        found = [[row[n] for row in rows if n < len(row)] for n in range(max(map(len, rows), default=0))]
+        if any(p.trained for p in passes):
+            return found
+        seen, once = set[int](), list[list[list[int]]]()
+        for parts in found:
+            fresh = [[i for i in part if not (i in seen or seen.add(i))] for part in parts]  # type: ignore[func-returns-value]
+            if any(fresh):
+                once.append([part for part in fresh if part])
+        return once

@@ -1,0 +1,59 @@
+"""Count the ticks of a plain script's scheduler.
+
+Tested in tests/equivalence/test_plain_scripts.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from meshwise.compat.program_calls import put
+from meshwise.equivalence.plain.record import Record
+from meshwise.spec.user_code import user_place
+
+HORIZONS = ("T_max", "total_steps", "total_iters", "step_size", "num_training_steps")
+
+
+def watch_ticks(record: Record) -> list[Callable[[], None]]:
+    """Count in `record` what schedulers are told, until the functions that are returned are called."""
+    inside, made_at = False, dict[int, tuple[Any, str]]()
+
+    def counting(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def step(scheduler: Any, *arguments: Any, **named: Any) -> Any:
+            nonlocal inside
+            inner, inside = inside, True
+            if not inner and scheduler.last_epoch < 0:  # its constructor's own
+                made_at[id(scheduler)] = scheduler, user_place()
+            elif not inner:
+                record.ticks += 1
+                record.horizon = record.horizon or horizon_of(scheduler)
+                record.ticked_at = record.ticked_at or (user_place(), made_at.get(id(scheduler), (None, ""))[1])
+            try:
+                return plain(scheduler, *arguments, **named)
+            finally:
+                inside = inner
+
+        return step
+
+    return [put([kind], "step", counting) for kind in (LRScheduler, ReduceLROnPlateau)]
+
+
+def horizon_of(scheduler: Any) -> int | None:
+    """After how many ticks a schedule ends, where it says so."""
+    for name in HORIZONS:
+        if isinstance(value := getattr(scheduler, name, None), int):
+            return value
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        held = dict(function.keywords) if isinstance(function, functools.partial) else {}
+        if inspect.isfunction(function):
+            held = dict(inspect.getclosurevars(function).nonlocals)
+        numbers = [value for value in held.values() if type(value) is int and value > 1]  # the longest: not its warmup
+        if numbers:
+            return max(numbers)
+    return None

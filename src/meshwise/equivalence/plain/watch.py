@@ -1,0 +1,275 @@
+"""Watch what one rank of a plain script computes, steps and prints.
+
+Tested in tests/equivalence/test_plain_scripts.py.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from meshwise.autograd.loss_scale import scale_of
+from meshwise.compat import program_calls
+from meshwise.engine.seeds import seed_all
+from meshwise.equivalence.plain.neutral import NORMS, neutral
+from meshwise.equivalence.plain.on_cpu import on_cpu
+from meshwise.equivalence.plain.reads import LATER_STEPS, PASSES, Reads
+from meshwise.equivalence.plain.record import Follow, Record, Step
+from meshwise.equivalence.plain.schedule import watch_ticks
+from meshwise.equivalence.short_loops import ScriptEnds
+from meshwise.equivalence.upcast import called_in_float64, plain_attention, upcast
+from meshwise.machine.memory import free_bytes
+from meshwise.parallel.step_hooks import Order, subscribe
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import bytes_text
+from meshwise.spec.user_code import place_of, user_place
+
+MOST_BACKWARDS = 40
+"""Of a step that is compared; a script that makes more ends."""
+NOT_REPLICAS = "its parameters are sharded (FSDP, DTensor): check compares replicas, as DDP and accelerate have them"
+OUTSIDE = "its forward does not go through the DistributedDataParallel"
+
+
+def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Follow | None, rank: int) -> Record:
+    """Run `script` in this process as `python script.py` would, for so many steps of its first pass. follow: what all
+    ranks did, which one process does again."""
+    watcher = _Watcher(steps, seed, follow, rank)
+    seed_all(seed + rank)
+    with (
+        watcher.watching(),
+        on_cpu(),
+        upcast(),
+        called_in_float64(),
+        plain_attention(),
+        neutral(watcher.reads.rows),
+        contextlib.suppress(ScriptEnds),
+    ):
+        try:
+            script()
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        except StopIteration:
+            if not watcher.reads.has_cut:  # of a script that calls next() as often as there are batches
+                raise
+    return watcher.ended()
+
+
+class _Watcher:
+    """One run of the script."""
+
+    def __init__(self, steps: int, seed: int, follow: Follow | None, rank: int) -> None:
+        self.record = Record(rank)
+        self._steps, self._follow = steps, follow
+        self.reads = Reads(steps, seed, follow, self.record.passes)
+        self._names: dict[int, tuple[Tensor, str]] = {}
+        self._known_roots = set[int]()
+        self._roots = list[Any]()
+        self._forward_at = ""
+        self._wrapped_forward = False
+        self._stepping: Optimizer | None = None
+        self._backwards = 0
+        self._made: dict[int, int] = {}  # steps by optimizer
+        self._optimizers: dict[int, tuple[Optimizer, int]] = {}
+        self._since: dict[str, Any] = {}
+        self._norms: dict[str, None] = {}
+        self._parallel: list[DistributedDataParallel] = []
+        self._ends: list[Callable[[], None]] = []
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self._since = {"loss": 0.0, "scales": [], "clips": [], "backward": "", "draws": False, "why": ""}
+        self._wrapped_forward = False
+
+    def ended(self) -> Record:
+        """What was recorded."""
+        self.record.norms = tuple(self._norms)
+        self.record.accelerate = "accelerate" in sys.modules
+        return self.record
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """In the with-body the script is watched."""
+        put = program_calls.put
+        self._ends += [
+            put([DistributedDataParallel], "__init__", self._wrap),
+            put([torch.autograd], "backward", self._backward),
+            put([nn.utils, nn.utils.clip_grad], "clip_grad_norm_", self._clip),
+            put([nn.utils, nn.utils.clip_grad], "clip_grad_value_", self._clip),
+            *watch_ticks(self.record),
+            put([builtins], "print", self._print),
+            subscribe(Order.GUARD, self._before_step, self._after_step).remove,
+            register_module_forward_pre_hook(self._forward).remove,
+        ]
+        try:
+            yield
+        finally:
+            for end in reversed(self._ends):
+                end()
+            self.reads.close()
+
+    # What is computed.
+
+    def _forward(self, module: nn.Module, inputs: Any) -> None:
+        if isinstance(module, NORMS) and module.training and torch.is_grad_enabled():
+            self._norms.setdefault(type(module).__name__)
+        if isinstance(module, FullyShardedDataParallel):
+            self.record.refused = NOT_REPLICAS
+            raise ScriptEnds
+        if isinstance(module, DistributedDataParallel):
+            self._wrapped_forward |= torch.is_grad_enabled()
+        if id(module) in self._known_roots:
+            self._forward_at = user_place() if torch.is_grad_enabled() else self._forward_at
+            return
+        if any(id(p) not in self._names for p in module.parameters()):
+            self._known_roots.add(id(module))
+            self._roots.append(module)
+            taken = {name for _, name in self._names.values()}
+            for name, p in module.named_parameters():
+                if id(p) in self._names:
+                    continue
+                name = name.replace("module.", "").replace("_orig_mod.", "")
+                if name in taken:
+                    name = f"{name} of model {len(self._roots)}"
+                self._names[id(p)] = p, name
+            self._forward_at = user_place()
+
+    def _wrap(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def init(model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
+            plain(model, *arguments, **named)
+            self.record.wrapped = True
+            self._parallel.append(model)
+
+        return init
+
+    def _backward(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def backward(tensors: Any, *arguments: Any, **named: Any) -> Any:
+            self._backwards += 1
+            if self._backwards > MOST_BACKWARDS * (self._steps + PASSES * LATER_STEPS):
+                raise ScriptEnds
+            losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if losses and losses[0].numel() == 1:
+                self._since["loss"] += float(losses[0].detach())
+                self._since["scales"].append(scale_of(losses[0]))
+            self._since["backward"] = user_place()
+            self._since["draws"] |= self.reads.backward()
+            no_sync = [each for each in self._parallel if not each.require_backward_grad_sync]
+            self._since["why"] = "its backward is inside no_sync()" if no_sync else ""
+            return plain(tensors, *arguments, **named)
+
+        return backward
+
+    def _clip(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def clip(parameters: Any, *arguments: Any, **named: Any) -> Any:
+            held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            norms = [float(p.grad.detach().norm()) for p in held if p.grad is not None]
+            self._since["clips"].append((user_place(), float(numpy.linalg.norm(norms)) if norms else 0.0))
+            return plain(held, *arguments, **named)
+
+        return clip
+
+    def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._stepping is not None or all(p.grad is None for p in held):  # ZeroRedundancyOptimizer has one inside
+            return
+        self._stepping = optimizer
+        if any(isinstance(p, DTensor) for p in held):
+            self.record.refused = NOT_REPLICAS
+            raise ScriptEnds
+        if not self.record.steps:
+            self._refuse_large(held)
+        number = self._optimizers.setdefault(id(optimizer), (optimizer, len(self._optimizers)))[1]
+        hooks = tuple(dict.fromkeys(place for p in held for place in map(place_of, program_calls.hooks_of(p)) if place))
+        since = self._since
+        step = Step(
+            number,
+            (self._forward_at, since["backward"], user_place()),
+            [_numbers(group) for group in optimizer.param_groups],
+            {self._name(p): p.grad.detach().to("cpu", copy=True) for p in held if p.grad is not None},
+            loss=since["loss"],
+            scales=tuple(since["scales"]),
+            ticks=self.record.ticks,
+            hooks=hooks,
+            clips=tuple(since["clips"]),
+            draws=since["draws"],
+            start=sum(float(p.detach().norm()) for p in held),
+            unreduced=since["why"] or ("" if self._wrapped_forward else OUTSIDE),
+        )
+        self.record.steps.append(step)
+        rank0 = self._followed(number)
+        if rank0 is not None:
+            for group, settings in zip(optimizer.param_groups, rank0.settings, strict=False):
+                group.update({key: value for key, value in settings.items() if isinstance(group.get(key), float)})
+
+    def _refuse_large(self, held: list[Tensor]) -> None:
+        needed = 2 * 8 * sum(p.numel() for p in held) * (self._steps + PASSES * LATER_STEPS) * 3
+        free = free_bytes(torch.device("cpu"))
+        if needed > free:
+            raise UsageError(
+                f"check keeps gradients and parameters of each step in float64: about {bytes_text(needed)}, and "
+                f"{bytes_text(free)} are free. Use --steps 1, or fewer or narrower layers."
+            )
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if optimizer is not self._stepping:
+            return
+        self._stepping = None
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        number, step = self._optimizers[id(optimizer)][1], self.record.steps[-1]
+        step.parameters = {self._name(p): p.detach().to("cpu", copy=True) for p in held}
+        rank0 = self._followed(number)
+        if rank0 is not None:
+            with torch.no_grad():
+                for p in held:
+                    if (there := rank0.parameters.get(self._name(p))) is not None and there.shape == p.shape:
+                        p.copy_(there)
+        self._made[number] = self._made.get(number, 0) + 1
+        self.record.ticks = 0
+        self.reads.step_made()
+        self._fresh()
+
+    def _followed(self, number: int) -> Step | None:
+        """The step of rank 0 that this one repeats."""
+        if self._follow is None:
+            return None
+        steps = [step for step in self._follow.ranks[0].steps if step.optimizer == number]
+        made = self._made.get(number, 0)
+        return steps[made] if made < len(steps) else None
+
+    def _name(self, parameter: Tensor) -> str:
+        if id(parameter) not in self._names:
+            self._names[id(parameter)] = parameter, f"parameter {len(self._names)}, of no module"
+        return self._names[id(parameter)][1]
+
+    def _print(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def show(*values: Any, **named: Any) -> None:
+            where = user_place()
+            if where and named.get("file") in (None, sys.stdout):
+                last = self.record.passes[-1] if self.record.passes else None
+                text = named.get("sep", " ").join(map(str, values))
+                self.record.shown.append((where, text, last is None or last.trained or not last.over))
+            else:
+                plain(*values, **named)
+
+        return show
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in group.items() if type(value) in (int, float)}

@@ -1,0 +1,277 @@
+"""`meshwise check` of a script of DDP or accelerate as it is: its ranks beside one process, and its counts.
+
+Tests api/check_plain.py, compat/loader_calls.py, autograd/loss_scale.py, equivalence/views/plain_text.py,
+equivalence/plain/counts.py, equivalence/plain/findings.py, equivalence/plain/judge.py, equivalence/plain/neutral.py,
+equivalence/plain/on_cpu.py, equivalence/plain/reads.py, equivalence/plain/record.py, equivalence/plain/schedule.py and
+equivalence/plain/watch.py.
+The list that somebody planted who had not read them is bench/others.
+"""
+
+from __future__ import annotations
+
+import io
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from meshwise.api.check import check_options
+from meshwise.api.check_options import CheckOptions
+from meshwise.autograd.loss_scale import scale_of
+from meshwise.equivalence.plain.findings import PlainProof
+from meshwise.equivalence.plain.judge import judge
+from meshwise.equivalence.plain.record import Follow, Pass, Record, Step
+from meshwise.equivalence.plain.schedule import horizon_of
+from meshwise.equivalence.views.check_dict import check_dict
+from meshwise.equivalence.views.check_text import check_text
+from meshwise.spec.errors import UsageError
+
+OTHERS = Path(__file__).parents[2] / "bench" / "others"
+CASES = tomllib.loads((OTHERS / "CASES.toml").read_text(encoding="utf-8"))["case"]
+GRADIENTS = {"weight": torch.tensor([1.0, 2.0]), "bias": torch.tensor([0.5])}
+LINES = ("train.py:20", "train.py:21", "train.py:23")
+
+SCRIPT = """
+import contextlib, os
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("nccl")
+gpu = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(gpu)
+torch.manual_seed(dist.get_rank())
+x = torch.randn(83, 6, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(x, (x.sum(1) > 0).long())
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 4, sampler=sampler, num_workers=2)
+test = DataLoader(data, 8, sampler=DistributedSampler(data, shuffle=False))
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)).to(gpu)
+model = DistributedDataParallel(model, device_ids=[gpu])
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for epoch in range(9):
+    sampler.set_epoch(epoch)
+    for number, (a, b) in enumerate(loader):
+        last = number % 2 == 1
+        with contextlib.nullcontext() if last else model.no_sync():
+            loss = nn.functional.cross_entropy(model(a.cuda(gpu)), b.to(gpu))
+            (loss / 2).backward()
+        if last:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    counts = torch.zeros(2, device=gpu)
+    with torch.no_grad():
+        for a, b in test:
+            counts += torch.tensor([(model(a.to(gpu)).argmax(1) == b.to(gpu)).sum(), len(b)])
+    model.train()
+    dist.all_reduce(counts)
+    if dist.get_rank() == 0:
+        print(f"epoch {epoch} accuracy {counts[0] / counts[1]:.6f} of {counts[1]:.0f}")
+        torch.save(model.state_dict(), "model.pt")
+"""
+
+
+def proof(folder: Path, text: str) -> PlainProof:
+    script = folder / "train.py"
+    script.write_text(text, encoding="utf-8")
+    found = check_options(CheckOptions(str(script)))
+    assert isinstance(found, PlainProof)
+    return found
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_script_that_names_gpus_is_checked_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal but for what is by design: batch norm, accumulation, clipping and dropout are one process's; what is wrong
+    is the evaluation, which counts a padded sample."""
+    monkeypatch.chdir(tmp_path)
+    found = proof(tmp_path, SCRIPT)
+    assert found.steps == 5
+    assert found.largest < 1e-13
+    assert not found.not_judged
+    assert [(each.kind, each.wrong) for each in found.findings] == [
+        ("samples read twice", False),
+        ("batch size is per device", False),
+        ("samples counted twice in the evaluation", True),
+        ("batch norm per rank", False),
+        ("metric differs from one device's", True),
+    ]
+    assert found.findings[2].places == ("train.py:34", "train.py:16")
+    assert not (tmp_path / "model.pt").exists(), "a check writes over nobody's files"
+    assert check_dict(found)["verdict"] == "different"
+
+
+@pytest.mark.usefixtures("processes")
+def test_two_mistakes_of_a_script_are_named_with_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = SCRIPT.replace("    sampler.set_epoch(epoch)\n", "").replace("nn.BatchNorm1d(8), ", "")
+    text = text.replace("b.to(gpu))\n            (", "b.to(gpu), torch.tensor([0.1, 0.9]))\n            (")
+    found = {each.kind: each for each in proof(tmp_path, text).findings if each.wrong}
+    assert found["set_epoch is missing"].places[0] == "train.py:21"
+    assert found["mean over unequal counts"].places == ("train.py:25", "train.py:24")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("case", [pytest.param(case, id=case["file"]) for case in CASES])
+def test_what_somebody_else_planted_is_named(case: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    if case["wrapper"] == "accelerate":
+        pytest.importorskip("accelerate")
+    monkeypatch.chdir(OTHERS)
+    found = check_options(CheckOptions(str(case["file"])))
+    assert isinstance(found, PlainProof)
+    assert found.equal == (case["expected"] != "wrong" or not any(each.wrong for each in found.findings))
+    lines = {int(place.rpartition(":")[2]) for each in found.findings for place in each.places}
+    assert case["expected"] == "clean" or lines & set(case["lines"])  # type: ignore[call-overload]
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("print(1)", "no optimizer of torch's made a step"),
+        (
+            "import torch\np = torch.nn.Linear(2, 1)\no = torch.optim.SGD(p.parameters(), 0.1)\n"
+            "p(torch.ones(1, 2)).sum().backward()\no.step()",
+            "its ranks train without DistributedDataParallel or accelerate",
+        ),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        proof(tmp_path, text)
+
+
+# The judge alone.
+
+
+def step(**changes: object) -> Step:
+    parameters = {name: torch.ones_like(gradient) for name, gradient in GRADIENTS.items()}
+    made = Step(0, LINES, [{"lr": 0.1}], dict(GRADIENTS), parameters, loss=1.0, scales=(1.0,), ticks=1)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def read(rank: int, ranks: int = 2, number: int = 0, size: int = 16, trained: bool = True) -> Pass:
+    """A pass over every `ranks`-th of 16 samples, in batches of two, in another order each time."""
+    order = [(index * 7 + number * 3) % size for index in range(rank, size, ranks)]
+    batches = [order[at : at + 4 // ranks] for at in range(0, len(order), 4 // ranks)] if ranks < 3 else [order]
+    return Pass(0, number, ("train.py:18",), frozenset(range(size)), batches, True, "x", [0, 1], trained, over=True)
+
+
+def record(rank: int, ranks: int = 2, **changes: object) -> Record:
+    made = Record(rank, [read(rank, ranks)], [step(start=1.0), step(start=1.0 + rank)], wrapped=True)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def found_in(many: list[Record], one: Record) -> dict[str, bool]:
+    return {each.kind: each.wrong for each in judge("train.py", "2xcpu", many, one).findings}
+
+
+def test_what_is_right_is_equal() -> None:
+    made = judge("train.py", "2xcpu", [record(0), record(1)], record(0, 1))
+    assert made.equal and made.largest == 0 and made.steps == 2
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(check_text(made))
+    assert console.export_text().startswith("equal: 2 steps on 2xcpu, beside one process on the same samples")
+
+
+def times(number: float) -> dict[str, torch.Tensor]:
+    return {name: gradient * number for name, gradient in GRADIENTS.items()}
+
+
+OTHER = {**GRADIENTS, "bias": torch.tensor([0.7])}
+FOUND: dict[str, tuple[Callable[[int], dict[str, object]], dict[str, object]]] = {
+    "gradients not reduced": (lambda rank: {"steps": [step(gradients=times(1 + rank))]}, {}),
+    "gradient times a number": (lambda rank: {"steps": [step(gradients=times(0.5))]}, {}),
+    "mean over unequal counts": (lambda rank: {"steps": [step(gradients=OTHER, loss=2.0 + rank)]}, {}),
+    "a hook before the reduction": (lambda rank: {"steps": [step(gradients=OTHER, hooks=("train.py:9",))]}, {}),
+    "other gradients": (lambda rank: {"steps": [step(gradients=OTHER)]}, {}),
+    "clipping before the reduction": (lambda rank: {"steps": [step(clips=(("train.py:22", 1.0 + rank),))]}, {}),
+    "loss divided by the accumulation twice": (lambda rank: {"steps": [step(scales=(0.25, 0.25))]}, {}),
+    "set_epoch is missing": (
+        lambda rank: {"passes": [read(rank), replace(read(rank), number=1)]},
+        {"passes": [read(0, 1), read(0, 1, 1)]},
+    ),
+    "all ranks read the same samples": (lambda rank: {"passes": [read(0, 1)]}, {}),
+    "samples never read": (lambda rank: {"passes": [read(0, 2)]}, {}),
+    "samples left out of the evaluation": (lambda rank: {"passes": [read(rank, 3, trained=False)]}, {}),
+    "samples counted twice in the evaluation": (
+        lambda rank: {"passes": [replace(read(rank, trained=False), batches=[*read(rank).batches, [0]])]},
+        {},
+    ),
+    "scheduler ticks at another pace": (
+        lambda rank: {"horizon": 80, "ticked_at": ("train.py:24",), "passes": [read(rank, size=64)]},
+        {"horizon": 40, "passes": [read(0, 1, size=64)]},
+    ),
+    "metric differs from one device's": (
+        lambda rank: {"shown": [("train.py:30", "accuracy 0.50", False)]},
+        {"shown": [("train.py:30", "accuracy 0.60", False)]},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_each_mistake_has_its_name(kind: str) -> None:
+    changes, alone = FOUND[kind]
+    found = found_in([record(rank, **changes(rank)) for rank in range(2)], record(0, 1, **alone))
+    assert found.get(kind) is True, found
+    assert kind not in found_in([record(0), record(1)], record(0, 1))
+
+
+def test_what_differs_by_design_is_not_wrong() -> None:
+    local = [record(rank, steps=[step(gradients=times(1 + rank)), step(start=2.0)]) for rank in range(2)]
+    assert found_in(local, record(0, 1))["local steps between averages"] is False
+    padded = [
+        record(r, passes=[replace(read(r, trained=False), batches=[*read(r).batches, [0]])],
+               shown=[("train.py:30", "accuracy 0.50", False)])
+        for r in range(2)
+    ]  # fmt: skip
+    one = record(0, 1, shown=[("train.py:30", "accuracy 0.50", False)])
+    assert found_in(padded, one) == {"samples counted twice in the evaluation": False}, "cut by hand afterwards"
+    grown = found_in(
+        [record(0), record(1)], record(0, 1, passes=[replace(read(0, 1), batches=[[n] for n in range(16)])])
+    )
+    assert grown == {"batch size is per device": False}
+
+
+def test_what_is_not_judged_is_never_equal() -> None:
+    own = [record(rank, passes=[replace(read(rank), content=str(rank))]) for rank in range(2)]
+    drawn = [record(rank, steps=[step(draws=True, gradients=OTHER)]) for rank in range(2)]
+    unknown = [record(rank, passes=[replace(read(rank), samples=None)]) for rank in range(2)]
+    for many in (own, drawn, unknown):
+        made = judge("train.py", "2xcpu", many, record(0, 1))
+        assert made.verdict.value == "doubtful" and made.not_judged and not made.findings
+    failed = judge("train.py", "2xcpu", [record(0), record(1)], Record(0, refused="it fails there"))
+    assert failed.verdict.value == "doubtful"
+
+
+def test_one_process_reads_what_all_ranks_read() -> None:
+    follow = Follow([record(0), record(1)])
+    assert follow.unions(read(0, 1)) == [[read(0).batches[n], read(1).batches[n]] for n in (0, 1)]
+    own = read(0, 1, number=5)
+    assert follow.unions(own) is None
+    whole = Follow([record(r, passes=[replace(read(r, trained=False), given=[0, 1, 2, 3])]) for r in range(2)])
+    assert whole.unions(read(0, 1)) == [[batch] for batch in read(0, 1).batches], (
+        "an evaluation, as one process reads it"
+    )
+    cut = Follow([record(r, passes=[replace(read(0, trained=False), given=[0, 3])]) for r in range(2)])
+    assert cut.unions(read(0, 1)) == [[read(0).batches[0]], [read(0).batches[3]]], "each sample once"
+
+
+def test_the_scale_of_a_loss_and_the_length_of_a_schedule() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * 2).mean()
+    assert scale_of(loss) == 1
+    assert scale_of(loss / 4 / 2) == 1 / 8
+    assert scale_of(2 * loss * torch.tensor(3.0)) == 6
+    optimizer = torch.optim.SGD([weight], 0.1)
+    assert horizon_of(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)) == 50
+    warmup, total = 4, 32
+    assert horizon_of(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(n / warmup, total - n))) == 32
+    assert horizon_of(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)) is None
