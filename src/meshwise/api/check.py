@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from meshwise.api.check_options import DEFAULT_DEVICES, PRELOAD_OF_CHECK, CheckOptions
-from meshwise.api.check_plain import is_plain, refuse_unjudged, watch
+from meshwise.api.check_plain import is_plain, names_accelerate, refuse_unjudged, watch
 from meshwise.compat.compiling import uncompile, unwrapped
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.passes import Passes, say_next_pass
@@ -158,12 +158,12 @@ def _plain(
     passes = Passes(
         [f"the script on {devices}", "one process, on what they read"], options.steps, options.notify, options.progress
     )
-    run = partial(run_script_file, script.resolve(), list(options.arguments))
+    run, by_accelerate = partial(run_script_file, script.resolve(), list(options.arguments)), names_accelerate(script)
     with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK, stays=True)) as forks:
         forks.server(os.environ)
 
         def launched(follow: Follow | None, slots: Sequence[WorkerSlot], side: str) -> list[Record | None]:
-            watched = partial(watch, run, options.steps, options.seed or 0, follow)
+            watched = partial(watch, run, options.steps, options.seed or 0, follow, by_accelerate)
             call = partial(_in_scratch, folder / side, watched)
             listeners = Listeners(passes.begin(), hang_limit=HANG_LIMIT, idle=True)
             found: list[Record | None] = launch(call, (), slots, listeners=listeners, preload=forks)

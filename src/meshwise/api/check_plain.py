@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from meshwise.equivalence.plain.record import Follow, Record
@@ -15,14 +17,26 @@ from meshwise.process.session import has_begun
 from meshwise.spec.errors import UsageError
 from meshwise.workers.join import rank_context
 
+BY_ACCELERATE = ("accelerate", "transformers", "trl", "peft", "diffusers")
+
 
 def is_plain(script: Path) -> bool:
     """Whether the script does not name us: it may be DDP or accelerate."""
     return "meshwise" not in script.read_text(encoding="utf-8", errors="replace")
 
 
-def watch(script: Callable[[], object], steps: int, seed: int, follow: Follow | None) -> Record | None:
+def names_accelerate(script: Path) -> bool:
+    """Whether the script names accelerate, or a library that trains by it."""
+    text = script.read_text(encoding="utf-8", errors="replace")
+    return any(library in text for library in BY_ACCELERATE)
+
+
+def watch(
+    script: Callable[[], object], steps: int, seed: int, follow: Follow | None, accelerate: bool
+) -> Record | None:
     """What this rank did; None where the script turns out to use our verbs."""
+    if accelerate and find_spec("accelerate") is not None:
+        import_module("accelerate")  # before anybody keeps one of its methods
     world = rank_context().world
     if world.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"

@@ -63,6 +63,7 @@ class Reads:
             loader_calls.choose_indices(self._choose),
             loader_calls.read_samples(self._read),
         ]
+        self._see_accelerate()
 
     def close(self) -> None:
         """Let loaders read by themselves again."""
