@@ -256,6 +256,7 @@ def test_one_process_reads_what_all_ranks_read() -> None:
     assert follow.unions(read(0, 1)) == [[read(0).batches[n], read(1).batches[n]] for n in (0, 1)]
     own = read(0, 1, number=5)
     assert follow.unions(own) is None
+    assert follow.unions(replace(read(0, 1), samples=None, batches=[])) == [], "of an IterableDataset nothing is known"
     whole = Follow([record(r, passes=[replace(read(r, trained=False), given=[0, 1, 2, 3])]) for r in range(2)])
     assert whole.unions(read(0, 1)) == [[batch] for batch in read(0, 1).batches], (
         "an evaluation, as one process reads it"

@@ -98,6 +98,8 @@ class Follow:
         passes = [p for record in self.ranks for p in record.passes if (p.loader, p.number) == (own.loader, own.number)]
         if not passes:
             return None
+        if own.samples is None:
+            return []  # it goes its own way
         if not any(p.trained for p in passes) and all(len(p.given) == len(p.batches) for p in passes):
             return [[batch] for batch in own.batches]
         rows = [[p.batches[n] for n in p.given] for p in passes]
