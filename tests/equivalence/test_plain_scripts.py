@@ -240,6 +240,15 @@ def test_what_differs_by_design_is_not_wrong() -> None:
     assert grown == {"batch size is per device": False}
 
 
+def test_a_sampler_with_replacement_or_without_an_end_shares_nothing_out() -> None:
+    again = [[0, 0, 1, 5], [2, 2, 3, 7]]
+    many = [record(rank, passes=[replace(read(rank), batches=[again[rank][:2], again[rank][2:]])]) for rank in range(2)]
+    assert "samples never read" in found_in(many, record(0, 1))
+    assert found_in(many, record(0, 1, passes=[replace(read(0, 1), batches=again)])) == {}
+    endless = [record(rank, passes=[replace(each.passes[0], endless=True)]) for rank, each in enumerate(many)]
+    assert found_in(endless, record(0, 1)) == {}
+
+
 def test_what_is_not_judged_is_never_equal() -> None:
     own = [record(rank, passes=[replace(read(rank), content=str(rank))]) for rank in range(2)]
     drawn = [record(rank, steps=[step(draws=True, gradients=OTHER)]) for rank in range(2)]

@@ -39,9 +39,14 @@ def plain_indices(iterator: Any) -> Any:
     return next(iterator._sampler_iter)
 
 
-def rest_of(iterator: Any, most: int) -> list[Any]:
-    """All that the sampler gives from here on, at most so many batches."""
-    return list(itertools.islice(iterator._sampler_iter, most))
+def rest_of(iterator: Any, most: int) -> tuple[list[Any], bool]:
+    """What the sampler gives from here on, and whether there may be more: of one without a length `most` batches."""
+    try:
+        most = len(iterator._index_sampler)
+    except (TypeError, NotImplementedError):
+        found = list(itertools.islice(iterator._sampler_iter, most))
+        return found, len(found) == most
+    return list(itertools.islice(iterator._sampler_iter, most)), False
 
 
 def sampler_of(iterator: Any) -> Any:

@@ -28,12 +28,19 @@ def has_own_data(ranks: Sequence[Record]) -> bool:
     return any(len({p.content for p in passes}) > 1 for passes in _by_pass(ranks))
 
 
+def _draws_again(alone: Pass) -> bool:
+    """Whether one process, too, reads samples several times: a sampler with replacement."""
+    return len(set(alone.read)) < len(alone.read)
+
+
 def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Finding]:
     """Whether each sample is read once an epoch, in another order each time. agrees: an evaluation shows what one
     device shows."""
     for passes in _by_pass(ranks):
         first, trained = passes[0], any(p.trained for p in passes)
-        if first.number == 0 and len(passes) == len(ranks) > 1 and not has_own_data(ranks):
+        draws_again = any(_draws_again(p) for p in one.passes if (p.loader, p.number) == (first.loader, first.number))
+        shared = len(passes) == len(ranks) > 1 and not has_own_data(ranks)
+        if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
             yield from _shares(passes, trained, agrees)
         earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]
         if trained and first.shuffles and earlier and earlier[0].trained and earlier[0].read == first.read:

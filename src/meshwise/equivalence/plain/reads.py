@@ -23,7 +23,8 @@ from meshwise.spec.user_code import user_place
 from meshwise.transfer.splitmix import mixed
 
 ADDRESS = re.compile(r"0x[0-9a-f]+")
-MOST_BATCHES = 1_000_000
+MOST_BATCHES = 2_000
+"""Of a sampler without a length, which may have no end."""
 PASSES = 2
 WHOLE = 8
 """Batches of an evaluation that is read whole: a script may look for its last one."""
@@ -117,16 +118,17 @@ class Reads:
         if trained >= PASSES and self._follow is None:
             raise ScriptEnds
         found, batches, samples, content = loader_calls.data_of(iterator), list[list[int]](), None, ""
+        endless = False
         if found is not None:
             data, picked = found
-            drawn = loader_calls.rest_of(iterator, MOST_BATCHES)
+            drawn, endless = loader_calls.rest_of(iterator, MOST_BATCHES)
             batches = [[picked[index] for index in batch] for batch in drawn]
             samples, content = frozenset(picked), self._content(data, picked)
         order = [index for batch in batches for index in batch]
         inner = getattr(sampler, "batch_sampler", None)  # accelerate's is around that of the loader that it was given
         made = (self._made_at.get(id(each), "") for each in (inner, sampler))
         places = tuple(dict.fromkeys(place for place in (user_place(), *made) if place))
-        now = Pass(number, len(earlier), places, samples, batches, order != sorted(order), content)
+        now = Pass(number, len(earlier), places, samples, batches, order != sorted(order), content, endless=endless)
         unions: list[list[list[int]]] | None = [[batch] for batch in batches]
         if self._follow is not None:
             unions = self._follow.unions(now)

@@ -20,6 +20,7 @@ class Pass:
     that has none. content: of one sample, to tell data sets apart. batches: the indices of every batch that its
     sampler gives; given: which of them the script got. trained: whether a backward followed a batch. padded_away:
     whether `gather_for_metrics` took away what repeats. over: whether the loop has ended.
+    endless: whether its sampler may give more.
     """
 
     loader: int
@@ -33,6 +34,7 @@ class Pass:
     trained: bool = False
     padded_away: bool = False
     over: bool = False
+    endless: bool = False
 
     @property
     def read(self) -> list[int]:
