@@ -245,7 +245,10 @@ def test_a_sampler_with_replacement_or_without_an_end_shares_nothing_out() -> No
     many = [record(rank, passes=[replace(read(rank), batches=[again[rank][:2], again[rank][2:]])]) for rank in range(2)]
     assert "samples never read" in found_in(many, record(0, 1))
     assert found_in(many, record(0, 1, passes=[replace(read(0, 1), batches=again)])) == {}
-    endless = [record(rank, passes=[replace(each.passes[0], endless=True)]) for rank, each in enumerate(many)]
+    endless = [
+        record(rank, passes=[replace(each.passes[0], endless=True, number=n, shuffles=True) for n in (0, 1)])
+        for rank, each in enumerate(many)
+    ]
     assert found_in(endless, record(0, 1)) == {}
 
 

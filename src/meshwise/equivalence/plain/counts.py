@@ -43,7 +43,8 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
         if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
             yield from _shares(passes, trained, agrees)
         earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]
-        if trained and first.shuffles and earlier and earlier[0].trained and earlier[0].read == first.read:
+        again = bool(earlier) and earlier[0].trained and earlier[0].read == first.read
+        if trained and first.shuffles and again and not first.endless:
             yield Finding(
                 "set_epoch is missing",
                 True,
