@@ -55,8 +55,9 @@ def watched(
 ) -> Any:
     """first: where the count of saved files begins."""
     if plan is not None:
-        (Path(folder) / "plan.toml").write_text(plan)
-        os.environ[PLAN_FILE] = str(Path(folder) / "plan.toml")
+        own = Path(folder) / f"plan{os.getpid()}.toml"  # another rank's write would empty it for a moment
+        own.write_text(plan)
+        os.environ[PLAN_FILE] = str(own)
     try:
         with contextlib.chdir(Path(script).parent), scratch_files(Path(folder) / "files"):
             process_engine().given.saves = _Files(first)
