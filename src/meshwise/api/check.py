@@ -99,8 +99,8 @@ def check(options: CheckOptions) -> Proof | PlainProof:
     Both sides train in float64, casts inside the model too, from the same start on the same samples; the last step has
     a ragged batch. A difference above 1e-9 of a tensor's size is a fault.
 
-    The job is a Job, or a word as on the command line; a script.py is run with `arguments`, and gives a PlainProof if it
-    is one of DDP or accelerate that knows nothing of meshwise. What it writes goes into a folder of the check: your
+    The job is a Job, or a word as on the command line; a script.py is run with `arguments`, and gives a PlainProof if
+    it is one of DDP or accelerate that knows nothing of meshwise. What it writes goes into a folder of the check: your
     files stay as they are. The plan is a Plan or a plan file. Rounding tells how far each side is from float64 in the
     plan's own precision.
     Raises UsageError for what cannot be checked, WorkerFailed when a worker fails.
