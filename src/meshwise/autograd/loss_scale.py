@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from meshwise.autograd.loss_graph import FACTORS
 from meshwise.compat.dispatch import without_interception
 
 
@@ -14,7 +15,7 @@ def scale_of(loss: Tensor) -> float:
     """The product of the plain numbers that `loss` was multiplied and divided by, from its end: `loss / 4 / 4` has
     1/16."""
     node, scale = loss.grad_fn, 1.0
-    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
+    while node is not None and node.name() in FACTORS:
         above = [each for each, _ in node.next_functions]
         if above.count(None) != 1:
             break

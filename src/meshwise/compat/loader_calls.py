@@ -59,7 +59,11 @@ def data_of(iterator: Any) -> tuple[Any, list[int]] | None:
     single samples."""
     if iterator._dataset_kind == _DatasetKind.Iterable or not iterator._auto_collation:
         return None
-    return _whole(iterator._dataset)
+    data, picked = iterator._dataset, list(range(len(iterator._dataset)))
+    while type(data) is Subset:
+        picked = [int(data.indices[index]) for index in picked]
+        data = data.dataset
+    return data, picked
 
 
 def is_read_singly(data: Any) -> bool:
@@ -67,12 +71,10 @@ def is_read_singly(data: Any) -> bool:
     return type(data).__getitem__ is not Dataset.__getitem__
 
 
-def _whole(data: Any) -> tuple[Any, list[int]]:
-    picked = list(range(len(data)))
+def _behind(data: Any) -> Any:
     while type(data) is Subset:
-        picked = [int(data.indices[index]) for index in picked]
         data = data.dataset
-    return data, picked
+    return data
 
 
 def read_samples(read: Callable[[Callable[[int], Any], int], Any]) -> End:
@@ -81,7 +83,7 @@ def read_samples(read: Callable[[Callable[[int], Any], int], Any]) -> End:
     def reading(plain: Any) -> Any:
         @functools.wraps(plain)
         def fetch(fetcher: Any, indices: Any) -> Any:
-            data, _ = _whole(fetcher.dataset)
+            data = _behind(fetcher.dataset)
             if not fetcher.auto_collation or not is_read_singly(data):
                 fetcher.dataset = data
                 return plain(fetcher, indices)

@@ -38,7 +38,8 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
     device shows."""
     for passes in _by_pass(ranks):
         first, trained = passes[0], any(p.trained for p in passes)
-        draws_again = any(_draws_again(p) for p in one.passes if (p.loader, p.number) == (first.loader, first.number))
+        alone = [p for p in one.passes if (p.loader, p.number) == (first.loader, first.number)]
+        draws_again = any(_draws_again(p) for p in alone)
         shared = len(passes) == len(ranks) > 1 and not has_own_data(ranks)
         if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
             yield from _shares(passes, trained, agrees)
@@ -53,7 +54,7 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
                 "Call sampler.set_epoch(epoch) before each epoch.",
             )
         if trained and first.number == 0:
-            yield from _batch(passes, one)
+            yield from _batch(passes, alone)
 
 
 def _shares(passes: Sequence[Pass], trained: bool, agrees: bool) -> Iterator[Finding]:
@@ -113,17 +114,17 @@ def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding
         )
 
 
-def _batch(passes: Sequence[Pass], one: Record) -> Iterator[Finding]:
-    natural = [p for p in one.passes if (p.loader, p.number) == (passes[0].loader, passes[0].number)]
-    if not natural or not natural[0].batches or not all(p.batches for p in passes):
+def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
+    """alone: the same pass of one process."""
+    if not alone or not all(p.batches for p in (*alone, *passes)):
         return
-    ours, alone = sum(len(p.batches[0]) for p in passes), len(natural[0].batches[0])
-    if ours != alone:
+    ours, own = sum(len(p.batches[0]) for p in passes), len(alone[0].batches[0])
+    if ours != own:
         yield Finding(
             "batch size is per device",
             False,
             passes[0].places,
-            f"a batch has {ours} samples on {len(passes)} devices and {alone} on one.",
+            f"a batch has {ours} samples on {len(passes)} devices and {own} on one.",
         )
 
 
@@ -191,11 +192,11 @@ def norms(ranks: Sequence[Record]) -> Iterator[Finding]:
         )
 
 
-def agrees(first: Record, one: Record, devices: str) -> bool:
-    """Whether evaluations show numbers, and all of them are those of one device."""
+def agrees(first: Record, one: Record, apart: Sequence[Finding]) -> bool:
+    """Whether evaluations show numbers, and all of them are those of one device. apart: lines that show others."""
     told = [[text for _, text, after in record.shown if not after] for record in (first, one)]
     numbers = all(any(character.isdigit() for text in side for character in text) for side in told)
-    return numbers and not any(finding.wrong for finding in shown(first, one, devices))
+    return numbers and not any(finding.wrong for finding in apart)
 
 
 def shown(first: Record, one: Record, devices: str) -> Iterator[Finding]:

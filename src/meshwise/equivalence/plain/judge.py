@@ -22,15 +22,16 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record) -> Pl
     not_judged = list(_not_judged(ranks, one))
     pairs = _pairs(ranks[0].steps, one.steps)
     largest = max((_apart(b, a)[0] for a, b in pairs), default=0.0)
+    between = [*_unreduced(ranks), *_clips(ranks)]
+    shown = list(counts.shown(ranks[0], one, devices))
     found = [
-        *counts.reads(ranks, one, counts.agrees(ranks[0], one, devices)),
-        *_unreduced(ranks),
-        *_clips(ranks),
-        *([] if not_judged else _gradients(ranks, pairs)),
+        *counts.reads(ranks, one, counts.agrees(ranks[0], one, shown)),
+        *between,
+        *([] if not_judged or between else _gradients(ranks, pairs)),
         *_scales(ranks),
         *counts.schedule(ranks, one, pairs),
         *counts.norms(ranks),
-        *([] if _reads_others(ranks) else counts.shown(ranks[0], one, devices)),
+        *([] if _reads_others(ranks) else shown),
     ]
     return PlainProof(script, devices, len(pairs), largest, tuple(_once(found)), tuple(not_judged))
 
@@ -129,8 +130,6 @@ def _clips(ranks: Sequence[Record]) -> Iterator[Finding]:
 
 
 def _gradients(ranks: Sequence[Record], pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
-    if any(_unreduced(ranks)) or any(_clips(ranks)):
-        return
     for number, (many, one) in enumerate(pairs):
         apart, name = _apart(one, many)
         if apart <= LIMIT:
