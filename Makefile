@@ -45,8 +45,8 @@ evidence: export MESHWISE_KEEP_EVIDENCE := $(CURDIR)/bench/results/evidence.json
 evidence: cuda  ## make cuda, and write docs/evidence.md of what passed
 	$(CUDA)/bin/python bench/evidence.py
 
-suite: lint types cuda  ## everything, for a night: the slow tests too, hypothesis with 400 examples
-	$(PY) -m pytest tests --hypothesis-profile=suite
+suite: lint types cuda  ## everything, for a night: the slow tests too, hypothesis with 400 examples; goes on where it stopped
+	$(PY) bench/suite.py
 
 lint: $(DEV)  ## ruff: rules and format
 	$(PY) -m ruff check .
@@ -67,7 +67,7 @@ site: | $(PY)  ## build the pages of docs/ into site/, with a search: open site/
 	$(PY) -m mkdocs build --strict
 
 bench: $(DEV)  ## every benchmark, one script a claim; results go to bench/results (not those for a GPU or the fake one)
-	@set -e; for script in $(filter-out bench/gpu.py bench/gpu_jobs.py bench/races.py bench/device_branches.py bench/release.py bench/matrix.py,$(sort $(wildcard bench/*.py))); do \
+	@set -e; for script in $(filter-out bench/gpu.py bench/gpu_jobs.py bench/races.py bench/device_branches.py bench/release.py bench/matrix.py bench/suite.py,$(sort $(wildcard bench/*.py))); do \
 		echo "$(PY) $$script"; $(PY) $$script; \
 	done
 
