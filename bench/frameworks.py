@@ -28,31 +28,47 @@ from typing import Any
 from foreign import ROOT, edited, installed, sentence, started, weights_apart
 from frameworks_probe import STOP, write_folders
 from frameworks_scripts import MW, SCRIPTS, Script
+from frameworks_trainer import SCRIPTS as OF_TRAINER
 from keep import RESULTS, keep
 
 BOUND = 1e-9
 PLAIN, ONE, RESUMED = "plain", "1", "2, stopped, then 3"
 PAIRS = (PLAIN, ONE, "2", "3", RESUMED)
-VERSIONS = ("torch", "lightning", "torchmetrics", "torchvision")
+VERSIONS = (
+    "torch",
+    "lightning",
+    "torchmetrics",
+    "torchvision",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "datasets",
+)
 
 
 def prepared(script: Script, originals: Path, folder: Path, pair: str) -> dict[str, dict[str, int]]:
     """The script in a folder of its own; gives the lines that were replaced, and those that meshwise asked for."""
     folder.mkdir(parents=True)
     name = Path(script.path).name
-    shutil.copy(originals / script.source[0].partition("/")[2] / script.path, folder / name)
-    for each in ("frameworks_probe.py", "torchvision_ops.py"):
+    source = (originals / script.source[0].partition("/")[2] / script.path).parent
+    for each in (name, *script.beside):
+        shutil.copy(source / each, folder)
+    for each in (f"{script.probe}.py", "torchvision_ops.py"):
         shutil.copy(Path(__file__).with_name(each), folder)
     if script.folders:
         write_folders(str(folder / "pictures"))
-    lines = {"small": edited(folder, tuple((name, old, new) for old, new in script.small))}
+    for write in script.made:
+        write(folder)
+    small = tuple((name, old, new) for old, new in script.small)
+    lines = {"small": edited(folder, (*small, *script.small_beside))}
     if pair != PLAIN:
         lines["ours"] = edited(folder, tuple((name, old, new) for old, new in script.ours))
         lines["ours"]["added"] += 1
     if pair == RESUMED:
         lines["kept"] = edited(folder, tuple((name, old, new) for old, new in script.kept))
     begin = ["import torch", "torch.set_default_dtype(torch.float64)", "torch.manual_seed(0)"]
-    begin += [f"import frameworks_probe; frameworks_probe.begin({script.package!r})"]
+    begin += [f"import {script.probe}; {script.probe}.begin({script.package!r})"]
     begin += [MW] if pair != PLAIN else []
     (folder / name).write_text("\n".join([*begin, (folder / name).read_text()]))
     return lines
@@ -152,8 +168,15 @@ def since(mine: list[dict[str, Any]], want: list[dict[str, Any]]) -> list[dict[s
         if "test" in own:  # what was logged before the run was cut is not there
             both = line["test"].keys() & own["test"].keys()
             line["test"], own["test"] = ({n: x for n, x in each["test"].items() if n in both} for each in (line, own))
-    cut = next(i for i, line in enumerate(want) if "epoch" in line)
-    for line in (want[cut], mine[cut]):
+    for own, line in zip(
+        mine, want, strict=True
+    ):  # what is of the whole training, such as `train_loss`, is of its steps
+        for key in ("log", "metrics") if "epoch" not in line else ():
+            own[key], line[key] = (
+                {n: x for n, x in each.get(key, {}).items() if not n.startswith("train_")} for each in (own, line)
+            )
+    cut = next((i for i, line in enumerate(want) if "epoch" in line), None)
+    for line in (want[cut], mine[cut]) if cut is not None else ():
         kept = {n: x for n, x in line["metrics"].items() if not n.startswith("train") and not n.endswith("epoch")}
         line["metrics"] = kept
     return want
@@ -172,7 +195,7 @@ def main() -> None:
     result["claim"] = " ".join((__doc__ or "").partition("Claim: ")[2].split())
     result["versions"] = {name: installed(name) for name in VERSIONS} | {"python": sys.version.split()[0]}
     found: dict[str, Any] = result.setdefault("scripts", {})
-    for name, script in SCRIPTS.items():
+    for name, script in (SCRIPTS | OF_TRAINER).items():
         if given.only not in name:
             continue
         one = found.setdefault(name, {"source": f"{script.source[0]} {script.path} at {script.source[1]}", "pairs": {}})

@@ -1,4 +1,4 @@
-"""Lightning scripts of others, and the lines that are others: data of `frameworks.py`.
+"""Lightning scripts of others, and the lines that are others: data of `frameworks.py`, and its form.
 
 Of each edit the old text stands in the original and is replaced, wherever it stands: `small` is what makes it run in
 seconds, without a download; `ours` is what meshwise asks for; `kept` goes on where it was stopped.
@@ -6,7 +6,9 @@ seconds, without a download; `ours` is what meshwise asks for; `kept` goes on wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 Edit = tuple[str, str]
 LIGHTNING = ("Lightning-AI/pytorch-lightning", "7f0c3436cd3f6ad3753125672024fc415cbcb414")
@@ -18,7 +20,9 @@ MW = "import meshwise as mw"
 class Script:
     """A script of a repository. package: of its Trainer. options: of `meshwise run` on several devices. subcommand:
     of its command line without ours. folders: it reads folders of pictures. draws: it augments
-    pictures, which draws are keyed by the sample here. refused: a part of the sentence with which it is refused."""
+    pictures, which draws are keyed by the sample here. refused: a part of the sentence with which it is refused. probe:
+    the module that looks on. beside: other files of its folder that it imports, and small_beside: edits of those. made:
+    what writes models and data into its folder."""
 
     source: tuple[str, str]
     path: str
@@ -33,6 +37,10 @@ class Script:
     draws: bool = False
     stop: int = 5
     refused: str = ""
+    probe: str = "frameworks_probe"
+    beside: tuple[str, ...] = ()
+    small_beside: tuple[tuple[str, str, str], ...] = ()
+    made: tuple[Callable[[Path], None], ...] = ()
 
 
 OF_CLI = (("    cli.trainer.fit(", "    mw.distribute(cli.trainer)\n    cli.trainer.fit("),)
