@@ -16,12 +16,14 @@ ends in a traceback.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,20 +191,35 @@ def main() -> None:
     parser.add_argument("--only", default="", help="scripts with this in their name")
     parser.add_argument("--anew", action="store_true", help="run known pairs again")
     given = parser.parse_args()
-    path = RESULTS / "frameworks.json"
-    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    result.pop("machine", None)
-    result["claim"] = " ".join((__doc__ or "").partition("Claim: ")[2].split())
-    result["versions"] = {name: installed(name) for name in VERSIONS} | {"python": sys.version.split()[0]}
-    found: dict[str, Any] = result.setdefault("scripts", {})
+    found: dict[str, Any] = known()["scripts"]
     for name, script in (SCRIPTS | OF_TRAINER).items():
         if given.only not in name:
             continue
         one = found.setdefault(name, {"source": f"{script.source[0]} {script.path} at {script.source[1]}", "pairs": {}})
         with tempfile.TemporaryDirectory(prefix="frameworks") as folder:
-            measure(script, given, Path(folder), one, lambda: keep("frameworks", result))
-    for name, one in found.items():
+            measure(script, given, Path(folder), one, partial(keep_script, name, one))
+    for name, one in known()["scripts"].items():
         print(f"{name:30}", {pair: (each["outcome"], each.get("apart")) for pair, each in one["pairs"].items()})
+
+
+def known() -> dict[str, Any]:
+    """What is measured already."""
+    path = RESULTS / "frameworks.json"
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    result.pop("machine", None)
+    result.setdefault("scripts", {})
+    return result
+
+
+def keep_script(name: str, one: dict[str, Any]) -> None:
+    """Write what is known of a script, beside what others write who measure at the same time."""
+    with (Path(tempfile.gettempdir()) / "frameworks.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = known()
+        result["claim"] = " ".join((__doc__ or "").partition("Claim: ")[2].split())
+        result["versions"] = {each: installed(each) for each in VERSIONS} | {"python": sys.version.split()[0]}
+        result["scripts"][name] = one
+        keep("frameworks", result)
 
 
 def measure(script: Script, given: argparse.Namespace, at: Path, one: dict[str, Any], kept: Any) -> None:
