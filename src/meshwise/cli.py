@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from meshwise.spec.addresses import address_of, more
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
 from meshwise.spec.exit_codes import DOUBTFUL, FAILED, MEANINGS, USAGE
 from meshwise.spec.words import printable
@@ -160,7 +161,7 @@ def _print_error(error: MeshwiseError) -> None:
     if text:
         name = "" if isinstance(error, WorkerFailed) else f"{type(error).__name__}: "
         with contextlib.suppress(OSError):  # the terminal may be gone
-            last_words.say_last(f"{name}{printable(text)}")
+            last_words.say_last(f"{name}{printable(text)}", more(address_of(error)))
 
 
 def _flush() -> None:

@@ -17,6 +17,7 @@ import typer
 import meshwise as mw
 from meshwise.cli import COMMANDS
 from meshwise.equivalence.causes import CauseKind
+from meshwise.spec.addresses import addresses
 
 ROOT = Path(__file__).parents[2]
 README, CHINESE, TUTORIALS = (ROOT / name for name in ("README.md", "README.zh.md", "docs/tutorials.md"))
@@ -123,6 +124,14 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     assert broken_links(page) == []
 
 
+def test_each_address_that_a_refusal_names_is_there(tmp_path: Path) -> None:
+    named = {address for address in addresses().values() if address}
+    assert len(named) > 50
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"[more]({ROOT / 'docs' / address})" for address in named))
+    assert broken_links(page) == []
+
+
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One `two`\n[a](page.md#one-two) [b](#three) [c](none.md) [d](https://example.org/#x)\n")
@@ -137,7 +146,7 @@ def test_each_page_stands_once_in_the_navigation_of_the_site() -> None:
 
 def test_each_cause_has_its_row_at_the_address_that_check_prints() -> None:
     rows = re.findall(r'^\| <a id="([\w-]+)"></a>(.+?) \|', (ROOT / "docs/check.md").read_text(), re.MULTILINE)
-    assert [(f"docs/check.md#{anchor}", title) for anchor, title in rows] == [(c.address, c.title) for c in CauseKind]
+    assert [(f"check.md#{anchor}", title) for anchor, title in rows] == [(c.address, c.title) for c in CauseKind]
 
 
 @pytest.mark.slow

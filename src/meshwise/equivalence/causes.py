@@ -51,7 +51,7 @@ class CauseKind(Enum):
 
     def __init__(self, title: str, meaning: str) -> None:
         self.title, self.meaning = title, meaning
-        self.address = f"docs/check.md#{re.sub('[^a-z]+', '-', title)}"
+        self.address = f"check.md#{re.sub('[^a-z]+', '-', title)}"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from meshwise.spec.addresses import address_of, more
+
 
 class MeshwiseError(Exception):
     """Root of every error that meshwise raises on purpose."""
@@ -29,8 +31,8 @@ class MeshwiseError(Exception):
     exit_code = 1
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the sentence, and none of our own lines."""
-        return [f"{type(self).__name__}: {self}"]
+        """What a notebook shows: the sentence, where docs/ says more of it, and none of our own lines."""
+        return [f"{type(self).__name__}: {self}", *filter(None, [more(address_of(self))])]
 
 
 class UsageError(MeshwiseError):

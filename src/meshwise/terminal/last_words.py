@@ -60,11 +60,11 @@ def end_lines() -> None:
             each.over = True
 
 
-def say_last(text: str) -> None:
-    """Say this on stderr, and nothing more. Raises OSError where it cannot be written."""
+def say_last(*texts: str) -> None:
+    """Say these on stderr, each on a line of its own, and nothing more. Raises OSError where it cannot be written."""
     with _lock:
         end_lines()
         file = _watched[-1].file
         file = os.fdopen(2, "w", closefd=False) if file.closed else file
-        type(file).write(file, f"{fitted(text, file)}\n")
+        type(file).write(file, "".join(f"{fitted(text, file)}\n" for text in texts if text))
         file.flush()

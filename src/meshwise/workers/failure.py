@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwise.spec.addresses import address_of
 from meshwise.spec.errors import MeshwiseError, ReplicaError, SpoiledError, UsageError, WorkerFailed
 from meshwise.spec.exit_codes import INTERRUPTED
 from meshwise.spec.user_code import OURS, is_users, name_line, raised_at
@@ -36,7 +37,8 @@ class Failure:
     (raised inside a collective), `hung` (no progress), `lost` (its machine), `server` (what started all ranks of the
     machine), `link` (all ranks live, and lost each other), `corrupt` (its values are not those of its replicas),
     `spoiled` (its parameters are not finite: the run is to go back) or `diverged` (ranks that made different calls).
-    smaller: for one that ran out of memory, a plan that needs less (TOML) and what changes with it.
+    smaller: for one that ran out of memory, a plan that needs less (TOML) and what changes with it. more: where docs/
+    says more of what was refused.
     step: the one that the rank was in; done: the last that all ranks of this machine have finished, as far as known.
     plain: the message is a sentence for the user, to be shown as it is. notes: what else is known, a line each.
     """
@@ -49,6 +51,7 @@ class Failure:
     notes: Sequence[str] = ()
     exit_code: int = 1
     smaller: Sequence[str] = ()
+    more: str = ""
     time: float = 0.0
     step: int | None = None
     done: int = 0
@@ -98,6 +101,7 @@ def by_error(rank: int, error: BaseException) -> Failure:
         notes=_notes(error),
         exit_code=error.exit_code if isinstance(error, MeshwiseError) else 1,
         smaller=getattr(error, "smaller_plan", ()),
+        more=address_of(error) if ours else "",
         time=time.time(),
     )
 

@@ -19,6 +19,7 @@ from meshwise.equivalence.plain.findings import PlainProof
 from meshwise.equivalence.proof import Proof
 from meshwise.equivalence.tolerance import LIMIT
 from meshwise.equivalence.views.plain_text import plain_text
+from meshwise.spec.addresses import more
 from meshwise.spec.units import count_text, plural
 from meshwise.terminal.screen import Drawn, Screen, spaced
 from meshwise.terminal.table import table_lines
@@ -79,7 +80,7 @@ def verdict(proof: Proof) -> list[Text]:
     if proof.cause is not None:
         lines.append(Text(f"cause     {proof.cause.name}: {proof.cause.kind.meaning}"))
         lines.append(Text(f"because   {proof.cause.evidence}"))
-        lines.append(Text(f"more      {proof.cause.kind.address}", "dim"))
+        lines.append(Text(more(proof.cause.kind.address), "dim"))
     return lines
 
 

@@ -1,0 +1,41 @@
+"""Find the part of docs/ that says more of what was refused.
+
+It follows from the module that refused it, or the function: addresses.toml is the table. Tested in
+tests/docs/test_addresses.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tomllib
+import traceback
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+PASSED_ON = "spec/errors"  # refuses in the name of who called it
+
+
+def more(address: str) -> str:
+    """The line that names an address, as a page of docs/ and its part; empty where there is none."""
+    return address and f"more      docs/{address}"
+
+
+def addresses() -> dict[str, str]:
+    """The address of each module, `room/file`, and of functions that have another one, `room/file/function`."""
+    table = tomllib.loads((PACKAGE / "spec/addresses.toml").read_text(encoding="utf-8"))
+    return {place: address for address, places in table.items() for place in places}
+
+
+def address_of(error: BaseException) -> str:
+    """Where docs/ says more of an error of ours; empty where a program raised it, or nothing more is said. One that
+    ends a run has that of what failed in it."""
+    if hasattr(error, "failure"):
+        return getattr(error.failure, "more", "")
+    with contextlib.suppress(OSError):  # no file can be opened any more
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            file = Path(frame.filename).with_suffix("")
+            place = file.relative_to(PACKAGE).as_posix() if file.is_relative_to(PACKAGE) else ""
+            if place != PASSED_ON:
+                known = addresses()
+                return known.get(f"{place}/{frame.name}", known.get(place, ""))
+    return ""
