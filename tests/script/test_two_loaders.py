@@ -104,3 +104,38 @@ def test_unequal_shares_in_one_loss_or_mean_are_refused_with_the_line(pool: Any)
             )
     for steps, _ in pool(2).run(train, (11, 4), (12, 4), "one loss"):  # the last batches alone differ
         assert steps == 2
+
+
+def read_ahead(weighed: bool, samples: int, steps: int = 2) -> Any:
+    """SGD over windows of two batches of 8 that are read before the first is trained on."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(3, 3).double()
+    model, optimizer, batches = mw.distribute(model, torch.optim.SGD(model.parameters(), 0.1), loader(samples, 8, 1))
+    done = 0
+    try:
+        for _ in range(steps):
+            loop = iter(batches)
+            for _ in range(len(batches) // 2):
+                window = [next(loop), next(loop)]
+                for x, y in window:
+                    with mw.accumulate():
+                        mw.backward(F.cross_entropy(model(x), y) / 2, weight=len(x) if weighed else None)
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+    except UsageError as error:
+        return done, str(error)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_batches_read_ahead_are_one_device_or_refused_where_their_shares_differ(pool: Any) -> None:
+    for weighed, samples in ((True, 29), (False, 32)):
+        end_sessions()
+        want = read_ahead(weighed, samples)
+        for got in pool(3 if weighed else 2).run(read_ahead, weighed, samples):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    for done, said in pool(2).run(read_ahead, False, 29):
+        assert done == 1 and "mw.backward: one loader has given batches of 8 and 5 samples" in said
+        assert "for each batch's loss by itself" in said and "weight=len(x)" in said
+    for done, said in pool(3).run(read_ahead, True, 26):  # of the last batch one rank has padding
+        assert done == 1 and "before the next batch is given" in said

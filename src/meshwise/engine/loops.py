@@ -39,6 +39,8 @@ class LoopRead:
     batch: Any = None
     uneven: bool = False
     """Whether this rank's share of a batch was another than of the one before it."""
+    earlier: BatchSlice | None = None
+    """One of another size that it has given since the last backward too: the program reads ahead."""
 
 
 @dataclass(eq=False)
@@ -87,6 +89,8 @@ class Loops:
         read.padded |= part.total < self.ranks
         before = read.part or part
         read.uneven |= part.samples * before.total != before.samples * part.total
+        ahead = read in self.round and not self._weighed
+        read.earlier = None if not ahead else before if before.total != part.total else read.earlier
         read.part = part
         if read in self._open:
             self._open.remove(read)
@@ -102,39 +106,36 @@ class Loops:
 
     def end(self, read: LoopRead) -> BatchSlice | None:
         """A loop is over: gives the batch that the program was at around it."""
-        if read in self._open:
-            self._open.remove(read)
-        if read in self.round:
-            self.round.remove(read)
+        for reads in (self._open, self.round):
+            if read in reads:
+                reads.remove(read)
         self.ended = self.by_place[read.place] = read
         read.batch = None
         return self._open[-1].part if self._open else self._alone
 
     def check_one_share(self, verb: str, *, weighed: bool) -> None:
-        """Raises UsageError where a value may be of batches of several loaders, of which this rank has other shares.
+        """Raises UsageError where a value may be of batches of several loaders, of which this rank has other shares; or
+        a loss of a batch before the newest.
 
         weighed: the value does not need the shares, only which ranks have padding.
         """
-        if len(self.round) < 2:
-            return
-        parts = [read.part for read in self.round if read.part is not None]
+        backward = verb == "mw.backward"
+        parts = [part for read in self.round for part in (read.earlier if backward else None, read.part) if part]
         padded = {min(part.total, self.ranks) for part in parts}
         shares = {None if divides_evenly(part.total, self._world) else part.total for part in parts}
         own = {(part.samples * parts[0].total, parts[0].samples * part.total) for part in parts}
         if len(padded) < 2 and (weighed or (len(shares) < 2 and all(a == b for a, b in own))):
             return
-        sizes = " and ".join(str(part.total) for part in parts)
-        each = f"{verb} for each loader's {'loss' if verb == 'mw.backward' else 'value'} by itself"
-        how = " (inside mw.accumulate(), but for the last)" if verb == "mw.backward" else ""
+        sizes, loaders = " and ".join(str(part.total) for part in parts), len(self.round)
+        one, given = ("loader", f"{loaders} loaders have") if loaders == len(parts) else ("batch", "one loader has")
+        then = f"before the next {one} {'gives its batch' if one == 'loader' else 'is given'}. Or use drop_last=True."
+        if len(padded) < 2:
+            then = "and say how many samples that is a mean over: weight=len(x). Or use batch sizes that "
+            then += f"{self.ranks} divides, with drop_last=True."
+        how = "loss by itself (inside mw.accumulate(), but for the last)" if backward else "value by itself"
         raise UsageError(
-            f"{user_place()}: {verb}: {len(parts)} loaders have given batches of {sizes} samples, of which the ranks "
-            f"have different shares, so it is not known what this is a mean over. "
-            + (
-                f"Call {each}{how}, and say how many samples that is a mean over: weight=len(x). Or use batch sizes "
-                f"that {self.ranks} divides, with drop_last=True."
-                if len(padded) < 2
-                else f"Call {each}{how}, before the next loader gives its batch. Or use drop_last=True."
-            )
+            f"{user_place()}: {verb}: {given} given batches of {sizes} samples, of which the ranks have "
+            f"different shares, so it is not known what this is a mean over. Call {verb} for each {one}'s {how}, {then}"
         )
 
     def backward(self, *, weighed: bool) -> None:

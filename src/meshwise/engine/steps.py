@@ -152,7 +152,7 @@ def _run_backward(
     reduction, reads = engine.program.reduction, engine.reads
     if reduction is None:
         return _alone(engine, loss, before, weight)
-    if len(reads.round) > 1:
+    if len(reads.round) > 1 or (reads.round and reads.round[0].earlier is not None):
         reads.check_one_share("mw.backward", weighed=summed or weight is not None)
     if part is None or loss.numel() != 1:
         refuse_loss(loss, part)
