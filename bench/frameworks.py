@@ -1,13 +1,14 @@
-"""Published Lightning scripts on one, two and three devices, and resumed, beside the same script on one.
+"""Published scripts on one, two and three devices, and resumed, beside the same script on one.
 
     python bench/frameworks.py ORIGINALS [--only WORD] [--anew]
 
-ORIGINALS: a folder with the repositories of `frameworks_scripts.py` at their commits, each under its own name; foreign
-code is run and never kept here. Everything is float64, on CPU workers with one thread each; downloads and plots are
-replaced (`frameworks_probe.py`). The norm of the gradient and the loss of each step, the metrics of each epoch, fit and
-test, and the weights at the end are compared: of plain python and one device with meshwise, where nothing is drawn in a
-step; of one device with meshwise and two, three, and two that are stopped by Ctrl-C and go on as three. What
-torchmetrics computes in float32 (an accuracy) may be 1e-6 apart.
+ORIGINALS: a folder with the repositories of `frameworks_scripts.py`, `frameworks_trainer.py` and
+`frameworks_accelerate.py` at their commits, each under its own name; foreign code is run and never kept here.
+Everything is float64, on CPU workers with one thread each; downloads and plots are replaced (`frameworks_probe.py` and
+its like). The norm of the gradient and the loss of each step, the metrics of each epoch, fit and test, and the weights
+at the end are compared: of plain python and one device with meshwise, where nothing is drawn in a step; of one device
+with meshwise and two, three, and two that are stopped by Ctrl-C and go on as three. What is computed in float32 (an
+accuracy of torchmetrics, a loss that is logged) may be 1e-6 apart.
 
 Claim: every script has the figures of one device within 1e-9 (relative), or is refused by name; none is wrong, hangs or
 ends in a traceback.
@@ -23,13 +24,15 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from foreign import ROOT, edited, installed, sentence, started, weights_apart
+from frameworks_accelerate import SCRIPTS as OF_ACCELERATE
 from frameworks_probe import STOP, write_folders
-from frameworks_scripts import MW, SCRIPTS, Script
+from frameworks_scripts import MW, SCRIPTS, Edit, Script
 from frameworks_trainer import SCRIPTS as OF_TRAINER
 from keep import RESULTS, keep
 
@@ -46,6 +49,7 @@ VERSIONS = (
     "peft",
     "accelerate",
     "datasets",
+    "timm",
 )
 
 
@@ -62,17 +66,34 @@ def prepared(script: Script, originals: Path, folder: Path, pair: str) -> dict[s
         write_folders(str(folder / "pictures"))
     for write in script.made:
         write(folder)
-    small = tuple((name, old, new) for old, new in script.small)
-    lines = {"small": edited(folder, (*small, *script.small_beside))}
+    file = folder / name
+    beside = edited(folder, script.small_beside)
+    lines = {"small": {word: count + beside[word] for word, count in replaced(file, script.small).items()}}
+    replaced(file, script.shown)
     if pair != PLAIN:
-        lines["ours"] = edited(folder, tuple((name, old, new) for old, new in script.ours))
+        lines["ours"] = replaced(file, script.ours)
         lines["ours"]["added"] += 1
     if pair == RESUMED:
-        lines["kept"] = edited(folder, tuple((name, old, new) for old, new in script.kept))
+        lines["kept"] = replaced(file, script.kept)
     begin = ["import torch", "torch.set_default_dtype(torch.float64)", "torch.manual_seed(0)"]
     begin += [f"import {script.probe}; {script.probe}.begin({script.package!r})"]
     begin += [MW] if pair != PLAIN else []
-    (folder / name).write_text("\n".join([*begin, (folder / name).read_text()]))
+    file.write_text("\n".join([*begin, file.read_text()]))
+    return lines
+
+
+def replaced(file: Path, edits: Iterable[Edit]) -> dict[str, int]:
+    """Edit a file, `…` standing for all that lies between; gives the lines of code added and removed."""
+    lines = {"added": 0, "removed": 0}
+    for old, new in edits:
+        text, end = file.read_text(), 0
+        words = old.split("…")
+        begin = text.find(words[0])
+        for word in words:
+            end = text.find(word, max(end, begin))
+            end = end + len(word) if end >= 0 else sys.exit(f"{file} has nowhere {word!r}. It is another version.")
+        more = edited(file.parent, ((file.name, text[begin:end], new),))
+        lines = {word: lines[word] + more[word] for word in lines}
     return lines
 
 
@@ -192,7 +213,7 @@ def main() -> None:
     parser.add_argument("--anew", action="store_true", help="run known pairs again")
     given = parser.parse_args()
     found: dict[str, Any] = known()["scripts"]
-    for name, script in (SCRIPTS | OF_TRAINER).items():
+    for name, script in (SCRIPTS | OF_TRAINER | OF_ACCELERATE).items():
         if given.only not in name:
             continue
         one = found.setdefault(name, {"source": f"{script.source[0]} {script.path} at {script.source[1]}", "pairs": {}})
