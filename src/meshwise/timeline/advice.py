@@ -22,7 +22,7 @@ TRY_FOR_COMMUNICATION = {
     "mw.sum": "Sum once after the loop instead of in every batch: mw.sum of the values that were added up.",
     "": "Fewer reductions a sample: {batch}, or {accumulate}; half the bytes: {half}.",
 }
-"""By what is sent."""
+"""Advice against slow collectives, by what they send."""
 TRY = {
     "slower": "Use one device, or give each more to compute in a step: {batch}, or accumulate.",
     "input": "Read ahead with more loader workers ({workers}).",
@@ -74,14 +74,14 @@ WORDS = {
         "bf16": "bf16 (torch.autocast)",
     },
 }
-"""How each kind of program takes the same step."""
+"""How each kind of program makes the change that a piece of advice names."""
 
 
 def advised(text: str, program: str) -> str:
-    """A sentence of this file for a kind of program: a key of WORDS, any other is a script."""
+    """Return a sentence of advice in the words of a kind of program: a key of WORDS; any other counts as a script."""
     return text.format_map(WORDS.get(program, WORDS["script"]))
 
 
 def for_communication(of: str, program: str) -> str:
-    """What to try against collectives of what is sent, such as `gradients`."""
+    """Return what to try when collectives that send `of`, such as `gradients`, take too long."""
     return advised(TRY_FOR_COMMUNICATION.get(of, TRY_FOR_COMMUNICATION[""]), program)

@@ -22,23 +22,23 @@ from meshwise.timeline.timeline import Clock
 
 Times = NDArray[np.int64]
 CLEAR = 3.0
-"""A burst whose half is longer than so many of the shortest came through a congested link: it errs to one side, as all
-such do, which would look like a drift. It only rules out what is impossible."""
+"""A burst of round trips counts as congested when its half is longer than this many times the shortest half. Congestion
+delays one direction, which would look like drift: such a burst only rules out offsets that are impossible."""
 DRIFT = 1e-4
-"""Most by which clocks are taken to drift apart where no burst shows it: a bad quartz's 100 µs a second."""
+"""The most that two clocks are assumed to drift apart where no burst measures it: 100 µs a second, a bad quartz."""
 BURST = 1_000_000_000  # ns: samples closer than this are one burst
 
 
 @dataclass(frozen=True)
 class ClockFit:
-    """Maps a rank's times to rank 0's: piecewise linear through `at` -> `offset` (ns), extended by the end slopes."""
+    """Maps a rank's times to rank 0's clock: piecewise linear through `at` -> `offset` (ns), end slopes extended."""
 
     clock: Clock
     at: NDArray[np.float64]
     offset: NDArray[np.float64]
 
     def to_reference(self, times: Times) -> Times:
-        """`times` (ns, the rank's clock) on rank 0's clock."""
+        """Convert `times` (ns, the rank's clock) to rank 0's clock."""
         if len(self.at) == 1:
             return times + round(float(self.offset[0]))
         origin = int(self.at[0])
@@ -48,8 +48,8 @@ class ClockFit:
 
 
 def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
-    """The clock of `rank` against rank 0's. Without samples both are taken for one, with an error of 0: ranks of one
-    host share a clock."""
+    """Fit the clock of `rank` to rank 0's. Without samples the two are taken to be the same clock, with an error of 0:
+    ranks of one host share a clock."""
     if not samples:
         return ClockFit(Clock(rank), np.zeros(1), np.zeros(1))
     at, offset, half = _bursts(np.asarray(samples, dtype=np.int64))
@@ -67,7 +67,7 @@ def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
 
 
 def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """The shortest round trip of each burst: its middle on the rank's clock, the offset, half its length."""
+    """Return the shortest round trip of each burst: its middle on the rank's clock, the offset, half its length."""
     sent, theirs, received = samples[np.argsort(samples[:, 0], kind="stable")].T
     burst = np.concatenate([[0], np.cumsum(np.diff(sent) > BURST)])
     order = np.lexsort((received - sent, burst))
@@ -78,9 +78,9 @@ def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np.float64]) -> tuple[float, float]:
-    """Slope and level (at at[0]) of the line through the offsets, each weighed by how well it is known.
+    """Return slope and level (at at[0]) of the line through the offsets, each weighted by how exactly it is known.
 
-    With fewer than three bursts, or where the bursts cannot tell a slope from none, there is none.
+    The slope is 0 with fewer than three bursts, unless two of them differ by more than their errors.
     """
     if len(at) < 2 or (len(at) == 2 and abs(offset[1] - offset[0]) <= half.sum()):
         return 0.0, float(offset[np.argmin(half)])
@@ -89,10 +89,10 @@ def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np
 
 
 def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
-    """The shift of each rank's clock (ns, rank 0's is 0) after which no collective ends before its last arrival.
+    """Return the shift of each rank's clock (ns, rank 0's is 0) after which no collective ends before its last arrival.
 
-    arrivals, ends: shape (collectives, ranks), aligned as well as round trips allow. None when no shift of whole clocks
-    can do it: then something else than an offset is wrong.
+    arrivals, ends: shape (collectives, ranks), aligned as well as round trips allow. None when no constant shift of the
+    clocks achieves that: then the error is not a clock offset.
     """
     ranks = arrivals.shape[1]
     if not len(arrivals):
@@ -111,5 +111,5 @@ def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
 
 
 def widened(clock: Clock, shift: int) -> Clock:
-    """A clock that was shifted by what collectives showed."""
+    """Return the clock after a shift that collectives proved necessary; its error is at least that shift."""
     return replace(clock, offset=clock.offset + shift, error=max(clock.error, float(abs(shift))))

@@ -43,15 +43,15 @@ from meshwise.timeline.stragglers import last_of_steps
 from meshwise.timeline.timeline import NO_PHASE, Counter, Rank, Timeline
 
 POINTS = 300
-"""Most points of a series."""
+"""The most points of a series."""
 
 
 def report_of(
     timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None, table: StepTable | None = None
 ) -> Report:
-    """The report of a timeline. steps: the first and the last step of a view of its own. table: its table, if known.
+    """Build the report of a timeline. steps: the first and last step of an extra view. table: the step table, if known.
 
-    Raises UsageError when those steps are not there.
+    Raises UsageError when the run does not have those steps.
     """
     table = table or step_table_of(timeline)
     wall, goodput, waiting = goodput_of(timeline, table)
@@ -109,7 +109,7 @@ def report_of(
 
 
 def _shares(timeline: Timeline) -> tuple[float, ...]:
-    """How much of each batch the ranks took; empty where some worked on the same samples, or it is not known."""
+    """Return each rank's share of a batch; empty where ranks worked on the same samples, or shares are unknown."""
     plan = fields_of(str(timeline.facts.get("plan") or ""))
     if not plan or timeline.facts.get("program") == "plain" or {"pipeline", "context", "tensor"} & plan.keys():
         return ()
@@ -118,14 +118,14 @@ def _shares(timeline: Timeline) -> tuple[float, ...]:
 
 
 def _have_links(timeline: Timeline) -> bool:
-    """Whether links may lie between the ranks: not between CPU workers of one machine."""
+    """Check whether links may lie between the ranks: CPU workers of one machine have none."""
     facts, ranks = timeline.facts, timeline.ranks
     several = int(facts.get("world") or 0) > len(facts.get("devices") or ()) or len({rank.host for rank in ranks}) > 1
     return several or any(not rank.device.startswith("cpu") for rank in ranks)
 
 
 def _about(facts: Mapping[str, Any]) -> dict[str, str]:
-    """What was run, for whoever reads the report later."""
+    """Return what was run (arguments, plan, command, commit, ...), for whoever reads the report later."""
     found = {name: str(facts.get(name) or "") for name in ("args", "plan", "command", "commit", "metric", "best")}
     found["lost"] = " ".join(lost_texts(facts))
     return {name: text for name, text in found.items() if text}
@@ -141,7 +141,7 @@ def _verdict(status: str, timeline: Timeline, verdict: str) -> str:
 
 
 def _throughput(timeline: Timeline, seconds: float) -> float | None:
-    """Samples of the global batches, a second of training: counted on the lowest rank that counted any."""
+    """Return samples of the global batches per second of training, counted on the lowest rank that has the counter."""
     counter = timeline.counter("samples")
     if counter is None or seconds <= 0:
         return None
@@ -183,7 +183,7 @@ def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
 
 
 def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Peaks by counter, and by counter and phase at whose end they were."""
+    """Return the peak of each memory counter, and its peak at the ends of each phase."""
     counters = [c for c in timeline.counters if c.rank == rank and c.name not in NOT_MEMORY]
     peaks = {c.name: float(c.value.max()) for c in counters}
     by_phase = {
@@ -194,7 +194,7 @@ def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, 
 
 
 def _collectives(timeline: Timeline, arrivals: Arrivals) -> list[CollectiveReport]:
-    """By name and size: the time from when each could begin, its last arrival or the end of the one before it."""
+    """Report collectives by name and size, each timed from its last arrival or the end of the previous one."""
     use = arrivals.complete
     if not use.any() or len(arrivals.ranks) < 2:
         return []
@@ -242,7 +242,7 @@ def _last_known(loss: dict[int, float], steps: Whole) -> float:
 
 
 def _thinned(counter: Counter) -> CounterSeries:
-    """A counter with the largest value of each of at most POINTS stretches: peaks stay."""
+    """Reduce a counter to the largest value of each of at most POINTS intervals, so that peaks stay."""
     parts = np.array_split(np.arange(len(counter.value)), min(POINTS, len(counter.value)))
     keep = [int(part[counter.value[part].argmax()]) for part in parts]
     return CounterSeries(counter.rank, counter.name, (counter.time[keep] / 1e9).tolist(), counter.value[keep].tolist())

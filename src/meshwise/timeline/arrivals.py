@@ -21,7 +21,7 @@ from meshwise.timeline.timeline import Spans
 
 Table = NDArray[np.int64]
 TOGETHER = ("all-reduce", "all-gather", "barrier")
-"""Collectives that no rank can leave before all have arrived. A broadcast's source can."""
+"""Collectives that no rank can leave before all have arrived. The source of a broadcast can leave earlier."""
 ABSENT = np.iinfo(np.int64).min
 
 
@@ -30,13 +30,13 @@ class Arrivals:
     """Collectives, in the order of their numbers; ABSENT where a rank has no record of one.
 
     number, step, bytes, name: shape (collectives,). arrival, end: ns, shape (collectives, ranks).
-    overlapped: overlaps with computing, so that ranks do not wait for it at once.
-    complete: every rank has a record of it. together: and none could leave before the last arrived.
-    last_rank: the column of the rank for which the others wait: the last one, the source of a broadcast.
-    last: when it arrived, and the ranks could begin to communicate; ABSENT where a rank is missing.
-    until: shape (collectives, ranks): until when each rank waits for the work of the last one; ABSENT as above. It is
-    `last`, less the time by which the last rank left the collective before later than the others: its link is the
-    slower one, so that is still communication.
+    overlapped: it overlaps with computing, so ranks do not wait for it at once.
+    complete: every rank has a record of it. together: complete, and no rank could leave before the last arrived.
+    last_rank: the column of the rank that the others wait for: the last to arrive, or the source of a broadcast.
+    last: when that rank arrived, so that communication could begin; ABSENT where a rank is missing.
+    until: shape (collectives, ranks): until when each rank waits for the last one; ABSENT as above. It is `last`,
+    minus the time by which the last rank left the previous collective later than the others: such a rank has a
+    slower link, so that part counts as communication.
     of_stages: until when the receives of a pipeline's ranks wait for another stage, by rank and start.
     """
 
@@ -56,7 +56,7 @@ class Arrivals:
     of_stages: Mapping[tuple[int, int], int]
 
     def until_of(self, ranks: Table, numbers: Table) -> Table:
-        """`until` of these ranks in the collectives with these numbers, pair by pair; ABSENT for others."""
+        """Return `until` for pairs of a rank and a collective's number; ABSENT for unknown pairs."""
         if not len(self.number):
             return np.full(len(numbers), ABSENT)
         at = np.minimum(np.searchsorted(self.number, numbers), len(self.number) - 1)
@@ -65,7 +65,7 @@ class Arrivals:
         return np.where(known, self.until[at, column], ABSENT)
 
     def waits_until(self, spans: Spans) -> Table:
-        """Until when each of the spans waits for another rank: its start where it does not."""
+        """Return until when each span waits for another rank: its own start where it does not wait."""
         until = np.where(is_collective(spans), self.until_of(spans["rank"], spans["collective"]), ABSENT)
         if self.of_stages:
             places = zip(spans["rank"].tolist(), spans["start"].tolist(), strict=True)
@@ -76,13 +76,13 @@ class Arrivals:
 
 
 def is_collective(spans: Spans) -> NDArray[np.bool_]:
-    """Which of the spans are collectives that have their number on every rank."""
+    """Return a mask of the spans that are collectives with a number that all ranks share."""
     found: NDArray[np.bool_] = (spans["kind"] == KIND["communication"]) & (spans["collective"] != NO_COLLECTIVE)
     return found
 
 
 def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
-    """The collectives of a timeline's spans."""
+    """Tabulate the collectives among a timeline's spans."""
     found = spans[is_collective(spans)]
     number, first, row = np.unique(found["collective"], return_index=True, return_inverse=True)
     ranks, column = np.unique(found["rank"], return_inverse=True)
@@ -115,7 +115,7 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
 
 
 def _left_later(arrival: Table, end: Table, last_rank: Table) -> Table:
-    """By how much the last rank of each collective had left its newest one before later than each rank did, ns."""
+    """Return how many ns later the last rank of each collective left the previous collective than each rank."""
     if not arrival.size:
         return np.zeros(arrival.shape, np.int64)
     row = np.arange(len(arrival))

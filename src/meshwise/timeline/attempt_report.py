@@ -23,9 +23,9 @@ Seconds = Annotated[float, seconds_text]
 @dataclass(frozen=True)
 class AttemptReport:
     """One start of the workers. began: by this machine's clock. launched: by whom: `Slurm job 7, start 2`. devices: how
-    many; 0 unknown. before: seconds since the end of the attempt before it, or since it was sent; queued: whether
-    they went by in the queue of a scheduler. seconds: that it lived. steps_lost: of the attempt before, done again;
-    it and from_step are None where they are unknown, as of a user's loop."""
+    many; 0 unknown. before: seconds since the previous attempt ended, or since the run was submitted; queued: whether
+    they passed in a scheduler's queue. seconds: how long it lived. steps_lost: steps of the previous attempt that were
+    repeated; it and from_step are None where they are unknown, as in a user's own loop."""
 
     number: Count
     began: str
@@ -41,7 +41,7 @@ class AttemptReport:
 
 
 def attempt_reports(facts: Mapping[str, Any]) -> list[AttemptReport]:
-    """All attempts of a run, by its record."""
+    """Report all attempts that a run's record holds."""
     found = attempts_of(facts)
     gaps = [
         *[None][: len(found)],

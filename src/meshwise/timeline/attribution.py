@@ -30,11 +30,11 @@ from meshwise.timeline.timeline import PER_SESSION, RunSession, Spans
 
 Whole = NDArray[np.int64]
 OUTSIDE = len(KINDS)
-"""Besides the kinds: before the first span of a session and after its last."""
+"""An extra kind: time before the first span of a session and after its last."""
 
 
 class Owner(IntEnum):
-    """What may own a moment, in the order of priority."""
+    """What a moment can be attributed to, in order of priority."""
 
     BLOCKING_WAITING = 0
     BLOCKING_COMMUNICATION = 1
@@ -55,17 +55,17 @@ class Owner(IntEnum):
 
 
 COMPUTING = range(Owner.FORWARD, Owner.TRANSFER + 1)
-"""What hides the communication that overlaps with it."""
+"""Owners that count as computing: communication that overlaps with them is hidden."""
 OVERLAPPED = (Owner.OVERLAPPED_WAITING, Owner.OVERLAPPED_COMMUNICATION)
 COUNTED_AS = {Owner.BACKWARD_END: KIND["backward"], Owner.OUTSIDE: OUTSIDE, Owner.NOBODY: KIND["idle"]}
 KIND_OF_OWNER = np.array([COUNTED_AS.get(o, KIND.get(o.name.rpartition("_")[2].lower(), -1)) for o in Owner])
 OWNER_OF_KIND = np.array([Owner.__members__.get(kind.upper(), Owner.NOBODY) for kind in KINDS])
-"""Of the kinds that are owned as a whole: all but communication and backward."""
+"""The owner of each kind of span that has one owner throughout: all but communication and backward."""
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """The time of one rank: stretches from `start` of `length` ns, each of one kind (index in KINDS, or OUTSIDE).
+    """The time of one rank: intervals from `start` with `length` ns, each of one kind (index in KINDS, or OUTSIDE).
 
     hidden: whether communication overlapped with it, hidden by computing.
     """
@@ -76,10 +76,10 @@ class Attribution:
     hidden: NDArray[np.bool_]
 
     def sums(self, bins: Whole) -> NDArray[np.float64]:
-        """Seconds of each kind from each of the ascending times `bins` to the next, the last without end.
+        """Sum the seconds of each kind from each of the ascending times `bins` to the next, the last without end.
 
-        Shape (bins, kinds + 2): the kinds, OUTSIDE, and last the hidden communication. Stretches that begin before the
-        first bin are left out. No stretch may lie across a bin's beginning.
+        Shape (bins, kinds + 2): the kinds, OUTSIDE, and last the hidden communication. Time before the first bin is
+        left out. No attributed interval may cross the beginning of a bin.
         """
         at = np.searchsorted(bins, self.start, side="right") - 1
         inside = at >= 0
@@ -94,7 +94,7 @@ class Attribution:
 
 
 def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession, ...] = ()) -> Attribution:
-    """The attribution of one rank's spans, from the first beginning to the last end."""
+    """Attribute the time of one rank, from the beginning of its first span to the end of its last."""
     start, end, owner = _claims(spans, arrivals)
     gaps = _gaps(spans, sessions)
     outside = np.full(len(gaps), Owner.OUTSIDE)
@@ -105,8 +105,8 @@ def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession,
 
 
 def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray[np.bool_]]:
-    """Intervals with owners, as disjoint stretches: their edges (one more than stretches), the owner of each, and
-    whether an overlapped collective was under way that its owner hides."""
+    """Split overlapping intervals with owners into disjoint ones. Returns their edges (one more than intervals), the
+    owner of each, and whether its owner hides an overlapped collective."""
     times = np.concatenate([start, end])
     order = np.argsort(times, kind="stable")
     edges = times[order]
@@ -124,7 +124,7 @@ def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray
 
 
 def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
-    """The intervals that a rank's spans claim, each for its owner."""
+    """Return the intervals that a rank's spans claim, and the owner that each claims them for."""
     spans = spans[(spans["lane"] != LANE["blocks"]) & (spans["end"] > spans["start"])]
     kind, start, end = spans["kind"], spans["start"], spans["end"]
     communication, backward = kind == KIND["communication"], kind == KIND["backward"]
@@ -145,8 +145,8 @@ def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
 
 
 def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:
-    """When each backward from `start` to `end` began its last collective (of those at the sorted times `begun`), which
-    is when it had computed all; its end where it began none."""
+    """Return when each backward from `start` to `end` had computed everything: when it began its last collective (of
+    the sorted times `begun`), or its end if it began none."""
     if not len(begun):
         return end
     at = np.searchsorted(begun, end, side="left") - 1
@@ -155,7 +155,7 @@ def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:
 
 
 def _gaps(spans: Spans, sessions: tuple[RunSession, ...]) -> Whole:
-    """From the rank's last end in a session to its first beginning in the next: shape (gaps, 2)."""
+    """Return the gaps between sessions, from a rank's last end to its next beginning: shape (gaps, 2)."""
     if len(sessions) < 2 or not len(spans):
         return np.empty((0, 2), np.int64)
     session = session_of(spans["start"], sessions)
@@ -165,16 +165,16 @@ def _gaps(spans: Spans, sessions: tuple[RunSession, ...]) -> Whole:
 
 
 def session_of(times: Whole, sessions: tuple[RunSession, ...]) -> Whole:
-    """The number of the session in which each time lies; 0 where no session is known."""
+    """Return the number of the session that each time lies in; 0 where no session is known."""
     began = np.array([session.began for session in sessions], dtype=np.int64)
     return np.maximum(np.searchsorted(began, times, side="right") - 1, 0)
 
 
 def step_starts_of(spans: Spans, sessions: tuple[RunSession, ...]) -> tuple[Whole, Whole]:
-    """When the steps of a rank's spans (sorted by start) begin, each with its first span, and their numbers: ascending,
-    and the same on all ranks for the same step of the same session (session * PER_SESSION + step).
+    """Return when the steps of a rank's spans (sorted by start) begin, and their numbers, which ascend and are the same
+    on all ranks for the same step of the same session (session * PER_SESSION + step).
 
-    What lies before a session's first step is its step 0. A step that was done again after a stop begins in each.
+    Time before a session's first step is its step 0. A step that was repeated after a stop begins in both sessions.
     """
     number = np.maximum.accumulate(session_of(spans["start"], sessions) * PER_SESSION + spans["step"])
     first = np.flatnonzero(np.diff(number, prepend=-1))

@@ -30,13 +30,13 @@ from meshwise.timeline.step_table import OF_STEP, StepTable
 SEED = 20260101
 RESAMPLES = 1000
 STRETCHES = 16
-"""Into how many stretches of neighbouring steps a run is cut at least."""
+"""A run is cut into at least this many intervals of neighbouring steps."""
 FEWEST = 5
-"""Steps below which chance cannot be estimated."""
+"""With fewer steps, chance cannot be estimated."""
 MOST_STEPS = 4000
-"""Of longer runs every second, third ... step stands for all in the bootstrap: its intervals are wider for it."""
+"""The bootstrap takes every second, third ... step of a run longer than this, which widens its intervals."""
 CLOCK = 1e-9
-"""Seconds in which the logs count: what differs by less does not differ."""
+"""Resolution of the logs in seconds: smaller differences do not count."""
 MOST_NAMED = 3
 MOST_METRICS = 10
 Seconds = NDArray[np.float64]
@@ -44,10 +44,10 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TimeDifference:
-    """One kind of time, seconds a step: medians of both runs, second less first, and second over first.
+    """One kind of time, in seconds a step: medians of both runs, second minus first, and second divided by first.
 
-    ratio: None where the first is 0. low, high: its 95 % interval, None where it has none. clear: the interval
-    does not hold 1 (where there is no ratio: that of the difference does not hold 0).
+    ratio: None where the first is 0. low, high: its 95 % interval, or None. clear: the interval does not contain 1
+    (without a ratio: the interval of the difference does not contain 0).
     """
 
     kind: str
@@ -62,8 +62,8 @@ class TimeDifference:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of both runs as a whole. unit: share, samples/s, bytes, seconds, or metric, which has none. None is
-    unknown."""
+    """One figure of each run as a whole; None is unknown. unit: share, samples/s, bytes, seconds, or metric, which has
+    no unit."""
 
     name: str
     unit: str
@@ -73,9 +73,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two runs, by their names. ranks, steps: of each. step: None where one of them has no steps; kinds: then empty.
+    """Two runs, by their names. ranks, steps: of each. step: None where one of them has no steps; then kinds is empty.
 
-    notes: what makes them hard to compare. differs: what was run differently, `shard 1 → 2`.
+    notes: what makes them hard to compare. differs: settings that differ, `shard 1 → 2`.
     """
 
     first: str
@@ -91,7 +91,7 @@ class RunComparison:
 
 
 def compare_runs(first: tuple[StepTable, Report], second: tuple[StepTable, Report]) -> RunComparison:
-    """Two runs, step by step and as a whole. Runs without steps are compared as a whole alone."""
+    """Compare two runs, step by step and as a whole. Runs without steps are only compared as a whole."""
     (table_a, report_a), (table_b, report_b) = first, second
     names = _names(report_a, report_b)
     steady = table_a.steady.any() and table_b.steady.any()
@@ -112,7 +112,7 @@ def compare_runs(first: tuple[StepTable, Report], second: tuple[StepTable, Repor
 
 
 def is_slower(comparison: RunComparison, share: float) -> bool:
-    """Whether a step of the second run takes longer by more than `share`, beyond what chance within the runs could do.
+    """Check whether the second run's step takes more than `share` longer, by more than chance within the runs explains.
 
     Raises UsageError where the runs have no steps to compare.
     """
@@ -123,12 +123,12 @@ def is_slower(comparison: RunComparison, share: float) -> bool:
 
 
 def comparison_dict(comparison: RunComparison) -> dict[str, Any]:
-    """The comparison as JSON knows it."""
+    """Return the comparison as a dict for JSON."""
     return {"meshwise_comparison": 1, **dataclasses.asdict(comparison)}
 
 
 def _settings(report: Report) -> dict[str, str]:
-    """What was run, by name: fields of the plan, devices, versions, options, and what else the record holds."""
+    """Return a run's settings by name: fields of the plan, devices, versions, options, and the rest of its record."""
     facts = report.facts
     found = {"job": facts.get("job"), "devices": facts.get("world"), "commit": facts.get("commit")}
     found["source"] = facts.get("source")
@@ -148,7 +148,7 @@ def _differs(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
 
 
 def _names(first: Report, second: Report) -> tuple[str, str]:
-    """The shortest that tell the runs apart: their titles, their folders' names, their folders, or first and second."""
+    """Return the shortest names that tell the runs apart: titles, folder names, whole paths, or first and second."""
     for a, b in (
         (first.title, second.title),
         (Path(first.folder).name, Path(second.folder).name),
@@ -160,7 +160,7 @@ def _names(first: Report, second: Report) -> tuple[str, str]:
 
 
 def _differences(first: StepTable, second: StepTable) -> list[TimeDifference]:
-    """The step's, then those of the kinds that either run has, in the order of a step."""
+    """Compare the step, then each kind of time that either run has, in the order of a step."""
     tables = [_table(first), _table(second)]
     there = np.flatnonzero(tables[0].any(axis=0) | tables[1].any(axis=0))
     medians = [np.median(table, axis=0).tolist() for table in tables]
@@ -173,15 +173,15 @@ def _differences(first: StepTable, second: StepTable) -> list[TimeDifference]:
 
 
 def _table(table: StepTable) -> Seconds:
-    """Seconds of the steady steps: of the step, and of the kinds in it. Shape (steps, 1 + kinds)."""
+    """Return seconds of the steady steps: of the step, and of its kinds of time. Shape (steps, 1 + kinds)."""
     of_step, of_kind = table.step_seconds()[table.steady], table.kind_seconds()[table.steady]
     columns: Seconds = np.concatenate([of_step[:, None], of_kind[:, OF_STEP]], axis=1)
     return columns
 
 
 def _resampled(table: Seconds, seed: int) -> Seconds:
-    """Medians of runs that chance would have made of the same stretches: shape (RESAMPLES, columns), or none of too
-    short a run."""
+    """Return the medians of runs resampled from the same intervals of steps: shape (RESAMPLES, columns), or no rows for
+    a run that is too short."""
     table = table[:: -(-len(table) // MOST_STEPS)]
     steps = len(table)
     if steps < FEWEST:
@@ -216,7 +216,7 @@ def _figures(first: Report, second: Report) -> list[Figure]:
 
 
 def _values(report: Report) -> dict[tuple[str, str], float | None]:
-    """The figures of one run by name and unit; of memory the most on any rank."""
+    """Return the figures of one run by name and unit; for memory, the largest of any rank."""
     values: dict[tuple[str, str], float | None] = {
         ("wall time", "seconds"): report.wall_seconds,
         ("throughput", "samples/s"): report.samples_per_second,
@@ -249,7 +249,7 @@ def _notes(names: tuple[str, str], first: Report, second: Report) -> list[str]:
 def _verdict(
     names: tuple[str, str], reports: tuple[Report, Report], step: TimeDifference | None, kinds: list[TimeDifference]
 ) -> str:
-    """`B is 12 % slower a step (...): communication +3.1 ms (clear), backward +0.2 ms (within noise).`"""
+    """Write `B is 12 % slower a step (...): communication +3.1 ms (clear), backward +0.2 ms (within noise).`"""
     if step is None or step.ratio is None:
         without = [name for name, report in zip(names, reports, strict=True) if not report.steps] or [*names]
         return f"Nothing to compare step by step: {' and '.join(without)} recorded no step."
@@ -264,7 +264,7 @@ def _verdict(
 
 
 def change(ratio: float) -> str:
-    """How much longer: `12 % slower`, `3.1 % faster`, `2.5 times as slow`."""
+    """Write a ratio in words: `12 % slower`, `3.1 % faster`, `2.5 times as slow`."""
     if not math.isfinite(ratio) or ratio >= 2:
         return f"{ratio:.1f} times as slow"
     share = abs(ratio - 1)
@@ -272,10 +272,10 @@ def change(ratio: float) -> str:
 
 
 def signed(seconds: float) -> str:
-    """`+3.1 ms` or `-85 µs`."""
+    """Write seconds with a sign: `+3.1 ms` or `-85 µs`."""
     return ("+" if seconds > 0 else "") + seconds_text(seconds)
 
 
 def clearly(difference: TimeDifference) -> str:
-    """In words whether a difference is more than chance."""
+    """Say in words whether a difference is more than chance."""
     return "clear" if difference.clear else "within noise"

@@ -28,25 +28,25 @@ class DeviceMark:
 
 
 def is_captured() -> bool:
-    """Whether what is given to the accelerator now is captured into a graph: it runs later, maybe often, and nothing
-    may be read, waited for or timed meanwhile."""
+    """Check whether work submitted to the accelerator now is captured into a graph: it runs later, perhaps often, and
+    must not be read, waited for or timed meanwhile."""
     if torch.accelerator.current_accelerator() is None:
         return False
     return bool(getattr(torch.accelerator.current_stream(), "is_capturing", bool)())
 
 
 class DeviceClock:
-    """Makes marks on the current stream and gives their times, once the device has passed them."""
+    """Makes marks on the current stream, and gives their times once the device has passed them."""
 
     def __init__(self, clock: Callable[[], int], make_event: Callable[[], Any]) -> None:
-        """make_event: makes one that takes the time: `torch.Event(device, enable_timing=True)`."""
+        """make_event: creates an event that records the time: `torch.Event(device, enable_timing=True)`."""
         self._clock = clock
         self._make_event = make_event
         self._base: tuple[Any, int] | None = None
         self._shift = 0
 
     def mark(self) -> DeviceMark | int:
-        """Where the device's stream is now; where that is captured, when the host was here."""
+        """Mark where the device's stream is now; during a capture, return the host's time instead."""
         if is_captured():
             return self._clock()
         event = self._make_event()
@@ -54,11 +54,11 @@ class DeviceClock:
         return DeviceMark(event, self._clock())
 
     def passed(self, mark: DeviceMark) -> bool:
-        """Whether the device has passed the mark. Asks, never waits."""
+        """Check whether the device has passed the mark, without waiting."""
         return bool(mark.event.query())
 
     def time(self, mark: DeviceMark) -> int:
-        """When the device passed the mark, in ns of the host's clock. Only for marks that it has passed."""
+        """Return when the device passed the mark, in ns of the host's clock. The mark must have been passed."""
         if self._base is None:
             self._base = (mark.event, mark.host)
         event, origin = self._base

@@ -31,21 +31,21 @@ SLOWER, SLOWER_MEASURED = 0.9, 0.95
 FEWEST = 10
 """Steps below which a run is too short to name a straggler."""
 LEAST_UNEQUAL = 1.1
-"""How much faster one rank computes than another before unequal shares are worth a word."""
+"""A rank must compute this many times faster than another before unequal shares are suggested."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
-"""Memory that grows by this share from third to third of a run's last three quarters is a finding, if there are so many
-steps and samples of it: allocators warm up for a while."""
+"""Memory is reported as growing when it grows by this share from third to third of a run's last three quarters, over
+this many steps and samples: allocators warm up for a while."""
 
 LATENCY_BOUND = 16 * 1024
-"""A collective of at most so many bytes takes as long as one of a byte, on links of 1 GB/s and 10 µs or more."""
+"""A collective of at most this many bytes takes as long as one of a byte, on links of 1 GB/s and 10 µs or more."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run beside its times. program: the kind that the advice is for, see `advice.WORDS`. links:
-    whether there are any between the ranks: CPU workers of one machine have none. alone: the same on one device, where
-    that was measured. pipeline: its stages, where there are any. shares: how much of each batch the ranks took, in
-    proportion; empty where ranks worked on the same samples, or where that is not known."""
+    """What is known of a run besides its times. program: which kind of program the advice is for, see `advice.WORDS`.
+    links: whether links connect the ranks: CPU workers of one machine have none. alone: the same run on one device,
+    where that was measured. pipeline: its stages, if any. shares: each rank's share of a batch, as proportions; empty
+    where ranks worked on the same samples, or shares are unknown."""
 
     program: str = "job"
     links: bool = True
@@ -59,7 +59,7 @@ UNKNOWN = RunFacts()
 
 @dataclass(frozen=True)
 class _Shares:
-    """The time of a step: seconds by kind, mean over ranks and steady steps; and of what kind of program."""
+    """The time of a step: seconds by kind, mean over ranks and steady steps; and the kind of program."""
 
     steps: int
     seconds: dict[str, float]
@@ -70,13 +70,13 @@ class _Shares:
         return sum(self.seconds[kind] for kind in kinds) / self.step if self.step else 0.0
 
     def bound(self, title: str, share: float) -> str:
-        """`Input-bound` where that is the largest part of a step, else `Input`."""
+        """Return `Input-bound` where that is the largest part of a step, else `Input`."""
         computing = self.share(*COMPUTING)
         most = max(computing, self.share("communication"), self.share("waiting"), self.share("data", "transfer"))
         return f"{title}-bound" if share >= most else title
 
     def of_step(self, share: float) -> str:
-        """`18 % of a step (1.6 ms)`."""
+        """Write a share of a step: `18 % of a step (1.6 ms)`."""
         return f"{percent_text(share)} of a step ({seconds_text(share * self.step)})"
 
     def finding(self, kind: str, phase: str | None, headline: str, share: float, sentence: str, advice: str) -> Finding:
@@ -92,7 +92,7 @@ def findings_of(
     counters: Sequence[Counter],
     facts: RunFacts = UNKNOWN,
 ) -> list[Finding]:
-    """What limits a step, the largest share first; then how much of it is computing; then growing memory."""
+    """Return what limits a step, the largest share first; then its share of computing; then growing memory."""
     steady = table.steady
     if not steady.any():
         return []
@@ -112,12 +112,12 @@ def findings_of(
 
 
 def verdict_of(findings: Sequence[Finding]) -> str:
-    """The one sentence: that of the first finding."""
+    """Return the verdict, one sentence: that of the first finding."""
     return findings[0].sentence if findings else "No step was recorded, so nothing limited one."
 
 
 def _balanced(table: StepTable, taken: Sequence[float]) -> str:
-    """What to try where some rank computes slower than the others: shares in proportion to their speed."""
+    """Return what to try where a rank computes slower than the others: shares in proportion to their speed."""
     if len(taken) != len(table.ranks) or len(taken) < 2:
         return ""
     computing = table.seconds[table.steady][:, :, [KIND["forward"], KIND["backward"]]].sum(axis=2)
@@ -128,7 +128,7 @@ def _balanced(table: StepTable, taken: Sequence[float]) -> str:
 
 
 def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: str) -> Iterator[Finding]:
-    """less: what to try against a rank that computes slowly."""
+    """Find the stragglers. less: what to try against a rank that computes slowly."""
     points = table.sync_points
     steady = np.isin(points.step, table.step[table.steady])
     compared = steady & points.overlapped if points.overlapped.any() else steady
@@ -154,14 +154,14 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: s
 
 
 def _mostly(often: float, ranks: int) -> bool:
-    """Whether a rank is last clearly more often than its turn: of two ranks, in two thirds of the steps."""
+    """Check whether a rank is last clearly more often than its turn: of two ranks, in two thirds of the steps."""
     return often >= min(2 / 3, 1.5 / ranks)
 
 
 def _slower_than_one(
     table: StepTable, shares: _Shares, collectives: Sequence[CollectiveReport], alone: Alone | None
 ) -> Iterator[Finding]:
-    """Said where one device was faster, or the most that it can need is clearly less than a step."""
+    """Report that one device is faster: it was measured, or its estimated upper bound is clearly below a step."""
     ranks = len(table.ranks)
     if ranks < 2 or shares.steps < FEWEST:
         return
@@ -215,7 +215,7 @@ def _communication(
 
 
 def _most_expensive(collectives: Sequence[CollectiveReport], steps: int) -> str:
-    """What takes most of the collectives' time: `8 of 9 collectives a step are of batch norm, of at most 64 B`."""
+    """Describe the costliest collectives: `8 of 9 collectives a step are of batch norm, of at most 64 B`."""
     if not collectives:
         return ""
     first = collectives[0]
@@ -244,7 +244,7 @@ def _imbalance(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Findi
 
 
 def _bubble(shares: _Shares, pipeline: PipelineReport) -> Iterator[Finding]:
-    """Of the time that the pipeline takes; the finding's share is that of a step, of which it is waiting."""
+    """Report the bubble as a share of the pipeline's time; the finding's own share is the waiting in a step."""
     share = shares.share("waiting")
     if share < LEAST["imbalance"]:
         return
@@ -271,7 +271,7 @@ def _idle(shares: _Shares) -> Iterator[Finding]:
 
 
 def _stalls(table: StepTable) -> Iterator[Finding]:
-    """Steps far longer than usual that take much of the time."""
+    """Report steps far longer than the median when they take much of the time."""
     seconds, steps = table.step_seconds()[table.steady], table.step[table.steady]
     usual = float(np.median(seconds))
     beyond = np.where(seconds > STALL * usual, seconds - usual, 0.0)
@@ -309,7 +309,7 @@ def _of_run(goodput: Sequence[GoodputPart], program: str) -> Iterator[Finding]:
 
 
 def _memory(counters: Sequence[Counter]) -> Iterator[Finding]:
-    """Memory that grows all the time: the medians of a run's thirds rise by GROWTH each."""
+    """Report memory that keeps growing: the medians of the run's thirds rise by GROWTH each."""
     for counter in counters:
         late = slice(len(counter.value) // 4, None)
         value, step = counter.value[late], counter.step[late]

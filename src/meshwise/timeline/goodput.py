@@ -32,7 +32,7 @@ WAITING = {
 
 
 def goodput_of(timeline: Timeline, table: StepTable) -> tuple[float, list[GoodputPart], list[GoodputPart]]:
-    """Wall seconds, their parts, and the parts of the waiting."""
+    """Return wall seconds, the parts of that time, and the parts of the waiting."""
     alive = sum(session.ended - session.began for session in timeline.sessions) / 1e9
     queued = sum(attempt.waited or 0.0 for attempt in attempts_of(timeline.facts))
     wall = alive + queued
@@ -59,8 +59,8 @@ def _parts(seconds: dict[str, float], wall: float) -> list[GoodputPart]:
 
 
 def _around(timeline: Timeline, table: StepTable, wall: float) -> tuple[float, float]:
-    """Seconds before the steps and behind them (all of `wall` where nothing was recorded), and seconds lost, mean over
-    the ranks."""
+    """Return the seconds before and after the steps (all of `wall` where nothing was recorded), and the seconds lost,
+    as means over the ranks."""
     starting = float(table.seconds[(table.step == 0) & ~table.lost][:, :, :OUTSIDE].sum())
     lost = float(table.seconds[table.lost][:, :, :OUTSIDE].sum())
     if not len(table.ranks):

@@ -30,15 +30,15 @@ from meshwise.timeline.step_table import StepTable, step_table_of
 from meshwise.timeline.timeline import Timeline
 
 SAMPLES = [KIND[kind] for kind in ("forward", "backward", "data", "transfer")]
-"""Kinds of time that go with the samples of a rank."""
+"""Kinds of time that grow with the samples of a rank."""
 DIVIDES = (*AXES, "schedule", "sequence", "zero1", "offload", "reshard", "batch_norm", "bucket_mb")
-"""Fields of a plan that say how devices divide the work: on one device another plan of the same work has others."""
+"""Fields of a plan that say how devices divide the work; they may differ on one device."""
 FEWEST = 10
-"""Steps below which a run is too short to say how long one takes."""
+"""With fewer steps, a run is too short to tell how long a step takes."""
 MOST_READ, BLOCKS = 5, 40
-"""Of how many runs, and how many blocks of spans (about a second each) of their end are read."""
+"""How many runs are read, and how many blocks of spans (about a second each) from the end of each."""
 SAME_BATCH = 0.1
-"""Mean samples a step that differ by at most this share are of the same batch size: a log may end within a step."""
+"""Runs whose mean samples a step differ by at most this share have the same batch size: a log may end within a step."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Alone:
 
 
 def measured_alone(timeline: Timeline, folder: Path) -> Alone | None:
-    """The newest run beside `folder` of the same source, arguments and batch size, on one device of the same machine,
-    where there is one and this run is over."""
+    """Return the newest run beside `folder` with the same source, arguments and batch size on one device of the same
+    machine; None without such a run, or while this run goes on."""
     facts = timeline.facts
     if len(timeline.ranks) < 2 or facts.get("status") == "running":
         return None
@@ -66,7 +66,7 @@ def measured_alone(timeline: Timeline, folder: Path) -> Alone | None:
 
 
 def _of_one_device(folder: Path, work: Mapping[str, Any]) -> Iterator[Path]:
-    """The runs beside a folder that did the same work on one device, the newest first."""
+    """Yield the runs beside a folder that did the same work on one device, the newest first."""
     for run in sorted((path.parent for path in folder.parent.glob(f"*/{names.RUN}")), reverse=True):
         try:
             facts = names.read_run(run)
@@ -77,7 +77,7 @@ def _of_one_device(folder: Path, work: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """What a step of a run does, as its record says it; None where that is not known."""
+    """Return what decides the work of a run's step, from its record; None where that is unknown."""
     request = facts.get("request")
     asked = request if isinstance(request, dict) else {}
     known = {name: asked.get(name) for name in ("batch_size", "args", "data", "exact_random")}
@@ -89,7 +89,7 @@ def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
 
 
 def _place_and_batch(timeline: Timeline) -> tuple[set[str], float] | None:
-    """The hosts of a run, and the samples of a step; None where they were not counted, as in a plain program."""
+    """Return a run's hosts and its samples a step; None where samples were not counted, as in a plain program."""
     counter = timeline.newest_session().counter("samples")
     if counter is None or not counter.step[-1] or timeline.facts.get("program") == "plain":
         return None
@@ -100,7 +100,7 @@ def _place_and_batch(timeline: Timeline) -> tuple[set[str], float] | None:
 
 
 def one_device_seconds(table: StepTable, collectives: Sequence[CollectiveReport]) -> tuple[float, float]:
-    """The least and the most seconds of a step on one device: medians over the steady steps."""
+    """Return the least and the most seconds of a step on one device: medians over the steady steps."""
     seconds = table.seconds[table.steady]  # (steps, ranks, kinds)
     samples, optimizer = seconds[:, :, SAMPLES].sum(axis=2), seconds[:, :, KIND["optimizer"]]
     divided = any(c.of == "parameters" or c.name == "reduce-scatter" for c in collectives)  # so are the steps

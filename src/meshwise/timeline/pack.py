@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from meshwise.timeline.spans import WIDTH
 
 VERSION = 2
-"""Of a log: how its spans are packed, and its other lines written."""
+"""Version of a log's format: how its spans are packed and its other lines written."""
 Rows = NDArray[np.int64]
 """Shape (spans, WIDTH): code, start, end, step, bytes, collective."""
 Column = NDArray[np.int64]
@@ -28,12 +28,12 @@ LEVEL = 1  # of deflate: higher ones save 5 % and take twice as long
 
 
 def as_rows(flat: Sequence[int]) -> Rows:
-    """The recorder's flat list as a table."""
+    """Turn the recorder's flat list into a table."""
     return np.fromiter(flat, dtype=np.int64, count=len(flat)).reshape(-1, WIDTH)
 
 
 def pack(rows: Rows) -> str:
-    """The rows as text; `unpack` gives their columns back, with times rounded down to QUANTUM."""
+    """Pack the rows as text; `unpack` returns their columns, with times rounded down to QUANTUM."""
     code, start, end, step, size, collective = rows.T
     start, end = start // QUANTUM, end // QUANTUM
     # A span begins about where the one before it ended; the others hardly change from span to span.
@@ -45,7 +45,7 @@ def pack(rows: Rows) -> str:
 
 
 def unpack(text: str, count: int) -> tuple[Column, ...]:
-    """The columns of `count` packed rows: code, start, end, step, bytes, collective.
+    """Unpack the columns of `count` rows: code, start, end, step, bytes, collective.
 
     Raises ValueError when the text is damaged.
     """
@@ -68,7 +68,7 @@ def unpack(text: str, count: int) -> tuple[Column, ...]:
 
 
 def _column(values: NDArray[np.int64]) -> tuple[int, bytes]:
-    """Bytes a value, and the values' first bytes, then their second bytes and so on: similar bytes together."""
+    """Return bytes per value, and all first bytes, then all second bytes and so on: similar bytes lie together."""
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     width = next(w for w in (1, 2, 4, 8) if -(1 << (8 * w - 1)) <= low and high < 1 << (8 * w - 1))
     narrow = np.ascontiguousarray(values.astype(f"<i{width}"))

@@ -22,14 +22,14 @@ from meshwise.timeline.timeline import Spans
 
 Table = NDArray[np.int64]
 Place = tuple[bool, int, int]
-"""Whether it is a forward, its stage and its microbatch."""
+"""Whether an action is a forward, its stage and its microbatch."""
 
 
 @dataclass(frozen=True)
 class Actions:
     """The forwards and backwards of microbatches in stages, sorted by rank, then time: arrays of one length.
 
-    pipe: which pipeline; ranks of one work on the same samples. seconds: without what it waits for another stage.
+    pipe: which pipeline; its ranks work on the same samples. seconds: without waiting for another stage.
     """
 
     pipe: Table
@@ -43,12 +43,12 @@ class Actions:
     seconds: NDArray[np.float64]
 
     def place(self, at: int) -> Place:
-        """What the action with this number is."""
+        """Return the place of the action with this number."""
         return bool(self.forward[at]), int(self.stage[at]), int(self.microbatch[at])
 
 
 def actions_of(spans: Spans, names: Sequence[str]) -> Actions | None:
-    """The actions of a timeline's spans; None where there is no pipeline."""
+    """Return the actions among a timeline's spans; None where there is no pipeline."""
     places = np.array([stage_and_microbatch(name) or (-1, -1) for name in names], np.int64).reshape(-1, 2)
     found = spans[places[spans["name"], 0] >= 0]
     if not len(found):
@@ -74,9 +74,9 @@ def actions_of(spans: Spans, names: Sequence[str]) -> Actions | None:
 
 
 def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int], int]:
-    """Until when each receive of a pipeline's rank waits for what another stage computes, by its rank and start.
+    """Return until when each receive waits for another stage's computation, by the receive's rank and start.
 
-    It needs what its next forward or backward begins with: that of the same microbatch in the stage before or behind.
+    It waits for the input of the rank's next action: that microbatch's action in the neighbouring stage.
     """
     actions = actions_of(spans, names)
     if actions is None:
@@ -98,7 +98,7 @@ def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int]
 
 
 def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> PipelineReport | None:
-    """The stages in these steps; None where there is no pipeline, or logs lack a part of every step."""
+    """Report the pipeline's stages in these steps; None without a pipeline, or where logs lack a part of every step."""
     actions = actions_of(spans, names)
     if actions is None or not actions.stage.any() or not actions.forward.any():
         return None
@@ -122,8 +122,8 @@ def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> Pipelin
 
 
 def played_bubble(orders: Sequence[Sequence[Place]], seconds: Callable[[Place], float]) -> float | None:
-    """The bubble of ranks that each do their actions in this order as soon as they can, where sending takes no time.
-    None where they cannot come to the end: something is missing. seconds: of each action."""
+    """Return the bubble when each rank does its actions in this order as soon as it can, and sending takes no time.
+    None where the order cannot be completed because an action is missing. seconds: of each action."""
     last = max((stage for order in orders for _, stage, _ in order), default=0)
     ends: dict[Place, float] = {}
     done, free = [0] * len(orders), [0.0] * len(orders)
@@ -168,7 +168,7 @@ def _stage(actions: Actions, chosen: NDArray[np.bool_]) -> StageReport:
 
 
 def _pipes(rank: Table, stage: Table) -> Table:
-    """The pipeline of each action: of the ranks that have the same stages, the first is in the first, and so on."""
+    """Number the pipeline of each action: among ranks with the same stages, the first belongs to the first pipeline."""
     stages = {one: frozenset(stage[rank == one].tolist()) for one in np.unique(rank).tolist()}
     alike: dict[frozenset[int], list[int]] = {}
     for one, own in stages.items():
@@ -178,7 +178,7 @@ def _pipes(rank: Table, stage: Table) -> Table:
 
 
 def _received(spans: Spans, names: Sequence[str]) -> Spans:
-    """The receives of one rank that it waits for, in their order."""
+    """Return the receives that one rank waits for, in order."""
     is_receive = np.array([name.startswith("receive") for name in names], bool)
     chosen = (spans["kind"] == KIND["communication"]) & (spans["lane"] == LANE["main"])
     found: Spans = spans[chosen & (spans["collective"] == NO_COLLECTIVE) & is_receive[spans["name"]]]
@@ -186,7 +186,7 @@ def _received(spans: Spans, names: Sequence[str]) -> Spans:
 
 
 def _covered(received: Spans, times: Table) -> NDArray[np.float64]:
-    """How many ns before each of these times lie in receives, which do not overlap."""
+    """Return how many ns before each of these times lie in receives, which do not overlap."""
     if not len(received):
         return np.zeros(len(times))
     edges = np.stack([received["start"], received["end"]], axis=1)

@@ -19,9 +19,9 @@ from meshwise.spec.words import printable
 from meshwise.timeline.pack import VERSION, Column, unpack
 
 MOST = 1 << 60
-"""Nanoseconds, steps and bytes are fewer: sums of them fit in 64 bits."""
+"""The most nanoseconds, steps or bytes in a log: their sums fit in 64 bits."""
 MOST_PACKED = 200
-"""Spans a character of their text: zlib makes no more of it."""
+"""The most spans per character of packed text: zlib cannot pack more."""
 Kind = tuple[str, str, str]
 """Kind, lane and name of a span."""
 
@@ -35,19 +35,19 @@ class RankLog:
     device: str
     host: str
     unix: float
-    """When the log began: seconds since 1970, and what the rank's own clock then was (ns)."""
+    """When the log began, in seconds since 1970; and the rank's own clock at that moment (ns)."""
     clock: int
     program: str = ""
-    """`plain` of a program that uses none of our verbs, which was recorded from outside."""
+    """`plain` for a program without verbs of meshwise, recorded from outside."""
     session: int = 0
     attempt: int = 0
-    """Which of the run's attempts its workers were, from 1; 0 where it does not say."""
+    """Which attempt of the run these workers belong to, from 1; 0 where the log does not say."""
     packed: list[tuple[int, str]] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     counters: list[tuple[int, int, int, str, float]] = field(default_factory=list)
     round_trips: list[tuple[int, int, int]] = field(default_factory=list)
     dtypes: dict[tuple[str, int], str] = field(default_factory=dict)
-    """What collectives moved, by their name and bytes."""
+    """Dtype that collectives moved, by their name and bytes."""
     end: int | None = None
     overhead_seconds: float = 0.0
     dropped: int = 0
@@ -59,7 +59,7 @@ class RankLog:
         return sum(count for count, _ in self.packed)
 
     def blocks(self) -> Iterator[tuple[Column, ...]]:
-        """The columns of its spans (see `pack.unpack`), block by block; each is forgotten here once it was given."""
+        """Yield the columns of its spans (see `pack.unpack`), block by block; each block yielded is dropped here."""
         while self.packed:
             count, text = self.packed.pop(0)
             try:
@@ -73,14 +73,14 @@ class RankLog:
                 self.damaged += 1
 
     def last_known(self) -> int:
-        """The latest moment that it records besides its spans (ns, the rank's clock)."""
+        """Return the latest moment that it records, apart from spans (ns, the rank's clock)."""
         return max([self.clock, *(counter[0] for counter in self.counters[-1:]), *([self.end] if self.end else [])])
 
 
 def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[RankLog], str]:
-    """The sessions of a rank's log, and a sentence on what of it cannot be read ("" for nothing).
+    """Return the sessions of a rank's log, and a sentence on what cannot be read in it ("" for nothing).
 
-    last_blocks: keep only so many of the newest blocks of spans.
+    last_blocks: keep only this many of the newest blocks of spans.
     """
     logs: list[RankLog] = []
     other = ""
@@ -109,18 +109,18 @@ def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[Rank
 
 
 def rank_of(path: Path) -> int:
-    """The rank whose log a file is, by its name."""
+    """Return the rank of a log file, from its name."""
     return place_of(path)[0]
 
 
 def place_of(path: Path) -> tuple[int, int]:
-    """The rank and the attempt whose log a file is, by its name."""
+    """Return the rank and the attempt of a log file, from its name."""
     numbers = [int(number) for number in re.findall(r"\d+", path.name)] or [0]
     return numbers[0], numbers[1] if len(numbers) > 1 else 1
 
 
 def _whole(value: Any, most: int = MOST) -> int:
-    """A count or a time. ValueError for what is none."""
+    """Parse a count or a time. Raises ValueError if it is out of range."""
     number = int(value)
     if not 0 <= number <= most:
         raise ValueError(f"{number} is out of range")
@@ -128,7 +128,7 @@ def _whole(value: Any, most: int = MOST) -> int:
 
 
 def _seconds(value: Any) -> float:
-    """Seconds since 1970. ValueError for what is none."""
+    """Parse seconds since 1970. Raises ValueError if they are out of range."""
     number = float(value)
     if not 0 <= number <= names.LATEST:
         raise ValueError(f"{number} is out of range")

@@ -31,18 +31,18 @@ from meshwise.timeline.spans import KIND, LANE, SPAN
 from meshwise.timeline.timeline import NO_PHASE, PER_SESSION, Clock, Counter, Rank, RunSession, Spans, Timeline, of_rank
 
 SILENT = 60.0
-"""Seconds without any record after which a run that run.json has as running was probably killed."""
+"""A run that run.json calls running was probably killed when it records nothing for this many seconds."""
 SILENT_RANK = 10_000_000_000
-"""ns after which a rank of a running run was cut off, if others still record."""
+"""A rank of a running run was cut off when it records nothing for this many ns while others do."""
 CLOCKS_DIFFER = 1_000_000_000
-"""ns by which the time of day of two hosts may differ."""
+"""How many ns the time of day of two hosts may differ."""
 Row = tuple[int, int, int, float]
-"""Of a counter: time, step, phase, value."""
+"""A counter's time, step, phase, value."""
 
 
 @dataclass(frozen=True)
 class _Aligned:
-    """A log, the way to rank 0's clock, and what to subtract there so that the run begins at 0."""
+    """A log, its fit to rank 0's clock, and what to subtract there so that the run begins at 0."""
 
     log: RankLog
     fit: ClockFit
@@ -56,10 +56,10 @@ class _Aligned:
 
 
 def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metrics | None = None) -> Timeline:
-    """The timeline of the run in `folder`. Raises UsageError when it is no run folder.
+    """Read the timeline of the run in `folder`. Raises UsageError when it is no run folder.
 
-    last_blocks: read only so many of the newest blocks of spans a rank, to follow a run. metrics: what was read of its
-    metrics before: only what has come since is read.
+    last_blocks: read only this many of each rank's newest blocks of spans, to follow a run. metrics: the metrics
+    read so far: only later ones are read.
     """
     facts, metrics = names.read_run(folder), metrics or Metrics(folder)
     metrics.read_on()
@@ -106,7 +106,7 @@ def _aligned(logs: Sequence[RankLog], began: Sequence[float]) -> list[_Aligned]:
 
 
 def _spans(aligned: Sequence[_Aligned], began: Sequence[int]) -> tuple[Spans, list[str]]:
-    """All spans, sorted, on one clock. What a rank records of which a later attempt had begun by then does not count:
+    """Return all spans, sorted, on one clock. Spans that a rank records after the next attempt has begun do not count:
     its machine was cut off."""
     found: dict[str, int] = {"": 0}
     spans = np.empty(sum(a.log.spans for a in aligned), SPAN)
@@ -143,7 +143,7 @@ def _fill(rows: Spans, block: tuple[Column, ...], of_code: Column, a: _Aligned) 
 
 
 def _made_causal(spans: Spans, names: Sequence[str], aligned: Sequence[_Aligned]) -> list[Clock]:
-    """Shift whole clocks where a collective would end before its last arrival; the clocks as they then stand."""
+    """Shift whole clocks where a collective would end before its last arrival; return the clocks after the shift."""
     clocks = {
         rank: max((a.fit.clock for a in sessions), key=lambda clock: clock.error)
         for rank, sessions in itertools.groupby(aligned, lambda a: a.log.rank)
@@ -173,7 +173,7 @@ def _ranks(aligned: Sequence[_Aligned], spans: Spans) -> list[Rank]:
 def _sessions(
     facts: dict[str, Any], entries: Sequence[dict[str, Any]], ranks: Sequence[Rank], spans: Spans
 ) -> list[RunSession]:
-    """The sessions of run.json on the timeline's clock."""
+    """Return the sessions of run.json on the timeline's clock."""
     run = float(entries[0]["began"])
     starts = [round((float(entry["began"]) - run) * 1e9) for entry in entries]
     sessions = []
@@ -191,7 +191,7 @@ def _sessions(
 
 
 def _missing(facts: dict[str, Any], logs: Sequence[RankLog], spans: Spans, ranks: Sequence[Rank]) -> Iterator[str]:
-    """Sentences on what is not there."""
+    """Yield a sentence for each thing that is missing."""
     world = max([int(facts.get("world", 0)), len(facts.get("devices", ())), *(log.world for log in logs[-1:])])
     here = {log.rank for log in logs}
     absent = [rank for rank in range(world) if rank not in here]
@@ -256,7 +256,7 @@ def _counter(rank: int, name: str, rows: list[Row]) -> Counter:
 
 
 def _losses(losses: Mapping[int, float], spans: Spans) -> list[Counter]:
-    """The losses of a job, each at the time when its step ended on the lowest rank that has spans."""
+    """Return the losses of a job, each at the time when its step ended on the lowest rank that has spans."""
     if not losses or not len(spans):
         return []
     first = spans[(spans["rank"] == spans["rank"][0]) & (spans["kind"] == KIND["optimizer"])]

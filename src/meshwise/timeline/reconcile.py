@@ -21,14 +21,14 @@ from meshwise.timeline.spans import KINDS
 from meshwise.timeline.step_table import StepTable
 
 WORTH_SAYING = 0.01
-"""Of the step: kinds of which less was predicted and measured are left out."""
+"""Kinds of time below this share of a step, both predicted and measured, are left out."""
 
 
 def reconciled(
     facts: Mapping[str, Any], table: StepTable, ranks: Sequence[RankReport]
 ) -> tuple[Reconciled | None, list[str]]:
-    """The comparison, where the run's record has a prediction and steps were done; and sentences on why there is none
-    although one was given."""
+    """Compare the run with the prediction in its record, if it has one and did steps; else say in sentences why a given
+    prediction was not compared."""
     given = facts.get(PREDICTED)
     if given is None or not table.steady.any():
         return None, []
@@ -59,7 +59,7 @@ def _kinds(prediction: Prediction, table: StepTable, step: float) -> list[TimeBe
 
 
 def _memory(prediction: Prediction, ranks: Sequence[RankReport]) -> list[MemoryBeside]:
-    """Measured by the counters of the same names: a CPU worker has none of them."""
+    """Compare predicted memory with counters of the same names: a CPU worker has none of them."""
     rows = []
     for name, value in prediction.memory.items():
         found = [rank.memory[name] for rank in ranks if name in rank.memory]

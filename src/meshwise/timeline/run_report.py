@@ -21,7 +21,7 @@ from meshwise.spec.units import bytes_text, count_text, percent_text, rate_text,
 from meshwise.timeline.attempt_report import AttemptReport
 
 MEMORY = ("allocated", "resident")
-"""The counters of what a rank itself uses; the first that there is stands for its memory."""
+"""Counters of what a rank itself uses; the first one present stands for its memory."""
 NOT_MEMORY = ("samples", "loss")
 """All other counters are bytes."""
 COMPUTING = ("forward", "backward", "optimizer")
@@ -41,7 +41,7 @@ Drift = Annotated[float, lambda drift: f"{drift * 1e6:.2f} ppm"]
 class Finding:
     """One thing that a reader should know. kind: straggler, late, input, communication, imbalance, bubble, compute,
     checkpoint, evaluation, memory, slower. headline: at most ten words. share: of the time of a step (of the run for
-    checkpoint and evaluation), 0 to 1. seconds: a step (or in all). rank, phase: where it is about one."""
+    checkpoint and evaluation), 0 to 1. seconds: a step (or in all). rank, phase: where the finding names one."""
 
     kind: str
     headline: str
@@ -61,7 +61,7 @@ class RankReport:
     hidden_seconds: communication that overlaps with computing, on top of the others. step_seconds: median time of a
     step. last_steps: in how many steps it was last; last_arrivals: at how many of the `sync_points`;
     straggler_seconds: what that cost in all.
-    peak_memory: of the device, or of the process where that is all that is known. memory: the peak by the counter's
+    peak_memory: of the device, or of the process where only that is known. memory: the peak by the counter's
     name; memory_by_phase: the same at the ends of phases.
     """
 
@@ -111,8 +111,8 @@ class CollectiveReport:
     """Collectives of one name and size. of: what they send, such as `gradients`; empty where the log does not say.
 
     seconds: median from the last arrival to the last end: pure communication. skew_seconds: median from the first to
-    the last arrival: what the first rank waits. share: of the time of all collectives. bus_bandwidth: bytes a second by
-    nccl-tests' definition, None where it has none. dtype: of what it moves, "" unknown.
+    the last arrival: how long the first rank waits. share: of the time of all collectives. bus_bandwidth: bytes a
+    second as nccl-tests define it, None where they do not. dtype: of the data it moves, "" unknown.
     """
 
     name: str
@@ -128,7 +128,7 @@ class CollectiveReport:
 
 @dataclass(frozen=True)
 class StageReport:
-    """A stage of a pipeline. ranks: those that have it. forward_seconds, backward_seconds: of a microbatch, median,
+    """A stage of a pipeline. ranks: that compute it. forward_seconds, backward_seconds: of a microbatch, median,
     without waiting for another stage."""
 
     stage: int
@@ -140,8 +140,8 @@ class StageReport:
 @dataclass(frozen=True)
 class PipelineReport:
     """The pipeline of a run. microbatches: of a step. bubble: the share of the time from a step's first forward to its
-    last backward in which a rank has none under way, mean over ranks, median over steps. bubble_of_schedule: what the
-    same order makes with stages that take equally long, and bubble_of_stages with these ones, if sending took no time.
+    last backward in which a rank computes neither, mean over ranks, median over steps. bubble_of_schedule: the bubble
+    of the same order if stages took equally long; bubble_of_stages: with the real stages, if sending took no time.
     """
 
     stages: list[StageReport]
@@ -168,7 +168,7 @@ class Series:
 
 @dataclass(frozen=True)
 class CounterSeries:
-    """A counter of one rank over time: seconds since the run began, values."""
+    """A counter of one rank over time: seconds since the run began, and values."""
 
     rank: int
     name: str
@@ -178,9 +178,9 @@ class CounterSeries:
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of time of one rank. start: s since its window's. text: how long, from when, and what it moved.
+    """An interval of one rank's time. start: s since its window began. text: how long, from when, and what it moved.
 
-    found: not a span of the log, but what the arrivals of all ranks show: a waiting, or a moment's attribution.
+    found: not a span of the log, but computed from the arrivals of all ranks: waiting, or an attributed interval.
     """
 
     rank: int
@@ -198,7 +198,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step of a window: from the first beginning to the last end on any rank; start is s since the window's."""
+    """One step of a window, from the first beginning to the last end on any rank. start: s since the window began."""
 
     step: int
     start: float
@@ -210,8 +210,8 @@ class StepWindow:
     """A few steps, span by span. name: all, typical, slowest, first, last or chosen. start: s since the run began.
 
     bars: the spans of the log; a collective that first waits for a rank is two bars, the waiting and the communication.
-    attributed: the time of each rank, each moment with the one kind that owns it (see `attribution`); idle is left out.
-    usual_step: the step that takes most nearly the run's median.
+    attributed: each rank's time, every moment with one kind (see `attribution`); idle is left out.
+    usual_step: the step whose time is nearest to the run's median.
     """
 
     name: str
@@ -225,13 +225,13 @@ class StepWindow:
     usual_step: int = 0
 
     def step(self, number: int) -> StepTimes | None:
-        """The times of one step, None where it is not in the window."""
+        """Return the times of one step, None where it is not in the window."""
         return next((times for times in self.steps if times.step == number), None)
 
 
 @dataclass(frozen=True)
 class TimeBeside:
-    """A kind of time of a step: predicted, and the median over the steps of the mean over ranks."""
+    """One kind of time in a step: as predicted, and as measured (median over steps of the mean over ranks)."""
 
     name: str
     predicted: Seconds
@@ -240,7 +240,7 @@ class TimeBeside:
 
 @dataclass(frozen=True)
 class MemoryBeside:
-    """Bytes of the rank that needs most: predicted, and the most that was measured; None where nothing measures it."""
+    """Bytes of the rank that needs most: predicted, and the most measured; None where nothing measures it."""
 
     name: str
     predicted: Bytes
@@ -249,7 +249,7 @@ class MemoryBeside:
 
 @dataclass(frozen=True)
 class Reconciled:
-    """What was predicted of the run's plan beside what was measured. machine: of the prediction; origin: of its prices.
+    """The prediction for the run's plan beside the measurement. machine: of the prediction; origin: of its prices.
 
     seconds, low, high: of a step, with the 80 % interval; None where only memory was predicted. measured: the median.
     """
@@ -269,8 +269,8 @@ class Reconciled:
 class Report:
     """All that is known of a run. about: what was run: its plan, command, commit and last metric, where they are known.
 
-    headline: the verdict in at most ten words. verdict: the one sentence. error_seconds: the ± of all times across
-    ranks.
+    headline: the verdict in at most ten words. verdict: the verdict as a sentence. error_seconds: the ± of all times
+    across ranks.
 
     kinds: seconds by kind, mean over ranks. waiting: the parts of the goodput's waiting.
     """
@@ -306,17 +306,17 @@ class Report:
 
     @property
     def chosen_steps(self) -> tuple[int, int] | None:
-        """The first and the last step, where a few were chosen; None for all."""
+        """The first and the last of the chosen steps; None for all."""
         return next(((view.first_step, view.last_step) for view in self.views if view.name == "chosen"), None)
 
 
 def report_dict(report: Report) -> dict[str, Any]:
-    """The report as JSON: numbers that are not finite are null. text: how each number is written, by its path."""
+    """Return the report as a dict for JSON: non-finite numbers are null. text: each number as text, by its path."""
     return {"meshwise_report": 1, **json_value(report), "text": dict(texts_of(report))}
 
 
 def texts_of(value: Any, hint: Any = None, path: str = "") -> Iterator[tuple[str, str]]:
-    """The path of each number that has a unit, such as `ranks/0/seconds/forward`, with its text."""
+    """Yield the path of each number that has a unit, such as `ranks/0/seconds/forward`, and its text."""
     write = _unit(hint)
     if write is not None:
         yield path, "unknown" if value is None else write(value)
@@ -335,7 +335,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _unit(hint: Any) -> Callable[[Any], str] | None:
-    """What writes the numbers of a type: of `Seconds`, or of `Seconds | None`."""
+    """Return the function that writes numbers of a type such as `Seconds` or `Seconds | None`; None for other types."""
     if get_origin(hint) is Annotated:
         write: Callable[[Any], str] = get_args(hint)[1]
         return write

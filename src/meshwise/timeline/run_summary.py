@@ -13,8 +13,7 @@ from meshwise.records.best import Best
 
 @dataclass(frozen=True)
 class WholeRun:
-    """A run that was resumed, over all its sessions. steps: without those that were done again. seconds: wall time of
-    the sessions."""
+    """All sessions of a run that was resumed. steps: without repeated ones. seconds: wall time of the sessions."""
 
     sessions: int
     epochs: int
@@ -24,13 +23,13 @@ class WholeRun:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did; of one that was resumed, what its newest session did. As JSON (`json_value`) a metric that is not
-    a finite number is null.
+    """What a run did; of a resumed run, what its newest session did. As JSON (`json_value`) a non-finite metric is
+    null.
 
-    status: "finished" or "stopped". seconds: wall time of it all; train_seconds: of training and evaluating.
-    phases: seconds of each phase, a rank each; "communication" is the part that no computing hid.
-    memory: peak bytes a rank, None unknown. folder: where its records lie, "" for nowhere. verdict: what limited it.
-    best: the best evaluation, where the job says what that is: its weights are in best.safetensors.
+    status: "finished" or "stopped". seconds: wall time in all; train_seconds: of training and evaluating.
+    phases: seconds of each phase, one entry per rank; "communication" is the part that computing did not hide.
+    memory: peak bytes of each rank, None unknown. folder: where its records lie, "" for nowhere.
+    verdict: what limited it. best: the best evaluation, where the job defines one: its weights are in best.safetensors.
     whole: all sessions of a resumed run.
     """
 

@@ -25,7 +25,7 @@ CLOCK_EVERY = 10.0
 FIRST_ROUNDS, ROUNDS = 32, 8
 
 SampleClock = Callable[[int], Sequence[tuple[int, int, int]]]
-"""`sample(rounds)`: round trips to rank 0's clock as (sent, theirs, received), ns."""
+"""`sample(rounds)`: measures round trips to rank 0's clock, as (sent, theirs, received), ns."""
 
 
 class SpanLog:
@@ -116,6 +116,6 @@ class SpanLog:
 
 
 def _plain(counter: Count) -> list[Any]:
-    """A counter as JSON knows it. A tensor is read here: on CUDA this thread waits for it, the training does not."""
+    """Convert a counter for JSON. On CUDA, reading a tensor makes this thread wait, but not the training."""
     *facts, value = counter
     return [*facts, value if isinstance(value, (int, float)) else float(value)]

@@ -26,35 +26,35 @@ KINDS = (
 )
 LANES = ("main", "blocks", "host", "communication")
 """Rows of a rank, from top to bottom: phases and blocking collectives · layer blocks · what the host does while an
-accelerator computes · collectives that overlap with the computing."""
+accelerator computes · collectives that overlap with computing."""
 
 KIND = {kind: code for code, kind in enumerate(KINDS)}
 LANE = {lane: code for code, lane in enumerate(LANES)}
 NO_COLLECTIVE = -1
 WIDTH = 6
-"""Numbers that a recorder keeps of a span: code, start, end, step, bytes, collective."""
+"""Numbers that a recorder keeps per span: code, start, end, step, bytes, collective."""
 _STAGE = re.compile(r"stage (\d+), microbatch (\d+)")
 
 
 @functools.cache
 def collective_name(operation: str, of: str = "") -> str:
-    """The name of a collective's span: `all-reduce of gradients`."""
+    """Return the name of a collective's span: `all-reduce of gradients`."""
     return f"{operation} of {of}" if of else operation
 
 
 def operation_and_source(name: str) -> tuple[str, str]:
-    """`all-reduce`, `gradients`; the second is empty where the name does not say what was sent."""
+    """Split a name into `all-reduce` and `gradients`; the second is empty where the name does not say what was sent."""
     operation, _, of = name.partition(" of ")
     return operation, of
 
 
 def stage_name(stage: int, microbatch: int) -> str:
-    """The name of a forward's or backward's span in a stage of a pipeline."""
+    """Return the name of a forward's or backward's span in a pipeline stage."""
     return f"stage {stage}, microbatch {microbatch}"
 
 
 def stage_and_microbatch(name: str) -> tuple[int, int] | None:
-    """Of a span's name, both; None for what is in no stage."""
+    """Read stage and microbatch from a span's name; None for a span outside any stage."""
     found = _STAGE.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None
 

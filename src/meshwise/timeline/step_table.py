@@ -27,10 +27,10 @@ OF_STEP = [code for kind, code in KIND.items() if kind not in OUTSIDE_STEPS]
 
 @dataclass(frozen=True)
 class StepTable:
-    """What every step of a run was spent on; the steps in the order in which they were done.
+    """The time of every step of a run by kind; steps are in the order in which they were done.
 
-    step, session, start (ns): shape (steps,); step 0 is what was before a session's first. seconds: shape (steps,
-    ranks, kinds + 2). present: which rank did which step. lost: steps that were done again in a later session.
+    step, session, start (ns): shape (steps,); step 0 is the time before a session's first. seconds: shape (steps,
+    ranks, kinds + 2). present: which rank did which step. lost: steps that were repeated in a later session.
     """
 
     ranks: Whole
@@ -45,32 +45,32 @@ class StepTable:
 
     @property
     def counted(self) -> NDArray[np.bool_]:
-        """What counts: all after a session's start that was not done again later."""
+        """Mask of the rows that count: those with a step that was not repeated later."""
         return (self.step > 0) & ~self.lost
 
     @property
     def trained(self) -> NDArray[np.bool_]:
-        """Of it the steps, which have a backward; an evaluation behind the last step is none."""
+        """Mask of the counted steps with a backward: an evaluation after the last step has none."""
         return self.counted & (self.seconds[:, :, KIND["backward"]] > 0).any(axis=1)
 
     @property
     def steady(self) -> NDArray[np.bool_]:
-        """Those without the first of each session, which warms up, where five or more are left."""
+        """Mask of the trained steps, without the first of each session, a warm-up, if five or more remain."""
         first = np.concatenate([[True], np.diff(self.session) > 0]) | (np.concatenate([[0], self.step[:-1]]) == 0)
         rest = self.trained & ~first
         return rest if rest.sum() >= 5 else self.trained
 
     def step_seconds(self) -> Seconds:
-        """Time of each step without evaluating and saving, mean over the ranks that did it: shape (steps,)."""
+        """Return each step's time without evaluation and saving, mean over the ranks that did it: shape (steps,)."""
         return _mean_over_ranks(self.seconds[:, :, OF_STEP].sum(axis=2), self.present)
 
     def kind_seconds(self) -> Seconds:
-        """Seconds of each step by kind, mean over the ranks that did it: shape (steps, kinds)."""
+        """Return each step's seconds by kind, mean over the ranks that did it: shape (steps, kinds)."""
         return _mean_over_ranks(self.seconds[:, :, : len(KINDS)], self.present[:, :, None])
 
 
 def step_table_of(timeline: Timeline) -> StepTable:
-    """The step table of a timeline."""
+    """Build the step table of a timeline."""
     arrivals = arrival_table(timeline.spans, timeline.names)
     ranks = np.unique(timeline.spans["rank"])
     spans = [timeline.of_rank(rank) for rank in ranks.tolist()]
@@ -92,7 +92,7 @@ def step_table_of(timeline: Timeline) -> StepTable:
 
 
 def _lost(step: Whole, session: Whole) -> NDArray[np.bool_]:
-    """Steps that a later session did again."""
+    """Return a mask of the steps that a later session repeated."""
     lost = np.zeros(len(step), bool)
     for later in np.unique(session)[1:]:
         again = step[(session == later) & (step > 0)]

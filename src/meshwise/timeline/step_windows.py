@@ -21,15 +21,15 @@ from meshwise.timeline.step_table import StepTable
 from meshwise.timeline.timeline import Spans, Timeline
 
 MOST_BARS = 900
-"""Most bars of a window whose steps nobody chose."""
+"""The most bars of a window whose steps the user did not choose."""
 WINDOW_STEPS = 5
 
 
 def step_windows(
     timeline: Timeline, table: StepTable, steps: tuple[int, int] | None, straggler: int | None = None
 ) -> list[StepWindow]:
-    """The chosen steps, or typical, slow, first and last ones. Raises UsageError when the chosen ones are
-    not in the run. straggler: the rank that the verdict names: it is last in the typical step, by its usual delay."""
+    """Return windows of the chosen steps, or of typical, slow, first and last ones. Raises UsageError when the run
+    lacks the chosen ones. straggler: the rank that the verdict names: last in the typical step, by its usual delay."""
     rows = np.flatnonzero(table.trained)
     if steps is not None:
         inside = rows[(table.step[rows] >= steps[0]) & (table.step[rows] <= steps[1])]
@@ -58,7 +58,7 @@ def step_windows(
 
 
 def _with_straggler(table: StepTable, rows: Whole, steady: Whole, straggler: int | None) -> Whole:
-    """The steady steps in which the straggler is last by half to twice its median delay; all where there are none."""
+    """Return the steady steps with the straggler last by half to twice its median delay; all if there are none."""
     points = table.sync_points
     of_rank = points.rank == straggler
     if straggler is None or not of_rank.any():
@@ -70,7 +70,7 @@ def _with_straggler(table: StepTable, rows: Whole, steady: Whole, straggler: int
 
 
 def _window(name: str, timeline: Timeline, table: StepTable, rows: Whole, usual: float | None = None) -> StepWindow:
-    """The steps in these rows of the table. usual: seconds of the step that stands for all; None: the run's median."""
+    """Make a window of these rows of the table. usual: seconds of the step to show first; None: the run's median."""
     spans = timeline.of_steps(int(table.step[rows].min()), int(table.step[rows].max()))
     spans = spans[np.isin(session_of(spans["start"], timeline.sessions), table.session[rows])]
     usual = float(np.median(table.step_seconds()[table.trained])) if usual is None else usual
@@ -78,7 +78,7 @@ def _window(name: str, timeline: Timeline, table: StepTable, rows: Whole, usual:
 
 
 def window_of(name: str, spans: Spans, names: Sequence[str], arrivals: Arrivals, usual: float = 0.0) -> StepWindow:
-    """A window of these spans. usual: seconds of the step that stands for all."""
+    """Make a window of these spans. usual: seconds of the step to show first."""
     start, end = int(spans["start"].min()), int(spans["end"].max())
     steps = [_times(spans[spans["step"] == step], start) for step in np.unique(spans["step"])]
     return StepWindow(
@@ -100,7 +100,7 @@ def _times(spans: Spans, origin: int) -> StepTimes:
 
 
 def _bars(spans: Spans, names: Sequence[str], arrivals: Arrivals, origin: int) -> list[Bar]:
-    """The spans, each collective from when its rank no longer waits; then the waiting before them."""
+    """Return a bar per span, a collective's from when its rank no longer waits; then a bar for each waiting."""
     until = arrivals.waits_until(spans).tolist()
     bars, waits = [], []
     for s, split in zip(spans, until, strict=True):
@@ -120,7 +120,7 @@ def _bar(s: np.void, kind: str, name: str, start: int, end: int, size: int = 0, 
 
 
 def _attributed(spans: Spans, arrivals: Arrivals, origin: int) -> Iterator[Bar]:
-    """The attribution of each rank's time, neighbours of one kind in one step as one bar."""
+    """Yield each rank's attributed time; neighbouring intervals of one kind in one step form one bar."""
     for rank in np.unique(spans["rank"]).tolist():
         mine = spans[spans["rank"] == rank]
         found = attribution_of(mine, arrivals)
@@ -136,5 +136,5 @@ def _attributed(spans: Spans, arrivals: Arrivals, origin: int) -> Iterator[Bar]:
 
 
 def _time_text(start: int, end: int) -> str:
-    """`8.0 ms from 24 ms`, of ns."""
+    """Write a duration and its start, given in ns: `8.0 ms from 24 ms`."""
     return f"{seconds_text((end - start) / 1e9)} from {seconds_text(start / 1e9)}"

@@ -26,17 +26,17 @@ from meshwise.timeline.timeline import Spans
 WORK = [KIND[k] for k in ("data", "transfer", "forward", "backward", "optimizer", "evaluate", "checkpoint", "idle")]
 Seconds = NDArray[np.float64]
 CHANCE = 1e-3
-"""Probability, a run, that a rank is called a straggler although all are late equally often."""
+"""Probability per run that a rank is called a straggler although all ranks are late equally often."""
 
 
 @dataclass(frozen=True)
 class SyncPoints:
     """Where ranks waited for each other, in order; every array has the shape (sync points,).
 
-    step: the step it belongs to. overlapped: at the end of a backward, whose collectives overlap with it. rank: which
-    rank was last, had all left the previous sync point together: a slow link keeps its rank there longer every time,
-    and is no straggler. delay: seconds that this rank took longer than the median of the others. phase: index in KINDS
-    of the phase with the largest delay. cost: seconds by which the sync point would have ended earlier without it.
+    step: the step it belongs to. overlapped: at the end of a backward, whose collectives overlap with it. rank: the
+    last rank, had all left the previous sync point together: a slow link keeps its rank there longer every time, and
+    is no straggler. delay: seconds that this rank took longer than the median of the others. phase: index in KINDS of
+    the phase with the largest delay. cost: seconds by which the sync point would have ended earlier without it.
     """
 
     step: Whole
@@ -52,7 +52,7 @@ NONE = SyncPoints(_WHOLE, np.empty(0, np.bool_), _WHOLE, _SECONDS, _WHOLE, _SECO
 
 
 def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Sequence[Attribution]) -> SyncPoints:
-    """The sync points of a run. spans, attributions: of each rank of `arrivals`, in its order."""
+    """Find the sync points of a run. spans, attributions: of each rank of `arrivals`, in its order."""
     use = arrivals.together
     if len(arrivals.ranks) < 2 or not use.any():
         return NONE
@@ -76,7 +76,7 @@ def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Seq
 
 
 def _left(spans: Spans, arrival: Whole, end: Whole, overlapped: NDArray[np.bool_]) -> Whole:
-    """When a rank went on after each collective: at its end, or at the end of the backward that it overlaps with."""
+    """Return when a rank went on after each collective: at its end, or at that of a backward it overlaps with."""
     backward = spans[(spans["kind"] == KIND["backward"]) & (spans["lane"] == LANE["main"])]
     if not len(backward):
         return end
@@ -86,7 +86,7 @@ def _left(spans: Spans, arrival: Whole, end: Whole, overlapped: NDArray[np.bool_
 
 
 def _median_of_others(values: NDArray[Any], rank: Whole) -> Seconds:
-    """The median over the ranks but `rank`, a row each."""
+    """Return the median over all ranks but `rank`, for each row."""
     others = np.ones(values.shape, bool)
     others[np.arange(len(values)), rank] = False
     result: Seconds = np.median(values[others].reshape(len(values), -1), axis=1)
@@ -94,13 +94,13 @@ def _median_of_others(values: NDArray[Any], rank: Whole) -> Seconds:
 
 
 def _excess(work: Seconds, rank: Whole) -> Seconds:
-    """What `rank` took longer than the others' median, a row each."""
+    """Return how much longer `rank` took than the median of the others, for each row."""
     result: Seconds = work[np.arange(len(work)), rank] - _median_of_others(work, rank)
     return result
 
 
 def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) -> Seconds:
-    """Replay each sync point without the delay of its last rank: how much earlier it would have ended, s."""
+    """Replay each sync point without the delay of its last rank; return how many s earlier it would have ended."""
     row, straggler = np.arange(len(arrival)), rank[point]
     taken = arrival - before[point]
     excess = np.maximum(taken[row, straggler] - _median_of_others(taken, straggler), 0)
@@ -123,7 +123,7 @@ def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) 
 
 
 def last_of_steps(sync_points: SyncPoints) -> Whole:
-    """Which rank was last in each step: at the sync point of the step that cost most."""
+    """Return which rank was last in each step: at the step's most expensive sync point."""
     order = np.lexsort((sync_points.cost, sync_points.step))
     ends = np.flatnonzero(np.diff(sync_points.step[order], append=-1))
     ranks: Whole = sync_points.rank[order[ends]]
@@ -131,10 +131,10 @@ def last_of_steps(sync_points: SyncPoints) -> Whole:
 
 
 def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
-    """The ranks that are last so often that chance would do it less than once in 1 / CHANCE runs.
+    """Return the ranks that are last so often that chance would cause it less than once in 1 / CHANCE runs.
 
-    Chance: every rank is the last one of a sync point with the same probability, independently. The bound on the
-    binomial tail is Chernoff's.
+    Chance: every rank is the last one of a sync point with the same probability, independently. The binomial tail is
+    bounded with Chernoff's inequality.
     """
     use = sync_points.overlapped if sync_points.overlapped.any() else np.ones(len(sync_points.overlapped), bool)
     last, total, fair = sync_points.rank[use], int(use.sum()), 1 / max(len(ranks), 1)
@@ -143,7 +143,7 @@ def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
 
 
 def tail_bound(total: int, times: int, fair: float) -> float:
-    """An upper bound on the probability of at least `times` of `total`, each with probability `fair`.
+    """Return an upper bound on the probability of at least `times` of `total`, each with probability `fair`.
 
     exp(-n KL(k/n, p)): Chernoff, 1952; Hoeffding, 1963, theorem 1.
     """

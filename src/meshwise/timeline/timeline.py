@@ -20,13 +20,13 @@ Spans = NDArray[np.void]
 """A table of rows of SPAN."""
 NO_PHASE = -1
 PER_SESSION = 1 << 40
-"""Steps and collectives are counted anew in each session: what multiplies its number to tell them apart."""
+"""Steps and collectives count anew in each session: its number times this is added to tell them apart."""
 
 
 @dataclass(frozen=True)
 class Counter:
-    """One counter of one rank: values at times (ns, the timeline's clock), each in a step, and at the end of a kind of
-    phase (index in KINDS) or of none (-1). All four have the same length; times ascend."""
+    """One counter of one rank: values at times (ns, the timeline's clock), each in a step, and at the end of a phase of
+    some kind (index in KINDS) or of none (-1). All four have the same length; times ascend."""
 
     rank: int
     name: str
@@ -36,7 +36,7 @@ class Counter:
     value: NDArray[np.float64]
 
     def where(self, kept: NDArray[np.bool_]) -> Counter:
-        """Those of its values."""
+        """Return the counter with only the values that the mask keeps."""
         return Counter(self.rank, self.name, self.time[kept], self.step[kept], self.phase[kept], self.value[kept])
 
 
@@ -53,8 +53,8 @@ class Clock:
 
 @dataclass(frozen=True)
 class RunSession:
-    """One stretch in which the run's workers lived, in ns of the timeline's clock; a run that was resumed has
-    several. first_step: the first step in it, 0 when none was begun. status: finished, stopped, failed, running."""
+    """One period in which the run's workers lived, in ns of the timeline's clock; a resumed run has several.
+    first_step: its first step, 0 when none was begun. status: finished, stopped, failed, running."""
 
     began: int
     ended: int
@@ -79,8 +79,8 @@ class Rank:
 class Timeline:
     """All ranks on one clock: 0 is where the first session began.
 
-    spans: sorted by rank, then start. names: what the column `name` counts. missing: sentences on what is not there.
-    dtypes: what collectives moved, by their name and bytes, where that was recorded.
+    spans: sorted by rank, then start. names: what the column `name` indexes. missing: sentences on what is missing.
+    dtypes: dtype that collectives moved, by their name and bytes, where that was recorded.
     facts: the contents of run.json of a measured run (job, plan, devices, versions), or of a prediction.
     """
 
@@ -96,11 +96,11 @@ class Timeline:
     dtypes: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     def of_rank(self, rank: int) -> Spans:
-        """The spans of one rank, in the order in which they began. A view, not a copy."""
+        """Return the spans of one rank, in the order in which they began. A view, not a copy."""
         return of_rank(self.spans, rank)
 
     def counter(self, name: str) -> Counter | None:
-        """The counter of this name on the lowest rank that has one."""
+        """Return the counter of this name on the lowest rank that has one."""
         return next((counter for counter in self.counters if counter.name == name), None)
 
     @property
@@ -111,7 +111,7 @@ class Timeline:
         return float(began) if isinstance(began, int | float) else None
 
     def newest_session(self) -> Timeline:
-        """What was recorded since the newest session began."""
+        """Return the part recorded since the newest session began."""
         if len(self.sessions) < 2:
             return self
         newest = self.sessions[-1]
@@ -122,12 +122,12 @@ class Timeline:
         return replace(self, spans=spans, counters=counters, sessions=(newest,), ranks=ranks or self.ranks)
 
     def of_steps(self, first: int, last: int) -> Spans:
-        """The spans of the steps from `first` to `last`, both included."""
+        """Return the spans of the steps from `first` to `last`, both included."""
         step = self.spans["step"]
         return self.spans[(step >= first) & (step <= last)]
 
 
 def of_rank(spans: Spans, rank: int) -> Spans:
-    """Those of `spans`, which are sorted by rank, that one rank has. A view, not a copy."""
+    """Return the spans of one rank from `spans`, which are sorted by rank. A view, not a copy."""
     low, high = np.searchsorted(spans["rank"], [rank, rank + 1])
     return spans[low:high]

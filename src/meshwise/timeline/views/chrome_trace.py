@@ -39,8 +39,8 @@ _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class _Rows:
-    """The spans of one rank in the order in which they are written, and the thread of each: where its lane is in LANES,
-    shifted by COPY, and on which copy of the lane it lies."""
+    """The spans of one rank in the order in which they are written, and the thread of each: its lane's index in LANES,
+    shifted by COPY, plus the number of the lane's copy that holds it."""
 
     rank: int
     spans: Spans
@@ -48,10 +48,10 @@ class _Rows:
 
 
 def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
-    """The trace, compressed; of the steps that were asked for, else of all.
+    """Write the trace, compressed, with the chosen steps, or all.
 
-    It has a slice for each span, and one for each waiting that was found in one. Times are µs from the run's begin,
-    with ns as decimals.
+    It has a slice for each span, and one for each waiting found in a span. Times are µs since the run began, with ns
+    as decimals.
     """
     packer = zlib.compressobj(level=5, wbits=zlib.MAX_WBITS | 16)  # with gzip's head, without a name or a time
     for text in trace_text(report, timeline):
@@ -60,7 +60,7 @@ def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
 
 
 def trace_text(report: Report, timeline: Timeline) -> Iterator[bytes]:
-    """The trace as JSON, in pieces."""
+    """Yield the trace as JSON, in pieces."""
     steps = report.chosen_steps
     spans = timeline.spans if steps is None else timeline.of_steps(*steps)
     rows = [_rank_rows(rank, of_rank(spans, rank)) for rank in _ranks(timeline)]
@@ -100,9 +100,9 @@ def _rank_rows(rank: int, spans: Spans) -> _Rows:
 
 
 def _copies(spans: Spans) -> Whole:
-    """On which copy of its lane each span lies: the first where it is apart from all others or within one of them.
+    """Return which copy of its lane each span lies on: the first on which it is apart from all others or inside one.
 
-    Nothing lies within a collective but its waiting: buckets in flight together are beside each other.
+    Only its waiting lies inside a collective: buckets in flight together lie on copies of their own.
     """
     copy = np.zeros(len(spans), np.int64)
     lanes: list[list[list[tuple[int, bool]]]] = [[] for _ in LANES]  # of each copy the open spans: end, collective
@@ -117,7 +117,7 @@ def _copies(spans: Spans) -> Whole:
 
 
 def _has_room(stack: list[tuple[int, bool]], start: int, end: int) -> bool:
-    """Close what has ended; then whether nothing is open, or something around this that is no collective."""
+    """Close what has ended; then check that nothing is open, or that a span but no collective encloses this one."""
     while stack and stack[-1][0] <= start:
         stack.pop()
     return not stack or (end <= stack[-1][0] and not stack[-1][1])
@@ -130,7 +130,7 @@ def _columns(spans: Spans, *names: str) -> Iterator[tuple[int, ...]]:
 
 
 def _threads(rows: Sequence[_Rows]) -> dict[int, int]:
-    """The tid of each lane and copy, the same on all ranks. None is a pid: Perfetto takes that for a main thread."""
+    """Return the tid of each lane and copy, the same on all ranks. None equals a pid, which means a main thread."""
     used = np.unique(np.concatenate([np.empty(0, np.int64), *(np.unique(r.thread) for r in rows)])).tolist()
     first = 10 ** len(str(max((r.rank for r in rows), default=0)))
     return {thread: first + number for number, thread in enumerate(used)}
@@ -146,7 +146,7 @@ def _of_steps(counter: Counter, steps: tuple[int, int] | None) -> Counter:
 
 
 def _facts(timeline: Timeline, report: Report, origin: int) -> dict[str, Any]:
-    """What goes beside the events. No lists: Perfetto had versions that could not read them here."""
+    """Return the facts beside the events. No lists: some versions of Perfetto cannot read them here."""
     facts: dict[str, Any] = {
         "written by": "meshwise",
         "job": report.title,
@@ -205,7 +205,7 @@ def _slices(r: _Rows, table: Arrivals, threads: dict[int, int], names: Sequence[
 
 
 def _waited_for(table: Arrivals, spans: Spans) -> Whole:
-    """The rank for which each collective of `spans` waits; of other spans it says nothing."""
+    """Return the rank that each collective of `spans` waits for; for other spans the value means nothing."""
     if not len(table.number):
         return np.zeros(len(spans), np.int64)
     row = np.minimum(np.searchsorted(table.number, spans["collective"]), len(table.number) - 1)
@@ -220,10 +220,10 @@ def _counts(counter: Counter, origin: int) -> Iterator[Event]:
 
 
 def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], origin: int) -> Iterator[Event]:
-    """Arrows from the rank that came last to each that waited for it, at the moment when it came.
+    """Yield arrows from the last rank to arrive to each that waited for it, at the moment when it arrived.
 
-    Each has its own id: chrome://tracing ends a flow at its first end. They come behind all slices: at one moment
-    Perfetto takes events in the order of the file.
+    Each has its own id: chrome://tracing ends a flow at its first end. They follow all slices: among events of one
+    moment, Perfetto keeps the order of the file.
     """
     tids = _tids(rows, table, threads)
     for low in range(0, len(table.number), CHUNK):
@@ -241,7 +241,7 @@ def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], orig
 
 
 def _tids(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int]) -> Whole:
-    """The tid of each collective's slice on each rank, 0 where there is none: shape (collectives, ranks)."""
+    """Return the tid of each collective's slice on each rank, 0 where there is none: shape (collectives, ranks)."""
     tids = np.zeros((len(table.number), len(table.ranks)), np.int64)
     keys, values = np.array(sorted(threads.items()), dtype=np.int64).reshape(-1, 2).T
     for r in rows:
@@ -253,12 +253,12 @@ def _tids(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int]) -> Wh
 
 
 def _micro(times: Whole) -> list[float]:
-    """Nanoseconds as µs, which are read exactly in the first ten days by who rounds doubles and by who truncates."""
+    """Convert ns to µs that are read exactly for ten days, whether a reader rounds doubles or truncates them."""
     missed = np.trunc(times / 1000 * 1000.0) != times
     micro: list[float] = ((times + 0.3 * missed) / 1000).tolist()
     return micro
 
 
 def _plain(text: str) -> str:
-    """Without control characters and halves of characters, which would be escaped as \\u."""
+    """Replace control characters and lone surrogates with spaces: they would be escaped as \\u."""
     return re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", " ", text)

@@ -31,18 +31,18 @@ from meshwise.timeline.views.live_progress import LiveView
 from meshwise.timeline.views.report_text import report_text
 
 BLOCKS = 40
-"""Blocks of spans a rank that are read; a worker writes one a second."""
+"""How many blocks of spans are read per rank; a worker writes one a second."""
 LINE_EVERY = 10.0
 SHARE = 0.25
-"""Of one core, at most, that reading may take."""
+"""The most of one core that reading may take."""
 UNREADABLE = (UsageError, OSError, ValueError, LookupError, TypeError)  # of files that are being written
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was seen of a run: its report (None: nothing could be read yet), whether run.json has it as running, and the
-    sizes of its files by when they changed (ns since 1970). window: seconds that the report is about, None for all.
-    metrics: what was read of its metrics so far."""
+    """The state of a run at one look: its report (None: nothing could be read yet), whether run.json calls it running,
+    and the sizes of its files by when they changed (ns since 1970). window: seconds that the report covers, None for
+    all. metrics: the metrics read so far."""
 
     report: Report | None
     running: bool
@@ -61,7 +61,7 @@ def follow(
 ) -> None:
     """Show the run in `folder` until it is over, Ctrl-C is pressed or `stop` returns True; if it is over, its report.
 
-    On a terminal the screen is drawn anew each `every` seconds; elsewhere a line is printed each LINE_EVERY.
+    On a terminal the screen is redrawn each `every` seconds; elsewhere a line is printed each LINE_EVERY.
     `also` is called as often as a line would be, and at the end. Raises UsageError when `folder` is no run folder.
     """
     names.read_run(folder)
@@ -78,7 +78,7 @@ def follow(
 def _snapshots(
     folder: Path, every: float, stop: Callable[[], bool] | None, also: Callable[[], object] | None
 ) -> Iterator[Snapshot]:
-    """What is seen of the run, poll by poll, until it is over or `stop` returns True."""
+    """Yield a snapshot of the run at each poll, until it is over or `stop` returns True."""
     snapshot, called = None, -math.inf
     while stop is None or not stop():
         began = time.monotonic()
@@ -94,7 +94,7 @@ def _snapshots(
 
 
 def _on_screen(polls: Iterator[Snapshot], console: Console) -> bool:
-    """Draw each poll; whether the run ended."""
+    """Draw each poll; return whether the run ended."""
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         for snapshot in polls:
             if not snapshot.running:
@@ -104,7 +104,7 @@ def _on_screen(polls: Iterator[Snapshot], console: Console) -> bool:
 
 
 def _in_lines(polls: Iterator[Snapshot], view: LiveView) -> bool:
-    """Print a line now and then; whether the run ended."""
+    """Print a line every LINE_EVERY seconds; return whether the run ended."""
     printed, silent = -math.inf, False
     for snapshot in polls:
         if not snapshot.running:
@@ -121,7 +121,7 @@ def _in_lines(polls: Iterator[Snapshot], view: LiveView) -> bool:
 
 
 def poll(folder: Path, before: Snapshot | None = None) -> Snapshot:
-    """What there is to see now; files that cannot be read at the moment leave what was seen `before`."""
+    """Return a snapshot of now; where files cannot be read at the moment, keep the values of `before`."""
     files, metrics = _files(folder), before.metrics if before is not None and before.metrics else Metrics(folder)
     if before is not None and files == before.files and before.report is not None:
         return before
@@ -135,7 +135,7 @@ def poll(folder: Path, before: Snapshot | None = None) -> Snapshot:
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int]]:
-    """The files of a run that change: when they did last, and their sizes."""
+    """Return the files of a run that change, each with the time of its last change and its size."""
     found = {}
     for path in [folder / names.RUN, *(folder / names.SPANS).glob("rank*.jsonl")]:
         with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ def _files(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, float | None]:
-    """The report without what only a whole run has, and the seconds that it covers (None: all)."""
+    """Return the report without what only a whole run has, and the seconds that it covers (None: all)."""
     steps = timeline.spans["step"]
     if not running:
         return report, None
@@ -160,7 +160,7 @@ def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, 
 
 
 def silence(snapshot: Snapshot) -> str:
-    """A warning when the logs of a run do not grow; else ""."""
+    """Return a warning when the logs of a run do not grow; else ""."""
     seconds = time.time() - max((changed for changed, _ in snapshot.files.values()), default=math.inf) / 1e9
     if seconds <= SILENT:
         return ""
@@ -171,7 +171,7 @@ def silence(snapshot: Snapshot) -> str:
 
 
 def line_of(snapshot: Snapshot) -> str:
-    """The run in one line: `running  step 1,234  43 ms a step  Compute-bound: ...`."""
+    """Write the run in one line: `running  step 1,234  43 ms a step  Compute-bound: ...`."""
     report = snapshot.report
     if report is None:
         return "running  its files cannot be read yet"
@@ -182,7 +182,7 @@ def line_of(snapshot: Snapshot) -> str:
 
 
 def screen(snapshot: Snapshot, console: Console) -> RenderableType:
-    """The report on the whole screen, and in the last line what is being watched."""
+    """Draw the report on the whole screen, and in the last line what it covers."""
     words = silence(snapshot)
     of = "" if snapshot.window is None else f"of the newest {whole_seconds_text(snapshot.window)} · "
     foot = Text(words, "bold yellow") if words else Text(f"{of}Ctrl-C leaves; the run continues", "dim")

@@ -35,8 +35,8 @@ def gantt_text(
     ascii_only: bool = False,
     overlapped: bool = True,
 ) -> list[Text]:
-    """Lines of at most `width` characters: a row a rank, one below it for its overlapped collectives (`overlapped`),
-    and the axis in ms. step: the one to draw; None draws all of the window. Nothing where no time passes."""
+    """Return lines of at most `width` characters: a row for each rank, one below it for its overlapped collectives
+    (`overlapped`), and the axis in ms. step: the one to draw; None draws the whole window. Empty if no time passes."""
     times = StepTimes(0, 0.0, window.seconds) if step is None else window.step(step)
     if times is None or times.seconds <= 0:
         return []
@@ -59,9 +59,9 @@ def _of(bars: Sequence[Bar], rank: int, step: int | None) -> list[Bar]:
 
 
 def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[str]:
-    """The kind that has most of each of `columns` equal slices of `times`; "" where there is nothing.
+    """Return the kind that takes most of each of `columns` equal slices of `times`; "" where there is nothing.
 
-    Of kinds with equal time the one that is first in a step.
+    Of kinds with equal time, the one that comes first in a step wins.
     """
     share = [dict.fromkeys(KINDS, 0) for _ in range(columns)]
     whole = max(round(times.seconds * 1e9), 1)  # ns, and whole: what ends where a column begins is not in it
@@ -74,14 +74,14 @@ def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[st
 
 
 def _with_gaps(row: list[str]) -> list[str]:
-    """Nothing between two kinds is time between phases; before the first and after the last it stays nothing."""
+    """Mark gaps between two kinds as idle; before the first and after the last kind there is still nothing."""
     filled = [column for column, kind in enumerate(row) if kind]
     inside = range(filled[0], filled[-1]) if filled else ()
     return [kind or ("idle" if column in inside else NOTHING) for column, kind in enumerate(row)]
 
 
 def _begins(bars: Sequence[Bar], row: Sequence[str], times: StepTimes) -> dict[int, str]:
-    """Of a pipeline's stages: where each forward and backward begins in `row`, the last digit of its microbatch."""
+    """For a pipeline, return where each forward and backward begins in `row`, with the last digit of its microbatch."""
     found = {}
     for bar in bars:
         if place := stage_and_microbatch(bar.name):
@@ -106,7 +106,7 @@ def _line(
 
 
 def _axis(label: int, columns: int, seconds: float, ascii_only: bool) -> Text:
-    """Ticks under the columns in which round times lie, each with its number behind it."""
+    """Draw ticks under the columns of round times, each followed by its number."""
     every = _tick(seconds, columns)
     digits = max(0, -math.floor(math.log10(every * 1e3) + 1e-9))
     line = [" "] * columns
@@ -122,7 +122,7 @@ def _axis(label: int, columns: int, seconds: float, ascii_only: bool) -> Text:
 
 
 def _tick(seconds: float, columns: int) -> float:
-    """The smallest round time (1, 2 or 5 times a power of ten) between ticks that leaves their numbers room."""
+    """Return the smallest round time (1, 2 or 5 times a power of ten) between ticks with room for their numbers."""
     least = seconds * 12 / columns
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * step for step in TICK_STEPS if power * step >= least * (1 - 1e-9))

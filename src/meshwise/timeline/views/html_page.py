@@ -39,12 +39,12 @@ PAGE = """<!doctype html>
 
 
 def render(report: Report, timeline: Timeline) -> str:
-    """The page, about 1.4 MB: 1.2 of them are the charts' script."""
+    """Write the page, about 1.4 MB, of which the charts' script takes 1.2."""
     return page_of(report_dict(report), f"{report.title}: {report.status}")
 
 
 def page_of(values: Mapping[str, Any], title: str) -> str:
-    """The page of a report as plain values; `plan` beside them makes it that of a predicted step."""
+    """Write the page of a report given as plain values; with `plan` among them, it is the page of a predicted step."""
     here = Path(__file__)
     return PAGE.format(
         title=html.escape(title),

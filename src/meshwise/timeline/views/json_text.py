@@ -12,5 +12,5 @@ from meshwise.timeline.timeline import Timeline
 
 
 def render(report: Report, timeline: Timeline) -> str:
-    """Every number of the report, and how it is written."""
+    """Write every number of the report, and its text."""
     return json.dumps(report_dict(report), indent=2)

@@ -33,7 +33,7 @@ MEMORY_LINES = 6  # more devices than fit in these are summed up in one line
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Where the training stands. `epoch` and `step` (of the epoch) count from 1; `memory` is bytes a rank; None is
+    """How far the training is. `epoch` and `step` (of the epoch) count from 1; `memory` is bytes of each rank; None is
     unknown. steps: None for a stream of unknown length."""
 
     job: str
@@ -49,7 +49,7 @@ class TrainingProgress:
 
 
 def progress_line(p: TrainingProgress) -> str:
-    """`epoch 1/5  step 100/938  loss 0.2345  12,300 samples/s`, less what is unknown."""
+    """Write `epoch 1/5  step 100/938  loss 0.2345  12,300 samples/s`, without what is unknown."""
     parts = [f"epoch {p.epoch:>{len(str(p.epochs))}}/{p.epochs}", _step_text(p)]
     if p.loss is not None:
         parts.append(f"loss {loss_text(p.loss)}")
@@ -59,14 +59,14 @@ def progress_line(p: TrainingProgress) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """A loss with four decimals, or with four digits where that would show nothing or too much."""
+    """Write a loss with four decimals, or with four digits where that would show nothing or too much."""
     if loss == 0 or not math.isfinite(loss) or 1e-3 <= abs(loss) < 1e3:
         return f"{loss:.4f}"
     return f"{loss:,.1f}" if 1e3 <= abs(loss) < 1e6 else f"{loss:.3e}"
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Values as a row of blocks from the lowest to the highest; what is not finite is a `?`."""
+    """Draw values as a row of blocks from the lowest to the highest; a value that is not finite is a `?`."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
@@ -77,7 +77,7 @@ class LiveView:
     """Shows a run on `console` (None: on stdout); used as a context manager.
 
     Every method may be called from any thread, and none raises.
-    The console stays guarded when the view is closed: what is printed on it after the run cannot fail either.
+    The console stays guarded after the view is closed: printing on it after the run cannot fail either.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -108,7 +108,7 @@ class LiveView:
             self.print(progress_line(self._newest))  # the area is gone: print how far the run came
 
     def update(self, p: TrainingProgress) -> None:
-        """The run has come as far as `p`. On a terminal this only stores it; elsewhere it prints a line."""
+        """Show that the run has reached `p`. On a terminal this only stores it; elsewhere it prints a line."""
         if self._thread is None:
             self.print(progress_line(p))
             return
@@ -117,7 +117,7 @@ class LiveView:
         self._newest = p
 
     def print(self, text: str) -> None:
-        """Print text of the run, as it is: nothing in it is taken for markup."""
+        """Print text of the run unchanged: nothing in it is taken for markup."""
         with self._lock:
             if self._live is not None:
                 # ANSI colours stay; what would move the cursor, or a progress bar's carriage returns, does not.
@@ -127,7 +127,7 @@ class LiveView:
                 self._console.file.flush()
 
     def close(self) -> None:
-        """End the drawing: the live area goes, the cursor comes back. May be called twice."""
+        """End the drawing: remove the live area and show the cursor again. May be called twice."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -159,7 +159,7 @@ def _open_live(console: Console) -> Live:
 
 
 def live_area(p: TrainingProgress, losses: Sequence[float], console: Console) -> RenderableType:
-    """The drawing of a run that stands at `p`; `losses` are the recent ones, oldest first."""
+    """Draw a run that has reached `p`; `losses` are the recent ones, oldest first."""
     part = p.step / p.steps if p.steps else None
     whole = (p.epoch - 1 + (part or 0.0)) / p.epochs if p.epochs else 0.0
     bars = Table.grid(
@@ -177,7 +177,7 @@ def live_area(p: TrainingProgress, losses: Sequence[float], console: Console) ->
 
 
 def memory_lines(devices: Sequence[str], memory: Sequence[int | None], width: int) -> list[str]:
-    """Memory a device in aligned columns of at most `width` characters; very many devices in one line."""
+    """Write memory per device in aligned columns of at most `width` characters; very many devices in one line."""
     sizes = ["unknown" if size is None else bytes_text(size) for size in memory]
     lines = _in_columns(devices, sizes, width)
     if len(lines) > 2:
@@ -212,7 +212,7 @@ def _step_text(p: TrainingProgress) -> str:
 
 
 class _GuardedFile:
-    """A text file that goes silent when nobody can read it any more. Everything but writing is the file's own."""
+    """A text file that goes silent when nobody can read it any more. Everything except writing is the file's own."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file, self._gone = file, False

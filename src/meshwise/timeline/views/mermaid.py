@@ -20,13 +20,13 @@ MOST_BARS = 60
 IN_MICROSECONDS = 0.1  # s: what is shorter
 TAGS = {"waiting": "crit, ", "communication": "active, "}
 PLAIN = re.compile(r"[^\w .,/+*=()·±-]")
-"""What is written as a character's number: `:`, `;`, `#` and others mean something to Mermaid."""
+"""Characters that are written as their number: `:`, `;`, `#` and others have a meaning in Mermaid."""
 
 
 def render(report: Report, timeline: Timeline) -> str:
-    """The Gantt chart of the chosen steps, or of one step of usual length.
+    """Draw the chosen steps, or one step of usual length, as a Gantt chart.
 
-    Of more than MOST_BARS bars the longest are drawn. Raises UsageError when the run has no steps.
+    Only the longest MOST_BARS bars are drawn. Raises UsageError when the run has no steps.
     """
     if not report.views:
         raise UsageError("this run has no steps to draw: it ended before its first, or it was not recorded.")
@@ -36,7 +36,7 @@ def render(report: Report, timeline: Timeline) -> str:
 
 
 def gantt(report: Report, bars: Sequence[Bar]) -> str:
-    """The chart of these bars."""
+    """Draw these bars as a chart."""
     origin = min(bar.start for bar in bars)
     per_second, axis, unit = _scale(max(bar.start + bar.seconds for bar in bars) - origin)
     drawn = _longest(bars)
@@ -62,13 +62,13 @@ def gantt(report: Report, bars: Sequence[Bar]) -> str:
 
 
 def _longest(bars: Sequence[Bar]) -> list[Bar]:
-    """At most MOST_BARS, in the order in which they begin."""
+    """Return the longest bars, at most MOST_BARS, in the order in which they begin."""
     longest = sorted(bars, key=lambda bar: -bar.seconds)[:MOST_BARS]
     return sorted(longest, key=lambda bar: (bar.rank, bar.start, -bar.seconds))
 
 
 def _scale(seconds: float) -> tuple[float, str, str]:
-    """How a chart of so many seconds is written: units a second, Mermaid's format of the axis, and what it counts."""
+    """Return how a chart of this many seconds is written: units a second, Mermaid's axis format, and the axis label."""
     if seconds < IN_MICROSECONDS:
         return 1e6, "%Q", "axis in µs"
     return (1e3, "%S.%L", "axis in s") if seconds < 60 else (1e3, "%M:%S", "axis in min:s")
@@ -86,6 +86,6 @@ def _task(bar: Bar, origin: float, per_second: float) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text in one line, with `#58;` for a colon, as Mermaid reads it."""
+    """Put text on one line, with characters such as a colon as `#58;`, as Mermaid reads them."""
     line = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", " ", text).split())
     return PLAIN.sub(lambda found: f"#{ord(found[0])};", line)

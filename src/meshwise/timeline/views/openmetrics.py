@@ -23,9 +23,9 @@ Sample = tuple[Labels, float | None]
 UNITS = ("seconds", "bytes", "ratio")
 
 Row = tuple[str, str, str, Sequence[Sample]]
-"""Name, type (counter, gauge or summary), help, samples. Those without a finite value are left out."""
+"""Name, type (counter, gauge or summary), help, samples. Samples without a finite value are left out."""
 Family = tuple[str, str, str, Callable[[Any], float | None]]
-"""Name, type, help, and what reads the value of one part, rank, collective or finding of the report."""
+"""Name, type, help, and the function that reads the value of a part, rank, collective or finding of the report."""
 
 OF_GOODPUT: Sequence[Family] = (
     ("goodput_seconds", "counter", "Wall time by what it was spent on, mean over ranks.", lambda p: p.seconds),
@@ -57,7 +57,7 @@ OF_FINDING: Sequence[Family] = (
 
 
 def render(report: Report, timeline: Timeline) -> str:
-    """The numbers of the report, as text that ends in `# EOF`. Times in seconds, sizes in bytes, shares from 0 to 1.
+    """Write the report's numbers, as text that ends in `# EOF`. Times in seconds, sizes in bytes, shares from 0 to 1.
 
     Raises UsageError where prometheus_client is not installed.
     """
@@ -126,6 +126,6 @@ def _of_findings(report: Report) -> Iterator[Row]:
 
 
 def _each(families: Sequence[Family], named: Sequence[tuple[Labels, Any]]) -> Iterator[Row]:
-    """A row for each family, with a sample of each of the things that are named by their labels."""
+    """Yield a row for each family, with a sample for each thing and its labels."""
     for name, type, help, read in families:
         yield name, type, help, [(labels, read(thing)) for labels, thing in named]

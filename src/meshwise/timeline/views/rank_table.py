@@ -31,7 +31,7 @@ LESS_NEEDED = ("last", "cost", "memory", "wait", "comm", "compute")
 
 @dataclass(frozen=True)
 class _Column:
-    """How the numbers of a column are written, and what they are of a rank (None unknown)."""
+    """How the numbers of a column are written, and how they are read from a rank (None unknown)."""
 
     write: Callable[[float], str]
     read: Callable[[RankReport], float | None]
@@ -50,7 +50,7 @@ COLUMNS: Mapping[str, _Column] = {
 
 @dataclass(frozen=True)
 class _Row:
-    """A name, the numbers by column (None unknown), and the seconds by kind of its bar (none: no bar)."""
+    """A name, the numbers by column (None unknown), and the seconds by kind for its bar (none: no bar)."""
 
     name: Text
     numbers: Mapping[str, float | None]
@@ -62,7 +62,7 @@ class _Row:
 
 
 def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
-    """The table, its title row first, at most `width` characters wide; nothing for a report without ranks."""
+    """Return the table, its title row first, at most `width` characters wide; empty for a report without ranks."""
     rows = _rows(report)
     if not rows:
         return []
@@ -78,12 +78,12 @@ def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
 
 
 def _left_out(titles: Sequence[str]) -> list[Text]:
-    """What a narrow terminal does not show, and where it is."""
+    """Return a line that says which columns a narrow terminal hides, and where they are."""
     return [Text(f"--json has {' '.join(titles)}", "dim")] if titles else []
 
 
 def _lines(rows: Sequence[_Row], titles: Sequence[str], bar: int, gap: int, ascii_only: bool) -> list[Text]:
-    """The bar stands behind the time of a step, if it has one."""
+    """Return the table's lines; the bar, if any, follows the time of a step."""
     at = titles.index("step") + 2 if "step" in titles else 1
     cells: list[list[Cell]] = [[row.name, *(row.cell(title) for title in titles)] for row in rows]
     heads = ["rank", *titles]
@@ -95,7 +95,7 @@ def _lines(rows: Sequence[_Row], titles: Sequence[str], bar: int, gap: int, asci
 
 
 def whole_parts(shares: Sequence[float], whole: int) -> list[int]:
-    """Shares as whole numbers that add up to `whole`, by largest remainders; all 0 when no share is above 0."""
+    """Round shares to whole numbers that add up to `whole`, by largest remainders; all 0 when no share is above 0."""
     total = sum(shares)
     if total <= 0:
         return [0] * len(shares)
@@ -108,7 +108,7 @@ def whole_parts(shares: Sequence[float], whole: int) -> list[int]:
 
 
 def bar_text(seconds: Mapping[str, float], width: int, ascii_only: bool) -> Text:
-    """The kinds of a step as a bar of exactly `width` characters, each kind with its mark and colour."""
+    """Draw the kinds of a step as a bar of exactly `width` characters, each kind with its mark and colour."""
     bar = Text()
     for kind, many in zip(OF_STEP, whole_parts([seconds.get(kind, 0.0) for kind in OF_STEP], width), strict=True):
         bar.append(mark_of(kind, ascii_only) * many, style_of(kind))
@@ -129,7 +129,7 @@ def _rows(report: Report) -> list[_Row]:
 
 
 def _row(rank: RankReport, report: Report) -> _Row:
-    """Its name is the rank, with its host and device where those differ between ranks."""
+    """Return the row of a rank, named with its host and device where those differ between ranks."""
     hosts, devices = {r.host for r in report.ranks}, {r.device for r in report.ranks}
     parts = [str(rank.rank), rank.host if len(hosts) > 1 else "", rank.device if len(devices) > 1 else ""]
     found = any(finding.rank == rank.rank for finding in report.findings)
@@ -137,8 +137,8 @@ def _row(rank: RankReport, report: Report) -> _Row:
 
 
 def outliers(report: Report) -> list[RankReport]:
-    """The ranks to name of many: those of findings, then those that cost most and those with most memory, where that
-    is half more than the median."""
+    """Return the ranks to name among many: those of findings, then those that cost most or use most memory, if that is
+    more than 1.5 times the median."""
     named = [finding.rank for finding in report.findings if finding.rank is not None]
     for value in (
         {rank.rank: rank.straggler_seconds for rank in report.ranks},

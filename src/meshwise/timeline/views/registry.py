@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class View:
-    """module: its file in this folder. help: of its option. file: its name, "" where it is printed."""
+    """module: its file in this folder. help: of its option. file: name of the file it writes, "" if it is printed."""
 
     module: str
     help: str
@@ -26,7 +26,7 @@ class View:
 
     @property
     def render(self) -> Callable[[Any, Any], str | Iterable[bytes]]:
-        """Makes its content of a Report and a Timeline, as text or pieces of bytes."""
+        """The function that writes the view of a Report and a Timeline, as text or pieces of bytes."""
         made: Callable[[Any, Any], str | Iterable[bytes]] = import_module(f"{__package__}.{self.module}").render
         return made
 

@@ -33,7 +33,7 @@ CALLS = {
     ),
     "barrier": ("", "dist.barrier()"),
 }
-"""How each kind is prepared and called. Bytes are those of the whole tensor."""
+"""How each kind of collective is prepared and called. Bytes are those of the whole tensor."""
 DIVIDED = ("all-gather", "reduce-scatter", "all-to-all")
 MOST, FEWEST = 200, 20  # repetitions
 SCRIPT = '''"""{what}, repeated.
@@ -95,8 +95,8 @@ if __name__ == "__main__":
 
 
 def replay_script(report: Report, what: str) -> str:
-    """The script for `collective:3`, the third in the order of the report. Raises UsageError for what the run has not,
-    or has no size of."""
+    """Write the script for `collective:3`, the third in the order of the report. Raises UsageError for a collective
+    that the run does not have, or whose size is unknown."""
     kind, _, number = what.partition(":")
     if kind == "kernel":
         raise UsageError(f"--replay {what}: kernels are recorded without their shapes. Use --replay collective:1.")
@@ -140,10 +140,10 @@ BYTES_OF = {
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
     "complex128": 16,
 }
-"""Of an element; all others have one."""
+"""Bytes of an element by dtype; all other dtypes take one."""
 
 
 def _named(found: CollectiveReport) -> str:
-    """`all-reduce of gradients, 1.0 MiB of float32`."""
+    """Describe a collective: `all-reduce of gradients, 1.0 MiB of float32`."""
     dtype = f" of {found.dtype}" if found.dtype else ""
     return f"{collective_name(found.name, found.of)}, {bytes_text(found.bytes)}{dtype}"

@@ -35,7 +35,7 @@ LEAST_NEEDED = (
     ("attempts", False),
     ("about", False),
 )
-"""What is left out, or shortened (True), in this order, where the screen is too low."""
+"""Parts that are left out or shortened (True), in this order, where the screen is too low."""
 EMPTY_LINES = 3
 FEWEST_GANTT_ROWS = 2
 MOST_GANTT_RANKS = 16
@@ -43,13 +43,13 @@ MOST_GANTT_STEPS = 4
 
 
 def report_text(report: Report, width: int | None = None, height: int | None = None) -> RenderableType:
-    """The report, at most `width` characters wide (None: as wide as the console) and, where `height` is given or it is
-    printed on a terminal, if possible no higher than that leaves room for a prompt."""
+    """Draw the report, at most `width` characters wide (None: as wide as the console), and if possible no higher than
+    `height`, or than a terminal with room for a prompt."""
     return Drawn(lambda screen: report_lines(report, screen, height or screen.height), width)
 
 
 def report_lines(report: Report, screen: Screen, height: int | None) -> list[Text]:
-    """The lines of the report, at most `height` of them where that can be."""
+    """Return the lines of the report, at most `height` of them if possible."""
     width, ascii_only = screen.width, screen.ascii_only
     table = rank_table(report, width, ascii_only)
     kinds = [kind for kind in OF_STEP if report.kinds.get(kind, 0.0) > 0]
@@ -80,7 +80,7 @@ def report_lines(report: Report, screen: Screen, height: int | None) -> list[Tex
 
 
 def _verdict(report: Report) -> list[Text]:
-    """The headline, where there is one, above the sentence that it stands for."""
+    """Return the headline, where there is one, above the sentence that it summarizes."""
     begins = report.headline.rstrip(".")
     if not begins:
         return [Text(report.verdict, "bold")]
@@ -90,7 +90,7 @@ def _verdict(report: Report) -> list[Text]:
 
 
 def _title(report: Report, width: int) -> Text:
-    """What ran, and how far: `mnist-mlp finished · 938 steps of 2.7 ms · 13.3 s · 16,422 samples/s`."""
+    """Write what ran, and how far: `mnist-mlp finished · 938 steps of 2.7 ms · 13.3 s · 16,422 samples/s`."""
     facts = []
     if report.steps:
         facts.append(f"{plural(report.steps, 'step')} of {seconds_text(report.step_seconds)}")
@@ -106,7 +106,7 @@ def _title(report: Report, width: int) -> Text:
 
 
 def _goodput(report: Report) -> list[Text]:
-    """Where the wall time went, in whole percents, and what the waiting was for."""
+    """Write where the wall time went, in whole percents, and what the waiting was for."""
     waits = sorted((part for part in report.waiting if part.share >= 0.005), key=lambda part: -part.seconds)
     of_waiting = ", ".join(f"{part.name} {percent_text(part.share)}".replace(" ", GLUE) for part in waits)
     facts = [
@@ -117,7 +117,7 @@ def _goodput(report: Report) -> list[Text]:
 
 
 def _percents(parts: Sequence[GoodputPart]) -> list[tuple[str, int]]:
-    """The first part, then the others from the largest on, in percent; those of 0 are left out."""
+    """Return the first part, then the others in descending order, in percent; those of 0 are left out."""
     rest = sorted(parts[1:], key=lambda part: -round(100 * part.share))
     return [(part.name, share) for part in [*parts[:1], *rest] if (share := round(100 * part.share))]
 
@@ -133,7 +133,7 @@ def _advice(report: Report) -> list[Text]:
 
 
 def _stages(report: Report, width: int) -> list[Text]:
-    """The stages of a pipeline, a row each."""
+    """Return a table of the pipeline's stages."""
     if report.pipeline is None:
         return []
     rows: list[list[Cell]] = []
@@ -144,7 +144,7 @@ def _stages(report: Report, width: int) -> list[Text]:
 
 
 def _attempts(report: Report, width: int) -> list[Text]:
-    """Each start of the workers, where there were several: a row each."""
+    """Return a table of the workers' starts, if there were several."""
     if len(report.attempts) < 2:
         return []
     rows: list[list[Cell]] = []
@@ -160,7 +160,7 @@ def _attempts(report: Report, width: int) -> list[Text]:
 
 
 def _predicted(report: Report, screen: Screen) -> list[Text]:
-    """What was predicted of the plan beside what was measured: a sentence, and a row a kind of time and of memory."""
+    """Compare the plan's prediction with the measurement: a sentence, and a row per kind of time and of memory."""
     if report.predicted is None:
         return []
     rows: list[list[Cell]] = []
@@ -178,8 +178,7 @@ def _clocks(report: Report) -> Text:
 
 
 def _gantt(report: Report, width: int, room: float, ascii_only: bool) -> list[Text]:
-    """One step of usual length, or the few that were chosen, of as many ranks as there is room for; those that stand
-    out come first."""
+    """Draw one step of usual length, or a few chosen ones, of as many ranks as there is room for, outliers first."""
     running = report.status == "running"  # then the newest steps tell most
     window = next((view for view in report.views if view.name == "last" and running), next(iter(report.views), None))
     if window is None:

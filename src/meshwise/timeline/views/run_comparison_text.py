@@ -23,12 +23,12 @@ WRITE: Mapping[str, Callable[[float], str]] = {
     "seconds": seconds_text,
     "metric": lambda value: f"{value:.6g}",
 }
-"""The units of figures, and how they are written."""
+"""Units of figures, and how each is written."""
 CLEAR_STYLES = {True: "bold red", False: "bold green"}
 
 
 def run_comparison_text(comparison: RunComparison, width: int | None = None) -> RenderableType:
-    """The comparison, at most `width` characters wide (None: as wide as the console)."""
+    """Draw the comparison, at most `width` characters wide (None: as wide as the console)."""
     return Drawn(lambda screen: _lines(comparison, screen), width)
 
 
@@ -49,7 +49,7 @@ def _lines(c: RunComparison, screen: Screen) -> list[Text]:
 
 
 def _row(difference: TimeDifference, ascii_only: bool) -> list[str | Text]:
-    """kind, both medians, difference, ratio, its interval, whether it is clear."""
+    """Return the cells: kind, both medians, difference, ratio, its interval, whether it is clear."""
     d = difference
     name = Text()
     if d.kind in MARKS:
@@ -64,7 +64,7 @@ def _row(difference: TimeDifference, ascii_only: bool) -> list[str | Text]:
 
 
 def _ratio(ratio: float) -> str:
-    """Four digits, more of what is larger."""
+    """Write a ratio with four digits, or more if it is larger."""
     return count_text(ratio) if ratio >= 1000 else f"{ratio:.{3 if ratio < 10 else 2 if ratio < 100 else 1}f}"
 
 
@@ -73,7 +73,7 @@ def _time(seconds: float) -> str:
 
 
 def _figure_row(figure: Figure) -> list[str]:
-    """name, both values, and the difference where both are known: of shares in points, of others as a share."""
+    """Return the cells: name, both values, and their difference if both are known: points for shares, else percent."""
     a, b = figure.first, figure.second
     change = ""
     if a is not None and b is not None:

@@ -26,12 +26,12 @@ BLOCKS = " ▏▎▍▌▋▊▉█"
 MOST_RANK_COLUMNS = 8
 MOST_BAR, LEAST_BAR = 24, 8
 Picks = Mapping[str, Callable[[Sequence[float]], float]]
-"""Columns: what each shows of a value on all ranks."""
+"""Columns: which value each shows of the values of all ranks."""
 SPREAD: Picks = {"min": min, "median": median, "max": max}
 
 
 def summary_text(summary: RunSummary, width: int | None) -> RenderableType:
-    """What to print at the end of a run, at most `width` characters wide (None: as wide as the console)."""
+    """Draw the end of a run, at most `width` characters wide (None: as wide as the console)."""
     return Drawn(lambda screen: _lines(summary, screen), width)
 
 
@@ -44,12 +44,12 @@ def _lines(s: RunSummary, screen: Screen) -> list[Text]:
 
 
 def metric_text(name: str, value: float) -> str:
-    """`accuracy 96.62 %`, and any other metric with four decimals."""
+    """Write `accuracy 96.62 %`, and any other metric with four decimals."""
     return f"{name} {metric_value(name, value)}"
 
 
 def metric_value(name: str, value: float) -> str:
-    """`96.62 %` of an accuracy, four decimals of another metric."""
+    """Write an accuracy as `96.62 %`, any other metric with four decimals."""
     return percent_text(value, 2) if name == "accuracy" else f"{value:.4f}"
 
 
@@ -96,7 +96,7 @@ def _end(s: RunSummary) -> list[Text]:
 
 
 def _rows(s: RunSummary) -> dict[str, list[float]]:
-    """Seconds of each phase on each rank."""
+    """Return the seconds of each phase on each rank."""
     kinds = [*KINDS, *sorted({kind for phases in s.phases for kind in phases} - {*KINDS})]
     rows = {kind: [phases.get(kind, 0.0) for phases in s.phases] for kind in kinds}
     rows[OTHER] = [max(0.0, s.train_seconds - sum(phases.values())) for phases in s.phases]
@@ -104,8 +104,8 @@ def _rows(s: RunSummary) -> dict[str, list[float]]:
 
 
 def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
-    """The mean over ranks, its share with a bar, and what there is room for: a column a rank, or the least, the median
-    and the most of all ranks, or neither."""
+    """Return a table with the mean over ranks, its share with a bar and, with enough room, a column for each rank, or
+    the least, median and most of all ranks."""
     rows = _rows(s)
     rows["total"] = [sum(of_rank) for of_rank in zip(*rows.values(), strict=True)]
     unit, write = _in_one_unit(max(rows["total"]))
@@ -127,7 +127,7 @@ def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
 
 
 def _rank_columns(ranks: int) -> Iterator[tuple[Picks, int, int]]:
-    """Columns after the mean, the gap between columns, and the room that a bar must have; best first."""
+    """Yield columns after the mean, the gap between columns, and the room that a bar must have; best first."""
     if 1 < ranks <= MOST_RANK_COLUMNS:
         for word, gap, least in (("rank ", 2, LEAST_BAR), ("r", 1, LEAST_BAR), ("r", 1, -1)):
             yield {f"{word}{rank}": itemgetter(rank) for rank in range(ranks)}, gap, least
@@ -166,7 +166,7 @@ def _bar_text(share: float, width: int, ascii_only: bool) -> str:
 
 
 def _in_one_unit(most: float) -> tuple[str, Callable[[float], str]]:
-    """The unit in which `most` seconds read well, and how seconds are written in it: all with one precision."""
+    """Return the unit in which `most` seconds read well, and a function that writes seconds in it."""
     units = (("ms", 1e3, 1.0), ("seconds", 1.0, 600.0), ("minutes", 1 / 60, 10800.0), ("hours", 1 / 3600, math.inf))
     unit, factor = next((unit, factor) for unit, factor, limit in units if most < limit)
     digits = 3 if most * factor < 9.9995 else 2 if most * factor < 99.995 else 1

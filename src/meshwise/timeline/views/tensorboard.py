@@ -21,7 +21,7 @@ MOST_LOSSES = 5000
 
 
 def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
-    """The scalars of a run as the content of a file of events; each has the run's own time.
+    """Write a run's scalars as the content of an event file; each event has the run's own time.
 
     step/seconds, step/forward ...     seconds of a step, and of its parts, mean over ranks
     train/loss                         of the lowest rank that has one, at most MOST_LOSSES of its steps
@@ -29,7 +29,7 @@ def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
     goodput/useful ...                 shares of the wall time, at the last step
     throughput/samples_per_second      of the run, at the last step
 
-    What is not a finite number is left out. Raises UsageError where tensorboard is not installed.
+    Non-finite values are left out. Raises UsageError where tensorboard is not installed.
     """
     try:
         from tensorboard.compat.proto.event_pb2 import Event
