@@ -51,14 +51,14 @@ class WorkerChannel:
 
 
 def end_own_process_group() -> None:
-    """The launcher is gone: end this worker and every process that it started (loader workers), at once."""
+    """End this worker and every process that it started (loader workers) at once, because the launcher is gone."""
     if os.getpgid(0) == os.getpid():  # a worker leads its own group; never reach beyond it
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
 def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
-    """The worker's end of the channel that the environment names, or None when meshwise did not start this process."""
+    """Connect to the channel that the environment names; None when meshwise did not start this process."""
     address = environment.get(ADDRESS)
     if address is None:
         return None
@@ -105,12 +105,12 @@ class LauncherChannel:
 
 
 LISTENING_PORTS = range(20_000, 32_768)
-"""Linux connects from 32768 to 60999 (ip_local_port_range)."""
+"""Linux takes the ports of outgoing connections from 32768 to 60999 (ip_local_port_range)."""
 
 
 def listening(host: str = "", port: int = 0) -> socket.socket:
-    """A socket that listens at a TCP port of this machine, by default a free one below those that outgoing connections
-    take. Without a host it listens for all of them. Raises OSError where the port is taken."""
+    """Return a socket that listens at a TCP port, by default a free one below those of outgoing connections, and
+    without a host at all addresses of this machine. Raises OSError where the port is taken."""
     every = {"family": socket.AF_INET6, "dualstack_ipv6": True} if not host and socket.has_dualstack_ipv6() else {}
     if port:
         return socket.create_server((host, port), backlog=512, **every)  # type: ignore[arg-type]
@@ -121,6 +121,6 @@ def listening(host: str = "", port: int = 0) -> socket.socket:
 
 
 def free_port(host: str = "") -> int:
-    """A TCP port of this machine that nobody listens on now."""
+    """Return a TCP port of this machine that nobody listens on now."""
     with listening(host) as server:
         return int(server.getsockname()[1])

@@ -27,7 +27,7 @@ Sample = tuple[int, int, int]
 
 
 class ClockServer:
-    """Answers every byte with this process's clock. Listens on `host`, at `port`. secret: what a probe has to know."""
+    """Answers every byte with this process's clock. Listens on `host`, at `port`. secret: a probe must prove it."""
 
     def __init__(self, host: str, clock: Callable[[], int]) -> None:
         self._clock = clock
@@ -77,7 +77,7 @@ class ClockProbe:
         self._connection: socket.socket | None = None
 
     def sample(self, rounds: int) -> list[Sample]:
-        """`rounds` round trips: when the question was sent, the server's clock, when the answer came."""
+        """Measure `rounds` round trips: when the question was sent, the server's clock, when the answer came."""
         samples: list[Sample] = []
         try:
             if self._connection is None:

@@ -15,9 +15,9 @@ OWN = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
-    """The folders of this process's group and those above it, of version 2 (no controller) or of version 1.
+    """Yield the folders of this process's group and those above it, of version 2 (no controller) or of version 1.
 
-    Inside a container the path may be the host's, which is not there: then the root is the container's own group.
+    Inside a container the path may be the host's, which does not exist there: then the root is the container's group.
     """
     base = root / controller
     lines = [line.split(":", 2) for line in read_text(own).splitlines()]  # `4:cpu,cpuacct:/box`, or `0::/box`
@@ -29,7 +29,7 @@ def groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[Path
 
 
 def read_text(path: Path) -> str:
-    """The text of a file without its end of line; empty where it cannot be read."""
+    """Read a file without its end of line; empty where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

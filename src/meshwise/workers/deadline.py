@@ -23,18 +23,18 @@ from meshwise.workers.gate import StepGate
 from meshwise.workers.launchers import slurm
 
 LIMIT = "MESHWISE_DEADLINE"
-"""When `--time-limit` is over, in seconds since 1970."""
+"""When `--time-limit` ends the run, in seconds since 1970."""
 LOOK, ASK = 0.5, 60.0  # seconds between two looks at the clock, and two calls of squeue
 ANSWER = 20.0  # seconds in which squeue answers, or is not asked for this time
 SAVES = 3  # a save may meet one that is still being written, on a disk on which all ranks and jobs write at the end
 UNKNOWN, SHARE = 20.0, 0.1
-"""Seconds that a save is thought to take before the first was measured; all together at most this share of the time."""
+"""Seconds assumed for a save before one was measured; all saves together take at most this share of the time."""
 LEAVES = 5.0  # seconds for the processes of a job to end once all is saved: last lines, the interpreter
 
 
 @contextlib.contextmanager
 def limited(seconds: float | None) -> Iterator[None]:
-    """Workers that are started during the body know that it is over after these seconds."""
+    """Tell workers started during the body that the run must end after these seconds."""
     if seconds is not None:
         limit(seconds)
     try:
@@ -44,7 +44,7 @@ def limited(seconds: float | None) -> Iterator[None]:
 
 
 def limit(seconds: float) -> None:
-    """This process, and what it starts, knows that the run is over after these seconds."""
+    """Tell this process, and those it starts, that the run must end after these seconds."""
     os.environ[LIMIT] = repr(time.time() + seconds)
 
 
@@ -55,9 +55,9 @@ def watch(
     environment: Mapping[str, str] = os.environ,
     left_of: Callable[[str], float | None] | None = None,
 ) -> None:
-    """Call `ask` once there is no more time than a stop takes. Returns then, or when the program is `over`.
+    """Call `ask` once the time left is only enough for a stop. Returns then, or when the program is `over`.
 
-    left_of: the seconds that are left of a job of Slurm, None where that is not known; by default from squeue.
+    left_of: returns the seconds left of a Slurm job, None where unknown; by default from squeue.
     """
     job = slurm.job_id(environment) if slurm.JOB in environment else ""
     text, left_of = environment.get("SLURM_JOB_END_TIME", ""), left_of or left_by_squeue
@@ -81,12 +81,12 @@ def watch(
 
 
 def least_limit(step: float, limit: float) -> float:
-    """Seconds that a job with this limit must have for one step of so many seconds, and the stop behind it."""
+    """Return the shortest time limit in seconds for one step of this length, and the stop after it."""
     return step + SAVES * _guessed(limit) + _leaving(limit)
 
 
 def _guessed(left: float) -> float:
-    """Seconds of a save before the first was measured."""
+    """Return the assumed seconds of a save before one was measured."""
     return min(UNKNOWN, SHARE / SAVES * left)
 
 
@@ -101,13 +101,13 @@ def _say(left: float, of: str, gate: StepGate, saves: float) -> None:
 
 
 def seconds_needed(gate: StepGate, guess: float) -> float:
-    """For the step that is going on and the state's way to the disk. guess: seconds of a save that was never measured;
-    without a state to save, a stop takes a step alone."""
+    """Return the seconds to finish the current step and save the state. guess: seconds of a save that was never
+    measured; without a state to save, a stop only takes a step."""
     return gate.longest_step + SAVES * ((gate.longest_save or guess) if gate.saves else 0.0)
 
 
 def left_by_squeue(job: str) -> float | None:
-    """Seconds that a job of Slurm may still run; infinite without a limit, None where squeue does not say it."""
+    """Ask squeue how many seconds a Slurm job may still run; infinite without a limit, None where it does not say."""
     command = ["squeue", "--noheader", "--jobs", job, "--format", "%L"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)
@@ -117,7 +117,7 @@ def left_by_squeue(job: str) -> float | None:
 
 
 def seconds_left(text: str) -> float | None:
-    """What squeue writes: `1-02:03:04`, `2:03:04`, `3:04`, `UNLIMITED`; None for anything else."""
+    """Parse what squeue writes: `1-02:03:04`, `2:03:04`, `3:04`, `UNLIMITED`; None for anything else."""
     if text.strip() == "UNLIMITED":
         return math.inf
     match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d\d)", text.strip())

@@ -24,23 +24,23 @@ ADVICE = (
 
 
 def trail_path(folder: Path, rank: int) -> Path:
-    """Where the rank notes its verbs."""
+    """Return the path where the rank records its verbs."""
     return folder / f"verbs-{rank}"
 
 
 class DivergenceWatch:
-    """Follows the verbs of ranks on this machine."""
+    """Follows which verbs the ranks of this machine call."""
 
     def __init__(self, folder: Path, ranks: Collection[int]) -> None:
         self._folder, self._ranks = folder, ranks
         self._looked = self._seen = 0.0
 
     def trails(self) -> dict[int, VerbTrail | None]:
-        """The verbs of each rank; None of one that has come to none."""
+        """Return the verbs of each rank; None for a rank that has called none."""
         return {rank: read_trail(trail_path(self._folder, rank)) for rank in self._ranks}
 
     def look(self, ended: Collection[int]) -> str:
-        """`divergence`, once it is a second old, or once all ranks have ended; empty between two looks."""
+        """Return `divergence` once it has lasted a second, or all ranks have ended; empty if it was just looked for."""
         now = time.monotonic()
         if len(ended) == len(self._ranks):
             return divergence(self.trails(), ended)
@@ -53,9 +53,9 @@ class DivergenceWatch:
 
 
 def divergence(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> str:
-    """How the ranks have diverged, in one sentence; empty where they have not, as far as can be seen.
+    """Describe how the ranks have diverged, in one sentence; empty where no divergence is visible.
 
-    ended: ranks whose program is over: they come to nothing more.
+    ended: ranks whose program is over, so that they call nothing more.
     """
     number = _first_difference(trails, ended)
     if number is None:
@@ -68,7 +68,7 @@ def divergence(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -
 
 
 def last_verbs(trails: Mapping[int, VerbTrail | None]) -> str:
-    """What each rank called last; empty where none has called anything."""
+    """Say which verb each rank called last; empty where no rank has called any."""
     told: dict[str, list[int]] = {}
     for rank, trail in sorted(trails.items()):
         told.setdefault(_verb(trail, trail.count) if trail else "none", []).append(rank)
@@ -78,7 +78,7 @@ def last_verbs(trails: Mapping[int, VerbTrail | None]) -> str:
 
 
 def _first_difference(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> int | None:
-    """The number of the first verb that some ranks called and others did not, nor will."""
+    """Return the number of the first verb that some ranks called and others did not, and will not."""
     counts = {rank: trail.count if trail else 0 for rank, trail in trails.items()}
     common, known = min(counts.values()), [trail for trail in trails.values() if trail]
     first = max((trail.oldest for trail in known), default=1)

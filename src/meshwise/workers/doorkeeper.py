@@ -25,8 +25,8 @@ PAUSE = 0.01  # seconds to the next look, where no more can be let in now
 
 
 class Doorkeeper:
-    """Listens at `server`. Each line on which the secret was proven is given to `serve`, in a thread of its own, and
-    closed after it. Where `serve` returns True, nobody is let in any more."""
+    """Listens at `server`. Each connection that has proven the secret is passed to `serve`, in its own thread, and
+    closed afterwards. Once `serve` returns True, no further connection is accepted."""
 
     def __init__(self, server: socket.socket, secret: bytes, purpose: str, serve: Callable[[Line], object]) -> None:
         self._server, self._secret, self._purpose, self._serve = server, secret, purpose, serve
@@ -42,7 +42,7 @@ class Doorkeeper:
         self._thread(self._run)
 
     def close(self) -> None:
-        """Let nobody in any more, and end all lines."""
+        """Accept no more connections, and end the open ones."""
         self._over = True
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
@@ -85,7 +85,7 @@ class Doorkeeper:
         self._selector.register(connection, selectors.EVENT_READ, guest)
 
     def _part(self, guest: Guest) -> None:
-        """It is let go of."""
+        """Close the connection of a guest and forget it."""
         if guest.proofs is not None:
             with contextlib.suppress(OSError):
                 self.stranger = str(guest.connection.getpeername()[0])

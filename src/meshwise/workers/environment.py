@@ -24,43 +24,43 @@ if sys.platform != "win32":
     import resource
 
 FILES, FILES_OF_WORKER = 44, 2
-"""Open files with which a small job runs to its end, as tried; the user's libraries and data need more."""
+"""Open files that a small job was found to need, and more per worker; the user's libraries and data need others."""
 DEVICE_KIND = "MESHWISE_DEVICE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_FOLDER = "MESHWISE_RUN"
-"""Where this run keeps its records."""
+"""The folder in which this run keeps its records."""
 PLAN_FILE = "MESHWISE_PLAN"
-"""Names the run's plan file: `meshwise run --plan` sets it; for torchrun it is set by hand."""
+"""The run's plan file: `meshwise run --plan` sets it; with torchrun, the user does."""
 BLOCKS = "MESHWISE_BLOCKS"
 """Whether the model's blocks are recorded."""
 EXACT_RANDOM = "MESHWISE_EXACT_RANDOM"
-"""Whether a script's random draws are those of one device: `meshwise run --exact-random` sets it."""
+"""Whether a script's random draws equal those on one device: `meshwise run --exact-random` sets it."""
 LOG = "MESHWISE_LOG"
-"""Trackers of a script, with commas between: `meshwise run --log` sets it."""
+"""Trackers of a script, separated by commas: `meshwise run --log` sets it."""
 SAVES = "MESHWISE_SAVES"
 """When a script that uses `mw.checkpoint` saves, and how many states it keeps: `meshwise run --save-every` sets it."""
 CORES = "MESHWISE_CORES"
 LISTENER = "MESHWISE_LISTENER"
-"""A socket that rank 0 has inherited, and at which the store of the process group listens: its number."""
+"""Number of a socket that rank 0 has inherited, at which the store of the process group listens."""
 KEPT = "MESHWISE_KEPT"
-"""Memory that outlives this rank: where it is opened."""
+"""Where to open this rank's memory that outlives it."""
 ATTEMPT = "MESHWISE_ATTEMPT"
-"""Which attempt of the run its workers are, from 1: each start is one."""
+"""Which attempt of the run the workers belong to, from 1: each start is an attempt."""
 
 
 def attempt() -> int:
-    """The attempt of the run that this process belongs to."""
+    """Return the attempt of the run that this process belongs to."""
     return int(os.environ.get(ATTEMPT, "1"))
 
 
 def result_path(task: Path, rank: int) -> Path:
-    """Where the worker of `rank` puts the result of `task`."""
+    """Return where the worker of `rank` puts the result of `task`."""
     return task.with_name(f"result-{rank}.pickle")
 
 
 def refuse_few_files(workers: int) -> None:
-    """Raises WorkerFailed where this process may open too few files for so many workers, who may open as many: one that
-    cannot open the next ends in odd ways, or after all is computed."""
+    """Check that this process, and so each worker, may open enough files; raises WorkerFailed otherwise. A process that
+    cannot open its next file fails in odd ways, or only after everything is computed."""
     least = FILES + FILES_OF_WORKER * workers
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else least
     if 0 <= limit < least:
@@ -70,24 +70,24 @@ def refuse_few_files(workers: int) -> None:
 
 
 def visible(index: int) -> str:
-    """The driver's name of accelerator `index`, where CUDA_VISIBLE_DEVICES already hides some from us."""
+    """Return the driver's name of accelerator `index`, where CUDA_VISIBLE_DEVICES already hides some from us."""
     shown = [v for v in os.environ.get(VISIBLE, "").split(",") if v]
     return shown[index] if index < len(shown) else str(index)
 
 
 def started_by_launcher() -> bool:
-    """Whether this process is one of several that a launcher started (ours, torchrun, srun or mpirun)."""
+    """Check whether this process is one of several that a launcher started (ours, torchrun, srun or mpirun)."""
     return place_in(os.environ).size > 1
 
 
 def derived_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_* and, where they are known, MASTER_*, as far as they are not set."""
+    """Return RANK, WORLD_SIZE, LOCAL_* and, where known, MASTER_*, except those that are already set."""
     found = place_in(environment).variables()
     return {name: value for name, value in found.items() if name not in environment}
 
 
 def read_world(environment: Mapping[str, str]) -> World:
-    """The world that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe; one device without them."""
+    """Read the world that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe; one device without them."""
     try:
         size = int(environment.get("WORLD_SIZE", "1"))
         rank = int(environment.get("RANK", "0"))
@@ -101,5 +101,5 @@ def read_world(environment: Mapping[str, str]) -> World:
 
 
 def loaded_with(slot: WorkerSlot) -> dict[str, str]:
-    """What Python and libraries read from the environment of a worker when they are loaded."""
+    """Return the variables that Python and libraries read in a worker when they are loaded."""
     return {"PYTHONUNBUFFERED": "1", **({"OMP_NUM_THREADS": str(slot.threads)} if slot.threads else {})}

@@ -29,7 +29,7 @@ _owned: list[IO[bytes]] = []
 
 
 def begin(world: World) -> None:
-    """Note the verbs of this rank from now on. Collective among the ranks of a machine."""
+    """Start recording the verbs of this rank. Collective among the ranks of a machine."""
     store, first = default_store(), world.rank - world.local_rank
     if world.local_rank == 0:
         made, owned = made_folder("verbs")
@@ -45,7 +45,7 @@ def begin(world: World) -> None:
 
 
 def tell(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error: Any) -> None:
-    """The hook of an exception that nobody has caught: `before` shows it."""
+    """Show an uncaught exception with `before`; for a communication error also say how the ranks diverged."""
     before(*error)
     if is_communication_error(error[1]):
         trails = {rank: read_trail(trail_path(folder, rank)) for rank in ranks}
@@ -54,7 +54,7 @@ def tell(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error:
 
 
 def _ends(folder: Path, rank: int, ranks: Sequence[int]) -> None:
-    """The program of this rank is over; the last one clears up."""
+    """Note that the program of this rank is over; the last rank removes the folder."""
     if folder.is_dir():
         _mark(folder, rank).touch()
         if all(_mark(folder, each).exists() for each in ranks):

@@ -22,7 +22,7 @@ from meshwise.workers import loader_failure, sudden_end
 MORE_MEMORY = "Let the ranks of this machine use less, or give them more memory."
 LINK = "The ranks lost their connections to each other, and all of them are alive: look at the link between them."
 MOST_FRAMES = 20
-"""Of a traceback: half of them its beginning, half its end."""
+"""The most frames shown of a traceback: half from its beginning, half from its end."""
 _COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
 CULPRIT_TIMEOUT, VICTIMS_TIMEOUT = 1.0, 10.0
 _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection timed out")
@@ -33,14 +33,14 @@ _COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTI
 class Failure:
     """What is known of one failed worker.
 
-    kind: `raised`, `killed` (by a signal), `loader` (its loader worker was), `left` (without saying done), `victim`
-    (raised inside a collective), `hung` (no progress), `lost` (its machine), `server` (what started all ranks of the
-    machine), `link` (all ranks live, and lost each other), `corrupt` (its values are not those of its replicas),
-    `spoiled` (its parameters are not finite: the run is to go back) or `diverged` (ranks that made different calls).
-    smaller: for one that ran out of memory, a plan that needs less (TOML) and what changes with it. more: where docs/
-    says more of what was refused.
-    step: the one that the rank was in; done: the last that all ranks of this machine have finished, as far as known.
-    plain: the message is a sentence for the user, to be shown as it is. notes: what else is known, a line each.
+    kind: `raised`, `killed` (by a signal), `loader` (its loader worker died), `left` (without reporting success),
+    `victim` (raised inside a collective), `hung` (no progress), `lost` (its machine), `server` (what started all ranks
+    of the machine), `link` (all ranks live, and lost each other), `corrupt` (its values differ from its replicas'),
+    `spoiled` (its parameters are not finite: the run must go back) or `diverged` (ranks made different calls).
+    smaller: for a worker that ran out of memory, a plan that needs less (TOML) and what changes with it. more: where
+    docs/ says more about the refusal.
+    step: the one that the rank was in; done: the last known to be finished by all ranks of this machine.
+    plain: the message is a sentence for the user, shown unchanged. notes: what else is known, a line each.
     """
 
     rank: int
@@ -58,22 +58,22 @@ class Failure:
 
     @property
     def of_machine(self) -> bool:
-        """Whether the program is not to blame, so that it may be started again."""
+        """Whether the program is not to blame, so that it may be restarted."""
         return self.kind in ("killed", "loader", "left", "hung", "lost", "server", "link") or self.has_spoiled
 
     @property
     def has_spoiled(self) -> bool:
-        """Whether values of the state are wrong, so that what lies in memory is not gone on with."""
+        """Whether the state has wrong values, so that the run must not continue with the state in memory."""
         return self.kind in ("corrupt", "spoiled")
 
 
 def is_gloo_abort(line: str) -> bool:
-    """Whether a worker printed this because gloo ended it: two collectives met, as the failure says in plain words."""
+    """Check whether a worker printed this because gloo aborted it: two different collectives met."""
     return "instance of 'gloo::EnforceNotMet'" in line or ("what():" in line and "third_party/gloo" in line)
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, came out of a collective whose peer went away."""
+    """Check whether `error`, or one that caused it, was raised by a collective whose peer went away."""
     seen: BaseException | None = error
     while seen is not None:
         if type(seen).__name__ in _COMMUNICATION_ERRORS:
@@ -85,7 +85,7 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def by_error(rank: int, error: BaseException) -> Failure:
-    """The failure of a worker whose task raised `error`, as the worker itself reports it."""
+    """Return the failure of a worker whose task raised `error`, as the worker itself reports it."""
     if lost := loader_failure.ended(error):
         return Failure(rank, "loader", lost[0], notes=[lost[1], *_notes(error)], time=time.time())
     ours, caught = isinstance(error, MeshwiseError), loader_failure.caught(error)
@@ -111,14 +111,14 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _is_of_system(error: BaseException) -> bool:
-    """Whether the system refused a file to us, with no line of the user's in it: what it says is enough."""
+    """Check whether this is an OSError with no line of the user's in its traceback: its message is enough."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, OSError) and not any(is_users(frame.filename) for frame in frames)
 
 
 def by_exit(rank: int, exit: SystemExit) -> Failure:
-    """The failure of a worker whose task left with an exit code that is not 0: it is that of the run, where a process
-    can have it."""
+    """Return the failure of a worker whose task left with a non-zero exit code, which the run takes over where a
+    process can have it."""
     code, at = exit.code if isinstance(exit.code, int) else 1, raised_at(exit)
     message = f"{at}: " * bool(at) + f"left with exit code {code}"
     message = message if exit.code == code else readable(text_of(exit.code))
@@ -126,7 +126,7 @@ def by_exit(rank: int, exit: SystemExit) -> Failure:
 
 
 def of_command(error: BaseException) -> MeshwiseError:
-    """What a program that a command calls has ended it with: a Ctrl-C, or `sys.exit(0)`, which is no result."""
+    """Return the error for a command whose program ended it: by an error, Ctrl-C, or `sys.exit(0)` without a result."""
     if isinstance(error, MeshwiseError):
         return error
     if isinstance(error, KeyboardInterrupt):
@@ -151,8 +151,8 @@ def _kind_of(rank: int, error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback without our own frames around the user's, and without the middle of a long one; with our own
-    frames when nothing else is in it."""
+    """Return the traceback without our own frames around the user's, and without the middle of a long one; with our own
+    frames when there are no others."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith((OURS, "<frozen "))] or list(frames)
     lines = traceback.format_list(theirs)
@@ -163,9 +163,9 @@ def user_traceback(error: BaseException) -> str:
 
 
 def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | None] = lambda: None) -> Failure:
-    """The failure of a worker that ended without a report, from its exit status as `Popen.returncode` gives it.
+    """Return the failure of a worker that ended without a report, from its exit status as in `Popen.returncode`.
 
-    out_of_memory: asked after a SIGKILL; what says that the kernel's out-of-memory killer sent it, as `evidence`.
+    out_of_memory: called after a SIGKILL; returns the evidence for the out-of-memory killer, as `evidence` does.
     """
     if status < 0:
         names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
@@ -180,17 +180,17 @@ def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | Non
 
 
 def with_server(died: Failure, server: int | None) -> Failure:
-    """The failure of a worker that ended because the process that forked it did, in the same way."""
+    """Return the failure of a worker that ended because the process that forked it ended, in the same way."""
     how = died.message.removesuffix(" without saying that its work is done")
     text = f"process {server}, which starts the ranks of this machine, {how}, and they with it."
     return replace(died, kind="server", message=" ".join([text, *died.notes]), plain=True)
 
 
 def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
-    """The failure to show: one that is nobody's consequence, and the earliest of those.
+    """Choose the failure to show: the earliest of those that no other failure caused.
 
-    ranks: of the run; where each of them has lost another one, and none was lost, the link between them failed. One
-    that the out-of-memory killer ended has from its victims the plan that needs less.
+    ranks: of the run; if each of them lost another one, and none died, the link between them failed. A rank that the
+    out-of-memory killer ended gets the plan that needs less from its victims.
     """
     later = {"left": 1, "victim": 2}
     first = min(failures, key=lambda failure: (later.get(failure.kind, 0), failure.time))
@@ -203,7 +203,7 @@ def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
 
 
 def recorded(failure: Failure) -> dict[str, Any]:
-    """What the record of an attempt keeps of what ended it."""
+    """Return what the record of an attempt keeps of the failure that ended it."""
     verb = "failed: " if failure.kind == "raised" else ""
     first = (failure.message.strip().splitlines() or [""])[0].rstrip(".")
     reason = first if failure.plain else f"rank {failure.rank} {verb}{first}"
@@ -211,7 +211,7 @@ def recorded(failure: Failure) -> dict[str, Any]:
 
 
 def patience(failures: Sequence[Failure]) -> float:
-    """Seconds after the first of these in which another one may turn out to be the culprit."""
+    """Return how many seconds after the first of these failures another one may prove to be the culprit."""
     if all(failure.kind == "victim" for failure in failures):  # whether all ranks lost each other is still to be told
         return VICTIMS_TIMEOUT
     certain = any(
@@ -221,9 +221,10 @@ def patience(failures: Sequence[Failure]) -> float:
 
 
 def sentence(failure: Failure, size: int, others: Sequence[Failure] = ()) -> str:
-    """What the user reads: the culprit's traceback once, and behind it, where one looks first, who failed and how.
+    """Write what the user reads: the culprit's traceback once, and at the end, where one looks first, who failed and
+    how.
 
-    others: what is known of the rest, who may all have failed alike.
+    others: the other known failures; all ranks may fail alike.
     """
     if failure.plain:
         return failure.message

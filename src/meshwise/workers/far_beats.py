@@ -22,8 +22,8 @@ EVERY = 1.0  # seconds between two words on the ranks of a machine
 
 @dataclass(frozen=True)
 class Far:
-    """A rank of another machine. silence: seconds; 0 of one that goes on, of which nothing else is known. stopped: its
-    process is."""
+    """A rank of another machine. silence: seconds; 0 while it makes progress, then nothing else is known. stopped:
+    whether its process is stopped."""
 
     beat: Beat = field(default_factory=Beat)
     silence: float = 0.0
@@ -34,20 +34,20 @@ class FarBeats:
     """The silent ranks of all machines of an attempt, and the messages about them."""
 
     def __init__(self, nodes: Nodes | None) -> None:
-        """nodes: None on one machine, where there is nothing to tell."""
+        """nodes: None on one machine, where nothing needs to be exchanged."""
         self._nodes, self._told = nodes, 0.0
         self._heard: dict[int, tuple[Any, float]] = {}
         self._said: dict[int, Any] = {}
 
     def tell(self, here: Callable[[], Mapping[int, Far]]) -> None:
-        """Tell the others of the ranks of this machine, where it is time to."""
+        """Tell the other machines about the ranks of this one, if it is time to."""
         now = time.monotonic()
         if self._nodes is not None and now - self._told >= EVERY:
             self._told = now
             self._nodes.set(f"beats/{self._nodes.node_rank}", {rank: _plain(far) for rank, far in here().items()})
 
     def heard(self) -> dict[int, Far]:
-        """The ranks of the other machines, as far as they have told."""
+        """Return the ranks of the other machines, as far as these have reported."""
         found, now = dict[int, Far](), time.monotonic()
         for node in self._others():
             told, at = self._heard.get(node, (None, now))
@@ -58,12 +58,12 @@ class FarBeats:
         return found
 
     def say(self, text: str) -> None:
-        """Let the others show this."""
+        """Make the other machines show this text."""
         if self._nodes is not None:
             self._nodes.set(f"hang/{self._nodes.node_rank}", text)
 
     def news(self) -> Iterator[str]:
-        """What another machine has said since the last time."""
+        """Yield what other machines have said since the last call."""
         for node in self._others():
             assert self._nodes is not None
             text = self._nodes.try_get(f"hang/{node}")
@@ -76,7 +76,7 @@ class FarBeats:
 
 
 def _plain(far: Far) -> dict[str, Any]:
-    """A rank as JSON has it: of the newest collectives the last, and the seconds since it was come to."""
+    """Convert a rank for JSON: only the last of its newest collectives, with the seconds since it was called."""
     if not far.silence:
         return {}
     now, beat = time.perf_counter_ns(), replace(far.beat, steps=(), recent=tuple(far.beat.recent[-1:]))

@@ -54,7 +54,7 @@ class ForkServer:
         self._started, self._lock = 0, threading.Lock()
         self._known: dict[int, dict[str, int]] = {}
         self.process: subprocess.Popen[bytes] | None = None
-        """The server's; None of one that is kept for many launches."""
+        """The server's process; None if it is kept for many launches."""
         if address := os.environ.get(LISTENS):
             self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._line.connect(address)
@@ -70,8 +70,8 @@ class ForkServer:
             )
 
     def start(self, arguments: list[str], variables: Mapping[str, str], files: Sequence[int]) -> ForkedWorker:
-        """Ask for a worker with these arguments, this environment and these open files: stdout, stderr, and where there
-        is a third its LISTENER. Returns before it runs."""
+        """Ask for a worker with these arguments, this environment and these open files: stdout, stderr, and optionally
+        its LISTENER. Returns before the worker runs."""
         with self._lock:
             number, self._started = self._started, self._started + 1
         request = {"arguments": arguments, "variables": dict(variables), "folder": str(Path.cwd())}
@@ -83,9 +83,9 @@ class ForkServer:
         return ForkedWorker(self, number)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function gives, in a process of its own that prints where this one does: values that JSON has.
+        """Call a function in its own process, which prints where this one does; return its result, a JSON value.
 
-        Raises the MeshwiseError that it raises; WorkerFailed where the process is gone without an answer."""
+        Raises the MeshwiseError that it raises; WorkerFailed where the process ends without an answer."""
         with tempfile.TemporaryDirectory() as folder:
             task = Path(folder, "call")
             task.write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, arguments)))))
@@ -104,7 +104,7 @@ class ForkServer:
         raise error
 
     def known(self, number: int, *, wait: bool = False) -> dict[str, int]:
-        """What the server has told of a worker: `pid`, then `status`. wait: until its status is known."""
+        """Return what the server has reported of a worker: `pid`, then `status`. wait: until its status is known."""
         while "status" not in self._known.get(number, {}):
             try:
                 with self._lock:  # another launch reads here too
@@ -123,7 +123,7 @@ class ForkServer:
         return self._known.get(number, {})
 
     def close(self) -> None:
-        """Kill the server and whatever it has forked, and wait until they are gone, but never for ever."""
+        """Kill the server and all processes that it forked, and wait for them, but for a limited time."""
         workers = [self.known(number).get("pid") for number in range(self._started)]
         self._line.close()
         if self.process is None or (None not in workers and _waited(self.process) is not None):
@@ -135,21 +135,21 @@ class ForkServer:
 
 
 class Forks:
-    """The fork server of one launch, or of several after each other: those after the first do not wait for torch."""
+    """The fork server of one launch, or of several in turn: only the first one waits for torch to be imported."""
 
     def __init__(self, preload: Sequence[str], *, stays: bool = False) -> None:
-        """stays: for several launches, until it is closed."""
+        """stays: the server serves several launches, until it is closed."""
         self._preload, self._stays = preload, stays
         self._server: ForkServer | None = None
 
     def server(self, variables: Mapping[str, str]) -> ForkServer | None:
-        """The server, begun where there is none; None where processes do not survive a fork."""
+        """Return the server, started if there is none; None where processes do not survive a fork."""
         if self._server is None and sys.platform == "linux":
             self._server = ForkServer(self._preload, variables)
         return self._server
 
     def end_launch(self, workers: Sequence[subprocess.Popen[bytes] | ForkedWorker]) -> None:
-        """The workers of a launch were killed. The server stays for the next where all of them are surely gone."""
+        """Clean up after a launch whose workers were killed. The server stays if all of them are surely gone."""
         until = time.monotonic() + KILL_TIMEOUT
         alive = [w for w in workers if not _is_over(w)] if self._stays else list(workers)
         while self._stays and alive and all(w.pid is not None for w in alive) and time.monotonic() < until:
@@ -162,11 +162,11 @@ class Forks:
 
     @property
     def process(self) -> subprocess.Popen[bytes] | None:
-        """The server's, as far as it is this launcher's."""
+        """The server's process, if this launcher started it."""
         return None if self._server is None else self._server.process
 
     def close(self) -> None:
-        """End the server, and whatever it has forked."""
+        """End the server, and all processes that it forked."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -179,7 +179,7 @@ def start_worker(
     output: tuple[int, int],
     listener: socket.socket | None = None,
 ) -> subprocess.Popen[bytes] | ForkedWorker:
-    """A worker process that leads its own session: a Ctrl-C goes to the launcher alone, which stops all ranks.
+    """Start a worker process that leads its own session: a Ctrl-C only reaches the launcher, which stops all ranks.
 
     output: its stdout and stderr. listener: of the process group, for rank 0."""
     kept = [] if listener is None else [listener.fileno()]
@@ -197,23 +197,23 @@ def start_worker(
 
 
 class ForkedWorker:
-    """A worker, watched as a `subprocess.Popen` is."""
+    """A forked worker with the interface of a `subprocess.Popen`."""
 
     def __init__(self, server: ForkServer, number: int) -> None:
         self.server, self._number = server, number
 
     @property
     def pid(self) -> int | None:
-        """None until the server has forked it."""
+        """Its process id; None until the server has forked it."""
         return self.server.known(self._number).get("pid")
 
     def poll(self) -> int | None:
-        """Its exit code, minus the signal's number where one killed it; None as long as it runs."""
+        """Return its exit code, or minus the number of the signal that killed it; None as long as it runs."""
         status = self.told()
         return _status_of_ended(self.pid) if status is None and self.pid is not None else status
 
     def told(self) -> int | None:
-        """What `poll` returns, once the server has told it: one that is stopped does not."""
+        """Return the status as the server reported it; a stopped server reports none."""
         return self.server.known(self._number).get("status")
 
     def wait(self) -> int:
@@ -223,9 +223,9 @@ class ForkedWorker:
 
 
 def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signal.default_int_handler) -> int:
-    """The server's side: fork a process that calls `work` for each request, until the launcher is gone.
+    """Fork a process that calls `work` for each request, on the server's side, until the launcher is gone.
 
-    interrupted: what a worker does at SIGINT; the server itself ends with its launcher alone.
+    interrupted: handles SIGINT in a worker; the server itself only ends with its launcher.
     Returns, in a worker, its exit code; in the server 0.
     """
     for ignored in (*WARNINGS, signal.SIGINT):
@@ -287,7 +287,7 @@ def serve_many(address: str, work: Callable[[], int]) -> int:
 
 
 def answer_of(task: Path) -> Path:
-    """Where a process that is called leaves what `task` gave."""
+    """Return where a called process leaves the result of `task`."""
     return task.with_suffix(".json")
 
 
@@ -298,7 +298,7 @@ def kill_group(pid: int) -> None:
 
 
 def _waited(process: subprocess.Popen[bytes]) -> int | None:
-    """Its exit status; None where it does not end within KILL_TIMEOUT: it is stopped, or waits for a disk."""
+    """Return its exit status; None where it does not end within KILL_TIMEOUT: it is stopped, or waits for a disk."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(KILL_TIMEOUT)
     return None
@@ -309,7 +309,7 @@ def _is_over(worker: subprocess.Popen[bytes] | ForkedWorker) -> bool:
 
 
 def _status_of_ended(pid: int) -> int | None:
-    """The exit status of a process that has ended and for which its parent has not waited yet; else None."""
+    """Return the exit status of a process that has ended but was not yet waited for by its parent; else None."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] == "Z":
@@ -332,7 +332,7 @@ def _tell(line: socket.socket, **told: int) -> None:
 
 
 def _become(files: list[int]) -> None:
-    """Take the session, the open files, the environment and the folder of a worker."""
+    """Take over the session, the open files, the environment and the folder of a worker."""
     os.setsid()  # a Ctrl-C goes to the launcher alone, which stops all ranks after one step
     with os.fdopen(files[0], "rb") as file:
         file.seek(0)

@@ -21,7 +21,7 @@ WARM = 3  # the first steps of a process compile, and make the optimizer's state
 
 
 class StepGate:
-    """Passed at the beginning of every step."""
+    """Each rank passes it at the beginning of every step."""
 
     def __init__(self, channel: WorkerChannel | None = None) -> None:
         self._changed = threading.Condition()
@@ -51,16 +51,16 @@ class StepGate:
 
     @property
     def stopped(self) -> bool:
-        """Whether the agreed last step is behind this rank."""
+        """Whether this rank has finished the agreed last step."""
         return self._last is not None and self._begun >= self._last
 
     @property
     def halted(self) -> bool:
-        """Whether the run was asked to stop: a peer that is gone is then no fault."""
+        """Whether the run was asked to stop: then a peer that is gone is no error."""
         return self._frozen
 
     def stop(self, step: int, epoch: int | None = None) -> BaseException:
-        """What a script's loop raises once `begin` was False. The launcher says after which step that was."""
+        """Return what a script's loop raises once `begin` was False. The launcher tells the user the last step."""
         self.stopped_after = step, epoch
         if self._channel is not None:
             self._channel.send("stopping", step=step, epoch=epoch)
@@ -68,7 +68,7 @@ class StepGate:
         return SystemExit(code_of_stop(self.signal))
 
     def begin(self) -> bool:
-        """True: go on with the next step. False: the agreed last step is behind us."""
+        """Begin the next step; False if the agreed last step is over."""
         with self._changed:
             while self._frozen and self._last is None:
                 self._changed.wait()
@@ -85,13 +85,13 @@ class StepGate:
         return True
 
     def freeze(self) -> int:
-        """Begin no further step; the last one begun."""
+        """Begin no further step; return the last one begun."""
         with self._changed:
             self._frozen = True
             return self._begun
 
     def set_last(self, step: int) -> None:
-        """The last step of all ranks is known."""
+        """Set the last step of all ranks."""
         with self._changed:
             self._last = step
             self._changed.notify_all()

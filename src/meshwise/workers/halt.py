@@ -15,8 +15,8 @@ from meshwise.spec.exit_codes import JOINS, TIME_LIMIT, code_of_stop
 class Halt:
     """Asks a running launch to stop all ranks after the same step. Set from a signal handler or another thread.
 
-    Plain attributes, which the launcher looks at in its rounds: a handler that takes a lock, as an Event's does, waits
-    for its own thread for ever where the next signal comes while it holds it.
+    Its attributes are plain, and the launcher polls them: a handler that takes a lock, as an Event's does, would
+    deadlock with its own thread if the next signal came while it holds the lock.
     """
 
     def __init__(self) -> None:
@@ -26,29 +26,29 @@ class Halt:
         """The signal that asked for it, TIME_LIMIT or JOINS."""
 
     def ask(self, number: int) -> None:
-        """Ask for it, unless somebody has; what ends the run goes before a machine that joins it."""
+        """Ask for a stop, unless it was asked for; ending the run takes precedence over a machine that joins."""
         if not self.wanted or (self.signal == JOINS and number != JOINS):
             self.signal = number
             self.wanted = True
 
     @property
     def ends(self) -> bool:
-        """Whether the run is to end: not for a machine that joins."""
+        """Whether the run is to end, and not only to pause for a machine that joins."""
         return self.wanted and self.signal != JOINS
 
     def begin_anew(self) -> None:
-        """The machine has joined."""
+        """Continue: the machine has joined."""
         if not self.ends:
             self.wanted = False
 
     @property
     def exit_code(self) -> int:
-        """Of a run that was stopped."""
+        """Exit code of a stopped run."""
         return code_of_stop(self.signal)
 
     @contextlib.contextmanager
     def after(self, seconds: float | None) -> Iterator[None]:
-        """During the body: ask for it once these seconds are over."""
+        """Ask for a stop once these seconds have passed during the body."""
         timer = threading.Timer(seconds or 0.0, self.ask, (TIME_LIMIT,))
         timer.daemon = True
         if seconds is not None:

@@ -28,24 +28,24 @@ from dataclasses import dataclass
 HELLO = b"meshwise 1\n"
 NONCE = CODE = 32
 ASKS, ANSWERS = len(HELLO) + NONCE, len(HELLO) + NONCE + CODE
-"""Bytes of the first message each way."""
+"""Length in bytes of the first message in each direction."""
 MOST = 16 << 20
-"""Bytes of a message."""
+"""The most bytes of a message."""
 HEAD, NUMBER = struct.Struct("!I"), struct.Struct("!Q")
 
 
 class Unproven(ConnectionError):
-    """Who is at the other end has not proven the secret, or a message is not theirs."""
+    """The other end has not proven that it knows the secret, or did not send this message."""
 
 
 def code(key: bytes, *parts: bytes) -> bytes:
-    """What only who knows the key can say of these bytes."""
+    """Return the authentication code of these bytes, which only a holder of the key can compute."""
     return hmac.digest(key, b"".join(parts), "sha256")
 
 
 @dataclass(frozen=True)
 class Proofs:
-    """What each role has to say, and the key of what they send each other then."""
+    """The proof that each role must send, and the key for the messages that follow."""
 
     server: bytes
     client: bytes
@@ -53,7 +53,7 @@ class Proofs:
 
     @classmethod
     def of(cls, secret: bytes, purpose: str, of_client: bytes, of_server: bytes) -> Proofs:
-        """purpose: of the connection. of_client, of_server: their nonces."""
+        """Compute the proofs. purpose: of the connection. of_client, of_server: their nonces."""
         said = of_client, of_server, purpose.encode()  # the first two are always as long: no two calls join alike
         return cls(*(code(secret, role, *said) for role in (b"server", b"client", b"session")))
 
@@ -70,7 +70,7 @@ class Line:
         self._bytes = connection.makefile("rb")
 
     def send(self, message: bytes) -> None:
-        """Send a message, which is not empty. Raises OSError where the connection is gone."""
+        """Send a message, which must not be empty. Raises OSError where the connection is gone."""
         if not 0 < len(message) <= MOST:
             raise ValueError(f"a message has 1 to {MOST} bytes, and this one {len(message)}")
         with self._lock:
@@ -79,8 +79,8 @@ class Line:
             self.connection.sendall(HEAD.pack(len(message)) + sealed + message)
 
     def receive(self) -> bytes:
-        """The next message; empty where the other end has closed. Raises OSError where it is gone, or where this is not
-        its next message."""
+        """Return the next message; empty where the other end has closed. Raises OSError where the connection is gone,
+        or the bytes are not the other end's next message."""
         head = self._bytes.read(HEAD.size)
         if not head:
             return b""
@@ -95,13 +95,13 @@ class Line:
         return message
 
     def plain(self) -> socket.socket:
-        """The connection, for what needs no codes: the caller's from now on. The line is over."""
+        """Hand over the bare connection, for data that needs no codes. The line ends."""
         mine, self._over = self.connection.dup(), True
         self.close()
         return mine
 
     def close(self) -> None:
-        """Let go of it; who waits for a message in another thread is woken."""
+        """Close the connection, and wake a thread that waits for a message."""
         with contextlib.suppress(OSError):
             if not self._over:
                 self.connection.shutdown(socket.SHUT_RDWR)  # close alone would not wake that thread
@@ -116,8 +116,8 @@ class Line:
 
 
 def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Line:
-    """The client's side: prove the secret to whoever listens, once they have proven it. Raises Unproven where they do
-    not, another OSError where they are gone or take longer than `timeout` seconds; the connection is closed then."""
+    """Connect as the client: prove the secret to the server, once the server has proven it. Raises Unproven if it does
+    not, another OSError if it is gone or takes longer than `timeout` seconds; then the connection is closed."""
     try:
         proofs = _proven(connection, secret, purpose, timeout)
         connection.sendall(proofs.client)
@@ -129,7 +129,7 @@ def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float
 
 
 def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Proofs:
-    """What is to be said to a server that has proven the secret."""
+    """Return the proofs for a server that has proven the secret."""
     until, nonce, answer = time.monotonic() + timeout, secrets.token_bytes(NONCE), b""
     connection.settimeout(timeout)
     connection.sendall(HELLO + nonce)
@@ -148,7 +148,7 @@ def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: flo
 
 
 class Guest:
-    """The server's side: a connection that has proven nothing yet. It is never waited for."""
+    """The server's side: a connection that has not proven the secret yet. The server never blocks on it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -158,7 +158,7 @@ class Guest:
         self._heard, self.since = b"", time.monotonic()
 
     def hear(self, secret: bytes, purpose: str) -> Line | None:
-        """Take what has come of it: its line, once it has proven the secret. Raises OSError where it has not."""
+        """Read what has arrived; return the line once the secret is proven. Raises OSError if the proof is wrong."""
         wanted = ASKS if self.proofs is None else CODE
         part = self.connection.recv(wanted - len(self._heard))
         if not part:

@@ -35,15 +35,15 @@ OF_STOPPED = 5.0  # the same of a process that is stopped: no step, compiling or
 FEW = 5  # steps that must be known before they tell how long a step takes
 HANG_LIMIT = 60.0
 ASKED = "collectives"
-"""Asks a rank what its device waits for (on_device.py)."""
+"""The message that asks a rank what its device waits for (on_device.py)."""
 NOBODY: Mapping[int, Far] = {}
 _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
 class Hang:
-    """The message about one. rank: the one that does not go on, in this step; None before the first. over: its limit is
-    reached, and the run ends. stalls: False of one that goes on again."""
+    """A message about a hang. rank: the one that makes no progress, in this step; None before the first. over: its
+    limit is reached, and the run ends. stalls: False once the rank makes progress again."""
 
     rank: int
     text: str
@@ -54,7 +54,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Stall:
-    """Who does not go on: `ranks`, and in which collective the `waiting` wait for them; None for nobody's wait.
+    """Which `ranks` make no progress, and in which collective the ranks `waiting` wait for them; None if no rank waits.
 
     crossed: the ranks wait for each other, each in another collective. inside: all are in it, and it does not end.
     """
@@ -69,10 +69,10 @@ class Stall:
 def patience(
     beat: Beat, longest: Mapping[str, float], limit: float, *, stopped: bool = False, message: bool = False
 ) -> tuple[float, float]:
-    """Seconds of silence after which a rank that does this is asked about, and after which it is ended.
+    """Return after how many seconds of silence a rank in this state is asked about, and after how many it is ended.
 
-    longest: seconds of the longest silence in a phase so far that came to its end. stopped: its process is, by SIGSTOP.
-    message: it waits for one of a pipeline, in whatever phase.
+    longest: per phase, the longest silence so far that ended, in seconds. stopped: its process is stopped by SIGSTOP.
+    message: it waits for a message of a pipeline, in whatever phase.
     """
     if stopped:
         ask = min(OF_STOPPED, patience(beat, longest, limit)[0])
@@ -89,7 +89,7 @@ def patience(
 
 
 def _patience_of_start(limit: float, *, stopped: bool) -> tuple[float, float]:
-    """The same of a rank whose process is still to be started, by a server that may be stopped."""
+    """Return the same for a rank whose process was not yet forked, by a server that may be stopped."""
     return (OF_STOPPED, max(limit, OF_STOPPED)) if stopped else (60.0, max(limit, 600.0))
 
 
@@ -98,8 +98,8 @@ def _percentile_99(values: Sequence[float]) -> float:
 
 
 def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | None:
-    """Who does not go on, by what the ranks have come to, those of other machines too; None where nobody
-    is known to.
+    """Find the ranks that make no progress from the beats of all ranks, those of other machines too; None if none is
+    known.
 
     silent: the ranks that beat no more. Beats of ranks that are over are left out.
     """
@@ -127,8 +127,8 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
 
 
 def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[int]]) -> list[int]:
-    """Of ranks that all wait, one for a message and the one at its other end, which waits for a message too or for all:
-    in a loop of ours, where what is received was sent. Empty for none."""
+    """Of ranks that all wait, return two in our loop that must have lost a message: one waits for it, and the rank at
+    its other end waits for a message too, or for all ranks. Empty for none."""
     for rank, wait in waiting.items():
         for other in late[rank] if _is_message(wait) else ():
             if rank in late[other] or not _is_message(waiting[other]):
@@ -137,14 +137,14 @@ def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[
 
 
 def _wait(beat: Beat, *, all_silent: bool) -> CollectiveCall | None:
-    """What a silent rank waits in; on an accelerator, where nobody goes on, what it came to last."""
+    """Return the call that a silent rank waits in; on an accelerator where all ranks are silent, its last call."""
     if beat.waits_in is None and beat.overlaps and all_silent:
         return max(beat.recent, key=lambda c: c.at, default=None)
     return beat.waits_in
 
 
 def _late(beats: Mapping[int, Beat], wait: CollectiveCall) -> set[int]:
-    """The ranks of its group that have not come to a collective."""
+    """Return the ranks of its group that have not reached a collective."""
     members = _members(wait) & beats.keys()
     if _is_message(wait):
         return members
@@ -152,12 +152,12 @@ def _late(beats: Mapping[int, Beat], wait: CollectiveCall) -> set[int]:
 
 
 def _is_message(collective: CollectiveCall) -> bool:
-    """Whether it is a send or a receive, whose group are the ranks at its other end."""
+    """Check whether it is a send or a receive, whose group consists of the ranks at its other end."""
     return collective.group.endswith(f"/{PEERS}")
 
 
 def _members(collective: CollectiveCall) -> set[int]:
-    """The ranks of its group."""
+    """Return the ranks of its group."""
     return {int(rank) for rank in collective.group.partition("/")[0].split(",") if rank.isdigit()}
 
 
@@ -165,8 +165,8 @@ class HangWatch:
     """Follows the beats of ranks on this machine."""
 
     def __init__(self, folder: Path, limit: float | None, *, idle: bool = False) -> None:
-        """folder: where they beat. limit: seconds of silence after which a run is ended; None never ends one. idle: a
-        rank is silent while its process computes nothing, whatever it does, and all of them may be."""
+        """folder: where they beat. limit: seconds of silence after which a run is ended; None never ends one. idle:
+        judge only by whether a rank's process computes; then all ranks may be silent at once."""
         self._folder, self._limit = folder, limit
         self._idleness = Idleness() if idle else None
         self._looked = time.monotonic()
@@ -181,8 +181,8 @@ class HangWatch:
         far: Mapping[int, Far] = NOBODY,
         server: subprocess.Popen[bytes] | None = None,
     ) -> Hang | None:
-        """What there is to say now. pids: the process of each rank that runs; None of one that does not yet. far: the
-        ranks of other machines; the message about one appears there. server: the process that starts the ranks."""
+        """Return the next message, if any. pids: the process of each running rank; None before it is forked. far: the
+        ranks of other machines, which report their own hangs. server: the process that starts the ranks."""
         now = time.monotonic()
         if now - self._looked < INTERVAL:
             return None
@@ -224,7 +224,7 @@ class HangWatch:
         return Hang(first, f"{explain(seconds)}{why}", step, over)
 
     def _listen(self, pids: Mapping[int, int | None], passed: float) -> Hang | None:
-        """Count the silence of each rank; one that was reported and hangs again is reported again."""
+        """Count the silence of each rank; a rank that was reported and hangs again is reported again."""
         went_on = None
         for rank in pids:
             count = read_beats(beat_path(self._folder, rank))
@@ -282,7 +282,7 @@ class HangWatch:
         return f"{told}."
 
     def here(self, pids: Mapping[int, int | None]) -> dict[int, Far]:
-        """The ranks of this machine, for the others: more of those that are silent."""
+        """Return the ranks of this machine for the other machines, with details of the silent ones."""
         silent = {rank: seconds for rank in pids if (seconds := self._silence[rank]) >= LEAST}
         beats = {rank: read_beat(beat_path(self._folder, rank)) for rank in silent}
         stopped = set(self._stopped(pids, {})) if silent else set()
@@ -290,12 +290,12 @@ class HangWatch:
         return {rank: told.get(rank, Far()) for rank in pids}
 
     def _stopped(self, pids: Mapping[int, int | None], far: Mapping[int, Far]) -> Iterator[int]:
-        """The ranks whose process is stopped, or sleeps where no signal reaches it."""
+        """Yield the ranks whose process is stopped, or sleeps where no signal reaches it."""
         yield from (rank for rank, each in far.items() if each.stopped)
         yield from (rank for rank, pid in pids.items() if pid is not None and state_of(pid) in ("T", "t", "D"))
 
     def _where(self, rank: int, beat: Beat, pid: int | None) -> str:
-        """What the rank does, and where: `is in forward and stands at train.py:31 in loss`."""
+        """Say what the rank does, and where: `is in forward and stands at train.py:31 in loss`."""
         phase = f"is in its phase {beat.phase}" if beat.phase else "has begun no step"
         if pid is None:
             return phase
@@ -308,7 +308,7 @@ class HangWatch:
 
 
 def _of_stopped(stall: Stall, beats: Mapping[int, Beat], stopped: Sequence[int]) -> Stall:
-    """Where each is in a collective, the same or another, and some are stopped in it: those."""
+    """Blame only the stopped ranks, if every rank is in a collective and some processes are stopped there."""
     which = sorted(stall.waiting.keys() & set(stopped)) if stall.inside or stall.crossed else []
     return Stall(which, {rank: at for rank, at in stall.waiting.items() if rank not in which}) if which else stall
 

@@ -31,13 +31,13 @@ _OF_SYSTEM = {
 }
 _NO_SUCH_INDEX = "invalid device ordinal"
 explainers: list[Callable[[BaseException], None]] = []
-"""What rooms above know of an error: each may add a note to it."""
+"""Functions of higher layers that may each add a note to an error they know."""
 _OTHER_KIND = re.compile(r"'?(\w+)'? object (?:is not callable|is not iterable|has no attribute '(?:step|zero_grad)')")
 _UNPACKED = re.compile(r"cannot unpack non-iterable (\w+) object")
 
 
 def add_hint(error: BaseException) -> None:
-    """Give the error a note with its hint, where there is one, and those of `explainers`."""
+    """Add a hint to the error as a note, if there is one, and the notes of `explainers`."""
     for explain in explainers:
         with contextlib.suppress(Exception):  # the error that is there already is the one to tell
             explain(error)
@@ -46,7 +46,7 @@ def add_hint(error: BaseException) -> None:
 
 
 def hint(error: BaseException) -> str:
-    """What to write instead; empty where nothing is known of such an error."""
+    """Return what to write instead; empty for an unknown error."""
     text = text_of(error)
     if isinstance(error, OSError) and error.errno in _OF_SYSTEM:
         return _OF_SYSTEM[error.errno]
@@ -87,8 +87,8 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _is_swapped(error: BaseException, text: str) -> bool:
-    """Whether the message names the class of a model, an optimizer, a scheduler or a loader, in a function that calls
-    mw.distribute and has such a thing."""
+    """Check whether the message names the class of a model, an optimizer, a scheduler or a loader that a function
+    calling mw.distribute holds: its results are in the wrong order."""
     match = _OTHER_KIND.search(text) or _UNPACKED.search(text)
     held = [
         value

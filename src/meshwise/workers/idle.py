@@ -15,13 +15,13 @@ _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class Idleness:
-    """Of several processes, each looked at again and again."""
+    """Tells repeatedly, for several processes, whether each computes."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, float]] = {}
 
     def computes(self, pid: int | None, now: float) -> bool:
-        """Whether it has computed since the last look at it, by `now`; False between two looks too."""
+        """Check whether a process has computed since the last look at it, by `now`; False between two looks too."""
         if pid is None:
             return False
         used = sum(map(_seconds, (pid, *children_of(pid))))

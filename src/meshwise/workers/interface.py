@@ -16,12 +16,12 @@ import socket
 import psutil
 
 ANYWHERE = "192.0.2.1"
-"""An address of the documentation: where the route to it begins is where the way out of this machine is."""
+"""An address reserved for documentation: the route to it starts at the interface that leads out of this machine."""
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface that leads to `host`, or out of this machine where that is itself; None where this machine's name
-    has an address of its own already, and where nothing is found."""
+    """Return the interface that leads to `host`, or out of this machine if that is itself; None if this machine's name
+    already resolves to an address of its own, or nothing is found."""
     own: dict[str, str] = {
         address.address: name
         for name, addresses in psutil.net_if_addrs().items()
@@ -44,7 +44,7 @@ def _addresses_of(host: str) -> list[str]:
 
 
 def _source_of(host: str) -> str:
-    """The address of this machine from which a packet to `host` would go; none is sent."""
+    """Return the address from which this machine would send a packet to `host`; none is sent."""
     for address in _addresses_of(host)[:1]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

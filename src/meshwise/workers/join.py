@@ -31,7 +31,7 @@ from meshwise.workers.stopping import agree_to_stop
 
 @dataclass(frozen=True)
 class RankContext:
-    """What this process knows of its run: who it is, its side channel, its step gate, and who launched it."""
+    """What this process knows of its run: its rank and world, its side channel, its step gate, and its launcher."""
 
     world: World
     channel: WorkerChannel | None
@@ -45,7 +45,7 @@ _store: object = None  # held as long as this process lives
 
 
 def rank_context() -> RankContext:
-    """The session of this process; the first call makes it. It takes the device and opens the side channel, no more."""
+    """Return the session of this process; the first call takes the device and opens the side channel, no more."""
     global _session
     if _session is None:
         place = place_in(os.environ)
@@ -56,7 +56,7 @@ def rank_context() -> RankContext:
 
 
 def _world_at(place: Place) -> World:
-    """The world of this place, in the environment too, with where rank 0 is reached: rank 0 tells it to the others."""
+    """Return the world of this place, and set it in the environment; rank 0 tells the others its address."""
     os.environ.update(derived_ranks(os.environ))
     world = read_world(os.environ)
     if place.size > 1 and place.key and place.rendezvous is None:
@@ -70,7 +70,7 @@ def _world_at(place: Place) -> World:
 
 @contextlib.contextmanager
 def standing_for(context: RankContext) -> Iterator[None]:
-    """During the body this process is another one, which is rehearsed."""
+    """Let this process act as another rank, which is rehearsed, during the body."""
     global _session, _stands
     before, (_session, _stands) = (_session, _stands), (context, True)
     try:
@@ -80,7 +80,7 @@ def standing_for(context: RankContext) -> Iterator[None]:
 
 
 def join() -> RankContext:
-    """The session of this process, inside the process group of all ranks. Collective where it must make that group."""
+    """Return this process's session, inside the process group of all ranks. Collective if that group must be made."""
     session = rank_context()
     if session.world.size > 1 and not dist.is_initialized():
         enter_process_group(session.world)
@@ -94,7 +94,7 @@ def join() -> RankContext:
 
 
 def rejoin() -> None:
-    """Make a process group that the program has opened anew, as ours: another may have no backend for the CPU.
+    """Replace a process group that the program made itself by one of ours: the program's may have no CPU backend.
     Collective; a group of ours stays."""
     if dist.is_initialized() and not _made_group and rank_context().world.size > 1:
         store = default_store()
@@ -103,7 +103,7 @@ def rejoin() -> None:
 
 
 def made_process_group() -> bool:
-    """Whether `join` made the process group that this process is in, or was in: not the program itself."""
+    """Check whether `join`, not the program, made the process group that this process is or was in."""
     return _made_group
 
 
@@ -140,8 +140,8 @@ def _put_back(name: str, value: str | None) -> None:
 
 
 def enter_process_group(world: World, store: Any = None) -> None:
-    """gloo for CPU tensors and, beside it, nccl for CUDA tensors. Leaves the group when the process ends. store: where
-    the ranks meet; by default that of the environment."""
+    """Initialise gloo for CPU tensors and, with CUDA, nccl for CUDA tensors. The group is left when the process ends.
+    store: where the ranks meet; by default that of the environment."""
     global _made_group
     _refuse_without_rank_0(world)
     alone = world.local_size == world.size  # on this machine, whose own name often does not resolve
@@ -169,8 +169,8 @@ def _refuse_without_rank_0(world: World) -> None:
 
 
 def store_of_ranks() -> Any:
-    """A store that all ranks reach, before there is a process group: a connection of its own, with keys of this start
-    alone. Raises UsageError where nothing says where rank 0 is."""
+    """Connect to a store that all ranks reach before there is a process group, with keys of this start only. Raises
+    UsageError where nothing says where rank 0 is."""
     global _store
     world = rank_context().world
     _refuse_without_rank_0(world)
@@ -185,8 +185,8 @@ def store_of_ranks() -> Any:
 
 
 def keep_store() -> None:
-    """On rank 0: let the store of the process group listen where the launcher already does, before another program can
-    take the port. Whoever makes the group, with the environment's address, uses this store."""
+    """On rank 0, let the store of the process group use the launcher's listening socket, before another program takes
+    the port. A process group made with the environment's address uses this store."""
     global _store
     listener = os.environ.pop(LISTENER, None)
     if listener is not None:

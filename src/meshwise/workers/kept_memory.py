@@ -18,7 +18,7 @@ from meshwise.workers.scratch import scratch_folder
 
 
 class KeptMemory:
-    """That of the ranks of one machine, by turns of all attempts. Empty until somebody writes."""
+    """Memory of the ranks of one machine, used by all attempts in turn. Empty until a rank writes."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -33,7 +33,7 @@ class KeptMemory:
                 self.path(rank).touch()
 
     def path(self, rank: int) -> Path:
-        """Where it is opened, by processes of this machine too."""
+        """Return where the memory of a rank can be opened, also by other processes of this machine."""
         if self._folder is None:
             return Path(f"/proc/{os.getpid()}/fd/{self._files[rank]}")
         return self._folder / f"rank{rank}"

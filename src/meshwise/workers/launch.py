@@ -65,11 +65,11 @@ def launch(
     halt: Halt | None = None,
     preload: Sequence[str] | Forks = (),
 ) -> list[Any]:
-    """Call `function(*arguments)` in one worker a slot; returns the results in rank order.
+    """Call `function(*arguments)` in one worker per slot; return the results in rank order.
 
     folder: the run folder, which keeps each worker's output; without one the output of ranks above 0 is dropped when
-        all goes well. preload: modules that the workers need, imported once for all of them; or what forks several
-        launches.
+        all goes well. preload: modules that the workers need, imported once for all of them; or the fork server of
+        several launches.
     Raises WorkerFailed with the culprit's rank and traceback when a worker fails.
     """
     environment.refuse_few_files(len(slots))
@@ -160,7 +160,7 @@ class _Launcher:
         }
 
     def watch(self) -> None:
-        """Until every worker is done. Raises WorkerFailed as soon as the culprit of a failure is known."""
+        """Wait until every worker is done. Raises WorkerFailed as soon as the culprit of a failure is known."""
         while not self._over() or any(w.process.poll() is None for w in self.workers):
             self._deliver_one()
             self._look_at_processes()
@@ -177,25 +177,25 @@ class _Launcher:
         self._look_at_verbs()
 
     def await_others(self) -> None:
-        """Until the workers of all machines are done. Raises WorkerFailed where one fails meanwhile, or is lost."""
+        """Wait until the workers of all machines are done. Raises WorkerFailed if one fails meanwhile or is lost."""
         while self.nodes is not None and not self.nodes.all_done():
             self._look_at_nodes()
             self._look_at_once()
             time.sleep(0.02)
 
     def _over(self) -> bool:
-        """Whether no worker runs or has failed: a rank that exits leaves nobody alone when all do."""
+        """Check that no worker runs or has failed: a rank that exits abandons nobody when all exit."""
         return all(w.state in (State.DONE, State.EXITED) for w in self.workers)
 
     def _look_at_verbs(self) -> None:
-        """Have ranks diverged, though none has failed? Where a run is stopped, a program may do what it likes."""
+        """Check whether ranks have diverged without a failure. A run being stopped may diverge."""
         if self.halt.wanted or any(w.state is State.FAILED for w in self.workers):
             return
         if text := self._divergence.look(self._in(State.DONE, State.EXITED)):
             self._fail(Failure(self.first_rank, "diverged", text, plain=True))
 
     def _look_at_beats(self) -> None:
-        """Does a rank not go on? Where a run is stopped, all wait."""
+        """Check whether a rank hangs. In a run being stopped, all ranks wait."""
         if self.halt.wanted:
             return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
@@ -231,7 +231,7 @@ class _Launcher:
         raise WorkerFailed(text, rank=chosen.rank, exit_code=max(chosen.exit_code, 1), failure=chosen)
 
     def _look_at_nodes(self) -> None:
-        """Did another machine fail, is one lost, or does one ask for a halt?"""
+        """Check whether another machine failed, is lost, or asks for a stop."""
         if self.nodes is None:
             return
         if failed := self.nodes.failed_elsewhere():
@@ -280,7 +280,7 @@ class _Launcher:
                 entry.died(status)
 
     def _failures(self) -> list[Failure]:
-        """The failures so far. A rank that exited with 0 is one only if others are left alone by it."""
+        """Return the failures so far. A rank that exited with 0 counts only if other ranks still need it."""
         if self._over():
             return []
         failed = any(w.state is State.FAILED for w in self.workers)
@@ -289,7 +289,7 @@ class _Launcher:
         ]
 
     def _settled(self, failures: Sequence[Failure]) -> bool:
-        """Whether the culprit cannot change any more: all have reported, or the time for it is over."""
+        """Check whether the culprit is final: all ranks have reported, or the time for that is over."""
         waited = max(w.seconds for w in self.workers if w.failure)
         if self.nodes and all(f.kind == "victim" for f in failures):
             return waited > OTHERS_TIMEOUT
@@ -326,7 +326,7 @@ class _Launcher:
             )
 
     def _agreed_last(self, here: int) -> int | None:
-        """The last step over all machines; None while one of them has not answered."""
+        """Return the last step over all machines; None while one of them has not answered."""
         if self.nodes is None:
             return here
         self.nodes.set(f"begun/{self.nodes.node_rank}", here)

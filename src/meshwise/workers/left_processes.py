@@ -17,9 +17,9 @@ MOST_SAID = 8
 
 
 def said(variable: str, value: str, server: subprocess.Popen[bytes] | None) -> str:
-    """What to tell of the living processes of this user that began with the environment variable, as Linux's /proc
-    keeps it; nothing where there are none. server: that of forks, which may have begun so too. What was just killed has
-    half a second to go."""
+    """Describe this user's living processes that were started with this environment variable, as Linux's /proc keeps
+    it; empty if there are none. server: the fork server, which is not counted. A process that was just killed has half
+    a second to go."""
     wanted, deadline = f"{variable}={value}\0".encode(), time.monotonic() + 0.5
     own = (os.getpid(), server.pid if server else 0)
     while (left := _found(wanted, own)) and time.monotonic() < deadline:
@@ -32,7 +32,7 @@ def said(variable: str, value: str, server: subprocess.Popen[bytes] | None) -> s
 
 
 def _found(wanted: bytes, own: tuple[int, ...]) -> list[tuple[int, str]]:
-    """Number and name of each."""
+    """Return the number and name of each such process."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -21,8 +21,8 @@ class Listeners:
     message: `(rank, message)` for every message of a worker that the launcher does not use itself.
     output: `(stream, text)` for every line that rank 0 prints; stream is `stdout` or `stderr`.
     look: called several times a second.
-    log: opens what a rank prints into, in the run folder.
-    hang_limit: after so many seconds a rank that does not go on ends the run; None: it is only reported. idle: such a
+    log: opens the file in the run folder that a rank prints into.
+    hang_limit: a rank without progress for this many seconds ends the run; None: it is only reported. idle: such a
     rank computes nothing (see hang.py).
     """
 

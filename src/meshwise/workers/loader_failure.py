@@ -38,7 +38,7 @@ class Caught:
 
 
 def ended(error: BaseException) -> tuple[str, str] | None:
-    """What ended a loader worker, and what helps, where that is what `error`, or what it was raised from, tells."""
+    """Return how a loader worker ended, and what helps, if `error`, or one that caused it, reports such an end."""
     found: list[re.Match[str]] = []
     seen: BaseException | None = error
     while seen is not None:
@@ -54,8 +54,8 @@ def ended(error: BaseException) -> tuple[str, str] | None:
 
 
 def await_end(error: BaseException) -> None:
-    """Hear no more of loader workers, now that a rank has raised `error`; but where its connection to one broke, until
-    the end of that one is known. Raises what torch's handler of SIGCHLD says of one meanwhile."""
+    """Stop watching loader workers, now that a rank has raised `error`; but if its connection to one broke, wait until
+    that one's end is known. Raises what torch's SIGCHLD handler reports meanwhile."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, OSError | EOFError) and any(frame.name == "_try_get_data" for frame in frames):
         time.sleep(MOMENT)
@@ -63,7 +63,7 @@ def await_end(error: BaseException) -> None:
 
 
 def caught(error: BaseException) -> Caught | None:
-    """The error of a loader worker that `error` carries as a text."""
+    """Return the error of a loader worker that `error` carries as text."""
     found = _CAUGHT.match(text_of(error))
     traces = list(_FRAMES.finditer(found[2])) if found else []
     if found is None or not traces:

@@ -19,7 +19,7 @@ class LoggedValues:
         self._said: set[str] = set()
 
     def add(self, rank: int, where: str, call: int, values: Values) -> str:
-        """A rank logs values at the how-many-th call of a line. Returns what to say, once for each line."""
+        """Compare the values that a rank logs at a line's `call`-th call. Returns what to say, once for each line."""
         other, first = self._first.setdefault((where, call), (rank, values))
         names = [name for name, value in values.items() if name in first and not _same(value, first[name])]
         if not names or where in self._said:

@@ -32,11 +32,11 @@ MOVE_TIMEOUT = 3 * SILENCE  # for the machines that are left to come to another 
 CALL_EVERY = 3.0  # seconds between two calls to machine 0
 LEAD_TIMEOUT = 60.0  # for a leader that is heard of to say how it goes on
 Look = Callable[[], object]
-"""Called again and again while something is waited for: may raise."""
+"""Called repeatedly while waiting; may raise."""
 
 
 class Machines:
-    """This machine and the others that the run was started on. `nodes`: those of the attempt that runs."""
+    """This machine and the others that the run was started on. `nodes`: those of the running attempt."""
 
     nodes: Nodes
 
@@ -56,7 +56,7 @@ class Machines:
         self._report: dict[str, Any] | None = None
         self._ended = False
         self._gone: set[str] = set()
-        """Machines at which this one did not find the others."""
+        """Machines that could not be reached when the others moved to a new leader."""
 
     @property
     def leads(self) -> bool:
@@ -74,10 +74,10 @@ class Machines:
         return None if told is None else Member(**json.loads(told))
 
     def meet(self, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print) -> Nodes:
-        """The first attempt, of all machines; waits for them. Where the run is under way without this machine, the next
-        attempt that it takes part in: the others stop for it after a step. Raises WorkerFailed where they do not come.
+        """Wait for all machines and begin the first attempt. If the run already goes on without this machine, join its
+        next attempt: the others stop after a step for it. Raises WorkerFailed where they do not come.
 
-        asked: what must be the same on a machine that joins, else UsageError. say: takes a line on that.
+        asked: what must be the same on a machine that joins, else UsageError. say: takes a line about that.
         """
         if self._meeting.try_get("begins") is not None:
             self._join(dict(asked or {}), say)
@@ -115,7 +115,7 @@ class Machines:
         return self._begin(begins)
 
     def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """The run is under way at the store of another machine, which has called machine 0."""
+        """Join a run that continues at the store of another machine, which has told machine 0 so."""
         if moved["node"] == self.me.node:  # as it was before it was lost
             return
         try:
@@ -129,7 +129,7 @@ class Machines:
         self._join(asked, say)
 
     def _join(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Be there for the next attempt of a run that is under way."""
+        """Be there for the next attempt of a run that is already going on."""
         theirs = json.loads(self._meeting.try_get("asked") or "{}")
         for name, value in theirs.items():
             if (own := json.loads(json.dumps(asked.get(name)))) != value:
@@ -141,17 +141,17 @@ class Machines:
         self._present()
 
     def joiners(self) -> list[Member]:
-        """The leader's: machines that take no part in the attempt, and could."""
+        """Return, on the leader, the machines that take no part in the attempt, but could."""
         return [member for member in self._waiting() if member.size]
 
     def _waiting(self) -> list[Member]:
-        """Machines that are there and take no part in the attempt."""
+        """Return the machines that are there and take no part in the attempt."""
         taking = {member.name for member in self.nodes.members}
         found = [member for member in map(self._machine, range(self.nnodes)) if member and member.name not in taking]
         return [m for m in found if self._meeting.has_seen(m.name) and self._meeting.silence_of(m.name) is None]
 
     def _call_back(self) -> None:
-        """Where another machine than 0 leads: tell machine 0, once it is there again, where the run is."""
+        """Where another machine than 0 leads: tell machine 0 where the run is, once it is back."""
         moved = {"node": self.me.node, "host": self.me.host, "port": self.me.port}
         while self.leads and self._rdzv is not None and not self._meeting.is_over:
             with (
@@ -164,7 +164,7 @@ class Machines:
     # Between two attempts.
 
     def report(self, facts: Mapping[str, Any]) -> None:
-        """This machine's workers of the attempt are gone: what the leader is to know for the next one."""
+        """Report to the leader, for the next attempt, that this machine's workers are gone."""
         self._report = dict(facts)
         if facts["size"] != self.me.size:
             self.me = replace(self.me, size=facts["size"])
@@ -172,7 +172,7 @@ class Machines:
         self.nodes.set(f"ended/{self.me.node}", self._report)
 
     def reports(self, look: Look) -> dict[Member, dict[str, Any]]:
-        """The leader's: what each machine of the attempt has reported, but for those that are lost."""
+        """Return, on the leader, what each machine of the attempt has reported, except those that are lost."""
         until = time.monotonic() + MOVE_TIMEOUT
 
         def lost(member: Member) -> bool:
@@ -192,7 +192,7 @@ class Machines:
             time.sleep(0.02)
 
     def announce(self, number: int, members: Sequence[Member], facts: Mapping[str, Any]) -> Nodes:
-        """The leader's: begin an attempt with these machines, this one first."""
+        """Begin, on the leader, an attempt with these machines, this one first."""
         others = sorted((m for m in members if m.node != self.me.node), key=lambda m: m.node)
         own = next(m for m in members if m.node == self.me.node)
         listener = listening(listens_at(alone=self._rdzv is not None and is_here(self._rdzv[0])))
@@ -202,7 +202,7 @@ class Machines:
         return self.nodes
 
     def announced(self, after: int) -> Beginning | None:
-        """An attempt later than number `after` that this machine takes part in."""
+        """Return an attempt later than number `after` that this machine takes part in."""
         told = self._meeting.try_get("begins")
         begins = None if told is None else Beginning.of(told)
         if begins is None or begins.number <= after or all(m.name != self.me.name for m in begins.members):
@@ -210,13 +210,13 @@ class Machines:
         return begins
 
     def end(self, facts: Mapping[str, Any]) -> None:
-        """The leader's: the run ends, and how."""
+        """Announce, on the leader, that the run ends, and how."""
         if not self._ended:
             self._ended = True
             self._meeting.set("ends", json.dumps(facts))
 
     def leave(self, code: int) -> None:
-        """This machine has nothing more to do. code: with which the run ends, for those that take no part."""
+        """Leave the run. code: its exit code, for machines that take no part."""
         if self.leads and self._waiting():
             text = "the run has ended without this machine."
             self.end({"text": text, "code": code, "failure": None})
@@ -227,8 +227,8 @@ class Machines:
             self._secret.remove()
 
     def next(self, look: Look) -> Nodes | dict[str, Any]:
-        """What the leader says: the next attempt, or how the run ends. Where the leader is lost, the machines that are
-        left meet anew; this one may lead then, and is to decide: its own, last attempt is returned."""
+        """Return the leader's decision: the next attempt, or how the run ends. If the leader is lost, the remaining
+        machines elect another; if that is this one, its own last attempt is returned, and it must decide."""
         until = time.monotonic() + LEAD_TIMEOUT
         while not self.leads:
             if begins := self.announced(self.nodes.begins.number):
@@ -247,7 +247,7 @@ class Machines:
         return self.nodes
 
     def _move(self) -> None:
-        """To the store of the next machine that is reached, or to this one's own."""
+        """Move to the store of the next reachable machine, or to this one's own."""
         self._meeting.close()
         self._gone |= {m.name for m in self.nodes.members if m.node == self._leader}
         others = (m for m in self.nodes.members if m.node != self._leader)

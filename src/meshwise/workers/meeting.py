@@ -21,10 +21,10 @@ SILENCE = 5.0  # seconds after which a machine that is not heard of is lost
 
 
 class Meeting:
-    """A machine, by its name, at a store."""
+    """A machine, by its name, connected to a store."""
 
     def __init__(self, connect: Callable[[], Exchanges], name: str) -> None:
-        """connect: gives the store, or raises OSError; called in the thread."""
+        """connect: returns the store, or raises OSError; called in the thread."""
         self._connect, self._name = connect, name
         self._out: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._written = self._asked = 0
@@ -33,15 +33,15 @@ class Meeting:
         self._silent: dict[str, float] = {}
         self._wake, self._over = threading.Event(), threading.Event()
         self.store: Exchanges | None = None
-        """None until it is reached."""
+        """The store; None until it is reached."""
         self.error: Exception | None = None
-        """Why the store is not to be reached any more, or never was."""
+        """Why the store cannot be reached, or can no longer."""
         self.heard = 0.0
         """When the store answered last (monotonic); 0 before the first time."""
         threading.Thread(target=self._run, name="meshwise-meeting", daemon=True).start()
 
     def set(self, key: str, value: str) -> None:
-        """Tell the others, within a round; nothing twice."""
+        """Send a value to the others, within a round; the same value is not sent twice."""
         if self._told.get(key) == value:
             return
         self._told[key] = value
@@ -50,17 +50,17 @@ class Meeting:
         self._wake.set()
 
     def try_get(self, key: str) -> str | None:
-        """What some machine has told, as of the last round; None where nothing is known yet."""
+        """Return a value that some machine has set, as of the last round; None if unknown."""
         return self._known.get(key)
 
     def flush(self, seconds: float) -> None:
-        """Wait until the others can read what was set, at most so long."""
+        """Wait until the others can read what was set, for at most this many seconds."""
         until, asked = time.monotonic() + seconds, self._asked
         while self._written < asked and self.error is None and time.monotonic() < until:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Beat no more."""
+        """Stop beating, and close the connection."""
         self._over.set()
         self._wake.set()
         if isinstance(self.store, Link):
@@ -73,19 +73,19 @@ class Meeting:
 
     @property
     def silence(self) -> float | None:
-        """The seconds since the store answered, where they are too many; 0 where it is gone."""
+        """Seconds since the store answered, if they are too many; None otherwise, or after `close`."""
         now = time.monotonic()
         if not self.heard or self._over.is_set():
             return None
         return now - self.heard if self.error is not None or now - self.heard > SILENCE else None
 
     def silence_of(self, name: str) -> float | None:
-        """The seconds for which a machine has not been heard of at the store, where they are too many."""
+        """Return the seconds since a machine was last heard of at the store, if they are too many."""
         seconds = self._silent.get(name, 0.0)
         return seconds if seconds > SILENCE else None
 
     def has_seen(self, name: str) -> bool:
-        """Whether a machine was ever heard of at the store."""
+        """Check whether a machine was ever heard of at the store."""
         return name in self._silent
 
     def _run(self) -> None:

@@ -26,7 +26,7 @@ STRANGERS = 20.0  # seconds to look on, where who listens does not know the secr
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """The machines that run together: how many, which this is, and where machine 0 is reached."""
+    """The machines that run together: how many, the index of this one, and where machine 0 is reached."""
 
     nnodes: Annotated[int, Option("machines that take part", recorded=False)] = 1
     node_rank: Annotated[int, Option("which of them this is, from 0", recorded=False)] = 0
@@ -47,7 +47,7 @@ class NodeOptions:
         self, local_size: int, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print
     ) -> Machines | None:
         """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there. asked,
-        say: as `Machines.meet` has them."""
+        say: as in `Machines.meet`."""
         if self.nnodes == 1 and self.node_rank == 0 and self.rdzv is None:
             return None
         host, _, port = (self.rdzv or "").rpartition(":")
@@ -62,8 +62,8 @@ class NodeOptions:
 
 
 def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) -> Machines:
-    """This machine, at the store of machine 0, which is reached at `address` once it is there. Raises UsageError where
-    it is not."""
+    """Connect this machine to the store of machine 0, which is reached at `address` once it is there. Raises UsageError
+    if it cannot be."""
     name = f"{node}.{secrets.token_hex(8)}"
     where, secret, host = f"--rdzv {address[0]}:{address[1]}", secret_at(address), listens_at(alone=is_here(address[0]))
     port, listens = (address[1], taken(address[1])) if node == 0 else (0, None)

@@ -28,8 +28,8 @@ TELL_TIMEOUT = 3.0  # seconds for a failure to be heard by the others, before th
 
 @dataclass(frozen=True)
 class Member:
-    """A machine that takes part. name: its launcher's, another one each time it is started. size: its workers. host,
-    port: where its store is reached."""
+    """A machine that takes part. name: its launcher's, new each time it is started. size: its workers. host, port:
+    where its store is reached."""
 
     node: int
     name: str
@@ -41,7 +41,7 @@ class Member:
 @dataclass(frozen=True)
 class Beginning:
     """An attempt as its leader announces it. number: from 1. members: the leader, whose ranks come first, and the
-    others by their numbers. port: where rank 0 will be reached. facts: what else the launchers go on with."""
+    others by their numbers. port: where rank 0 will be reached. facts: other values that the launchers need."""
 
     number: int
     members: tuple[Member, ...]
@@ -50,7 +50,7 @@ class Beginning:
 
     @classmethod
     def of(cls, text: str) -> Beginning:
-        """As `json.dumps(asdict(…))` has it."""
+        """Parse it from `json.dumps(asdict(…))`."""
         told = json.loads(text)
         return cls(**{**told, "members": tuple(Member(**member) for member in told["members"])})
 
@@ -61,8 +61,8 @@ class Nodes:
     def __init__(
         self, meeting: Meeting, node_rank: int, nnodes: int, begins: Beginning, listener: socket.socket | None = None
     ) -> None:
-        """nnodes: machines that the run was started on. listener: the leader's, where rank 0 will be reached, kept from
-        now on so that no other program takes the port."""
+        """nnodes: machines that the run was started on. listener: the leader's socket for rank 0, kept open from now on
+        so that no other program takes the port."""
         self._meeting, self.node_rank, self.nnodes, self.listener = meeting, node_rank, nnodes, listener
         self.begins, self.members = begins, begins.members
         at = [member.node for member in self.members].index(node_rank)
@@ -77,16 +77,16 @@ class Nodes:
         return self.me is self.members[0]
 
     def set(self, key: str, value: object) -> None:
-        """Tell the others of this attempt."""
+        """Send a value to the others of this attempt."""
         self._meeting.set(f"{self.begins.number}/{key}", json.dumps(value))
 
     def try_get(self, key: str) -> Any:
-        """What some machine told under `key`, or None as long as it is not known here."""
+        """Return the value that some machine set under `key`; None as long as it is unknown here."""
         told = self._meeting.try_get(f"{self.begins.number}/{key}")
         return None if told is None else json.loads(told)
 
     def get(self, key: str) -> Any:
-        """What some machine tells under `key`; waits for it. Raises WorkerFailed where a machine is lost."""
+        """Wait for the value that some machine sets under `key`. Raises WorkerFailed where a machine is lost."""
         while (told := self.try_get(key)) is None:
             if lost := self.lost():
                 raise WorkerFailed(lost.message, rank=lost.rank, exit_code=lost.exit_code, failure=lost)
@@ -94,7 +94,8 @@ class Nodes:
         return told
 
     def compare(self, facts: Mapping[str, object]) -> None:
-        """All machines must have the same of these, before their workers meet. Raises UsageError on all of them."""
+        """Check that these facts are the same on all machines, before workers meet. Raises UsageError on all of
+        them."""
         self.set(f"program/{self.node_rank}", facts)
         first, *others = [self.get(f"program/{member.node}") for member in self.members]
         for member, other in zip(self.members[1:], others, strict=True):
@@ -108,7 +109,7 @@ class Nodes:
                     )
 
     def lost(self) -> Failure | None:
-        """A machine that is not heard of any more, as what ends the attempt."""
+        """Return the failure of a machine that no longer answers."""
         for member in self.others:
             done = member is not self.members[0] and self.try_get(f"done/{member.node}")  # it may have left
             if not done and (why := self._why_lost(member)):
@@ -120,7 +121,7 @@ class Nodes:
         return None
 
     def _why_lost(self, member: Member) -> str:
-        """Why a machine is lost; "" where it is heard of."""
+        """Say why a machine is lost; "" if it is not."""
         leader = member is self.members[0]
         seconds = self._meeting.silence if leader else self._meeting.silence_of(member.name)
         if seconds is not None:
@@ -131,7 +132,7 @@ class Nodes:
         return "its launcher was started again" if again else ""
 
     def fail(self, text: str, failure: Failure | None, exit_code: int) -> None:
-        """Tell the others how this machine failed. The leader keeps the store: it waits until they have heard."""
+        """Tell the others how this machine failed. The leader, which keeps the store, waits until they have heard."""
         facts = None if failure is None else asdict(failure)
         self.set(f"failed/{self.node_rank}", {"text": text, "exit_code": exit_code, "failure": facts})
         if self._meeting.silence is None:
@@ -140,7 +141,7 @@ class Nodes:
             self._until_all("heard", time.monotonic() + TELL_TIMEOUT)
 
     def failed_elsewhere(self) -> WorkerFailed | None:
-        """How another machine has failed."""
+        """Return how another machine has failed."""
         for member in self.others:
             if told := self.try_get(f"failed/{member.node}"):
                 self.set(f"heard/{self.node_rank}", True)
@@ -151,12 +152,12 @@ class Nodes:
         return None
 
     def all_done(self) -> bool:
-        """Whether the work is done on all machines; here it is."""
+        """Tell that this machine is done; return whether all are."""
         self.set(f"done/{self.node_rank}", True)
         return all(self.try_get(f"done/{member.node}") for member in self.others)
 
     def leave(self) -> None:
-        """This machine has nothing more to do. The leader keeps the store: it waits for those that are not lost."""
+        """Leave the attempt. The leader, which keeps the store, waits for the machines that are not lost."""
         self.set(f"left/{self.node_rank}", True)
         self._meeting.flush(TELL_TIMEOUT)
         if self.leads:

@@ -14,7 +14,7 @@ from meshwise.workers.hang import ASKED
 
 
 def answer(channel: WorkerChannel, rank: int, ask: Callable[[], Sequence[GroupProgress]] = progress) -> None:
-    """Let this rank answer from now on, with a line for the user."""
+    """Let this rank answer such questions from now on, with a line for the user."""
 
     def tell(message: Mapping[str, Any]) -> None:
         found = [str(each) for each in ask()]

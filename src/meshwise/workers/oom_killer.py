@@ -22,14 +22,14 @@ _NO_LIMIT = 2**60
 
 @dataclass(frozen=True)
 class Kills:
-    """What the killer has counted: in the groups of this process, and on the machine; None where that is not known."""
+    """The killer's counts: in the groups of this process, and on the machine; None where unknown."""
 
     group: int | None
     machine: int | None
 
 
 def kills(root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> Kills:
-    """What the killer has counted until now."""
+    """Return the killer's counts until now."""
     found = [count for file in _events(root, own) if (count := _count(file)) is not None]
     return Kills(max(found, default=None), _count(statistics))
 
@@ -37,9 +37,9 @@ def kills(root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> 
 def evidence(
     pid: int | None, before: Kills, log: Path = LOG, root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS
 ) -> str | None:
-    """What says that the killer ended this process; None where nothing does, "" where it is known that it did not.
+    """Return the evidence that the killer ended this process; None if there is none, "" if it certainly did not.
 
-    before: what it had counted when the process began.
+    before: the killer's counts when the process began.
     """
     if found := re.search(rf"Killed process {pid} \(.*", _log(log)):
         held = re.search(r"anon-rss:(\d+)kB", found[0])
@@ -74,7 +74,7 @@ def _count(file: Path) -> int | None:
 
 
 def _log(path: Path) -> str:
-    """The kernel's log, as far as this process may read it."""
+    """Read the kernel's log, as far as this process may."""
     records: list[str] = []
     with contextlib.suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -45,8 +45,8 @@ PURPOSE = "rendezvous"
 
 
 def meet(place: Place, folder: Path | None = None) -> tuple[str, int]:
-    """The host and the port of the store that all of this start use. On rank 0 the port is free until it takes what
-    listens there, by `taken`. folder: the one that the others read too; by default the current one.
+    """Return host and port of the store that all processes of this start use. On rank 0 the port stays reserved until
+    `taken` takes its socket. folder: one that the others read too; by default the current one.
 
     Raises UsageError where rank 0 is not found, or nothing tells the processes of this start from others.
     """
@@ -72,29 +72,29 @@ _secrets: dict[tuple[str, int], Secret] = {}
 
 
 def taken(port: int) -> int | None:
-    """The descriptor of the socket that `meet` has listening at this port; it is the caller's from now on."""
+    """Return the descriptor of the socket that `meet` opened at this port; the caller owns it from now on."""
     server = _listening_at.pop(port, None)
     return None if server is None else server.detach()
 
 
 def secret_at(where: tuple[str, int]) -> Secret:
-    """The secret of the start that meets there: that of `meet`, or that of all who name the same place in this
-    folder."""
+    """Return the secret of the start that meets there: that of `meet`, or the one shared by all who name the same place
+    in this folder."""
     return _secrets.get(where) or secret_of(f"{where[0]}:{where[1]}", _folder(alone=is_here(where[0])))
 
 
 def is_here(host: str) -> bool:
-    """Whether only processes of this machine reach it there."""
+    """Check whether only processes of this machine can reach it there."""
     return host in ("localhost", "127.0.0.1")
 
 
 def listens_at(*, alone: bool) -> str:
-    """The address that this machine listens at; alone: for itself."""
+    """Return the address to listen at; alone: only for this machine."""
     return "127.0.0.1" if alone else ""
 
 
 def _folder(*, alone: bool) -> Path:
-    """The folder that all of a start read: the current one; on one machine another will do too."""
+    """Return the folder that all of a start read: the current one; on one machine another if it is not writable."""
     here = Path.cwd()
     return Path(tempfile.gettempdir()) if alone and not os.access(here, os.W_OK) else here
 
@@ -106,7 +106,7 @@ def _reaches(address: str, port: int) -> bool:
 
 
 def open_door(place: Place, port: int, folder: Path) -> Secret:
-    """On rank 0: tell the others of this start that the store listens at `port` here; until each of them has asked."""
+    """On rank 0: answer the other ranks that the store listens at `port` here, until each of them has asked."""
     secret = secret_of(place.key, folder)
     let_in, answered = dict[int, str](), set[int]()
 
@@ -135,7 +135,7 @@ def open_door(place: Place, port: int, folder: Path) -> Secret:
 
 
 def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str, int]:
-    """On another rank: the host and the port of the store. Raises UsageError where rank 0 is not found in time."""
+    """On another rank: find the store's host and port. Raises UsageError where rank 0 is not found in time."""
     began, since, said, made = time.monotonic(), math.inf, False, False
     question = json.dumps({"rank": place.rank, "who": uuid.uuid4().hex}).encode()
     while True:
@@ -167,7 +167,7 @@ def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str
 
 
 def _tried(place: Place, secret: Secret, stranger: str) -> str:
-    """Where rank 0 was looked for."""
+    """Say where rank 0 was looked for."""
     host = place.hosts[0] if place.hosts else "no host that is known"
     ports = ", ".join(map(str, _ports(place.key)))
     file = f"{secret.path} ({secret.why})" if secret.why else secret.path
@@ -184,7 +184,7 @@ def _listening(place: Place) -> socket.socket:
 
 
 def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, Any]:
-    """What the door there answers; nothing where there is none. Raises Unproven."""
+    """Return the answer of the process there; nothing where there is none. Raises Unproven."""
     try:
         with socket.create_connection((address, port), timeout=REACH) as connection:
             line = enter(connection, secret, PURPOSE, ANSWER)
@@ -200,7 +200,7 @@ def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, A
 
 
 def _doors(place: Place, secret: Secret) -> Iterator[tuple[str, int]]:
-    """Where to ask: what is written down, then what follows from the key."""
+    """Yield addresses to ask: first the written ones, then those derived from the key."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         yield from [(str(address), int(secret.told["port"])) for address in secret.told["addresses"]]
     if place.hosts or place.nodes == 1:
@@ -208,14 +208,14 @@ def _doors(place: Place, secret: Secret) -> Iterator[tuple[str, int]]:
 
 
 def _ports(key: str) -> list[int]:
-    """Ports below those that outgoing connections take, the same on all machines."""
+    """Derive ports from the key, the same on all machines, below those of outgoing connections."""
     digest = hashlib.sha256(key.encode()).digest()
     numbers = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * PORTS, 4)]
     return [LISTENING_PORTS[number % len(LISTENING_PORTS)] for number in numbers]
 
 
 def _addresses(place: Place) -> list[str]:
-    """The names and addresses at which another machine may reach this one; on one machine, itself."""
+    """Return the names and addresses at which another machine may reach this one; on one machine, itself."""
     if place.nodes == 1:
         return ["127.0.0.1"]
     known = [each for addresses in psutil.net_if_addrs().values() for each in addresses]

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from meshwise.workers.failure import Failure
 
 RESCUES = ("rescues", "rescuing", "rescued")
-"""What ranks tell of it."""
+"""Messages by which ranks report on a rescue."""
 HEARD, WRITTEN = 1.0, 60.0  # seconds in which a rank that was asked says that it heard, and that it is done
 
 
 class Rescue:
-    """Asks the ranks of a launch that are left."""
+    """Asks the surviving ranks of a launch to save their state."""
 
     def __init__(self, ask: Callable[[int], None]) -> None:
         self._ask = ask
@@ -27,14 +27,14 @@ class Rescue:
         self._possible = False
 
     def hear(self, rank: int, kind: str) -> None:
-        """A rank tells that it keeps what it could write; that it was asked; that it has written, or cannot."""
+        """Note a rank's message: it has a state to save; it was asked; it has saved, or cannot."""
         self._possible = self._possible or kind == "rescues"
         if kind != "rescues":
             (self._heard if kind == "rescuing" else self._over).add(rank)
 
     def is_over(self, failure: Failure, running: Sequence[int]) -> bool:
-        """Whether nobody writes any more. running: the ranks that are left; they are asked once, where the failure has
-        not spoiled the state."""
+        """Check whether no rank is saving any more. running: the surviving ranks, which are asked once, unless the
+        failure has spoiled the state."""
         wanted = (failure.of_machine and not failure.has_spoiled) or bool(failure.smaller)
         if not (self._possible and wanted):
             return True

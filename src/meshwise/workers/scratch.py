@@ -30,7 +30,7 @@ PREFIX, OWNED = "meshwise-", "owned.lock"
 
 @contextlib.contextmanager
 def scratch_folder(purpose: str = "") -> Iterator[Path]:
-    """A new folder that is removed with all that is in it. purpose: a word of its name."""
+    """Make a new folder that is removed afterwards with its contents. purpose: a word of its name."""
     folder, owned = made_folder(purpose)
     try:
         yield folder
@@ -40,7 +40,7 @@ def scratch_folder(purpose: str = "") -> Iterator[Path]:
 
 
 def made_folder(purpose: str = "") -> tuple[Path, IO[bytes]]:
-    """A new folder, and the file that keeps it as long as it is open. Raises UsageError where none can be made."""
+    """Make a folder that lasts while the file beside it stays open; return both. Raises UsageError where that fails."""
     sweep_once()
     prefix = PREFIX + (f"{purpose}-" if purpose else "")
     try:
@@ -57,7 +57,7 @@ def made_folder(purpose: str = "") -> tuple[Path, IO[bytes]]:
 
 
 def own(folder: Path) -> IO[bytes]:
-    """Be one of the owners of a folder, as long as the file is open."""
+    """Become one of the owners of a folder, as long as the returned file is open."""
     file = (folder / OWNED).open("ab")
     if sys.platform != "win32":
         with contextlib.suppress(OSError):  # a file system without locks: it is not swept either
@@ -67,7 +67,7 @@ def own(folder: Path) -> IO[bytes]:
 
 @functools.cache
 def sweep_once() -> None:
-    """`sweep` where temporary folders are made, once in this process."""
+    """Run `sweep` on the temporary folder, once in this process."""
     with contextlib.suppress(OSError):
         sweep(Path(tempfile.gettempdir()))
 
@@ -86,7 +86,7 @@ def sweep(parent: Path) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether it had owners, and has none. A folder without the file is not known to be one of these."""
+    """Check whether it had owners, and has none now. A folder without the file may not be one of ours."""
     with (folder / OWNED).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

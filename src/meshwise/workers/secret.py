@@ -28,7 +28,7 @@ from typing import Any
 from meshwise.spec.errors import UsageError
 
 VARIABLE = "MESHWISE_SECRET"
-"""Set by the user, the same for all processes of a start, where they share no folder."""
+"""A secret that the user sets, the same for all processes of a start, where they share no folder."""
 LEAST = 32  # characters of it
 MAKING_TIMEOUT = 5.0  # seconds for another process to write what it has made
 PREFIX = ".meshwise-rendezvous-"
@@ -38,8 +38,8 @@ SET_ONE = f"give all processes one secret: export {VARIABLE}=$(openssl rand -hex
 
 @dataclass(frozen=True)
 class Secret:
-    """The secret of a start. path: its file. told: what else stands there. why: it is not believed. made: by this
-    call."""
+    """The secret of a start. path: its file. told: other facts in the file. why: why the file is not trusted. made:
+    whether this call made it."""
 
     value: bytes = field(repr=False)
     path: Path
@@ -49,11 +49,11 @@ class Secret:
 
     @property
     def source(self) -> str:
-        """Where it is from."""
+        """Where the secret comes from."""
         return VARIABLE if os.environ.get(VARIABLE) else f"from {self.path}"
 
     def tell(self, **facts: Any) -> None:
-        """Add to its file, which is made where it is missing. Raises OSError where it cannot be."""
+        """Append facts to its file, which is created if missing. Raises OSError where that fails."""
         try:
             file = _opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
@@ -62,19 +62,19 @@ class Secret:
             writing.write(f"\n{json.dumps(facts)}\n".encode())
 
     def remove_made(self) -> None:
-        """Remove its file where this process has made it, for nobody."""
+        """Remove its file if this process created it, since nobody will use it."""
         if self.made:
             self.remove()
 
     def remove(self) -> None:
-        """Remove its file, but nobody else's."""
+        """Remove its file, unless that is somebody else's."""
         with contextlib.suppress(OSError):
             if not self.why:
                 self.path.unlink(missing_ok=True)
 
 
 def secret_of(name: str, folder: Path) -> Secret:
-    """The secret of the start of this name. Raises UsageError where there is none that only this user knows."""
+    """Return the secret of the start of this name. Raises UsageError where no secret is known only to this user."""
     path = folder.resolve() / (PREFIX + re.sub(r"[^.\w-]", "_", f"{os.geteuid()}-{name}") + ".json")
     given = os.environ.get(VARIABLE, "").strip()
     if not given:
@@ -108,12 +108,12 @@ def _of_file(name: str, path: Path) -> Secret:
 
 
 def _of(secret: bytes, name: str) -> bytes:
-    """Of this start alone, although others may have the same from the environment."""
+    """Derive a secret for this start from one that others may share through the environment."""
     return hmac.digest(secret, f"start {name}".encode(), "sha256")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What stands in the file. Raises OSError where it is missing, or not this user's own."""
+    """Read the facts in the file. Raises OSError where it is missing, or not this user's own."""
     with os.fdopen(_opened(path, os.O_RDONLY), "rb") as file:
         lines = file.read(MOST).splitlines()
     told = dict[str, Any]()
@@ -124,7 +124,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _opened(path: Path, flags: int) -> int:
-    """The descriptor of a file that is this user's own. Raises OSError, its text of others that are there."""
+    """Open a file that only this user can access. Raises OSError with the reason if it is another's."""
     # A pipe at its place is not waited for.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if why := not_private(os.fstat(descriptor)):
@@ -136,7 +136,7 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def not_private(facts: os.stat_result) -> str:
-    """Why an open file is not this user's own; empty where it is."""
+    """Say why an open file is not this user's own; empty if it is."""
     if not stat.S_ISREG(facts.st_mode):
         return "is no file"
     if facts.st_uid != os.geteuid():

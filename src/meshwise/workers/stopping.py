@@ -36,12 +36,12 @@ LINGER = 10 * ROUND  # seconds at most that the first rank waits at its end for 
 PATIENCE = 60.0  # seconds in which a rank that was asked to stop comes to its next step; then the signal ends it
 _over = threading.Event()  # the program of this rank has ended
 _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
-"""Signals that came. A handler may run anywhere, also where this process sends a message: it only puts them here."""
+"""Signals that arrived. A handler may run anywhere, even while this process sends a message: it only puts them here."""
 
 
 def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
-    """In a worker of our launcher: tell it of each signal, and where it leads, as rank 0 does, of the end of the time.
-    Called by the main thread."""
+    """In a worker of our launcher: report each signal to it and, if this worker leads (rank 0), the end of the time
+    limit. Called by the main thread."""
     _catch((*WARNINGS, signal.SIGINT), lambda: gate.interrupting)
     if leads:
         _in_thread(lambda: watch(gate, lambda: _asked.put(TIME_LIMIT), _over))
@@ -69,8 +69,8 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
 
 
 def leave_in_peace() -> None:
-    """This process is about to end: the signals that asked for it, which schedulers repeat, do not change its exit
-    code any more. Python gives them back to the system before it has ended. Called by the main thread."""
+    """Ignore further warning signals, because this process is about to end: schedulers repeat them, and Python restores
+    their default handlers before it ends, so the exit code would change. Called by the main thread."""
     if threading.current_thread() is threading.main_thread():
         for number in WARNINGS:
             signal.signal(number, signal.SIG_IGN)
@@ -85,7 +85,7 @@ def _in_thread(work: Callable[[], None]) -> None:
 
 
 def _each(tell: Callable[[int], object]) -> None:
-    """Tell of the first signal; those that repeat it are nothing new."""
+    """Report the first signal; repeated ones are nothing new."""
     with contextlib.suppress(OSError):
         tell(_asked.get())
 
@@ -141,7 +141,7 @@ def _follow(store: Any, world: World, gate: StepGate) -> None:
 
 
 def _found(store: Any, keys: list[str], seconds: float) -> bool:
-    """Wait for the keys, and no longer than this program. A wait of the store itself would outlive it: Python ends such
+    """Wait for the keys, but not longer than this program runs. The store's own wait would outlive it: Python ends such
     a thread with the whole process, by SIGABRT."""
     until = time.monotonic() + seconds
     while not store.check(keys):

@@ -30,8 +30,8 @@ PROOF_TIMEOUT = 5.0  # seconds for a launcher that is reached to prove the secre
 
 @dataclass(frozen=True)
 class Answer:
-    """Of an exchange. version: where the next one goes on. new: what has changed. silent: seconds, by machine;
-    infinity of one whose process is gone."""
+    """Of an exchange. version: where the next one continues. new: what has changed. silent: seconds, by machine;
+    infinity if its process is gone."""
 
     version: int
     new: Mapping[str, str]
@@ -42,16 +42,15 @@ class Exchanges(Protocol):
     """The store of this process, or a link to another's."""
 
     def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
-        """Tell, as the machine of this name, and get what is new. Raises OSError or ValueError where it is gone."""
+        """Send values as the machine of this name; receive what is new. Raises OSError or ValueError if it is gone."""
 
 
 class Store:
     """A store in this process's memory, which others reach at a port."""
 
     def __init__(self, secret: bytes, port: int = 0, listens: int | None = None, host: str = "") -> None:
-        """secret: of those that may exchange. port: 0 takes a free one. listens: the descriptor of a socket that
-        listens there already. host: the address that it listens at, by default all. Raises OSError where the port is
-        taken."""
+        """secret: that clients must prove. port: 0 takes a free one. listens: the descriptor of a socket that already
+        listens there. host: the address to listen at, by default all. Raises OSError where the port is taken."""
         self._kept: dict[str, tuple[int, str]] = {}
         self._heard: dict[str, float] = {}
         self._version, self._lock = 0, threading.Lock()
@@ -69,12 +68,12 @@ class Store:
             return Answer(self._version, new, {other: now - at for other, at in self._heard.items()})
 
     def forget_gone(self) -> None:
-        """Those that have hung up here may have gone to another store, and come back."""
+        """Forget machines that hung up here: they may have gone to another store, and come back."""
         with self._lock:
             self._heard = {name: at for name, at in self._heard.items() if at > -math.inf}
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self.door.close()
 
     def _serve(self, line: Line) -> None:

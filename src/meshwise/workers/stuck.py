@@ -27,14 +27,14 @@ STATES = {
     "D": "is in uninterruptible sleep, as one that waits for a disk or a network file system is",
     "Z": "has ended",
 }
-"""By the letter of /proc: what no Python can be asked about."""
+"""States, by their letter in /proc, in which Python cannot answer."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a process stands. state: a sentence's end for one that the kernel holds; else empty.
+    """Where a process stands. state: the end of a sentence about a process that the kernel holds; else empty.
 
-    place: the innermost line of the user's, or else of any code; empty where Python gave no answer.
+    place: the user's innermost line, or else that of any code; empty where Python gave no answer.
     """
 
     pid: int
@@ -43,14 +43,14 @@ class Standing:
     users: bool = False
 
     def told(self) -> str:
-        """What follows the name of the process: `stands at train.py:31 in load`."""
+        """Return what follows the name of the process: `stands at train.py:31 in load`."""
         if self.state:
             return self.state.replace("PID", str(self.pid))
         return f"stands at {self.place}" if self.place else "does not say where its Python stands"
 
 
 def standing(pid: int, stack: Path) -> Standing:
-    """Where the process stands. stack: the file that it answers in."""
+    """Find where the process stands. stack: the file that it answers in."""
     state = STATES.get(state_of(pid), "")
     if state:
         return Standing(pid, state)
@@ -62,8 +62,8 @@ def standing(pid: int, stack: Path) -> Standing:
 
 
 def stuck_child(pid: int, stack: Path) -> Standing | None:
-    """Of what a process has started, such as its loader workers, the one that does not go on, as far as can be seen:
-    one that the kernel holds, or that is inside the user's code."""
+    """Return the child process, such as a loader worker, that visibly makes no progress: the kernel holds it, or it is
+    inside the user's code."""
     children = children_of(pid)[:MOST_CHILDREN]
     held = next((child for child in children if state_of(child) in ("T", "t", "D")), None)
     if held is not None:
@@ -72,8 +72,8 @@ def stuck_child(pid: int, stack: Path) -> Standing | None:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for what the process does; empty where that is not known. D only of one that stays in it: a
-    page that is read from a disk takes milliseconds."""
+    """Return the kernel's letter for the state of a process; empty if unknown. D only if it stays in it: reading a page
+    from a disk takes milliseconds."""
     for _ in range(LOOKS):
         letter = next(iter(stat_of(pid)), "")
         if letter != "D":
@@ -83,7 +83,7 @@ def state_of(pid: int) -> str:
 
 
 def stat_of(pid: int) -> list[str]:
-    """What the kernel counts of a process, from its letter on (proc_pid_stat(5), field 3); empty where it is gone."""
+    """Return the fields of /proc/PID/stat from the state on (proc_pid_stat(5), field 3); empty without the process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -91,7 +91,7 @@ def stat_of(pid: int) -> list[str]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that a process has started."""
+    """Return the processes that a process has started."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError, ValueError):
@@ -100,7 +100,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _asked(pid: int, stack: Path) -> str:
-    """What the process writes of its stack."""
+    """Ask the process for its stack, and return what it writes."""
     if SIGNAL is None or not _handles(pid, SIGNAL):
         return ""
     before = _size(stack)

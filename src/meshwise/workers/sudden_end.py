@@ -26,8 +26,8 @@ OF_RANK = "{call} ended the process before its work was done. Return, or raise a
 
 @contextmanager
 def told(tell: Callable[[str], object]) -> Iterator[None]:
-    """Meanwhile `tell("train.py:3: os._exit(0)")` is called where the program, or a library, ends this process so. Not
-    in processes that it forks, which end well by it, and not where we do: we have said why."""
+    """During the body, call `tell("train.py:3: os._exit(0)")` when the program or a library ends this process like
+    that. Not in processes that it forks, for which that is normal, and not for our own calls: we have said why."""
     process, before = os.getpid(), (os._exit, os.abort)
     modules: tuple[Any, ...] = (os, sys.modules[os.name])  # posix has them too
     libc, key = ctypes.CDLL(None), ctypes.byref(ctypes.c_char())

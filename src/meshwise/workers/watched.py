@@ -19,7 +19,7 @@ from meshwise.workers.oom_killer import Kills
 
 
 class State(Enum):
-    """What a worker does. EXITED: it left with exit code 0, without a failure and without being done."""
+    """What a worker does. EXITED: it left with exit code 0, without a failure, but before its task was done."""
 
     RUNNING = auto()
     DONE = auto()
@@ -31,8 +31,8 @@ class State(Enum):
 class WatchedWorker:
     """A worker process, and what its launcher knows of it.
 
-    in_progress: it exited in the middle of an epoch. since: when it came into its state. kills: what the kernel's
-    out-of-memory killer had counted before."""
+    in_progress: it exited in the middle of an epoch. since: when it entered its state. kills: the counts of the
+    kernel's out-of-memory killer before it started."""
 
     rank: int
     process: subprocess.Popen[bytes] | ForkedWorker
@@ -48,7 +48,7 @@ class WatchedWorker:
         self.state, self.failure, self.since = state, failure, time.monotonic()
 
     def died(self, status: int) -> None:
-        """It ended without a report."""
+        """Note that it ended without a report."""
         server = self.process.server.process if isinstance(self.process, ForkedWorker) else None
         with_server = server is not None and server.poll() is not None
         culprit = server if server is not None and with_server else self.process
@@ -69,8 +69,8 @@ class WatchedWorker:
 
 
 def shown(pipe: BinaryIO | Any, stream: str, log: BinaryIO, show: Callable[[str, str], None]) -> threading.Thread:
-    """A thread that writes each line of a worker's output to its log, and shows it, until the log is closed: what
-    outlives the launch is not shown."""
+    """Start a thread that writes each line of a worker's output to its log, and shows it, until the log is closed:
+    output of processes that outlive the launch is not shown."""
 
     def forward() -> None:
         with pipe, contextlib.suppress(ValueError):

@@ -42,11 +42,11 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes that the path of a socket has left for a folder
 
 in_progress: set[str] = set()
-"""What a rank is in the middle of, such as an epoch: leaving then is leaving the other ranks alone."""
+"""Activities that a rank is in the middle of, such as an epoch: leaving now would abandon the other ranks."""
 
 
 def main() -> int:
-    """The life of a worker: its cores, its session, its task. Returns the exit code of the process."""
+    """Run a worker: bind its cores, open its session, run its task. Returns the exit code of the process."""
     if sys.argv[1] == CALL:
         return answer(Path(sys.argv[2]))
     die_with_parent()
@@ -68,8 +68,8 @@ def main() -> int:
 
 
 def main_of_fork() -> int:
-    """`main` in a process that was forked. Where something in the environment, such as a plugin of torch, has asked for
-    accelerators before the fork, the worker starts anew: they cannot be used after it."""
+    """Run `main` in a forked process. If something in the environment, such as a plugin of torch, has initialised the
+    accelerators before the fork, the worker restarts: they cannot be used after it."""
     if DEVICE_KIND in os.environ and lost_by_fork(os.environ[DEVICE_KIND]):
         if LISTENER in os.environ:
             os.set_inheritable(int(os.environ[LISTENER]), True)
@@ -78,7 +78,7 @@ def main_of_fork() -> int:
 
 
 def answer(task: Path) -> int:
-    """Call the function of `task`, and write down what it gives, or how it failed. See `ForkServer.call`."""
+    """Call the function of `task`, and write down its result, or how it failed. See `ForkServer.call`."""
 
     if sys.stdout is not None and sys.stderr is not None:
         last_words.watch(sys.stdout, sys.stderr)
@@ -102,7 +102,7 @@ def answer(task: Path) -> int:
 
 
 def watch_files(channel: WorkerChannel) -> None:
-    """Tell the launcher which files the user's code writes, but for the records of the run."""
+    """Tell the launcher which files the user's code writes, except the records of the run."""
     records = [os.environ[RUN_FOLDER]] if RUN_FOLDER in os.environ else []
     watch = FileWatch(lambda path, where: channel.send("writes", path=path, where=where), ignored=records)
     watch.begin()
@@ -110,7 +110,7 @@ def watch_files(channel: WorkerChannel) -> None:
 
 
 def die_with_parent() -> None:
-    """On Linux the kernel kills this process when its parent dies, even while it holds Python's lock. Elsewhere the
+    """On Linux, let the kernel kill this process when its parent dies, even while it holds the GIL. Elsewhere the
     closed side channel does it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -118,15 +118,15 @@ def die_with_parent() -> None:
 
 
 def bind_to_cores(cores: str) -> None:
-    """Bind this process to the comma-separated `cores`; nothing where the system cannot, or where the text is empty."""
+    """Bind this process to the comma-separated `cores`; do nothing where the system cannot, or the text is empty."""
     if cores and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
 
 def keep_sockets_in(scratch: Path) -> None:
-    """Where loader workers make the sockets by which they hand on tensors: what is left of those that are killed goes
-    with the launch."""
+    """Make loader workers put the sockets for passing tensors there: those that killed workers leave go with the
+    launch."""
     if len(str(scratch)) > SOCKET_ROOM:
         return
     before, tempfile.tempdir = tempfile.tempdir, str(scratch)
@@ -135,7 +135,7 @@ def keep_sockets_in(scratch: Path) -> None:
 
 
 def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
-    """What a task finds: its rank's files in the folder of the launch, a store, an ear for the launcher."""
+    """Prepare what a task needs: its rank's files in the folder of the launch, a store, a listener for the launcher."""
     keep_sockets_in(scratch)
     verb_log.begin(trail_path(scratch, world.rank))
     join.keep_store()

@@ -23,7 +23,7 @@ from typing import Any
 from meshwise.spec.user_code import place, user_frame
 
 MOST = 1000
-"""Paths that a worker tells of: a program that writes a picture every step is known by its first."""
+"""The most paths that a worker reports: a program that writes a picture every step is known by its first."""
 CREATES = os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _NOBODYS = re.compile(r"(/\.[^/]|/__pycache__/|\.lock$|\.pyc$)")  # hidden folders and files are caches and settings
@@ -42,21 +42,21 @@ Tell = Callable[[str, str], None]
 
 
 class FileWatch:
-    """A worker's end: tells of paths that the user's code writes, with the line that does."""
+    """A worker's end: reports the paths that the user's code writes, with the line that does."""
 
     def __init__(self, tell: Tell, *, ignored: Iterable[str] = ()) -> None:
-        """tell: takes a path and a line. ignored: folders whose files are nobody's mistake."""
+        """tell: takes a path and a line. ignored: folders whose files are never reported."""
         caches = [os.environ[name] for name in CACHES if name in os.environ]
         self._ignored = tuple(os.path.realpath(folder) + os.sep for folder in (*ignored, *caches))
         self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep  # asked here: it opens files itself
         self._tell, self._told, self._process = tell, set[str](), os.getpid()
 
     def begin(self) -> None:
-        """Look at every file that this process opens, until it ends: Python gives no hook back."""
+        """Watch every file that this process opens, until it ends: Python cannot remove the hook."""
         sys.addaudithook(lambda event, arguments: self._opened(*arguments) if event == "open" else None)
 
     def saving(self, save: Callable[..., None]) -> Callable[..., None]:
-        """torch.save, looked at."""
+        """Wrap torch.save to watch its paths."""
 
         @functools.wraps(save)
         def looked_at(obj: Any, f: Any, *arguments: Any, **keywords: Any) -> None:
@@ -105,7 +105,7 @@ class WrittenFiles:
         self._said = False
 
     def add(self, rank: int, path: str, where: str) -> str:
-        """A rank writes a file. Returns what to say, where it is the first that several ranks write; else nothing."""
+        """Note that a rank writes a file. Returns what to say on the first one that several ranks write; else ""."""
         events = _EVENTS in path
         file = Path(path).parent if events else Path(path)
         key = _TIME_OF_DAY.sub("", str(file))

@@ -15,7 +15,7 @@ from meshwise.workers.launchers.place import ALONE, Place
 
 
 def place_in(environment: Mapping[str, str]) -> Place:
-    """The place of a process with these variables. Raises UsageError for variables that cannot be."""
+    """Find the place of a process with these variables. Raises UsageError for impossible values."""
     inner = torchrun.read(environment)
     if inner is not None and "LOCAL_RANK" not in environment:
         step = slurm.read(environment)  # a script of `srun` that sets RANK by hand: where it runs is Slurm's

@@ -15,7 +15,7 @@ OPEN = "OMPI_COMM_WORLD_"
 
 
 def read(environment: Mapping[str, str]) -> Place | None:
-    """The place of a process that mpirun started: machines are counted by their ranks, which it puts side by side."""
+    """Return the place of a process that mpirun started: mpirun gives the processes of a machine consecutive ranks."""
     if number(environment, OPEN + "SIZE", 1) > 1:
         names = [OPEN + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
         job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")

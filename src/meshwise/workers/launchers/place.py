@@ -19,10 +19,10 @@ from meshwise.spec.units import plural
 class Place:
     """One process among `size`, on machine `node` of `nodes`; without a launcher the only one.
 
-    launcher: `Slurm`, `torchrun`, …; empty without one. job, step, attempt: what the launcher started, and how often
-    (from 1; 0 where it does not tell). hosts: names of the machines in the order of the nodes, where they are known;
-    more than `nodes` where a job has machines that nothing was started on. rendezvous: host and port of rank 0, where
-    the launcher says it. key: what the processes of one start have in common and no other start has.
+    launcher: `Slurm`, `torchrun`, …; empty without one. job, step, attempt: of the launcher; attempt counts from 1, 0
+    if unknown. hosts: names of the machines in the order of the nodes, where they are known; more than `nodes` where
+    some machines of a job run no process. rendezvous: host and port of rank 0, where the launcher tells them. key: a
+    text that only the processes of one start share.
     """
 
     launcher: str = ""
@@ -44,7 +44,7 @@ class Place:
         return self.size > 1 and self.size == self.nodes
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that torchrun would set for it."""
+        """Return the environment variables that torchrun would set for it."""
         if self.size == 1:
             return {}
         named = {"RANK": self.rank, "WORLD_SIZE": self.size}
@@ -53,15 +53,15 @@ class Place:
         return {name: str(value) for name, value in (named | where).items()}
 
     def record(self) -> dict[str, object]:
-        """What an attempt of a run keeps of it; nothing without a job."""
+        """Return what the record of an attempt keeps of it; nothing without a job."""
         return {"launcher": self.launcher, "scheduler_job": self.job, "start": self.attempt} if self.job else {}
 
     def work(self) -> Work:
-        """Whose work a folder is held for: the job's; nobody's that is known without one."""
+        """Return the owner of a run folder's lock: the job, or unknown without one."""
         return Work(f"{self.launcher} job {self.job}", self.attempt) if self.job else Work()
 
     def told(self, devices: int, nodes: int | None = None) -> str:
-        """`Slurm job 4711, 2 nodes × 4 devices, attempt 2`; empty without a launcher. devices: of all nodes."""
+        """Write `Slurm job 4711, 2 nodes × 4 devices, attempt 2`; empty without a launcher. devices: of all nodes."""
         if not self.launcher:
             return ""
         count = self.nodes if nodes is None else nodes
@@ -78,7 +78,7 @@ ALONE = Place()
 
 
 def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A whole number of the environment. Raises UsageError for another text, or where there is none and no default."""
+    """Read a whole number from the environment. Raises UsageError for other text, or without a value and default."""
     text = environment.get(name, "" if default is None else str(default))
     try:
         return int(text)

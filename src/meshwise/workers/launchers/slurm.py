@@ -25,7 +25,7 @@ OF_STEPS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_NODEID", 
 
 
 def read(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | None:
-    """The place of a process of a Slurm job. Raises UsageError for variables that Slurm does not write so."""
+    """Return the place of a process of a Slurm job. Raises UsageError for variables that Slurm does not set so."""
     if JOB not in environment:
         return None
     job, attempt = job_id(environment), number(environment, "SLURM_RESTART_COUNT", 0) + 1
@@ -61,19 +61,19 @@ def read(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | 
 
 
 def job_id(environment: Mapping[str, str]) -> str:
-    """`4711`, or `4700_3` for a task of an array."""
+    """Return `4711`, or `4700_3` for a task of an array."""
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     return environment[JOB] if array is None or task is None else f"{array}_{task}"
 
 
 def in_step(environment: Mapping[str, str], proc: Path = Path("/proc")) -> bool:
-    """Whether this process is a task of the step that the variables describe, not a batch script with old ones."""
+    """Check whether this process is a task of the step in the variables, not a batch script that inherited them."""
     real = step_of_process(environment, proc)
     return _agree(environment) if real is None else real == environment.get("SLURM_STEP_ID", real)
 
 
 def step_of_process(environment: Mapping[str, str], proc: Path = Path("/proc")) -> str | None:
-    """`0`, `batch`, `interactive` …: the step that the system has this process in; None where it does not say."""
+    """Return this process's step as the system knows it: `0`, `batch`, `interactive` …; None if unknown."""
     job = environment[JOB]
     for text, pattern in (
         (_text(proc / "self" / "cgroup"), rf"/job_{job}/step_(\w+)"),
@@ -85,7 +85,7 @@ def step_of_process(environment: Mapping[str, str], proc: Path = Path("/proc")) 
 
 
 def _command_above(pid: str, proc: Path) -> str:
-    """The command of the process that started `pid`."""
+    """Return the command of the process that started `pid`."""
     parent = re.search(r"^PPid:\s*(\d+)", _text(proc / pid / "status"), re.MULTILINE) if pid.isdigit() else None
     return "" if parent is None else _text(proc / parent[1] / "cmdline")
 
@@ -98,7 +98,7 @@ def _text(path: Path) -> str:
 
 
 def _agree(environment: Mapping[str, str]) -> bool:
-    """Whether the step's own variables agree with those that slurmd sets for every task and batch script."""
+    """Check whether the step's own variables agree with those that slurmd sets for every task and batch script."""
     tasks = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
     node = number(environment, "SLURM_NODEID", 0)
     nodes = set(host_list(environment["SLURM_STEP_NODELIST"]))

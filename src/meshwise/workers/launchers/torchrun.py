@@ -15,8 +15,8 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def read(environment: Mapping[str, str]) -> Place | None:
-    """The place of a process that has RANK and WORLD_SIZE. Without LOCAL_RANK they are those of a pod, in
-    Kubernetes: a PyTorchJob counts pods, not processes."""
+    """Return the place of a process that has RANK and WORLD_SIZE. In Kubernetes without LOCAL_RANK they belong to a
+    pod: a PyTorchJob counts pods, not processes."""
     if not {"RANK", "WORLD_SIZE"} <= environment.keys():
         return None
     rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
