@@ -65,7 +65,7 @@ class Commands(TyperGroup):
         return command
 
     def invoke(self, ctx: Any) -> Any:
-        """As click does, which keeps silent about a Ctrl-C, and about what a program that is called ends it with."""
+        """Invoke like click, but also report a Ctrl-C, or how a called program ended the command: click is silent."""
         try:
             return super().invoke(ctx)
         except Exception:
@@ -96,7 +96,7 @@ def _options(version: Annotated[bool, typer.Option("--version", help="print the 
 
 
 def main() -> None:
-    """The command `meshwise`."""
+    """Run the command `meshwise`."""
     if any(word.startswith("--nnodes") for word in sys.argv):  # else torch prints C++ frames for a connection that ends
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     atexit.register(gc.freeze)  # else Python looks for garbage in all that was imported, before it ends
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def _end(call: str) -> None:
-    """The program that a command reads or calls ends this process by `call`."""
+    """End this process because the program that a command reads or calls has called `call`."""
     error = UsageError(sudden_end.OF_COMMAND.format(call=call))
     _print_error(error)
     if os.isatty(2):
@@ -129,7 +129,7 @@ def _end(call: str) -> None:
 
 
 def _open_standard_files() -> None:
-    """Where a caller has closed stdin, stdout or stderr, what is opened next would take its place, and get its text."""
+    """Open stdin, stdout or stderr if a caller has closed it: the next opened file would get its number and text."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -139,7 +139,7 @@ def _open_standard_files() -> None:
 
 
 def _told(error: Exception) -> MeshwiseError | None:
-    """The sentence for what ended a command; None for a fault of ours."""
+    """Return the error to show for what ended a command; None for a bug of ours."""
     if isinstance(error, MeshwiseError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
@@ -165,7 +165,7 @@ def _print_error(error: MeshwiseError) -> None:
 
 
 def _flush() -> None:
-    """Flush what is printed, even when nobody reads it any more, or a job has closed it. Raises OSError where it cannot
+    """Flush what is printed, even if nobody reads it any more, or a job has closed it. Raises OSError where it cannot
     be written."""
     with contextlib.suppress(AttributeError, ValueError):
         try:

@@ -32,13 +32,13 @@ from meshwise.spec.units import bytes_text, plural, seconds_text
 from meshwise.workers.environment import started_by_launcher
 
 SECONDS = 20.0
-"""Of the search."""
+"""Time for the search."""
 MEASURE = 4.0
-"""Of measuring what CPU workers send each other, whose links no catalog knows."""
+"""Time to measure the links between CPU workers, which no catalog knows."""
 
 
 def with_plan(options: RunOptions, console: Console) -> RunOptions:
-    """The options with the plan that the search chose; what it is and why is printed.
+    """Return the options with the plan that the search chose, and print the plan and why.
 
     Raises UsageError where the devices of a run are not all here, PlanError where no plan fits.
     """
@@ -78,13 +78,13 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
 
 
 def _measured(machine: Machine, slots: Sequence[WorkerSlot]) -> Machine:
-    """With the collectives of these workers, shortly measured."""
+    """Return the machine with the collectives of these workers, measured briefly."""
     found = bench(f"{len(slots)}xcpu", what=("collectives",), sizes="1K:4M", seconds=MEASURE).machine
     return replace(machine, collectives=found.collectives, links=found.links, measured=found.measured)
 
 
 def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
-    """The fastest that fits; where no time is known the simplest on all devices that does. And why, in a sentence."""
+    """Choose the fastest plan that fits; without known times, the simplest one on all devices. Also say why."""
     best = plans.best
     if best is None:
         nearest = min(plans.found.estimates, key=lambda each: each.memory.total.value).memory
@@ -121,6 +121,6 @@ def _told(plans: Plans, chosen: Estimate, why: str, devices: int) -> list[str]:
 
 
 def _first_of(slots: Sequence[WorkerSlot], count: int) -> str:
-    """The first of the devices, in words."""
+    """Name the first of the devices, in words."""
     indices = [str(slot.index) for slot in slots[:count] if slot.index is not None]
     return f"{slots[0].device}:{','.join(indices)}" if indices else f"{count}x{slots[0].device}"

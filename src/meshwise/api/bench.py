@@ -36,15 +36,15 @@ from meshwise.terminal.notebook import shown_by
 shown_by(Bench, bench_text)
 WHAT = ("compute", "links", "collectives")
 SECONDS_ON_CPU, SECONDS = 40.0, 90.0
-"""Of measuring by default; starting workers and checking bytes comes on top."""
+"""Default time to measure; starting workers and checking bytes takes extra."""
 MOST_WORKERS = 4
 BUFFERS = 4
-"""Of a message's size in each rank at once: what is sent, what is received, the pattern, and one for the backend."""
+"""Buffers of a message's size in each rank at once: sent, received, the pattern, and one for the backend."""
 
 
 @dataclass
 class Measured:
-    """What has been measured so far, while a bench goes on; what is new goes on to `reported`."""
+    """The results of a running bench so far; new ones are passed on to `reported`."""
 
     reported: Progress
     began: float = field(default_factory=time.perf_counter)
@@ -65,7 +65,7 @@ class Measured:
         self.reported.done(result)
 
     def bench(self, machine: Machine, stopped: Stop | None) -> Bench:
-        """All of it, judged."""
+        """Judge all results."""
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         when = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC" + (f", {versions}" if versions else "")
         seconds = time.perf_counter() - self.began
@@ -87,7 +87,7 @@ def bench(
     devices: as for `meshwise run`; default: all accelerators, else CPU workers on the cores of this process. what:
     some of `compute`, `links`, `collectives`. sizes: `1K:1G`. seconds: of measuring, in all. progress: called with
     what is measured now, and with each result. tell and done: deprecated, use progress. A Ctrl-C ends it early:
-    what was measured is kept, and `stopped` says so. Raises UsageError for sizes that do not fit in memory.
+    results so far are kept, and `stopped` says so. Raises UsageError for sizes that do not fit in memory.
     """
     if tell or done:
         warnings.warn("bench(tell=…, done=…) is deprecated. Use progress.", DeprecationWarning, stacklevel=2)
@@ -105,7 +105,7 @@ def bench(
 
 
 def stop_by(error: KeyboardInterrupt | WorkerFailed) -> Stop:
-    """A Ctrl-C, another signal that was raised as KeyboardInterrupt(number), or a worker that failed."""
+    """Describe the stop: by Ctrl-C, another signal raised as KeyboardInterrupt(number), or a failed worker."""
     if isinstance(error, WorkerFailed):
         return Stop(str(error), error.exit_code)
     number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
@@ -114,12 +114,12 @@ def stop_by(error: KeyboardInterrupt | WorkerFailed) -> Stop:
 
 
 def default_devices() -> str:
-    """All accelerators; without one as many CPU workers as cores, from two to four."""
+    """Return all accelerators; without one as many CPU workers as cores, from two to four."""
     return "all" if accelerators()[1] else f"{min(max(len(allowed_cores()), 2), MOST_WORKERS)}xcpu"
 
 
 def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]:
-    """The sizes that are asked, or those of the default that fit. Raises UsageError where an asked one does not fit."""
+    """Return the given sizes, or the default ones that fit. Raises UsageError where a given one does not fit."""
     sizes, asked, host = read_sizes(words or DEFAULT), words is not None, free_bytes(torch.device("cpu"))
     if slots[0].device == "cpu":
         return fitting(sizes, host // len(slots), BUFFERS, asked)
@@ -131,7 +131,7 @@ def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]
 def _parts(
     slots: Sequence[WorkerSlot], what: Sequence[str], sizes: tuple[int, ...], seconds: float | None, measured: Measured
 ) -> Iterator[Callable[[], object]]:
-    """What is done one after the other; time is shared equally."""
+    """Yield the parts of the bench in their order; they share the time equally."""
     alone, together = "compute" in what, [part for part in what if part != "compute"]
     on_cpu = slots[0].device == "cpu"
     copies = "links" in what and not on_cpu

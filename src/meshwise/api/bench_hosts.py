@@ -34,7 +34,7 @@ def bench_hosts(
     nodes: NodeOptions | None = None,
     progress: Progress = SILENT,
 ) -> Bench | None:
-    """Measure between hosts, check every byte, and judge. None on all hosts but the first.
+    """Measure between hosts, check every byte, and judge. Returns None on all hosts but the first.
 
     Every host calls this: under torchrun, srun or mpirun, or by itself with `nodes`. Raises UsageError when it is
     alone, or for sizes that do not fit in memory.
@@ -73,6 +73,6 @@ def _measure_as_host(sizes: tuple[int, ...], seconds: float, what: Sequence[str]
 
 
 def _worker(sizes: tuple[int, ...], seconds: float, what: Sequence[str]) -> None:
-    """What the worker of one host does; only rank 0 sends its progress to its launcher."""
+    """Measure as the worker of one host; only rank 0 sends its progress to its launcher."""
     session = join()
     _measure_as_host(sizes, seconds, what, SILENT if session.world.rank else sent_over(session.channel))

@@ -76,15 +76,15 @@ NOT_KEPT = (
 )
 NOISY = "one device again, with the plan's values of parameters whose gradients are only rounding"
 _kept = ExitStack()
-"""The view of the files, for as long as the process of a script lasts: what writes at its end writes there too."""
+"""The view of the files, for the rest of a script's process, which may write until its end."""
 
 
 @dataclass(frozen=True)
 class CheckedProgram:
     """What a check runs.
 
-    trace: what each worker calls with what is checked and, under the plan, the random draws of one device. alone:
-    whether a pass needs processes of its own: a script may leave anything behind.
+    trace: runs the checked program in each worker; under the plan with the random draws of one device. alone: whether a
+    pass needs processes of its own, because a script may leave anything behind.
     """
 
     name: str
@@ -99,9 +99,9 @@ def check(options: CheckOptions) -> Proof | PlainProof:
     Both sides train in float64, casts inside the model too, from the same start on the same samples; the last step has
     a ragged batch. A difference above 1e-9 of a tensor's size is a fault.
 
-    The job is a Job, or a word as on the command line; a script.py is run with `arguments`, and gives a PlainProof if
-    it is one of DDP or accelerate that knows nothing of meshwise. What it writes goes into a folder of the check: your
-    files stay as they are. The plan is a Plan or a plan file. Rounding tells how far each side is from float64 in the
+    The job is a Job, or a word as on the command line; a script.py is run with `arguments`, and returns a PlainProof if
+    it is one of DDP or accelerate that does not use meshwise. The script writes into a folder of the check: your files
+    stay as they are. The plan is a Plan or a plan file. Rounding tells how far each side is from float64 in the
     plan's own precision.
     Raises UsageError for what cannot be checked, WorkerFailed when a worker fails.
     """
@@ -109,7 +109,7 @@ def check(options: CheckOptions) -> Proof | PlainProof:
 
 
 def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | PlainProof:
-    """The check with these options. forks: makes the workers, and imports torch already; it is closed at the end."""
+    """Run the check with these options. forks: makes the workers, and already imports torch; closed at the end."""
     if started_by_launcher():
         raise UsageError("meshwise check starts its own workers. Call it alone, without torchrun, srun or mpirun.")
     script = options.job if isinstance(options.job, str) and options.job.endswith(".py") else ""
@@ -153,8 +153,8 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
 def _plain(
     script: Path, options: CheckOptions, slots: Sequence[WorkerSlot], devices: str, forks: Forks | None
 ) -> PlainProof | None:
-    """A script that knows nothing of us: its ranks, and one process that reads what they read. None where it turns out
-    to use our verbs."""
+    """Check a script that does not use meshwise: its ranks, and one process that reads what they read. None where it
+    proves to use our verbs."""
     check_script(str(script), options)
     passes = Passes(
         [f"the script on {devices}", "one process, on what they read"], options.steps, options.notify, options.progress
@@ -184,7 +184,7 @@ def _plain(
 
 
 def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
-    """What the script writes goes into a folder of the check, to the end of this process."""
+    """Run the script with its writes sent into a folder of the check, until this process ends."""
     os.environ["WANDB_MODE"] = "disabled"
     torch.set_num_threads(1)  # the same sums in the same order on both sides
     if can_lock():
@@ -200,14 +200,14 @@ def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
 
 
 def _passes(specs: Sequence[CheckSpec], plan: Plan | None, devices: str) -> list[str]:
-    """What each pass runs, in words."""
+    """Say in words what each pass runs."""
     words = ["in float64" if spec.in_float64 else "in the plan's own precision" for spec in specs]
     sides = ["one device", f"{plan or 'the plan of the script'} on {devices}"]
     return [f"{side}, {precision}" for side in sides for precision in words]
 
 
 def _plan(options: CheckOptions) -> Plan:
-    """The plan that is given, or replicas on all devices, with the settings over it."""
+    """Return the given plan, or replicas on all devices, changed by the settings."""
     if isinstance(options.plan, Plan):
         return plan_from_settings(options.settings, options.plan)
     count = len(find_devices(parse_devices(options.devices or DEFAULT_DEVICES)))
@@ -219,7 +219,7 @@ def _plan(options: CheckOptions) -> Plan:
 
 
 def uncompiled_plan(plan: Plan, notify: Callable[[str], None]) -> Plan:
-    """The plan without its compiler, which fuses what is compared between modules; and a line that says so."""
+    """Return the plan without its compiler, which fuses what is compared between modules; and say so."""
     if plan.compile:
         notify("compile is left out: the modules are compared as they are written")
     return replace(plan, compile=False)
@@ -232,8 +232,8 @@ def _traces(
     places: Sequence[Sequence[WorkerSlot]],
     passes: Passes,
 ) -> list[ProgramTrace]:
-    """What the program did in each pass: what is checked, and the random draws that it follows. places: what a pass
-    runs on; where there are several, passes run beside each other."""
+    """Return a trace of the program for each pass, a pair of what is checked and the random draws to follow. places:
+    the devices of a pass; with several places, passes run in parallel."""
     if not program.alone and places[0][0].device == "cpu" and wanted[0][1] is None:
         return [_in_this_process(program, spec, passes) for spec, _ in wanted]
     halt = Halt()
@@ -270,7 +270,7 @@ def _in_worker(
 
 
 def _in_this_process(program: CheckedProgram, spec: CheckSpec, passes: Passes) -> ProgramTrace:
-    """One device. Raises WorkerFailed, as a worker would, where the user's program raises."""
+    """Run one device in this process. Raises WorkerFailed, as a worker would, where the user's program raises."""
     passes.begin()
     try:
         found = program.trace(spec, None)
@@ -332,7 +332,7 @@ def _script(
 def _trace_script(
     run: Callable[[], object], seed: int, folder: Path, spec: CheckSpec, draws: Draws | None
 ) -> ProgramTrace | None:
-    """What the script writes goes into a folder of the check, to the end of this process. seed: where it sets none."""
+    """Trace the script, with its writes sent into a folder of the check. seed: where the script sets none."""
     if (folder / "plan.toml").exists():
         os.environ[PLAN_FILE] = str(folder / "plan.toml")
     found: ProgramTrace | None = _in_scratch(
@@ -342,6 +342,6 @@ def _trace_script(
 
 
 def _own_folder(folder: Path, spec: CheckSpec, draws: Draws | None) -> Path:
-    """Where a pass writes: each begins with the user's files as they are."""
+    """Return where a pass writes: each begins with the user's files unchanged."""
     side = "again" if spec.noise else "one" if draws is None else "many"
     return folder / f"{side}{64 if spec.in_float64 else ''}"

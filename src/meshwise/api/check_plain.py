@@ -21,12 +21,12 @@ BY_ACCELERATE = ("accelerate", "transformers", "trl", "peft", "diffusers")
 
 
 def is_plain(script: Path) -> bool:
-    """Whether the script does not name us: it may be DDP or accelerate."""
+    """Check whether the script does not mention meshwise: it may be DDP or accelerate."""
     return "meshwise" not in script.read_text(encoding="utf-8", errors="replace")
 
 
 def names_accelerate(script: Path) -> bool:
-    """Whether the script names accelerate, or a library that trains by it."""
+    """Check whether the script mentions accelerate, or a library that trains with it."""
     text = script.read_text(encoding="utf-8", errors="replace")
     return any(library in text for library in BY_ACCELERATE)
 
@@ -34,7 +34,7 @@ def names_accelerate(script: Path) -> bool:
 def watch(
     script: Callable[[], object], steps: int, seed: int, follow: Follow | None, accelerate: bool
 ) -> Record | None:
-    """What this rank did; None where the script turns out to use our verbs."""
+    """Record what this rank did; None where the script proves to use our verbs."""
     if accelerate and find_spec("accelerate") is not None:
         import_module("accelerate")  # before anybody keeps one of its methods
     world = rank_context().world
@@ -45,7 +45,7 @@ def watch(
 
 
 def refuse_unjudged(name: str, ranks: Sequence[Record]) -> None:
-    """Raises UsageError for a script of which nothing can be compared."""
+    """Check that a script did something to compare; raises UsageError if not."""
     refused = next((record.refused for record in ranks if record.refused), "")
     if refused:
         raise UsageError(f"{name}: {refused}.")

@@ -22,9 +22,9 @@ shown_by(Machine, devices_text)
 
 
 def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Machine:
-    """A machine: the one that is here (None), `8xH100` or `2x8xA100-80GB@200Gb` in words, or a machine file (.toml).
+    """Find a machine: this one (None), `8xH100` or `2x8xA100-80GB@200Gb` in words, or a machine file (.toml).
 
-    torch: ask torch too, for what is here; without it NVML and the system's own files must do.
+    torch: also ask torch about this machine; without it, only NVML and the system's own files.
     Raises UsageError for a part that is not in the catalog, naming the nearest, and for a file that is not one.
     """
     if words is None:
@@ -39,7 +39,7 @@ def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Mach
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine of a machine file. Raises UsageError when it cannot be read or is none."""
+    """Read a machine file. Raises UsageError when it cannot be read or is no machine file."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe or a device would be read for ever
         raise UsageError(f"{path}: not a file. Write a machine file with meshwise bench --save FILE.")
     try:

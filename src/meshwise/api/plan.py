@@ -45,13 +45,13 @@ from meshwise.terminal.notebook import Page, shown_by
 from meshwise.workers.scratch import scratch_folder
 
 ROOMY = 0.5
-"""Of a device: what would save memory is not rehearsed of a plan that needs less; --memory asks for it."""
+"""Share of a device: for a plan that needs less, memory savings are not rehearsed unless --memory asks for them."""
 LARGE = 10**9
-"""Parameters from which on float32 is nobody's choice: sixteen bytes of each would be gathered, and computed slowly."""
+"""Parameters from which nobody would train in float32: it gathers sixteen bytes for each, and computes slowly."""
 SLACK = 1.1
-"""Times a device's memory, that a guess may be."""
+"""How many times a device's memory a rough guess may need."""
 EDITS = 10.0
-"""Seconds at most for what would change the one plan that was asked about."""
+"""At most this many seconds for variants of the one plan that was asked about."""
 _NOTHING = Search((), (), (), 0.0)
 
 
@@ -59,10 +59,10 @@ _NOTHING = Search((), (), (), 0.0)
 class Plans:
     """The plans of a job on a machine, the best first.
 
-    one: the first is the one that was asked about, and the others are what it would be with one thing changed.
-    explained: what the step of one plan is made of; memory: what its memory goes to; where they were asked for. steps:
-    of the whole training; price: of a device hour. said: what was taken for granted. first: what the first of them was
-    made of.
+    one: the first plan is the one asked about, and the others change one thing in it.
+    explained: what the step of one plan consists of; memory: what its memory is used for; both only on request. steps:
+    of the whole training; price: of a device hour. said: what was assumed. first: the parts from which the first plan
+    was estimated.
     """
 
     job: str
@@ -83,17 +83,18 @@ class Plans:
 
     @property
     def best(self) -> Estimate | None:
-        """The fastest plan that fits, or of which that is not known; None where none does."""
+        """The fastest plan that fits, or may fit; None where none does."""
         first = next(iter(self.found.estimates), None)
         return first if first is not None and first.memory.verdict in (FITS, UNKNOWN) else None
 
     @property
     def predicted(self) -> Prediction | None:
-        """What a run of the first plan is held against: `plan_to_toml(...) + prediction_to_toml(...)` keeps both."""
+        """The prediction to compare a run of the first plan with; `plan_to_toml(...) + prediction_to_toml(...)` keep
+        it."""
         return None if self.first is None else prediction(self.first, self.job)
 
     def device_hours(self, estimate: Estimate) -> float | None:
-        """Of all steps of the training under a plan, without evaluations and saving; None where they are not known."""
+        """Return the device hours of training under a plan, without evaluation and saving; None where unknown."""
         if self.steps is None or estimate.seconds is None:
             return None
         return self.steps * estimate.seconds.value * estimate.plan.devices / 3600
@@ -104,14 +105,14 @@ def plan(options: PlanOptions) -> Plans:
     """Rehearse a job under the plans that a machine could run, without running any: seconds of a step and memory of
     each, the best first. No device and no network are needed.
 
-    Raises UsageError for a job or a machine that is not known, PlanError where no plan can run.
+    Raises UsageError for an unknown job or machine, PlanError where no plan can run.
     """
     return plan_options(options)
 
 
 def page(plans: Plans) -> Page:
-    """The plans, the first one's predicted step and its memory as a page that works offline. Raises UsageError where
-    no plan is the best."""
+    """Return the plans, and the first one's predicted step and memory, as a page that works offline. Raises UsageError
+    where no plan fits."""
     if plans.first is None:
         raise UsageError("--page shows what is known of the best plan; give --fits or --memory a plan that fits.")
     return Page(plan_page(plans, plans.first))
@@ -121,7 +122,7 @@ setattr(Plans, "figure", page)  # noqa: B010  # as of a report
 
 
 def plan_options(options: PlanOptions) -> Plans:
-    """The search with these options."""
+    """Run the search with these options."""
     with ExitStack() as stack:
         machine = _machine_of(options)
         return _planned(options, machine, _job_of(options, machine, stack))
@@ -145,7 +146,7 @@ def _planned(options: PlanOptions, machine: Machine, job: Job | Script) -> Plans
 
 
 class _Kept:
-    """Rehearses plans, and keeps the best one, about which more may be asked."""
+    """Rehearses plans, and keeps the best one for further questions."""
 
     def __init__(self, rehearse: Callable[[Plan], Rehearsed]) -> None:
         self._rehearse = rehearse
@@ -160,12 +161,12 @@ class _Kept:
         return found
 
     def kept(self, plan: Plan) -> Rehearsed | None:
-        """What is known of this plan, if it is the best."""
+        """Return the rehearsal of this plan, if it is the best."""
         return self._best if self._best is not None and self._best.estimate.plan == plan else None
 
 
 def _in_bf16(program: Tracer | Script, options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
-    """A model that nobody trains in float32 is planned in bfloat16, unless a dtype is given; and the note on it."""
+    """Plan a model too large for float32 in bfloat16, unless a dtype is given; also return a note about that."""
     given = {setting.partition("=")[0].strip() for setting in options.settings}
     if options.fits is not None or given & {"precision", *OWN_DTYPES} or isinstance(program, Script):
         return options, ()
@@ -226,7 +227,7 @@ def _searched(
 
 
 def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Rehearsed]) -> Plans:
-    """With what was asked of one of the plans, which is rehearsed once more."""
+    """Return the plans with the requested details of one of them, which is rehearsed once more."""
     estimates = plans.found.estimates
     if options.explain is None and not options.memory:
         return plans
@@ -250,7 +251,7 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
 
 
 def _steps(job: Job | Script) -> int | None:
-    """Optimizer steps of the whole training; None of a script, whose loop is its own."""
+    """Return the optimizer steps of the whole training; None for a script, whose loop is its own."""
     if isinstance(job, Script):
         return None
     return -(-open_data(job, job.data(), "training set").samples // job.batch_size) * job.epochs
@@ -259,8 +260,8 @@ def _steps(job: Job | Script) -> int | None:
 def _judged(
     machine: Machine, options: PlanOptions, estimate: Callable[[Plan], Estimate], space: Callable[[], Space]
 ) -> Search:
-    """The plan that was asked about, and behind it what it would be with one thing changed: where it does not fit, or
-    its memory was asked for."""
+    """Return the plan that was asked about; if it does not fit, or its memory was asked for, followed by variants with
+    one thing changed."""
     given = Plan() if options.fits is None else options.fits
     over = settings_values(options.settings)
     asked = read_plan(given, len(machine.devices), over) if isinstance(given, str | Path) else replace(given, **over)
@@ -281,7 +282,7 @@ def _machine_of(options: PlanOptions) -> Machine:
 
 
 def _job_of(options: PlanOptions, machine: Machine, stack: ExitStack) -> Job | Script:
-    """The job; or the script, which writes into a folder of the stack's."""
+    """Return the job; or the script, which writes into a folder of the stack's."""
     if isinstance(options.job, str) and options.job.endswith(".py"):
         check_script(options.job, options)
         script, folder = Path(options.job), stack.enter_context(scratch_folder("plan"))

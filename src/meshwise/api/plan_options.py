@@ -22,12 +22,12 @@ from meshwise.spec.quantity import read_quantity
 
 SECONDS = 45.0
 ALLOW = {"precision": "a narrower dtype", "microbatch": "another microbatch under batch norms"}
-"""What may change a job's numbers."""
+"""Changes that may affect a job's numbers."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of a search. arguments: of a script. show: takes what is known so far, again and again."""
+    """The options of a search. arguments: of a script. show: repeatedly takes what is known so far."""
 
     job: Annotated[
         Job | str,
@@ -87,7 +87,7 @@ class PlanOptions:
         return None if self.within is None else int(read_quantity(self.within, "bytes", "--within"))
 
     def counts(self, all_of_them: int) -> list[int]:
-        """The counts of devices to search, of so many."""
+        """Return the numbers of devices to search, up to this many."""
         if self.devices is None:
             return sorted({1, all_of_them})
         first, dots, last = self.devices.partition("..")

@@ -12,7 +12,7 @@ from meshwise.spec.world import World
 
 
 def check_for_script(plan: Plan, world: World) -> None:
-    """Raises PlanError for what these devices or a loop that is not ours cannot have."""
+    """Check that these devices, and a loop that is not ours, support the plan; raises PlanError if not."""
     check_fits(plan, world)
     check_for_scripts(plan)
 

@@ -46,17 +46,17 @@ from meshwise.workers.launchers.find import place_in
 from meshwise.workers.listeners import Listeners
 
 QUIET_SECONDS = 10
-"""Without a line, before another says how far it is."""
+"""After this many seconds without a line, another line tells the progress."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What `mw.predict` gives.
+    """What `mw.predict` returns.
 
-    outputs: a row a sample, in the data's order: a tensor, or a list of what makes none; a dict or tuple of them where
-        the model gives one. None where a file was named.
-    samples, computed: how many there are, and how many of them this call computed: not those of a run that was stopped.
-    nan: the samples, as far as this call computed them, in whose output something is not a number.
+    outputs: a row per sample, in the data's order: a tensor, or a list where rows make no tensor; a dict or tuple of
+    them     where the model returns one. None where a file was named. samples, computed: all samples, and those that
+    this call computed: not those of an earlier, stopped run. nan: samples computed by this call whose output contains
+    NaN.
     """
 
     samples: int
@@ -74,9 +74,9 @@ def predict(options: PredictOptions) -> Predictions:
 
     The job is a Job, a word as on the command line (`train.py:job`), a model, or a function that builds one. The data
     is a map-style dataset, or a tuple or dict of equally long tensors; by default the job's test set. `predict(model,
-    batch)` gives a row for each sample; by default what the model gives for the batch.
+    batch)` returns a row for each sample; by default the model's output for the batch.
 
-    With `out` rows are written as they come, and a call that was stopped goes on where it was; without it they are
+    With `out` rows are written as they come, and a call that was stopped continues where it was; without it they are
     returned. Raises UsageError for what cannot be predicted, WorkerFailed when a worker fails, KeyboardInterrupt where
     it was stopped.
     """
@@ -87,7 +87,7 @@ def predict(options: PredictOptions) -> Predictions:
 
 
 def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions, int]:
-    """Predict, and show it on the console. Returns what came of it and the exit code: 0, or that of a signal."""
+    """Predict, and show progress on the console. Returns the predictions and the exit code: 0, or that of a signal."""
     _check_files(options)
     options = replace(options, data=_data_of(options))
     place = place_in(os.environ)
@@ -118,7 +118,7 @@ def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions
 
 
 def summary(found: Predictions) -> str:
-    """`10,003 samples in 12.3 s, 813 samples/s: predictions.jsonl`, and what is not a number."""
+    """Write `10,003 samples in 12.3 s, 813 samples/s: predictions.jsonl`, and which outputs contain NaN."""
     rate = f" in {seconds_text(found.seconds)}, {rate_text(found.computed / max(found.seconds, 1e-9))} samples/s"
     earlier = found.samples - found.computed
     where = "" if found.path is None else f": {found.path}"
@@ -135,7 +135,7 @@ shown_by(Predictions, lambda found, width: summary(found))
 
 
 def _check_files(options: PredictOptions) -> None:
-    """Raises UsageError, before any worker starts, for files that are there or are not."""
+    """Check, before any worker starts, that files exist or do not; raises UsageError if they are not as needed."""
     if options.out is not None:
         out = Path(options.out)
         if out.exists() and (not options.overwrite or not out.is_file()):
@@ -155,7 +155,7 @@ def _check_files(options: PredictOptions) -> None:
 
 
 def _data_of(options: PredictOptions) -> Any:
-    """The data set that `file.py:name` names; a folder for the job's own function as it is."""
+    """Return the data set that `file.py:name` names; a folder is left to the job's own function."""
     file, _, name = str(options.data).rpartition(":")
     if isinstance(options.data, str) and file.endswith(".py"):
         return find_in_file(Path(file), name)
@@ -197,7 +197,7 @@ def _no_loss(*_: Any) -> Any:
 
 
 def _origin(options: PredictOptions) -> dict[str, str]:
-    """What the outputs follow from that a worker does not know."""
+    """Return what the outputs depend on that a worker does not know."""
     if isinstance(options.job, str):
         return {"source": source_of(options.job)}
     if isinstance(options.job, nn.Module):
@@ -224,7 +224,7 @@ def _in_worker(options: PredictOptions, origin: dict[str, str]) -> dict[str, Any
 
 
 def _joined(options: PredictOptions) -> dict[str, Any]:
-    """In this process, one of those that torchrun, srun, mpirun or mw.launch started. Collective."""
+    """Predict in this process, one of those that torchrun, srun, mpirun or mw.launch started. Collective."""
     check_kind(options.devices, join().world)
     first = join().world.rank == 0
     facts = run_predict(_job_of(options), options, _origin(options), _said if first else None)
@@ -238,7 +238,7 @@ def _said(kind: str, **facts: Any) -> None:
 
 @contextlib.contextmanager
 def _progress(console: Console, view: LiveView) -> Iterator[Callable[[int, Message], None]]:
-    """What takes the workers' messages: on a terminal how far they are is a line that changes."""
+    """Give a function that takes the workers' messages: on a terminal their progress is a line that changes."""
     began, last = time.monotonic(), time.monotonic()
     samples = 1
 

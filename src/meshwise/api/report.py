@@ -29,7 +29,7 @@ shown_by(RunComparison, run_comparison_text)
 
 
 def figure(report: Report) -> Page:
-    """The page of a run, as `meshwise report --html` writes it, drawn in a notebook's cell."""
+    """Return the page of a run, as `meshwise report --html` writes it, drawn in a notebook's cell."""
     page = VIEWS["html"].render(report, read_timeline(Path(report.folder)))
     return Page(str(page))
 
@@ -38,9 +38,9 @@ setattr(Report, "figure", figure)  # noqa: B010  # a report does not know its vi
 
 
 def report(run: str | Path | RunSummary | None = None, *, steps: tuple[int, int] | None = None) -> Report:
-    """What a run did: where its time and memory went, which rank is a straggler, what limited it.
+    """Report what a run did: where its time and memory went, which rank is a straggler, what limited it.
 
-    run: its folder, or what `mw.run` returned; None for the newest in `runs`. steps: the first and last step to have
+    run: its folder, or what `mw.run` returned; None for the newest in `runs`. steps: the first and last step to show
     span by span. Raises UsageError when there is no such run.
     """
     folder = run_folder(run.folder if isinstance(run, RunSummary) else run)
@@ -48,7 +48,7 @@ def report(run: str | Path | RunSummary | None = None, *, steps: tuple[int, int]
 
 
 def compare(first: str | Path, second: str | Path) -> RunComparison:
-    """Two runs, kind of time by kind. Raises UsageError when one of them is no run."""
+    """Compare two runs by each kind of time. Raises UsageError when one of them is no run."""
     runs = []
     for run in (first, second):
         folder = run_folder(run)
@@ -61,7 +61,7 @@ def compare(first: str | Path, second: str | Path) -> RunComparison:
 def report_views(
     folder: Path, wanted: Iterable[str], to: Path, steps: tuple[int, int] | None = None
 ) -> tuple[Report, list[str], list[Path]]:
-    """The report of a run, the texts of the views that are printed, and the files in `to` of those that are written.
+    """Return a run's report, the texts of the views that are printed, and the files in `to` of those that are written.
 
     wanted: names of VIEWS. Raises UsageError where a view needs a library that is missing, or `to` cannot be written.
     """
@@ -84,19 +84,19 @@ def report_views(
 
 
 def replay(folder: Path, what: str) -> str:
-    """A script that repeats one collective of a run, such as `collective:1`. Raises UsageError where it has none."""
+    """Write a script that repeats one collective of a run, such as `collective:1`. Raises UsageError without one."""
     return replay_script(report_of(read_timeline(folder), str(folder)), what)
 
 
 def run_folder(run: str | Path | None) -> Path:
-    """The folder of a run; None names the newest in `runs`. Raises UsageError when it is none."""
+    """Return the folder of a run; None means the newest in `runs`. Raises UsageError when it is no run."""
     folder = names.newest_run(RUNS) if run is None else Path(run)
     names.read_run(folder)
     return folder
 
 
 def step_range(text: str | None) -> tuple[int, int] | None:
-    """`100:110`, or `100` for one step, as first and last step."""
+    """Parse `100:110`, or `100` for one step, as first and last step."""
     if text is None:
         return None
     first, _, last = text.partition(":")

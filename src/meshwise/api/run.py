@@ -57,7 +57,7 @@ shown_by(RunSummary, summary_text)
 def launch(
     function: Callable[..., Any], *arguments: Any, devices: str = "all", out: str | Path | None = None
 ) -> list[Any]:
-    """Call `function(*arguments)` once on every device, each in a process of its own that is joined to the others.
+    """Call `function(*arguments)` once on every device, each in its own process; all are in one process group.
 
     The function travels by value, so one that is defined in a notebook cell works. Returns the results in rank order.
     Rank 0's output is shown. out: where a run folder is made, whose report is `mw.report()`; None keeps no records.
@@ -98,8 +98,8 @@ def start_job(
     """Run the job of the options: in workers of our own, or in this process where another launcher started it.
 
     began: when the user asked for it (seconds since 1970), if that was earlier than now. starts: called once the
-    options hold.
-    Returns the summary and the exit code: 0, or that of what stopped the run.
+    options are valid.
+    Returns the summary and the exit code: 0, or that of the signal or limit that stopped the run.
     """
     if options.resume is not None:
         options = options.resumed(names.read_run(run_and_checkpoint(Path(options.resume))[0]))
@@ -129,14 +129,14 @@ def start_job(
 
 @dataclass(frozen=True)
 class Named:
-    """What the launcher of a job knows of it."""
+    """What the launcher knows of a job."""
 
     name: str
     batch_size: int
 
 
 def _read(options: RunOptions, forks: Forks) -> Named:
-    """The job, as its launcher needs it. One without torch asks a process that waits for it anyway."""
+    """Read what the launcher needs of the job. Without torch here, a forked process reads it, which has torch."""
     slot = worker_slots(options)[0]  # asks torch where there are accelerators
     alone = isinstance(options.job, Job) or "torch" in sys.modules
     server = None if alone else forks.server(os.environ | loaded_with(slot))
@@ -159,7 +159,7 @@ def _job_program(job: Named, options: RunOptions, world: World) -> LaunchedProgr
 
 
 def predicted_of_run(options: RunOptions, job: Named, plan: Plan) -> dict[str, Any]:
-    """What run.json keeps of the prediction in a plan file: the prediction, or why it is none of this run."""
+    """Return what run.json keeps of a plan file's prediction: the prediction, or why it does not apply to this run."""
     predicted = prediction_in(options.plan.text) if isinstance(options.plan, PlanText) else None
     if predicted is None or not isinstance(options.plan, PlanText):
         return {}
@@ -179,7 +179,7 @@ def _job_in_worker(options: RunOptions, folder: Path) -> dict[str, Any]:
 
 
 def _job_again(options: RunOptions, folder: Path, plan: str, resumes: bool) -> dict[str, Any]:
-    """From the newest saved state where it `resumes`, else from the beginning. plan: another one, as TOML."""
+    """Run the job from the newest saved state if it `resumes`, else from the beginning. plan: another plan, as TOML."""
     if plan:
         options = replace(options, plan=PlanText(plan), settings=(), accumulate=None, precision=None)
     return _job_in_worker(replace(options, resume=folder if resumes else None), folder)
@@ -191,7 +191,7 @@ def _job_of(options: RunOptions) -> Job:
 
 
 def _finish(started: Started, results: Sequence[dict[str, Any]], console: Console, *, keep: bool) -> RunSummary:
-    """The summary of a job's run, shown, and kept in the folder."""
+    """Make the summary of a job's run, show it, and keep it in the folder."""
     folder = started.folder
     plan, slots = started.restarts.plan_now or started.program.plan, started.slots[: len(results)]
     summary = summarise(results, repr(plan), slots, folder)

@@ -23,7 +23,7 @@ ROUND = 1.0  # seconds between two looks
 
 
 def stop(parent: Path, word: str, say: Callable[[str], object], *, wait: float) -> None:
-    """Let the run that a word names save and end, and nobody start it again. wait: seconds for that.
+    """Let the run that a word names save and end, and prevent further starts. wait: seconds for that.
 
     Raises UsageError for a run that is over, or that cannot be reached from here.
     """

@@ -30,7 +30,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option, option_name, options_of
 
 NOT_SENT = ("nnodes", "node_rank", "rdzv", "min_nodes", "resume", "folder", "time_limit")
-"""Options of `run` that the cluster or the script decides: not of `submit`, nor in its help."""
+"""Options of `run` that the cluster or the script decides: `submit` and its help do not have them."""
 DECIDED = dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "meshwise starts the workers of a node itself")
 DECIDED |= dict.fromkeys(("--output", "-o"), "the output lies in the run's folder")
 """Options of sbatch that the script decides, and why."""
@@ -39,7 +39,7 @@ INSTEAD = {"resume": "meshwise submit RUN sends a run again", "time_limit": "wri
 
 @dataclass(frozen=True)
 class SubmitOptions:
-    """What is asked of the cluster."""
+    """Options for the cluster."""
 
     nodes: Annotated[str, Option("how many nodes: 4, or 2-8 for what the queue gives", metavar="N|N-M")] = "1"
     time: Annotated[str | None, Option("time limit of an attempt: 4h, 30min; default: the partition's")] = None
@@ -60,7 +60,7 @@ class SubmitOptions:
             self.seconds()
 
     def seconds(self) -> float | None:
-        """The time limit."""
+        """Return the time limit in seconds."""
         if self.time is not None and self.time.strip().isdigit():  # minutes for sbatch, seconds elsewhere
             raise UsageError(f"--time {self.time}: write the unit, {self.time}min or {self.time}s.")
         return None if self.time is None else seconds_of(self.time, "--time")
@@ -68,7 +68,7 @@ class SubmitOptions:
 
 @dataclass(frozen=True)
 class Submission:
-    """What is sent: the job, its script, and where its records will lie. word: `train.py:job`."""
+    """A run to submit: the job, its script, and where its records will lie. word: `train.py:job`."""
 
     word: str
     job: BatchJob
@@ -77,7 +77,7 @@ class Submission:
 
 
 def site_of(options: SubmitOptions, beside: Path) -> Site:
-    """The site, with the machine that the options name. beside: the folder of the job."""
+    """Find the site, with the machine that the options name. beside: the folder of the job."""
     site = find_site(options.site, beside=beside)
     return site if options.machine is None else replace(site, machine=options.machine)
 
@@ -85,9 +85,9 @@ def site_of(options: SubmitOptions, beside: Path) -> Site:
 def prepare(
     options: SubmitOptions, run: RunOptions, typed: Mapping[str, Any], arguments: Sequence[str], sbatch: Sequence[str]
 ) -> Submission:
-    """The script of a new run. typed: the options of the run as they were written. arguments: of a script.
+    """Write the script of a new run. typed: the options of the run as they were written. arguments: of a script.
 
-    Raises UsageError for what cannot be sent."""
+    Raises UsageError for what cannot be submitted."""
     for name in NOT_SENT:
         if typed.get(name) not in (None, "", 1, 0):
             raise UsageError(
@@ -125,7 +125,7 @@ def prepare(
 
 
 def send(submission: Submission) -> tuple[Path, str | None]:
-    """Make the run folder, and send its script: the script, and the number of its job, None where no queue is here."""
+    """Make the run folder and submit its script; return the script and its job number, None where there is no queue."""
     job = submission.job
     _refuse_missing(job.site.secrets, job.site.file)
     try:
@@ -155,8 +155,8 @@ def send(submission: Submission) -> tuple[Path, str | None]:
 
 
 def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str | None]:
-    """Send the script of a run once more, with the program as it is now; the run goes on where it stopped. Of an array
-    its tasks all, or the one that `run` is. What the options ask of the cluster goes before the script's own."""
+    """Submit the script of a run again, with the current program; the run resumes where it stopped. For an array: all
+    its tasks, or the one that `run` is. The options given here override the script's own."""
     facts, (sent, task) = names.read_run(run), array_of(run)
     if not (sent / SCRIPT).is_file():
         raise UsageError(f"{run}: was not sent by meshwise submit. Go on with it here: meshwise run --resume {run}")
@@ -181,8 +181,8 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
 
 
 def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -> list[str]:
-    """What sbatch gets before the script of a run that is sent again: its own words win over those in the script. task:
-    of an array, the one that is sent."""
+    """Return sbatch's words before the script of a run that is submitted again: they override those in the script.
+    task: the one of an array that is submitted."""
     low, high = nodes_of(options.nodes)
     if low != high or options.site or options.machine:
         raise UsageError(
@@ -197,7 +197,7 @@ def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -
 
 
 def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[str]) -> None:
-    """Raises UsageError for an option of sbatch that contradicts ours, or that the script sets itself."""
+    """Raise UsageError for an option of sbatch that contradicts ours, or that the script sets itself."""
     for word in joined_options(sbatch):
         name, _, value = word.partition("=") if word.startswith("--") else (word[:2], "", word[2:])
         for ours, short, asked in (("--nodes", "-N", nodes), ("--time", "-t", time)):
@@ -211,13 +211,13 @@ def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[
 
 
 def _refuse_missing(secrets: Sequence[str], file: str) -> None:
-    """Raises UsageError for a variable that the job needs and this shell does not have."""
+    """Raise UsageError for a variable that the job needs and this shell does not have."""
     if missing := [name for name in secrets if not os.environ.get(name)]:
         raise UsageError(f"{', '.join(missing)}: not in the environment, and {file} says that the job needs it.")
 
 
 def refuse_options_of_runs(typed: Mapping[str, Any]) -> None:
-    """Raises UsageError for options of `meshwise run` where a run is sent again: it has its own."""
+    """Raise UsageError for options of `meshwise run` where a run is submitted again: it has its own."""
     if given := _words(typed):
         raise UsageError(f"{given[0]}: meshwise submit RUN goes on with the run's own options. Leave it out.")
 
@@ -234,7 +234,7 @@ def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
 
 
 def is_run(word: str) -> bool:
-    """Whether a word is a run rather than a program."""
+    """Check whether a word names a run rather than a program."""
     if word.endswith(".py") or ":" in word:
         return False
     try:
@@ -245,7 +245,7 @@ def is_run(word: str) -> bool:
 
 
 def _words(typed: Mapping[str, Any]) -> list[str]:
-    """The options of the run, as they were written; the file of a plan by its whole path."""
+    """Return the options of the run, as they were written; a plan's file with its absolute path."""
     words: list[str] = []
     for name, _, option in options_of(RunOptions):
         value = typed.get(name)
@@ -264,7 +264,7 @@ def _words(typed: Mapping[str, Any]) -> list[str]:
 
 
 def _gpus(site: Site, devices: str | None) -> int:
-    """The GPUs of a node that are to be asked for."""
+    """Return how many GPUs of a node to ask for."""
     if devices and "cpu" in devices:
         return 0
     if devices and (found := re.fullmatch(r"(\d+)x\w+", devices)):
@@ -278,7 +278,7 @@ def _gpus(site: Site, devices: str | None) -> int:
 
 
 def _command(site: Site) -> list[str]:
-    """How meshwise is called on the nodes: as the site says, else the one that runs here."""
+    """Return how meshwise is called on the nodes: as the site says, else the one that runs here."""
     if site.command:
         return shlex.split(site.command)
     if site.container or site.setup:

@@ -23,7 +23,7 @@ from meshwise.spec.units import bytes_text, plural, seconds_text
 from meshwise.workers.deadline import least_limit
 
 SECONDS = 45.0
-"""For the rehearsal of one size."""
+"""Time to rehearse one size."""
 
 
 def verdict(
@@ -34,9 +34,9 @@ def verdict(
     limit: float | None,
     say: Callable[[str], object],
 ) -> str:
-    """Rehearse the run at the least and the most nodes, and say what comes of it, size by size. limit: seconds of an
-    attempt. Returns why it should not be sent, "" where nothing speaks against it. Raises UsageError for what can never
-    run."""
+    """Rehearse the run on the least and the most nodes, and print the outcome for each size. limit: seconds of an
+    attempt. Returns why it should not be submitted, "" if nothing was found. Raises UsageError for a program that can
+    never run."""
     _check_program(options)
     if not site.machine:
         say(f'not rehearsed: {site.file or "site.toml"} names no machine. Write machine = "8xH100" for one node there.')
@@ -51,7 +51,7 @@ def verdict(
 
 
 def _check_program(run: RunOptions) -> None:
-    """What needs no machine to be known: that there is such a job and such devices, or that the script is Python."""
+    """Check what needs no machine: that the job and the devices exist, or that the script is Python."""
     if run.devices is not None:
         parse_devices(run.devices)
     if str(run.job).endswith(".py"):
@@ -97,7 +97,7 @@ def _of_size(
 
 
 def machine_words(site: Site, nodes: int) -> str:
-    """The machine of this many nodes, as `--machine` reads it."""
+    """Return the machine with this many nodes, as `--machine` reads it."""
     if nodes == 1:
         return site.machine
     if site.machine.endswith(".toml"):
@@ -126,7 +126,7 @@ def _told(plans: Plans, first: Estimate, where: str, options: RunOptions, limit:
 
 
 def too_short(step: float, limit: float | None) -> str:
-    """Why no attempt of this limit comes a step further; "" where each does."""
+    """Say why no attempt within this limit completes a step; "" if each does."""
     if limit is None or (needs := least_limit(step, limit)) <= limit:
         return ""
     return (
@@ -136,7 +136,7 @@ def too_short(step: float, limit: float | None) -> str:
 
 
 def _to_the_end(plans: Plans, first: Estimate, options: RunOptions, limit: float | None) -> str | None:
-    """Device hours, and how many attempts of this limit they are."""
+    """Say how many device hours the training takes, and how many attempts of this limit."""
     if plans.steps is None or first.seconds is None:
         return None
     steps = plans.steps if options.epochs is None else _with_epochs(plans, options)

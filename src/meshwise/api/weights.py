@@ -18,10 +18,10 @@ FOLDER = "weights"
 
 
 def weights(word: str | None, out: Path | None, only: str | None, say: Callable[[str], None]) -> tuple[Path, Written]:
-    """Write the weights of the newest whole state of a run, or of the checkpoint named `only`, into a folder.
+    """Write the weights of a run's newest whole state, or of the checkpoint named `only`, into a folder.
 
-    out: which; None: `weights` in the run's. say: takes a line on what is damaged or left out. Raises UsageError where
-    something lies there already.
+    out: the folder; None: `weights` in the run's. say: takes a line about damaged or left out files. Raises UsageError
+    where something lies there already.
     """
     folder = run_folder(word)
     out = out or folder / FOLDER

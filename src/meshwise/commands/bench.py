@@ -37,7 +37,7 @@ WHAT = ("compute", "links", "collectives")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What `meshwise bench` can be asked for."""
+    """The options of `meshwise bench`."""
 
     compute: Annotated[bool, Option("measure each device: memory, matrix products")] = False
     links: Annotated[bool, Option("measure copies between host and devices")] = False
@@ -86,7 +86,7 @@ def bench(options: BenchOptions, nodes: NodeOptions) -> None:
 
 
 def _show(found: Any, target: Path | None, as_json: bool) -> int:
-    """Print and save a Bench; returns the exit code."""
+    """Print and save a Bench; return the exit code."""
     if as_json:
         print(json.dumps(views.bench_dict.bench_dict(found), indent=2))
     else:
@@ -107,7 +107,7 @@ def _compare(old: str, new: str, as_json: bool) -> None:
 
 
 def _writable(path: Path) -> Path:
-    """`path`, if a machine file may be written there; nothing else is overwritten. Raises UsageError."""
+    """Return `path`, if a machine file may be written there; nothing else is overwritten. Raises UsageError."""
     toml_writer()  # before anything is measured
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(
@@ -125,8 +125,8 @@ def _writable(path: Path) -> Path:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM and a closed terminal end a bench as Ctrl-C does: what was measured is kept. Once: a signal that comes
-    again does not end what is being kept."""
+    """Let SIGTERM and a closed terminal end a bench as Ctrl-C does, with its results kept. Only once: a repeated signal
+    must not interrupt the saving."""
 
     def stop(number: int, frame: object) -> None:
         for each in before:

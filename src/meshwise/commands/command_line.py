@@ -28,11 +28,11 @@ from meshwise.commands.script_options import check_options_behind
 from meshwise.spec.options import Option, option_name, options_of
 
 BEHIND = "meshwise.behind"
-"""In a context's meta: what follows a script's name, whole."""
+"""Key in a context's meta: all words after a script's name."""
 
 
 def from_dataclass(function: Callable[..., None], hidden: Sequence[str] = ()) -> Callable[..., None]:
-    """`function` as typer reads it: a parameter that is a dataclass stands for options with the names of its fields.
+    """Return `function` for typer: a dataclass parameter becomes options with the names of its fields.
     hidden: fields that the help does not show."""
     hints = get_type_hints(function, include_extras=True)
     given = inspect.signature(function).parameters.values()
@@ -53,7 +53,7 @@ def from_dataclass(function: Callable[..., None], hidden: Sequence[str] = ()) ->
 
 
 def _taken(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass, out of what was typed. What may be repeated is a tuple there."""
+    """Take the fields of a dataclass from the typed values. Options that may be repeated become tuples."""
     taken = {name: values.pop(name) for name, _, _ in options_of(kind)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()}
 
@@ -85,7 +85,7 @@ def _declared(name: str, option: Option, default: Any, hidden: bool) -> Any:
 
 
 def _typed(annotation: Any) -> Any:
-    """What a command line gives of a type: text, where a value may be text, and a list of what may be repeated."""
+    """Return the type that a command line gives: text, where a value may be text, and a list for repeatable options."""
     kinds = get_args(annotation)
     for kind in (annotation, *kinds):
         if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
@@ -96,7 +96,7 @@ def _typed(annotation: Any) -> Any:
 
 
 def is_script(word: object) -> bool:
-    """Whether the word of a job names a user's own script."""
+    """Check whether the word of a job names a user's own script."""
     return isinstance(word, str) and word.endswith(".py")
 
 
@@ -107,7 +107,7 @@ class ScriptCommand(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As click does; `ctx` is its Context."""
+        """Parse like click; `ctx` is its Context."""
         ctx.allow_interspersed_args = False
         values, behind, _ = self.make_parser(ctx).parse_args(list(args))
         job = values.get("job")

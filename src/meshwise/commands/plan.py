@@ -30,10 +30,10 @@ app = typer.Typer(add_completion=False)
 
 
 class PlanCommand(ScriptCommand):
-    """`--explain` alone is that of the first plan."""
+    """Lets `--explain` without a number mean the first plan."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As click does; `ctx` is its Context."""
+        """Parse like click; `ctx` is its Context."""
         for at, word in enumerate(args):
             if is_script(word):  # what follows is its own
                 break

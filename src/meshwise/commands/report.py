@@ -97,7 +97,7 @@ def _print_views(console: Console, run: Path, wanted: list[str], to_folder: Path
 
 
 def _share(text: str) -> float:
-    """`5%` or `0.05` as 0.05."""
+    """Parse `5%` or `0.05` as 0.05."""
     try:
         share = float(text.strip().removesuffix("%")) / (100 if "%" in text else 1)
     except ValueError:

@@ -22,7 +22,7 @@ from meshwise.spec.json_values import json_value
 from meshwise.workers.launchers.find import place_in
 
 SAMPLE = Path(__file__).parents[1] / "jobs" / "data" / "mnist" / "SAMPLE.txt"
-"""Only in a wheel, which carries a sample of MNIST (hatch_build.py): what it is, and how to get the rest."""
+"""A file only in wheels, which carry a sample of MNIST (hatch_build.py): what it is, and how to get the rest."""
 
 EXIT_CODES = "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in MEANINGS.items()) + "."
 
@@ -63,10 +63,10 @@ def run(
 
 
 def typed() -> float:
-    """When the command was typed, near enough: the start of this process in seconds since 1970.
+    """Return about when the command was typed: the start of this process in seconds since 1970.
 
-    Linux tells it in seconds since a boot whose own time it rounds down: by that an attempt could begin up to a second
-    early, and before the end of the one before it. So it is counted back from now.
+    Linux counts it from the boot, whose own time it rounds down: with that an attempt could seem to begin up to a
+    second early, before the end of the previous one. So this counts back from now.
     """
     import psutil  # here: the help has no use for it
 
@@ -86,7 +86,7 @@ def _say_starting(options: RunOptions) -> None:
 
 
 def _workers(devices: str | None) -> str:
-    """`2 workers`, as far as the words of `--devices` tell: which devices are here is found out later, by torch."""
+    """Return `2 workers`, as far as `--devices` tells: torch finds out later which devices are here."""
     try:
         request = parse_devices(devices or "all")
     except UsageError:

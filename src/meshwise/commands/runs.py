@@ -82,7 +82,7 @@ def open_page(
 
 
 def _agreed(count: int) -> bool:
-    """Whether the user wants to remove this many runs; nobody is asked where nobody sits."""
+    """Ask whether the user wants to remove this many runs; raises UsageError where nobody can be asked."""
     if not sys.stdin.isatty():
         raise UsageError("nobody can be asked here. Write meshwise runs remove --yes NAME.")
     return input(f"Remove {count} run{'s' * (count > 1)}? [y/N] ").strip().lower() in ("y", "yes")

@@ -20,12 +20,12 @@ from meshwise.spec.words import some
 MOST_FILES = 200
 _IMPORTS = re.compile(r"^[ \t]*(?:from\s+([.\w]+)\s+import\s+([\w, ]+)|import\s+([\w., ]+))", re.MULTILINE)
 _GIVEN_AWAY = re.compile(r"(?<!def )\b(\w+)\(\s*(?:\w*parser\b|sys\.argv\b)")
-"""The function that gets a parser, or all words: of another library it may know the option."""
+"""A function of another library that gets a parser, or all words: it may know the option."""
 
 
 def check_options_behind(script: str, before: Sequence[str], own: Sequence[str], flags: Mapping[str, bool]) -> None:
-    """Raises UsageError where options of meshwise follow a script's name and it has none of them; where it may have
-    them, by a library that it gives its parser, that is a note.
+    """Check options of meshwise after a script's name: raise UsageError if the script does not have them; print a note
+    if it may, by a library that it passes its parser to.
 
     before: the command, and the words up to the script's name. own: those behind it. flags: the options, and whether
     each is a switch.
@@ -54,7 +54,7 @@ def check_options_behind(script: str, before: Sequence[str], own: Sequence[str],
 
 
 def _moved(own: Sequence[str], given: Sequence[str], flags: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """The words of these options, each with its value, and the others."""
+    """Split the words into these options, each with its value, and the others."""
     moved, left, words = list[str](), list[str](), iter(own)
     for word in words:
         if word not in given:
@@ -67,14 +67,14 @@ def _moved(own: Sequence[str], given: Sequence[str], flags: Mapping[str, bool]) 
 
 
 def is_readable(path: Path) -> bool:
-    """Whether it is a file; False where nobody may look."""
+    """Check whether it is a file; False without permission to look."""
     with contextlib.suppress(OSError):
         return path.is_file()
     return False
 
 
 def _texts_of(script: Path) -> Iterator[str]:
-    """The text of a script, and of the files beside and below it that it imports."""
+    """Yield the text of a script, and of the files beside and below it that it imports."""
     waiting, seen = [script], set[Path]()
     while waiting and len(seen) < MOST_FILES:
         path = waiting.pop()
@@ -90,13 +90,13 @@ def _texts_of(script: Path) -> Iterator[str]:
 
 
 def _modules_in(text: str) -> Iterator[str]:
-    """`a.b` and `a.b.c` of `from a.b import c`, `a` of `import a`."""
+    """Yield the modules that a text imports: `a.b` and `a.b.c` for `from a.b import c`, `a` for `import a`."""
     for module, names, modules in _IMPORTS.findall(text):
         yield from re.findall(r"\w[\w.]*", modules) or [module, *(f"{module}.{n}" for n in re.findall(r"\w+", names))]
 
 
 def _declares(text: str, option: str) -> bool:
-    """Whether the text of a script has this option: as a string, or a field or parameter that a library makes one of.
+    """Check whether a script's text has this option: as a string, or a field or parameter that a library makes one of.
 
     Not as a bare word: the script's docstring may say how meshwise runs it.
     """

@@ -71,7 +71,7 @@ def _say(line: str) -> None:
 
 
 def _parts(context: typer.Context, options: RunOptions) -> tuple[list[str], list[str]]:
-    """The words of the script itself, and those of sbatch."""
+    """Split the words into those of the script and those of sbatch."""
     behind: list[str] = context.meta[BEHIND] if is_script(options.job) else ["--", *context.args]
     if "--" not in behind:
         _refuse_ours(behind, BEFORE)
@@ -83,7 +83,7 @@ def _parts(context: typer.Context, options: RunOptions) -> tuple[list[str], list
 
 
 def _refuse_ours(words: list[str], why: str) -> None:
-    """Raises UsageError for an option of this command where others' stand: it would be sent unread."""
+    """Raise UsageError for an option of this command among others' options: it would be passed on unread."""
     ours = {option_name(name, option) for name, _, option in options_of(SubmitOptions)} - {"--time", "--nodes"}
     for word in words:
         if word.partition("=")[0] in ours:

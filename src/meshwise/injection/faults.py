@@ -49,7 +49,7 @@ class ArmedFaults:
         """Gives the parameters that this rank holds."""
 
     def phase_begins(self, phase: str, step: int) -> None:
-        """A phase of a step begins: what is to happen there happens."""
+        """Cause the faults that are due when a phase of a step begins."""
         if self._full is not None and step >= self._full[0].step + self._full[0].steps and self._full[1].refused:
             self._full[1].end()
             self._full = None
@@ -77,7 +77,7 @@ class ArmedFaults:
                 append_lines(self._folder / names.FAULTS, [fact])
 
     def _of_the_machine(self, fault: Fault) -> Callable[[], object] | None:
-        """What is to happen to the disk or to the link; None where there is nothing that it could happen to."""
+        """Return a function that causes a fault of the disk or the link; None where there is nothing to fail."""
         if fault.kind == "disk-full":
             return partial(self._fill, fault)
         if fault.kind.endswith("link"):
@@ -118,7 +118,7 @@ class ArmedFaults:
 
 
 class FaultyRecorder(Recorder):
-    """A recorder that lets faults happen as phases begin."""
+    """A recorder that causes faults as phases begin."""
 
     faults: ArmedFaults
 
@@ -133,12 +133,12 @@ class FaultyRecorder(Recorder):
         self.faults.phase_begins(phase, self.step + (phase == "data"))
 
     def arrive(self) -> int:
-        """This rank enters a collective of all ranks."""
+        """Record that this rank enters a collective of all ranks."""
         self.faults.phase_begins("communication", self.step)
         return super().arrive()
 
     def begin_collective(self, name: str) -> tuple[int, int, Mark]:
-        """This rank begins one that overlaps."""
+        """Record that this rank begins a collective that overlaps."""
         self.faults.phase_begins("communication", self.step)
         return super().begin_collective(name)
 
@@ -147,26 +147,26 @@ _armed: ArmedFaults | None = None
 
 
 def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
-    """Let those of the faults that are this rank's happen in this process."""
+    """Arm the faults of this rank in this process."""
     global _armed
     mine = [fault for fault in faults if fault.rank == rank]
     _armed = ArmedFaults(mine, folder) if mine else None
 
 
 def hold(parameters: Callable[[], Iterable[Tensor]]) -> None:
-    """Say which parameters this rank holds, for faults that change one."""
+    """Set which parameters this rank holds, for faults that change one."""
     if _armed is not None:
         _armed.parameters = parameters
 
 
 def saves_into(folder: Path) -> None:
-    """Say where the state is saved, for faults of its disk."""
+    """Set where the state is saved, for faults of its disk."""
     if _armed is not None:
         _armed.states = folder
 
 
 def watch(recorder: Recorder) -> None:
-    """Let the faults happen at the phases that `recorder` sees."""
+    """Cause the faults at the phases that `recorder` sees."""
     if _armed is not None:
         phase = recorder.__dict__.pop("phase")
         recorder.__class__ = FaultyRecorder

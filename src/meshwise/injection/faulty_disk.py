@@ -22,7 +22,7 @@ PATIENCE = 10.0  # seconds for a checkpoint that is being written
 
 
 class _FullFile(io.FileIO):
-    """A file that takes no byte any more."""
+    """A file that refuses every byte."""
 
     refused: ClassVar[bool] = False
 
@@ -32,9 +32,9 @@ class _FullFile(io.FileIO):
 
 
 class FullDisk:
-    """From now until `end`, what this process writes with Python's own files into the folders fails as on a full disk.
+    """Until `end`, makes writes with Python's own files into these folders fail as on a full disk.
 
-    Files that were open before go on, and names are still made.
+    Files that were open before still work, and empty files can be created.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -48,7 +48,7 @@ class FullDisk:
         return _FullFile.refused
 
     def end(self) -> None:
-        """There is room again."""
+        """Let writes succeed again."""
         io.open = builtins.open = self._real
 
     def _open(self, file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **named: Any) -> Any:
@@ -63,8 +63,8 @@ class FullDisk:
 
 
 def newest_file(folder: Path | None, rank: int) -> Path | None:
-    """Of the newest checkpoint in a folder, the file that this rank wrote, else the manifest; None without any. One
-    that is being written is waited for."""
+    """Return this rank's file in the newest checkpoint of a folder, else the manifest; None without any. Waits for one
+    that is being written."""
     until = time.monotonic() + PATIENCE
     while folder is not None and any(folder.glob(f"*{PART}")) and time.monotonic() < until:
         time.sleep(0.01)

@@ -22,13 +22,13 @@ FDS = Path("/dev/fd")
 
 
 def connections_to_peers() -> list[int]:
-    """The TCP connections of this process, but for those to the store of the process group and to the launcher."""
+    """Return the TCP connections of this process, except those to the process group's store and to the launcher."""
     known = os.environ.get("MASTER_PORT", "0"), os.environ.get(ADDRESS, "").rpartition(":")[2] or "0"
     return [fd for fd, ends in _connections() if not {*map(int, known)} & {*ends}]
 
 
 def _connections() -> Iterator[tuple[int, tuple[int, int]]]:
-    """File descriptors of TCP connections, with the ports of their two ends."""
+    """Yield file descriptors of TCP connections, with the ports of their two ends."""
     for fd in _open_files():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
             if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
@@ -36,7 +36,7 @@ def _connections() -> Iterator[tuple[int, tuple[int, int]]]:
 
 
 def freeze(connections: Sequence[int]) -> None:
-    """Nothing goes through these connections any more, in either direction."""
+    """Stop all data on these connections, in both directions, without closing them."""
     polls = _polls()
     for fd in connections:
         mine, _ = (end.detach() for end in socket.socketpair())  # its other end stays open, as does what was here
@@ -49,14 +49,14 @@ def freeze(connections: Sequence[int]) -> None:
 
 
 def close(connections: Sequence[int]) -> None:
-    """Both ends hear that these connections are over."""
+    """Shut these connections down, so that both ends notice."""
     for fd in connections:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
             each.shutdown(socket.SHUT_RDWR)
 
 
 def _polls() -> list[select.epoll]:
-    """The epolls of this process, by which a library's own threads wait for connections."""
+    """Return the epolls of this process, with which a library's own threads wait for connections."""
     found = []
     for fd in _open_files():
         with contextlib.suppress(OSError):

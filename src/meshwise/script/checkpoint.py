@@ -57,16 +57,16 @@ def checkpoint(
         for epoch in range(saved.epoch, 10):
             for x, y in loader: ...
 
-    Call it after `mw.distribute`, on every rank. A loop that goes on is in the middle of its epoch, with the numbers of
-    one that was never stopped (bitwise on one and two devices, and between two epochs on any); any plan and number of
-    devices goes on. One without such a loader calls `saved.step_done()` after each step; its dropout draws anew.
+    Call it after `mw.distribute`, on every rank. A resumed loop continues in the middle of its epoch, with the numbers
+    of a run that never stopped (bitwise on one and two devices, and between two epochs on any), under any plan and
+    number of devices. A loop without such a loader calls `saved.step_done()` after each step; its dropout draws anew.
 
-    model, optimizer, scheduler: one, or a list or dict of them. loader: the one of the loop that trains, as
-    `mw.distribute` returned it; a list of it and of those that are read beside it, as by `zip`. extra: a dict that the
-    loop keeps (`state["best"]`), written into again when restored, of plain values, tensors and things with a
-    state_dict (a GradScaler), or one such thing. every: 500 steps, or "10min"; by default after each epoch of the
-    loader. `meshwise run --save-every` goes before it, `--keep` before keep. A stopped run saves too. CheckpointError:
-    of another model, or none is whole. UsageError: another saves there.
+    model, optimizer, scheduler: one, or a list or dict of them. loader: the training loop's, as `mw.distribute`
+    returned it; or a list of it and the loaders that are read beside it, as by `zip`. extra: a dict that the loop keeps
+    (`state["best"]`), updated in place when restored, of plain values, tensors and things with a state_dict (a
+    GradScaler), or one such thing. every: 500 steps, or "10min"; by default after each epoch of the loader. `meshwise
+    run --save-every` overrides it, `--keep` overrides keep. A stopped run saves too. CheckpointError: the state is of
+    another model, or none is whole. UsageError: another program saves there.
     """
     came_to("mw.checkpoint")
     engine = default_engine()
@@ -83,7 +83,7 @@ def checkpoint(
 
 
 class LoopState:
-    """What `mw.checkpoint` returns: where the loop goes on.
+    """What `mw.checkpoint` returns: where the loop resumes.
 
     restored: whether a state was found.
     """
@@ -104,7 +104,7 @@ class LoopState:
 
     @property
     def epoch(self) -> int:
-        """Epochs of the loader that were over in what was restored."""
+        """Epochs of the loader that were finished in the restored state."""
         self._asked.note()
         return self._epoch
 
@@ -115,7 +115,7 @@ class LoopState:
         return self._step
 
     def begin(self) -> None:
-        """Restore, and take part in the loop. Collective."""
+        """Restore the state, and start to follow the loop. Collective."""
         world = rank_context().world
         self._never_finite = not_finite_names(self._parts.things["model"])
         held = self._held = hold(self._folder)
@@ -132,7 +132,7 @@ class LoopState:
             channel.send("restores", folder=str(self._folder.resolve()))
 
     def _find(self, held: HeldFolder) -> Checkpoint | None:
-        """Restore the newest state, if there is any: which one."""
+        """Restore the newest state, if there is one, and return it."""
         if not has_checkpoint(self._folder):
             return None
         world = rank_context().world
@@ -150,8 +150,8 @@ class LoopState:
         return not_finite_in(things["model"], things["optimizer"], self._never_finite)
 
     def step_done(self) -> None:
-        """A step is over: for a loop without a loader of `mw.distribute`, at the end of each. Collective when it
-        saves."""
+        """Mark the end of a step, in a loop without a loader of `mw.distribute`. Call it after each step. Collective
+        when it saves."""
         if self._loader is not None:
             raise UsageError(
                 "saved.step_done() is for a loop without a loader; with one the steps are seen. Leave it out."
@@ -163,7 +163,7 @@ class LoopState:
             self.save()
 
     def save(self) -> None:
-        """Save now, between two steps. Collective. Raises LossError where the state is not finite; it is not saved."""
+        """Save now, between two steps. Collective. Raises LossError, and saves nothing, if the state is not finite."""
         if self._saver is None:
             return
         self._due = False
@@ -192,13 +192,13 @@ class LoopState:
     # What the engine asks and tells.
 
     def keeps(self) -> list[Any]:
-        """The program's things that it saves."""
+        """Return the program's objects that it saves."""
         extra, things = self._parts.extra, self._parts.things.values()
         given = [each for of_kind in things for each in of_kind.values()]
         return [*given, extra, *(extra.values() if isinstance(extra, dict) else ())]
 
     def step_ends(self, loader: DistributedLoader) -> None:
-        """The next batch of `loader` is asked for. Where there is none, what is due waits for `epoch_begins`."""
+        """Handle a request for the next batch of `loader`. After the last one, a due save waits for `epoch_begins`."""
         if loader is not self._loader:
             self._between = self._between and not self._engine.phases.trained  # else the program goes on with that one
             return
@@ -208,7 +208,7 @@ class LoopState:
             self.save()
 
     def epoch_ends(self, loader: DistributedLoader, *, early: bool) -> None:
-        """There is no further batch of `loader` in this epoch, or (early) its loop was left."""
+        """Handle that `loader` has no further batch in this epoch, or (early) that its loop was left."""
         if loader is not self._loader:
             return
         if early:  # the next batch was not asked for
@@ -218,7 +218,7 @@ class LoopState:
         self._between, self._due = True, self._due or self._by_epochs
 
     def _count(self) -> bool:
-        """A batch of the loop is over: whether a step has ended in it. Others' batches may have been read in it."""
+        """Count the steps of a batch that is over, in which other loaders may be read; return whether one ended."""
         phases = self._engine.phases
         ended = phases.done > self._counted
         self._step, self._counted = self._step + phases.done - self._counted, phases.done
@@ -226,8 +226,8 @@ class LoopState:
         return ended
 
     def epoch_begins(self, loader: DistributedLoader) -> None:
-        """A loop over `loader` begins: what the program does between two epochs is done, and is saved with the first.
-        So a loop goes on with the second."""
+        """Handle that a loop over `loader` begins: what the program did between two epochs is saved with the first one,
+        so a resumed loop begins with the second."""
         self._look_at_program(loader)
         if loader is self._loader and self._between:
             self._between = False
@@ -236,7 +236,7 @@ class LoopState:
                 self.save()
 
     def _look_at_program(self, loader: DistributedLoader | None) -> None:
-        """A loop begins: what can be said of the program that gave what is saved, once."""
+        """When a loop begins, say once what the saved objects reveal about the program."""
         if self._looked_at or loader is not self._loader or self._saver is None:
             return
         self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
@@ -248,16 +248,16 @@ class LoopState:
             say(self._asked.unread(self._epoch, self._parts.extra))
 
     def finishes_epoch(self) -> bool:
-        """The run was asked to stop: whether the program first comes to its next epoch, or its end; or, in a loop over
-        another loader inside a batch, to the end of that. A state that was saved in between could not tell what of that
-        is done: a validation, a step of the scheduler."""
+        """Return, when the run was asked to stop, whether the program should first reach its next epoch or its end (or,
+        in another loader's loop inside a batch, the end of that loop). A state saved in between would not record how
+        much of a validation or a scheduler's step is done."""
         finishes = self._between or (self._loader is not None and self._loader.in_batch)
         if finishes and (channel := rank_context().channel) is not None:
             channel.send("finishes_epoch")
         return finishes
 
     def stops(self) -> None:
-        """The run was asked to stop, before the same batch on every rank."""
+        """Save if possible: the run was asked to stop, before the same batch on every rank."""
         if self._saver is None:
             return
         self._saver.settle()
@@ -273,7 +273,7 @@ class LoopState:
             self._saver.settle()
 
     def close(self) -> None:
-        """The program ends: wait for what is being written. Raises SaveError where that failed."""
+        """Wait, at the end of the program, for what is being written. Raises SaveError where that failed."""
         if self._saver is None:
             return
         if sys.exc_info()[0] is not None or hasattr(sys, "last_type"):  # it failed: nobody waits for long

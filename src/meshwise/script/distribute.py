@@ -63,19 +63,19 @@ def distribute(
 def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a TypeVarTuple's names
     *objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole"
 ) -> Any:
-    """Put models, optimizers and loaders on all devices; gives them back in the same order (one object, as itself).
+    """Put models, optimizers and loaders on all devices; returns them in the same order (one object, as itself).
 
     Models and optimizers are changed in place: class, hooks and state_dict keys stay; start values are those of rank 0.
     Loaders are new, with the same `len`; their `batch_size` is global, their order that of torch's own. A loader around
     a DataLoader, which may read ahead (timm's PrefetchLoader), stays and reads the new one. Schedulers pass through. On
-    one device only the loaders are replaced, so that a loop goes on on any number of devices. transformers' Trainer and
-    Lightning's are taken whole, changed in place: `trainer = mw.distribute(trainer)`, then `trainer.train()` or
-    `trainer.fit(model)`.
+    one device only the loaders are replaced, so that a resumed loop may use any number of devices. The Trainers of
+    transformers and Lightning are changed in place as a whole: `trainer = mw.distribute(trainer)`, then
+    `trainer.train()` or `trainer.fit(model)`.
 
     plan: a Plan or a plan file; by default that of `meshwise run --plan` or of the file that MESHWISE_PLAN names, else
-    replicas. Optimizers made before go on with what it makes of the parameters.
+    replicas. Optimizers made before it continue with the parameters that the plan makes.
     streams: how an iterable data set is split: `whole` (every rank reads it all and keeps its slice) or `per-rank`
-    (the data set splits itself by `mw.rank()`). Raises UsageError for anything else that is given, PlanError for a plan
+    (the data set splits itself by `mw.rank()`). Raises UsageError for objects of any other kind, PlanError for a plan
     that cannot be applied.
     """
     came_to("mw.distribute")
@@ -150,33 +150,33 @@ Tree = TypeVar("Tree")
 def backward(
     loss: Tensor, weight: Tensor | float | None = None, reduction: Literal["mean", "sum"] | None = None
 ) -> Tensor:
-    """Add to `.grad` what one device would add for the whole batch of the loader; returns the global loss, detached.
+    """Add to `.grad` what one device would add for the whole batch of the loader; return the global loss, detached.
 
     loss: a scalar mean over `weight` items of this rank's slice; by default over its samples, which the loader knows. A
     token mean passes its number of tokens, a class-weighted mean the sum of its classes' weights
     (`weight=class_weights[y].sum()`). Collective: every rank calls it once a batch.
-    reduction: `sum` for a loss that is a sum over this rank's samples: what one device would add is that of the sum. By
-    default it is a mean; on several devices a loss that is known to be a sum is UsageError then, and `mean` takes it
-    for one all the same.
+    reduction: `sum` for a loss that is a sum over this rank's samples; then the gradients are those of the sum. By
+    default the loss counts as a mean, and on several devices a loss known to be a sum raises UsageError; `mean`
+    overrides that check.
 
-    What comes back is that of the loss as it was given (divided, where it was divided by the number of accumulation
-    steps), without the scale of a GradScaler: `loss = mw.backward(scaler.scale(loss))` is for people to read.
+    The returned loss is divided like the given one (by the number of accumulation steps, say), but without the scale of
+    a GradScaler: `loss = mw.backward(scaler.scale(loss))` is for people to read.
     """
     came_to("mw.backward")
     return steps.backward(engines[-1] if engines else default_engine(), loss, weight, reduction)
 
 
 def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
-    """This rank's rows of a batch that every rank holds, for programs without a loader: `x, y = mw.split(x, y)`.
+    """Return this rank's rows of a batch that every rank holds, for programs without a loader: `x, y = mw.split(x, y)`.
 
-    batch: tensors, numpy arrays, or trees of them, with equally many rows; each comes back as its part (one alone, as
+    batch: tensors, numpy arrays, or trees of them, with equally many rows; each is returned as its part (one alone, as
     itself), a view. dim: where the samples lie. `mw.backward` and `mw.sum` then know the batch, as in a loop over a
-    distributed loader. A rank without rows gets one that counts for nothing. On one device nothing is cut.
-    whole: what rows cannot cut (a graph, an episode) comes back as it is, and every rank runs all of it.
+    distributed loader. A rank without rows gets one that does not count. On one device nothing is split.
+    whole: a batch that cannot be split by rows (a graph, an episode) is returned whole, and every rank runs all of it.
 
-    Every rank must give the same: a checksum travels with the loss. So what is drawn outside the models' forward is
-    drawn alike on every rank, for the whole batch; a model's dropout is for its own rank's rows. UsageError for what
-    has no rows, or other rows on another rank.
+    Every rank must give the same batch: a checksum travels with the loss. So random draws outside the models' forward
+    are the same on every rank, for the whole batch; a model's dropout is drawn for its own rank's rows. UsageError for
+    a batch without rows, or with other rows on another rank.
     """
     came_to("mw.split")
     engine = default_engine()
@@ -192,7 +192,7 @@ def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
 
 
 def _program_begins(engine: Engine) -> None:
-    """Another program begins in this process: it is looked at as the first one, and told what that was told."""
+    """Reset for another program in this process: it is checked like the first one, and sees the same notes."""
     program, given = engine.program, engine.given
     engine.notify.program_begins()
     given.earlier = weakref.WeakSet([*program.models, *program.optimizers, *given.schedulers])
@@ -206,7 +206,7 @@ def _program_begins(engine: Engine) -> None:
 
 
 def _begin_split(engine: Engine, part: BatchSlice) -> None:
-    """The program has split a batch itself: outside a loop over batches that is where a step may begin."""
+    """Handle that the program has split a batch itself: outside a loop over batches a step may begin here."""
     engine.part = part
     engine.reads.split(part)
     if engine.generator.in_loop:
@@ -224,12 +224,12 @@ def _begin_split(engine: Engine, part: BatchSlice) -> None:
 
 
 def sum(value: Number, *, grad: bool = False) -> Number:
-    """`value` added over all ranks, padding samples left out. Collective.
+    """Add `value` over all ranks, without padding samples. Collective.
 
     In the loop over the loader `value` is of this rank's part of the batch; after it, of all that this rank read. A
-    number comes back as a number, a tensor as a tensor, detached. UsageError after a loop whose values count a padding
+    number is returned as a number, a tensor as a tensor, detached. UsageError after a loop whose values count a padding
     sample.
-    grad: the tensor keeps its gradient, and comes back on the device of this worker: for a loss of the whole batch that
+    grad: the tensor keeps its gradient, and is returned on this worker's device: for a loss of the whole batch that
     is no mean over samples, such as a ratio:
     `dice = 2 * mw.sum((p * y).sum(), grad=True) / mw.sum((p + y).sum(), grad=True)`, then `mw.backward(1 - dice)`.
     Every rank's loss depends on it. UsageError with pipeline or accumulate, outside a loop, and in a loss that is given
@@ -240,10 +240,10 @@ def sum(value: Number, *, grad: bool = False) -> Number:
 
 
 def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = False) -> Real:
-    """The mean of `value` over all ranks: as of one device for a value that is a mean itself. Collective.
+    """Return the mean of `value` over all ranks: the mean that one device would compute. Collective.
 
     value: in the loop over the loader a mean over this rank's part of the batch; after it, over all that this rank
-    read. A number comes back as a float, a tensor of any shape as a tensor. weight: how many items that mean is over,
+    read. A number is returned as a float, a tensor of any shape as a tensor. weight: how many items that mean is over,
     such as tokens; by default the samples. UsageError after a loop whose values count a padding sample.
     grad: the tensor keeps its gradient, for use inside a loss, as with `mw.sum`.
     """
@@ -254,16 +254,16 @@ def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = Fals
 
 
 def _engine() -> Engine:
-    """That of the job whose loss is being computed, else the program's."""
+    """Return the engine of the job whose loss is being computed, else the program's."""
     return IN_LOSS[-1] if IN_LOSS else default_engine()
 
 
 def gather_samples(values: Tree) -> Tree:
-    """The rows of all ranks, in the order of the loader, on every rank: predictions of a whole data set. Collective.
+    """Gather the rows of all ranks, in the loader's order, on every rank: predictions of a whole data set. Collective.
 
     values: tensors, or a tree of them, with a row for each sample: in the loop over the loader those of this rank's
     part of the batch; after it those of all its batches, joined by torch.cat. Padding is left out. All ranks must give
-    the same dtypes and further dimensions, else UsageError. `mw.gather` is another verb: of parts in one process.
+    the same dtypes and further dimensions, else UsageError. `mw.gather` is another verb: for parts in one process.
     """
     came_to("mw.gather_samples")
     return cast(Tree, gather_over_ranks(default_engine(), values))

@@ -72,19 +72,19 @@ class DistributedLoader:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Epochs that are over, and samples of this one that were given out."""
+        """Epochs finished, and samples given out in this one."""
         return self._epoch, self._index
 
     @property
     def at_end(self) -> bool:
-        """Whether this epoch has no further batch, as far as that is known."""
+        """Whether this epoch has no further batch, if its length is known."""
         return self._spec.length == self._batches_given
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: the epoch, how many samples of it have been given out, and random generators: as they
-        were where the order of this epoch began, and as they are now.
+        """Return where the loader is: the epoch, how many of its samples were given out, and the random generators: as
+        they were where the order of this epoch began, and as they are now.
 
-        Any number of devices goes on from it.
+        Any number of devices can resume from it.
         """
         state: dict[str, Any] = {"epoch": self._epoch, "index": self._index, "batches": self._batches_given}
         if self._keyed:
@@ -93,13 +93,13 @@ class DistributedLoader:
         return state | order | {"generators": packed(self._generators.states())}
 
     def go_to(self, epoch: int, batches: int = 0) -> None:
-        """Begin the next loop behind so many batches of that epoch, whose order is drawn anew."""
+        """Start the next loop after this many batches of that epoch, in a newly drawn order."""
         self._running, self._order = False, None
         self._epoch, self._index, self._batches_given = epoch, batches * (self.batch_size or 1), batches
 
     def state_beside(self) -> dict[str, Any]:
-        """`state_dict` where another loader's loop saves, in which this one is read: a batch that was given since the
-        last step is trained on in the next one, and an epoch that was left is over."""
+        """Return the `state_dict` to save when another loader's loop saves while this one is read in it: a batch given
+        since the last step is trained in the next one, and an epoch that was left is over."""
         state = self.state_dict()
         if self.in_batch and self.given_at == self._engine.phases.done:
             return state | dict(zip(("index", "batches"), self._before, strict=True))
@@ -109,8 +109,8 @@ class DistributedLoader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state` with the next loop over this loader. The program's random generator goes on from there
-        too, so that later epochs have the order that they would have had; a state of version 0.1 has none."""
+        """Resume from `state` with the next loop over this loader. The program's random generator resumes from it too,
+        so that later epochs keep their order; a state of version 0.1 has no generator."""
         self._epoch, self._index = int(state["epoch"]), int(state["index"])
         self._batches_given = int(state.get("batches", -(-self._index // (self.batch_size or 1))))
         self.start = self._batches_given
@@ -124,7 +124,7 @@ class DistributedLoader:
         return self.begin_loop() if fed is None else fed
 
     def begin_loop(self) -> Iterator[Any]:
-        """An epoch, or the rest of it."""
+        """Begin an epoch, or the rest of it."""
         self.leave_epoch()
         for state in self._engine.given.loop_states:
             state.epoch_begins(self)
@@ -140,7 +140,7 @@ class DistributedLoader:
         return self._batches(self._read(None) if loader.num_workers or self.wrapper is not None else None)
 
     def leave_epoch(self) -> None:
-        """The epoch is over, where its loop was left early."""
+        """End the epoch if its loop was left early."""
         if self._running:
             self._end_epoch()
 
@@ -184,14 +184,14 @@ class DistributedLoader:
         self._over(loop)
 
     def _left(self, loop: LoopRead) -> None:
-        """The loop was left before its end."""
+        """Handle that the loop was left before its end."""
         self.in_batch, self.start = False, 0
         left_loop(loop.given)
         for state in self._engine.given.loop_states:
             state.epoch_ends(self, early=True)
 
     def _over(self, loop: LoopRead) -> None:
-        """The loop has come to its end, or the run was asked to stop."""
+        """Handle that the loop has ended, or that the run was asked to stop."""
         engine, states = self._engine, self._engine.given.loop_states
         if engine.stopped:
             for state in states:
@@ -204,7 +204,7 @@ class DistributedLoader:
         self._end_epoch()
 
     def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
-        """The rest of the epoch; with `limit` one batch more, of at most so many samples unless all are whole."""
+        """Read the rest of the epoch; with `limit` one more batch, of at most so many samples unless all are whole."""
         if limit == 0:
             return iter(())
         if limit is not None and self._whole_batches:
@@ -215,8 +215,8 @@ class DistributedLoader:
         return pairs if self.wrapper is None else self.wrapper.pairs(pairs)
 
     def _draws(self) -> Draws:
-        """How the order of this epoch is drawn; if it is, from the generators of rank 0. Collective then, the first
-        time in an epoch."""
+        """Return how the order of this epoch is drawn; if at random, from rank 0's generators. Then it is collective
+        the first time in an epoch."""
         if self._order is not None:
             return self._generators.draws(self._order, again=True)
         together = self._spec.drawn and not self._spec.own

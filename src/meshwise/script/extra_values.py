@@ -17,14 +17,14 @@ from torch import Tensor
 
 
 def state_of_extra(extra: Any) -> Any:
-    """`extra`, with the state of what has one."""
+    """Return `extra`, with things that have a state_dict replaced by it."""
     if isinstance(extra, dict):
         return {name: state_of_extra(value) if hasattr(value, "state_dict") else value for name, value in extra.items()}
     return None if extra is None else extra.state_dict()
 
 
 def restore_extra(extra: Any, saved: Any) -> None:
-    """Write what was saved into `extra`; what it has besides stays."""
+    """Write the saved values into `extra`; its other entries stay."""
     if not isinstance(extra, dict):
         if extra is not None and saved is not None:
             extra.load_state_dict(saved)
@@ -34,7 +34,7 @@ def restore_extra(extra: Any, saved: Any) -> None:
 
 
 def _filled(own: Any, value: Any) -> Any:
-    """`own` itself with this value where others may hold it, else the value."""
+    """Return `own`, updated with the value where other objects may refer to it, else the value."""
     if hasattr(own, "load_state_dict"):
         own.load_state_dict(value)
         return own
@@ -53,8 +53,8 @@ def _filled(own: Any, value: Any) -> Any:
 
 
 def unread_numbers(*, held: int, extra: Any) -> str:
-    """A sentence on the plain numbers of a dict that nothing else holds: nobody can read or change them. held: what
-    `sys.getrefcount` says of it, as an attribute; looked at before `extra` is, which holds it too."""
+    """Return a warning about plain numbers in a dict that nothing else holds: nobody can read or change them. held: its
+    `sys.getrefcount`, taken from the attribute before the call, because the argument `extra` holds it too."""
     names = [str(n) for n, v in extra.items() if isinstance(v, int | float)] if type(extra) is dict else []
     if not names or held > _HELD_ONCE:
         return ""

@@ -42,7 +42,7 @@ GRACE = 60.0  # seconds in which all ranks must come to a file
 
 
 def save(thing: Any, path: str | Path) -> None:
-    """`torch.save`, once: rank 0 writes, whole or not at all; the others go on.
+    """Run `torch.save` once: rank 0 writes the file, whole or not at all; the others continue.
 
     thing: state_dicts, or anything that holds them. Under a plan that divides them every rank calls it. A whole model
     is written as the program made it, without hooks of meshwise.
@@ -71,12 +71,12 @@ def save(thing: Any, path: str | Path) -> None:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Whether a hook is of this package: a file that has it is read only where meshwise is, and not as weights only."""
+    """Check whether a hook is this package's: a file with it needs meshwise, and cannot be read as weights only."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("meshwise.")
 
 
 def load(path: str | Path) -> Any:
-    """`torch.load` onto the CPU. Every rank calls it, and no rank goes on before all have read.
+    """Run `torch.load` onto the CPU. Every rank calls it, and no rank continues before all have read.
 
     Waits for a `mw.save` to the same path that rank 0 has not finished. CheckpointError for a file that is damaged, or
     holds more than tensors and plain values.
@@ -93,7 +93,7 @@ def load(path: str | Path) -> Any:
 
 
 def _read(path: Path) -> Any:
-    """What torch has written to a file. Raises CheckpointError, with the file's name, where that is not to be had."""
+    """Read a file of torch's. Raises CheckpointError, with the file's name, where it cannot be read."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -11,12 +11,12 @@ REFUSED = "mw.distribute(trainer) on {ranks} devices: {what} is refused: {instea
 
 
 def is_made_from(thing: Any, name: str, *modules: str) -> bool:
-    """Whether it is of the class of this name in one of these modules, or of one made from it. Nothing is imported."""
+    """Check whether its class, or a base class, has this name in one of these modules. Imports nothing."""
     return any(cls.__name__ == name and cls.__module__ in modules for cls in type(thing).__mro__)
 
 
 def in_front(front: type, thing: Any, ranks: Any) -> None:
-    """Put a class of ours in front of that of a thing. ranks: what they share, its attribute `meshwise`."""
+    """Put a class of ours in front of the class of a thing. ranks: the shared state, its attribute `meshwise`."""
     cls = type(thing)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "meshwise": ranks}
     thing.__class__ = type(cls.__name__, (front, cls), names)

@@ -39,7 +39,7 @@ NOT_OURS = (
 
 
 def sum_in_loss(engine: Engine, value: Tensor) -> Tensor:
-    """`value` added over the ranks, with its gradient. Collective, in the backward too."""
+    """Add `value` over the ranks, and keep its gradient. Collective, in the backward too."""
     part = _begin(engine, "mw.sum", value)
     if part is None:
         return value
@@ -50,7 +50,7 @@ def sum_in_loss(engine: Engine, value: Tensor) -> Tensor:
 
 
 def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -> Tensor:
-    """The mean of the ranks' means over `weight` items each, with its gradient. Collective, in the backward too."""
+    """Return the mean of the ranks' means over `weight` items each, with gradient. Collective, in the backward too."""
     part = _begin(engine, "mw.mean", value)
     if part is None:
         return value
@@ -63,7 +63,7 @@ def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -
 
 
 def _begin(engine: Engine, verb: str, value: Any) -> Any:
-    """This rank's part of the batch; None where its value is of the whole already."""
+    """Return this rank's part of the batch; None where its value already covers the whole batch."""
     if not isinstance(value, Tensor):
         raise UsageError(f"{user_place()}: {verb}(…, grad=True) takes a tensor; this is a {type(value).__name__}.")
     plan, part = engine.plan, engine.part
@@ -89,7 +89,7 @@ def _is_float(value: Tensor) -> bool:
 
 
 def _attached(value: Tensor) -> Tensor:
-    """`value` whose backward comes here on every rank: on some it may be a constant, such as a term without items."""
+    """Return `value` as part of every rank's backward: on some it may be a constant, such as a term without items."""
     whole = gather(value)
     if whole.requires_grad or not _is_float(whole) or not torch.is_grad_enabled():
         return whole

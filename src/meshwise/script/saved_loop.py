@@ -26,12 +26,12 @@ from meshwise.tracking import tracking
 from meshwise.workers.join import rank_context
 
 Loaders = DistributedLoader | Sequence[DistributedLoader] | None
-"""That of the loop that trains; of several, the first is, and the others are read beside it."""
+"""The loader of the training loop; of several, the first is, and the others are read beside it."""
 
 
 @dataclass(frozen=True)
 class LoopParts:
-    """What a loop's state is made of. made_with: settings of the program."""
+    """The parts of a loop's state. made_with: settings of the program."""
 
     engine: Engine
     things: Mapping[str, dict[str, Any]]
@@ -41,7 +41,7 @@ class LoopParts:
 
 
 def loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
-    """What `loader=` was given. Raises UsageError for anything else than loaders of `mw.distribute`."""
+    """Return the loaders given as `loader=`. Raises UsageError for anything but loaders of `mw.distribute`."""
     several = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     for each in several:
         if not isinstance(each, DistributedLoader):
@@ -53,7 +53,7 @@ def loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
 
 
 def says_beside(parts: LoopParts) -> str:
-    """A sentence where a loader that `parts` lacks was read in the step that has just ended, and is still read."""
+    """Return a warning where a loader missing from `parts` was read in the step that just ended, and is still read."""
     engine = parts.engine
     read = [each for each in engine.given.loaders if each.in_batch and each.given_at >= engine.phases.done - 1]
     if not parts.loaders or all(each in parts.loaders for each in read):
@@ -65,13 +65,13 @@ def says_beside(parts: LoopParts) -> str:
 
 
 def random_of(engine: Engine) -> tuple[Any, ...]:
-    """Where the program's generators are."""
+    """Return the states of the program's random generators."""
     with engine.generator.drawing():
         return tuple(handle.state() for handle in GLOBAL)
 
 
 def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...], *, whole: bool) -> dict[str, Any]:
-    """The state after `step`, as this rank holds it; whole: of what rank 0 writes for all."""
+    """Return the state after `step`, as this rank holds it; whole: the part that rank 0 writes for all."""
     of_model, rank = state_of if whole else held_of, rank_context().world.rank
     models, optimizers, schedulers = (parts.things[kind] for kind in ("model", "optimizer", "scheduler"))
     return {
@@ -90,7 +90,7 @@ def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...], *, whole: bool
 
 
 def restore(parts: LoopParts, folder: Path, tree: Mapping[str, Any]) -> int:
-    """Put everything where `tree`, which was saved in `folder`, has it: the step that is done."""
+    """Restore everything from `tree`, which was saved in `folder`; return the last finished step."""
     models, optimizers, schedulers = (parts.things[kind] for kind in ("model", "optimizer", "scheduler"))
     saved = {"": tree["model"]} if tree["models"] == [""] else tree["model"]
     compare(folder, parts.things, {**tree, "model": saved})

@@ -40,7 +40,7 @@ class HeldFolder:
     lock: FolderLock | None
 
     def tell_origin(self, saved: Checkpoint, say: Callable[[str], object]) -> None:
-        """Say where the program goes on from, if that was saved by another run than this one."""
+        """Say where the program resumes, if the state was saved by another run than this one."""
         by, own = claims_of(self.path).get(saved.attempt, {}), _facts()
         if own["run"] and by.get("run") == own["run"]:
             return
@@ -53,13 +53,13 @@ class HeldFolder:
         say(f"{_short(str(self.path))}: goes on from step {saved.step}{told}. Another folder starts from scratch.")
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         if self.lock is not None:
             self.lock.close()
 
 
 def hold(folder: Path) -> HeldFolder:
-    """Hold the folder for this program. Collective. Raises UsageError where another one does."""
+    """Lock the folder for this program. Collective. Raises UsageError where another program has locked it."""
     lock, number, refusal = _held(folder) if rank_context().world.rank == 0 else (None, None, "")
     number, refusal = collectives.broadcast_object((number, refusal), collectives.everyone())
     if refusal:
@@ -68,7 +68,7 @@ def hold(folder: Path) -> HeldFolder:
 
 
 def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
-    """The lock, the number of this start and a refusal. A write that fails reports its own error."""
+    """Return the lock, the number of this start and a refusal. A failing write reports its own error."""
     lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
 
 
 def _work() -> Work:
-    """Whose work this is: of the run that our launcher has begun, else of a scheduler's job."""
+    """Return the owner of the lock: the run of our launcher, else a scheduler's job."""
     run = os.environ.get(RUN_FOLDER)
     if run is not None and ATTEMPT in os.environ:
         return Work(str(Path(run).resolve()), attempt())
@@ -105,5 +105,5 @@ def _facts() -> dict[str, Any]:
 
 
 def _short(path: str) -> str:
-    """A path as a person would write it here."""
+    """Return a path as a person would write it here."""
     return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path

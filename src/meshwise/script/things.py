@@ -22,7 +22,7 @@ Things = Any
 
 
 def named(things: Things) -> dict[str, Any]:
-    """By the names that the state has; one thing has the name ''."""
+    """Return things by their names in the state; a single thing has the name ''."""
     if things is None:
         return {}
     if isinstance(things, list | tuple):
@@ -31,12 +31,12 @@ def named(things: Things) -> dict[str, Any]:
 
 
 def folded(states: dict[str, Any]) -> Any:
-    """Of one model its state_dict itself."""
+    """Return the state_dict itself if there is only one model."""
     return states[""] if list(states) == [""] else states
 
 
 def check(things: Mapping[str, dict[str, Any]]) -> None:
-    """Raises UsageError for what is given under another's name."""
+    """Check that each thing is of its kind; raises UsageError if not."""
     for kind, cls in (("model", nn.Module), ("optimizer", Optimizer), ("scheduler", None)):
         for each in things[kind].values():
             fits = isinstance(each, cls) if cls is not None else hasattr(each, "load_state_dict")
@@ -45,7 +45,7 @@ def check(things: Mapping[str, dict[str, Any]]) -> None:
 
 
 def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where what was saved in `folder`, by name, is not what is given."""
+    """Check that the things saved in `folder`, by name, are those given here; raises CheckpointError if not."""
     for kind, own in things.items():
         if own.keys() != tree[kind].keys():
             raise CheckpointError(
@@ -58,7 +58,7 @@ def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[st
 
 
 def kept_by(states: Iterable[CheckpointedLoop]) -> list[Any]:
-    """The program's things that these states save."""
+    """Return the program's objects that these states save."""
     return [each for state in states for each in state.keeps()]
 
 
@@ -69,8 +69,8 @@ def forgotten(
     optimizers: Iterable[Optimizer],
     schedulers: Iterable[Any],
 ) -> str:
-    """A sentence on those of these, which the program trains with, that no state has; empty for none. given: what the
-    states have. things: of the last of them, by kind and name."""
+    """Return a sentence about objects that the program trains with and no state saves; empty for none. given: what the
+    states save. things: those of the last state, by kind and name."""
     saved = {id(p) for each in given if isinstance(each, nn.Module) for p in each.parameters()}
     known = {id(each) for each in given}
     lost: dict[str, list[Any]] = {

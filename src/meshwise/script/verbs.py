@@ -36,10 +36,10 @@ def world_size() -> int:
 
 @contextlib.contextmanager
 def accumulate() -> Iterator[None]:
-    """`mw.backward` inside keeps its gradients on their rank; the next outside, `optimizer.step`, or who reads a
-    gradient before them (clipping, on every rank), reduces all.
+    """Let `mw.backward` inside keep its gradients on their rank; the next one outside, `optimizer.step`, or code that
+    reads a gradient before them (clipping, on every rank), reduces all.
 
-    A loop with `mw.checkpoint` that counts its windows writes `enumerate(loader, loader.start)`: it goes on inside an
+    A loop with `mw.checkpoint` that counts its windows writes `enumerate(loader, loader.start)`: it resumes inside an
     epoch. The state is saved where a window ends.
     """
     engine = session.default_engine()
@@ -51,9 +51,9 @@ def accumulate() -> Iterator[None]:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0: for what is done once, such as a plot, or a line in a file of yours.
+    """Whether this is rank 0: for things that are done once, such as a plot, or a line in a file of yours.
 
-    What all ranks must do together (`mw.backward`, `mw.sum`, a forward of a sharded model) does not belong under it.
+    Code that all ranks must run together (`mw.backward`, `mw.sum`, a sharded model's forward) does not belong under it.
     """
     return rank_context().world.rank == 0
 
@@ -66,7 +66,7 @@ def barrier() -> None:
 
 @contextlib.contextmanager
 def main_first() -> Iterator[None]:
-    """Rank 0 runs the body of the with-statement first, then the others: a download, a cache that is built once.
+    """Run the body of the with-statement on rank 0 first, then on the others: a download, a cache that is built once.
 
     Collective. Where rank 0 raises, the others wait until the run ends with its error.
     """
@@ -79,7 +79,7 @@ def main_first() -> Iterator[None]:
 
 
 def print(*values: Any, **options: Any) -> None:
-    """Python's `print`, on rank 0 alone. Values are computed on every rank: a collective among them is right."""
+    """Run Python's `print` on rank 0 only. Values are computed on every rank, so they may use collectives."""
     session.show(" ".join(map(str, values)))
     if is_main():
         builtins.print(*values, **options)
@@ -89,8 +89,8 @@ def print(*values: Any, **options: Any) -> None:
 class Memory:
     """What this process uses of a device's memory, in bytes.
 
-    allocated: what its tensors take; of a CPU the resident memory of the whole process. reserved: what torch has taken
-    from the driver, tensors included; None of a CPU. peak: the most that was `allocated` so far.
+    allocated: what its tensors take; on a CPU the resident memory of the whole process. reserved: what torch has taken
+    from the driver, tensors included; None on a CPU. peak: the most that was `allocated` so far.
     """
 
     device: str
@@ -104,7 +104,7 @@ class Memory:
 
 
 def memory(device: str | torch.device | None = None) -> Memory:
-    """The memory that this process uses on a device; on its own one where none is named.
+    """Return the memory that this process uses on a device; on its own one where none is named.
 
     `mw.print(mw.memory())` shows rank 0's: `cuda:0: 10.2 GiB allocated, 12.0 GiB reserved, peak 11.1 GiB`.
     """
@@ -114,9 +114,9 @@ def memory(device: str | torch.device | None = None) -> Memory:
 
 
 def empty_cache() -> None:
-    """Give memory that torch has reserved and no tensor uses back to the driver, for other processes of this device.
+    """Return memory that torch has reserved and no tensor uses to the driver, for other processes on this device.
 
-    It makes nothing faster: the next tensors ask the driver again. Nothing on a CPU.
+    It makes nothing faster: the next tensors ask the driver again. Does nothing on a CPU.
     """
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

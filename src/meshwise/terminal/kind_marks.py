@@ -42,18 +42,19 @@ ASCII = str.maketrans({"µ": "u", "·": "|", "±": "~", "…": ".", "×": "x", "
 
 
 def mark_of(kind: str, ascii_only: bool) -> str:
-    """The one character of a kind."""
+    """Return the one character of a kind."""
     return MARKS[kind].plain if ascii_only else MARKS[kind].mark
 
 
 def style_of(kind: str, filled: bool = True) -> str:
-    """The style of a kind's mark: on its colour, or (waiting, nothing, thin rows) in it."""
+    """Return the style of a kind's mark: its colour as background, or as text for waiting, nothing and thin rows."""
     colour = MARKS[kind].colour
     return f"black on {colour}" if filled and kind not in NOT_FILLED else colour
 
 
 def legend(kinds: Iterable[str], width: int, ascii_only: bool) -> list[Text]:
-    """The marks of these kinds with their words, in the order of a step, in lines of at most `width` characters."""
+    """Return the marks of these kinds with their words, in the order of a step, in lines of up to `width`
+    characters."""
     present = set(kinds)
     lines = [Text(no_wrap=True)]
     for kind, mark in MARKS.items():
@@ -68,5 +69,5 @@ def legend(kinds: Iterable[str], width: int, ascii_only: bool) -> list[Text]:
 
 
 def printable(text: str, ascii_only: bool) -> str:
-    """`text` in characters that the console can show."""
+    """Return `text` in characters that the console can show."""
     return text.translate(ASCII).encode("ascii", "replace").decode() if ascii_only else text

@@ -20,8 +20,8 @@ _watched: list[_Watched] = []
 
 
 class _Watched:
-    """A text file of which it is known whether its last line has ended. over: nothing is written any more. lost: errors
-    at which it is over, since its reader has left: no fault of the command."""
+    """A text file that remembers whether its last line has ended. over: nothing more is written. lost: errors that mean
+    its reader has left, which is not the command's fault; they end it."""
 
     def __init__(self, file: Any, lost: type[OSError]) -> None:
         self.file, self.lost, self.ended, self.over = file, lost, True, False
@@ -46,7 +46,7 @@ class _Watched:
 
 
 def watch(out: Any, beside: Any) -> None:
-    """From now on what is written to these text files, stdout and stderr, is known to `say_last`."""
+    """Keep track of what is written to these text files, stdout and stderr, for `say_last`."""
     _watched[:] = _Watched(out, BrokenPipeError), _Watched(beside, OSError)
 
 
@@ -61,7 +61,7 @@ def end_lines() -> None:
 
 
 def say_last(*texts: str) -> None:
-    """Say these on stderr, each on a line of its own, and nothing more. Raises OSError where it cannot be written."""
+    """Print these on stderr, a line each, and nothing more afterwards. Raises OSError where it cannot be written."""
     with _lock:
         end_lines()
         file = _watched[-1].file

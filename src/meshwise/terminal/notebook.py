@@ -15,13 +15,13 @@ from rich.console import Console, RenderableType
 
 Value = TypeVar("Value")
 WIDTH = 110
-"""Characters of a line: what fits beside the numbers of a notebook's cells."""
+"""Characters of a line that fit into a notebook's cell."""
 FORMAT = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.25">{code}</pre>'
 
 
 @dataclass(frozen=True)
 class Page:
-    """An HTML page as what a cell shows."""
+    """An HTML page as the output of a cell."""
 
     html: str = field(repr=False)
 

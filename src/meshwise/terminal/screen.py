@@ -23,9 +23,9 @@ GLUE = "\ue000"  # stands for a space at which a line must not end
 
 @dataclass(frozen=True)
 class Screen:
-    """The console on which lines are drawn. width: their longest; height: how many fit, None where all do.
+    """The console on which lines are drawn. width: of the longest line; height: how many fit, None where all do.
 
-    table_width: the widest that a table may be. One that goes to a file or a pipe is as wide as it is.
+    table_width: the widest that a table may be. In a file or a pipe a table may be as wide as it needs.
     """
 
     console: Console
@@ -39,7 +39,7 @@ class Screen:
         return self.console.size.height - 1 if self.console.is_terminal else None
 
     def wrap(self, *texts: Text, indent: int = 0) -> list[Text]:
-        """The texts in lines, none of which separates a number from its unit. indent: of the second and later lines."""
+        """Wrap the texts into lines that keep a number beside its unit. indent: of the second and later lines."""
         return [line for text in texts for line in self._wrapped(text, indent)]
 
     def _wrapped(self, text: Text, indent: int) -> list[Text]:
@@ -72,7 +72,7 @@ class Drawn:
 
 
 def spaced(parts: Iterable[list[Text]], height: int | None) -> list[Text]:
-    """The parts below each other, with an empty line between two as long as there is room for one."""
+    """Join the parts, with an empty line between two as long as there is room for one."""
     filled = [part for part in parts if part]
     room = len(filled) if height is None else height - sum(map(len, filled))
     lines: list[Text] = []
@@ -85,12 +85,12 @@ def spaced(parts: Iterable[list[Text]], height: int | None) -> list[Text]:
 
 
 def labelled(label: str, text: str, style: str = "dim", width: int = LABEL) -> Text:
-    """A line that begins with a label in a column of its own."""
+    """Return a line that begins with a label in a column of its own."""
     return Text(f"{label:<{width}}", style).append(text, "default")
 
 
 def fitted(text: str, file: IO[str]) -> str:
-    """A sentence in lines that end between words, where it goes to a terminal; a text of several lines keeps them."""
+    """Wrap a sentence between words, if it goes to a terminal; a text of several lines keeps them."""
     if "\n" in text or not file.isatty():
         return text
     return textwrap.fill(text, shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)

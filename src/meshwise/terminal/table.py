@@ -18,7 +18,7 @@ from rich.text import Text
 
 NO_LIMIT = 10_000
 LEAST_ROOM = 24
-"""Characters of a cell that stand on one line, however narrow the screen is."""
+"""The least characters of a cell on one line, however narrow the screen is."""
 Cell = str | Text
 
 
@@ -30,9 +30,9 @@ def table_lines(
     left: Sequence[int] = (0,),
     gap: int = 2,
 ) -> list[Text]:
-    """A line of titles and one a row, with `gap` spaces between columns; the columns of `left` are aligned to the left.
+    """Return a line of titles and a line per row, with `gap` spaces between columns; those in `left` are aligned left.
 
-    Where that is wider than `width`, each row is a block of its own: each of its cells after its title, on as many
+    If that is wider than `width`, each row is a block of its own: each of its cells after its title, on as many
     lines as it needs.
     """
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
@@ -47,8 +47,8 @@ def table_lines(
 def columns_lines(
     columns: Mapping[str, Sequence[Cell]], width: int, *, left: Sequence[str] = (), less_needed: Sequence[str] = ()
 ) -> list[Text]:
-    """A table of columns by title, without the empty ones; those of `less_needed` are left out in their order as long
-    as it is wider than `width`."""
+    """Return a table of columns by title, without the empty ones; those of `less_needed` are dropped in order until it
+    fits into `width`."""
     for without in range(len(less_needed) + 1):
         used = {title: cells for title, cells in columns.items() if any(cells) and title not in less_needed[:without]}
         titles, rows = list(used), list(zip(*used.values(), strict=True))
@@ -82,7 +82,7 @@ def _wrapped(cell: Cell, width: int) -> list[Text]:
 
 
 def rendered(what: RenderableType, width: int = NO_LIMIT) -> list[Text]:
-    """What rich draws, as lines."""
+    """Return what rich draws, as lines."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     lines = console.render_lines(what, pad=False)
     texts = [Text.assemble(*((segment.text, segment.style or "") for segment in line)) for line in lines]
@@ -92,5 +92,5 @@ def rendered(what: RenderableType, width: int = NO_LIMIT) -> list[Text]:
 
 
 def width_of(lines: Sequence[Text]) -> int:
-    """Characters of the longest line."""
+    """Return the characters of the longest line."""
     return max((cell_len(line.plain) for line in lines), default=0)
