@@ -14,48 +14,48 @@ from torch import Tensor
 from meshwise.data.order import BatchSlice
 
 Seen: TypeAlias = tuple[int, int, BatchSlice | None, Tensor]
-"""A backward: its number, its step, this rank's part of the batch, and this rank's own loss."""
+"""What a backward saw: its number, its step, this rank's part of the batch, and this rank's own loss."""
 
 
 class Batches(Protocol):
     """Batches that all ranks were given (`mw.split`)."""
 
     def checksum(self, device: torch.device) -> Tensor:
-        """Of all batches so far, an int64 scalar on the device."""
+        """Return a checksum of all batches so far, an int64 scalar on the device."""
         ...
 
     def take(self) -> list[Any]:
-        """The batches since the last time."""
+        """Return the batches since the last call."""
         ...
 
     def told(self, taken: list[Any]) -> Any:
-        """What the other ranks learn of them."""
+        """Return what the other ranks need to know of these batches."""
         ...
 
     def explain(self, ranks: list[Any]) -> str:
-        """How the ranks differ: one sentence."""
+        """Say in one sentence how the ranks differ."""
         ...
 
 
 class Carried(Protocol):
-    """Compares what the ranks hold."""
+    """Compares values of the ranks."""
 
     settings: Callable[[], tuple[Any, ...]]
-    """What of the program must be alike on all ranks."""
+    """Settings of the program that must be the same on all ranks."""
     batches: Batches | None
     rehearses: bool
-    """Whether tensors have no values, and the other ranks do what this one does."""
+    """Whether tensors have no values, and the other ranks are assumed to do what this one does."""
 
     def signs(self, like: Tensor) -> Tensor:
-        """Numbers that travel with `like`: shape (n,)."""
+        """Return numbers to send along with `like`: shape (n,)."""
         ...
 
     def compare(self, means: Tensor, seen: Seen | None = None) -> None:
-        """The means over the ranks have come: of the loss, or of its sum and weight, where `seen` tells of which, and
-        of the numbers behind it."""
+        """Compare the means over the ranks, now that they are known: of the loss, or of its sum and weight (`seen`
+        tells of which loss), and of the numbers sent along."""
 
     def compare_batches(self, parts: Sequence[tuple[Any, BatchSlice]], place: str) -> None:
-        """Of the first steps of a job, whose losses carry nothing. Collective."""
+        """Compare the batches of a job's first steps, whose losses carry nothing. Collective."""
 
     def finish(self) -> None:
-        """No loss comes any more."""
+        """Finish: no further loss comes."""

@@ -47,7 +47,7 @@ from meshwise.timeline.recorder import current
 from meshwise.workers.gate import StepGate
 
 Microbatch = tuple[Any, BatchSlice]
-"""A microbatch on this rank, and which slice of the global batch it is."""
+"""A microbatch on this rank, and its slice of the global batch."""
 NOTHING = contextlib.nullcontext()
 
 
@@ -56,23 +56,23 @@ class Engine:
 
     carried: Carried
     around: Callable[[Tensor | float | None], contextlib.AbstractContextManager[None]] | None = None
-    """Of what the program splits itself: around a backward, whose loss has this weight."""
+    """Returns a context for a backward whose loss has this weight; for batches that the program splits itself."""
     recording: Recording | None = None
-    """Ends with the engine."""
+    """The recording, which ends with the engine."""
     watcher: Watcher | None = None
     part: BatchSlice | None = None
     """The microbatch that this rank works on."""
     draw_key: tuple[int, int] | None = None
-    """What draws of this batch are keyed by; None before the first whose draws are keyed."""
+    """The key of this batch's random draws; None before the first batch with keyed draws."""
     reduce = True
     has_applied = False
-    """Whether a plan was applied to some model."""
+    """Whether a plan was applied to a model."""
     stopped = False
     """Whether a loop over batches has ended because the run was asked to stop."""
     narrow: Dtypes | None = None
-    """What is computed in, where that is not what tensors have."""
+    """Dtypes to compute in, where they differ from those of the tensors."""
     stored: Dtypes | None = None
-    """What batches are cast to, where that is not float32."""
+    """Dtypes to cast batches to, where they are not float32."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Engine:
         draws: ExactDraws | None = None,
         script: bool = False,
     ) -> None:
-        """say: tells the user a line. draws: the exact random ones, where they are asked for. script: the loop is a
-        script's, known from its calls alone."""
+        """say: prints a line for the user. draws: exact random draws, if requested. script: the loop is a script's,
+        known only from its calls."""
         self.world, self.gate, self.draws = world, gate, draws
         self.notify = Notices(say, untrue=OF_DRAWS if draws is not None else ())
         # A function, not a method: a copy of a model copies what its batch norms hold.
@@ -107,7 +107,7 @@ class Engine:
         self.events.listen(watcher, When.WATCH, only=("backward_begins", "step_begins", "step_ends"))
 
     def close(self) -> None:
-        """End: optimizers step as if there were no engine."""
+        """End the engine: optimizers then step as if there were none."""
         self.given.close()
         self.ends.close()
         self.part, self.watcher = None, None
@@ -117,7 +117,7 @@ class Engine:
     # Models and optimizers.
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
-        """Apply `plan` to those models that are new, in place. Collective."""
+        """Apply `plan` to the new ones among these models, in place. Collective."""
         self.program.add_models(models, plan)
         current().held = functools.partial(held_bytes, self.program)
         self.has_applied = self.has_applied or bool(models)
@@ -126,7 +126,7 @@ class Engine:
         self.narrow = dtypes if dtypes.computed != dtypes.stored or dtypes.computed not in ("fp32", "fp64") else None
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Give an optimizer what the plan has made of its parameters."""
+        """Give an optimizer the parameters that the plan has made."""
         self.program.add_optimizer(optimizer)
         self.phases.optimizers = True
 
@@ -137,26 +137,26 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the models; that of one device as long as there are none."""
+        """The plan of the models; the one-device plan as long as there are none."""
         return self.program.plan or Plan()
 
     # Batches.
 
     @functools.cached_property
     def generator(self) -> ProgramGenerator:
-        """torch's, as the program has it outside its loops."""
+        """torch's generator, as the program sees it outside its loops."""
         return ProgramGenerator()
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        """A forward in the dtypes of the plan."""
+        """Return a context that computes a forward in the dtypes of the plan."""
         return computing(self.world.device, self.narrow) if self.narrow else NOTHING
 
     def cast(self, batch: Any) -> Any:
-        """A batch in the dtype that the plan stores."""
+        """Cast a batch to the dtype that the plan stores."""
         return cast_batch(batch, self.stored) if self.stored else batch
 
     def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
-        """Around a backward, for who looks on."""
+        """Return a context for a backward, from the watcher if there is one."""
         return self.watcher.backward(reduce) if self.watcher else NOTHING
 
 
@@ -165,4 +165,4 @@ def _samples(part: BatchSlice | None) -> int | None:
 
 
 IN_LOSS: list[Engine] = []
-"""Of the jobs whose loss is being computed, the innermost last."""
+"""Engines of the jobs whose loss is being computed, the innermost last."""

@@ -36,7 +36,7 @@ Kind = TypeVar("Kind")
 
 
 class When(enum.IntEnum):
-    """In this order listeners hear what begins, and in the reverse order what ends."""
+    """The order in which listeners hear that something begins; they hear its end in reverse order."""
 
     GUARD = 1  # first: refuses a step before anybody has changed something for it
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
@@ -45,7 +45,7 @@ class When(enum.IntEnum):
 
 @dataclass(eq=False)
 class Probation:
-    """How long a listener hears. backwards: so many from where it began, of all loops; batches: of each loop.
+    """How long a listener listens. backwards: for this many from where it began, of all loops; batches: of each loop.
 
     anew: called where it begins anew, with a program or with a loop at another place.
     """
@@ -60,7 +60,7 @@ class Probation:
 
 
 class OfLoop(NamedTuple):
-    """Who hears the next batches of a loop. due: how many it has given when that is asked again."""
+    """The listeners for a loop's next batches. due: after how many batches to ask again."""
 
     state: object
     due: float
@@ -69,7 +69,7 @@ class OfLoop(NamedTuple):
 
 
 class Events:
-    """The listeners of an engine, as a tuple an event."""
+    """The listeners of an engine, a tuple for each event."""
 
     backward_begins: tuple[Hear, ...] = ()
     backward_ends: tuple[Hear, ...] = ()
@@ -77,12 +77,12 @@ class Events:
     step_ends: tuple[Hear, ...] = ()
     loop_ends: tuple[Hear, ...] = ()
     due: float = math.inf
-    """The backward after which some probation ends."""
+    """The backward after which the next probation ends."""
     state: object = None
-    """Another one whenever somebody has come or left."""
+    """A new object whenever a listener has come or left."""
 
     def __init__(self, backwards: Callable[[], int]) -> None:
-        """backwards: how many there were."""
+        """backwards: returns how many backwards there were."""
         self._all: list[Probation] = []
         self._backwards = backwards
 
@@ -96,7 +96,7 @@ class Events:
         batches: float = math.inf,
         anew: Callable[[], None] | None = None,
     ) -> None:
-        """Let `listener` hear the events of `only` that it has methods for; see `Probation`."""
+        """Let `listener` hear the events in `only` that it has methods for; see `Probation`."""
         kept = tuple(name for name in only if hasattr(listener, name))
         probation = Probation(listener, when, kept, backwards, batches, anew, self._backwards() + backwards)
         self._all.append(probation)
@@ -104,16 +104,16 @@ class Events:
         self.tell()
 
     def leave(self, listener: object) -> None:
-        """It hears nothing more."""
+        """Remove a listener."""
         self._all = [each for each in self._all if each.listener is not listener]
         self.tell()
 
     def find(self, kind: type[Kind]) -> Kind | None:
-        """The listener of this class."""
+        """Return the listener of this class."""
         return next((each.listener for each in self._all if isinstance(each.listener, kind)), None)
 
     def begins(self, listener: object = None) -> None:
-        """A program, or a loop at another place, begins: all probations begin anew; with a listener, its own alone."""
+        """Restart all probations, because a program, or a loop elsewhere, begins; with a listener, only its own."""
         for each in self._all:
             if listener is None or each.listener is listener:
                 each.ends = self._backwards() + each.backwards
@@ -122,7 +122,7 @@ class Events:
         self.tell()
 
     def tell(self) -> None:
-        """Somebody has come or left: tell from now on those who hear, alone."""
+        """Set who hears each event, after a listener has come or left."""
         now = self._hearing()
         self.backward_begins, self.step_begins = _heard(now, "backward_begins"), _heard(now, "step_begins")
         now.reverse()
@@ -132,7 +132,7 @@ class Events:
         self.state = object()
 
     def of_loop(self, given: int) -> OfLoop:
-        """Who hears a loop that has given so many batches."""
+        """Return the listeners of a loop that has given this many batches."""
         now = [each for each in self._hearing() if each.batches > given]
         due = min((each.batches for each in now), default=math.inf)
         return OfLoop(self.state, due, _heard(now, "batch_asked"), _heard(now, "batch_given"))

@@ -16,37 +16,37 @@ from meshwise.engine.split_batch import Splits
 
 
 class CheckpointedLoop(Protocol):
-    """What `mw.checkpoint` has made."""
+    """What `mw.checkpoint` returns, as the engine sees it."""
 
     def step_ends(self, loader: Any) -> None:
-        """The next batch of `loader` is asked for."""
+        """Handle that the next batch of `loader` is asked for."""
 
     def epoch_ends(self, loader: Any, *, early: bool) -> None:
-        """There is no further batch of `loader` in this epoch, or (early) its loop was left."""
+        """Handle that `loader` has no further batch in this epoch, or (early) that its loop was left."""
 
     def epoch_begins(self, loader: Any) -> None:
-        """A loop over `loader` begins."""
+        """Handle that a loop over `loader` begins."""
 
     def keeps(self) -> list[Any]:
-        """The program's things that it saves."""
+        """Return the program's objects that it saves."""
 
     def finishes_epoch(self) -> bool:
-        """The run was asked to stop: whether the program first comes to its next epoch."""
+        """Return, when the run was asked to stop, whether the program should first reach its next epoch."""
 
     def stops(self) -> None:
-        """The run was asked to stop."""
+        """Handle that the run was asked to stop."""
 
     def close(self) -> None:
-        """The program ends."""
+        """Handle that the program ends."""
 
 
 @dataclass(eq=False)
 class Given:
-    """schedulers: those that were given to `mw.distribute`. fed: of these, what is given a number; weak references.
-    loaders: those that it has made. loop_states: what is saved of the program's own loops. earlier: what the programs
-    before this one had given. splits: the batches that the program splits itself, once it has split one.
+    """schedulers: those given to `mw.distribute`. fed: weak references to the ones among them that are fed a number.
+    loaders: those that it has made. loop_states: the saved states of the program's own loops. earlier: objects given by
+    the programs before this one. splits: the batches that the program splits itself, once it has split one.
 
-    saves, loads: how often each file was saved, and any was loaded: ranks count alike, to meet there.
+    saves, loads: how often each file was saved, and any was loaded: all ranks count the same, to meet there.
     """
 
     splits: Splits | None = None
@@ -59,16 +59,16 @@ class Given:
     earlier: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
     def add_scheduler(self, scheduler: LRScheduler) -> None:
-        """One that was given to `mw.distribute`."""
+        """Add a scheduler that was given to `mw.distribute`."""
         if isinstance(scheduler, ReduceLROnPlateau) and scheduler not in self.schedulers:
             self.fed.append(weakref.ref(scheduler, self.fed.remove))
         self.schedulers.add(scheduler)
 
     def finishes_epoch(self) -> bool:
-        """The run was asked to stop: whether the program first comes to its next epoch."""
+        """Return, when the run was asked to stop, whether the program should first reach its next epoch."""
         return any(state.finishes_epoch() for state in self.loop_states)
 
     def close(self) -> None:
-        """The program ends."""
+        """Handle that the program ends."""
         for state in self.loop_states:
             state.close()

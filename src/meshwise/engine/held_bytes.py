@@ -16,8 +16,8 @@ from meshwise.engine.program import Program
 
 
 def held_bytes(program: Program) -> dict[str, float]:
-    """`parameters`, `gradients`, `optimizer` (its state) and `buffers` on the device that computes. Gradients that wait
-    to be reduced are none yet."""
+    """Return the bytes of `parameters`, `gradients`, `optimizer` (its state) and `buffers` on the computing device.
+    Gradients that wait to be reduced do not count."""
     models, device = program.models, torch.device(program.world.device).type
     groups = (group for model in models for _, module in sharded_modules(model) for group in groups_of(module))
     gathered = {whole: part for group in groups for whole, part in group.made_from().items()}

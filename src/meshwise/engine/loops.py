@@ -22,10 +22,10 @@ from meshwise.spec.world import World
 class LoopRead:
     """One loop over batches, and what this rank has read in it.
 
-    loader: the number of a script's. place: the user's line. step: the number of the step that a job's batch is for.
+    loader: its number in a script. place: the user's line. step: the number of the step that a job's batch is for.
     given: its batches so far. batch: the newest, until it ends. over: whether it came to its end, and was not left.
-    samples: how many of each batch; 0 where it had a padding sample alone. padded: whether a batch had fewer samples
-    than there are ranks. part: the batch that it is at.
+    samples: of each batch, how many; 0 for a padding sample only. padded: whether a batch had fewer samples
+    than there are ranks. part: this rank's part of the current batch.
     """
 
     loader: int = 0
@@ -38,16 +38,16 @@ class LoopRead:
     part: BatchSlice | None = None
     batch: Any = None
     uneven: bool = False
-    """Whether this rank's share of a batch was another than of the one before it."""
+    """Whether this rank's share of a batch differed from its share of the previous one."""
     earlier: BatchSlice | None = None
     """One of another size that it has given since the last backward too: the program reads ahead."""
 
 
 @dataclass(eq=False)
 class WholeRead:
-    """What every rank has read alone in a loop over a loader that is not distributed.
+    """What each rank has read by itself in a loop over a loader that is not distributed.
 
-    place: the user's line. total: of what it has read. compared: how often values of it were, over the ranks.
+    place: the user's line. total: of what it has read. compared: how often values of it were compared over the ranks.
     """
 
     place: str
@@ -57,7 +57,7 @@ class WholeRead:
 
 
 class Loops:
-    """The loops of a script that are open, one inside the other or side by side."""
+    """The open loops of a script, nested or side by side."""
 
     def __init__(self, world: World) -> None:
         self._world, self.ranks = world, world.size
@@ -77,14 +77,14 @@ class Loops:
         """The loop that gave the newest batch, where its loader is not distributed."""
 
     def is_elsewhere(self, loop: LoopRead) -> bool:
-        """Whether a loop begins that is called from other lines than those before, or is over another loader; or for
-        the second, fourth, eighth … time, since a program may do something else from a later epoch on."""
+        """Check whether a loop begins at other lines, or over another loader, than those before; or for the second,
+        fourth, eighth … time, since a program may do something else from a later epoch on."""
         loop.place, place = user_place(), (user_lines(), loop.loader)
         self._places[place] += 1
         return self._places[place].bit_count() == 1
 
     def begin(self, part: BatchSlice, read: LoopRead) -> None:
-        """A loop gives a batch."""
+        """Note that a loop gives a batch."""
         read.samples.append(part.samples)
         read.padded |= part.total < self.ranks
         before = read.part or part
@@ -100,12 +100,12 @@ class Loops:
         self.ended = self.whole = None
 
     def split(self, part: BatchSlice) -> None:
-        """The program splits a batch itself."""
+        """Note that the program splits a batch itself."""
         self._alone = None if self._open else part
         self.ended = self.whole = None
 
     def end(self, read: LoopRead) -> BatchSlice | None:
-        """A loop is over: gives the batch that the program was at around it."""
+        """Note that a loop is over; return the batch that the program works on around it."""
         for reads in (self._open, self.round):
             if read in reads:
                 reads.remove(read)
@@ -114,8 +114,7 @@ class Loops:
         return self._open[-1].part if self._open else self._alone
 
     def check_one_share(self, verb: str, *, weighed: bool) -> None:
-        """Raises UsageError where a value may be of batches of several loaders, of which this rank has other shares; or
-        a loss of a batch before the newest.
+        """Raise UsageError if a value may cover batches of several loaders, of which this rank has different shares.
 
         weighed: the value does not need the shares, only which ranks have padding.
         """
@@ -139,8 +138,8 @@ class Loops:
         )
 
     def backward(self, *, weighed: bool) -> None:
-        """The script trains on the batch that it is at: values that follow are of that. weighed: the script said of
-        how many items its loss is, so it may go on with the batch of another loader."""
+        """Note that the script trains on the current batch: later values are of that batch. weighed: the script gave
+        the loss's weight, so it may continue with the batch of another loader."""
         self._weighed, self.whole = weighed and len(self.round) > 1, None
         self.round = self.round if self._weighed else []
         if self._open or self._alone is not None:

@@ -28,9 +28,9 @@ from meshwise.transfer.splitmix import mixed
 
 
 class ModelStream:
-    """What the program's models draw in their forward, from the first `mw.split` on.
+    """The random stream of the models' forward, from the first `mw.split` on.
 
-    draws: the exact random draws of the program, where they are asked for. paused: whether somebody else keys draws.
+    draws: the program's exact random draws, if requested. paused: whether other code keys the draws.
     """
 
     def __init__(self, world: World, draws: ExactDraws | None, paused: Callable[[], bool]) -> None:
@@ -46,7 +46,7 @@ class ModelStream:
         self._ran: KeyedDraws | None = None  # of the forward that ran last: a batch may be read before its backward
 
     def begin(self, part: BatchSlice, models: Iterable[nn.Module]) -> int:
-        """A batch begins, with these models; gives the key of its draws, which is alike on every rank."""
+        """Begin a batch with these models; return the key of its draws, which is the same on every rank."""
         for model in models:
             if model not in self._known:
                 self._known.add(model)
@@ -62,11 +62,11 @@ class ModelStream:
         return mixed(*key)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Around the backward of the forward that ran last, which may run parts of it again."""
+        """Return a context for the backward of the last forward, parts of which it may run again."""
         return contextlib.nullcontext() if self._ran is None else self._ran.backward()
 
     def close(self) -> None:
-        """Models draw from the program's stream again."""
+        """Let models draw from the program's stream again."""
         for handle in self._handles:
             handle.remove()
 
@@ -95,7 +95,7 @@ class ModelStream:
 
 
 class _Hook:
-    """A hook of a model that stays with this process: copied with the model as it is, and pickled as nothing."""
+    """A hook of a model for this process only: copied unchanged with the model, but left out when it is pickled."""
 
     def __init__(self, call: Callable[[], None] | None = None) -> None:
         self._call = call

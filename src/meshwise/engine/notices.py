@@ -11,7 +11,7 @@ from meshwise.transfer import collectives
 
 
 class Notices:
-    """Takes lines for the user. say: tells one. untrue: lines that do not hold here."""
+    """Takes lines for the user. say: prints one. untrue: lines that do not apply here."""
 
     def __init__(self, say: Callable[[str], None], untrue: Container[str] = ()) -> None:
         self._say, self.untrue = say, untrue
@@ -20,7 +20,7 @@ class Notices:
         """On every rank."""
 
     def __call__(self, text: str) -> None:
-        """A line for the user; an empty one says nothing."""
+        """Print a line for the user, once; an empty one prints nothing."""
         if not text or text in self._said or text in self.untrue:
             return
         self._said.add(text)
@@ -29,5 +29,5 @@ class Notices:
             self._say(text)
 
     def program_begins(self) -> None:
-        """Another program begins in this process: it gets every notice anew."""
+        """Forget what was printed: another program begins in this process, and gets every notice anew."""
         self._said.clear()

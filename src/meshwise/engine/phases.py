@@ -26,7 +26,7 @@ LOSS_EVERY = 0.2  # seconds: reading each loss would cost more than it tells
 
 
 class Phases:
-    """Where a training loop stands."""
+    """Which phase a training loop is in."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -48,7 +48,7 @@ class Phases:
 
     @property
     def step(self) -> int:
-        """The step that is worked on; between loops, the last."""
+        """The current step; between loops, the last."""
         return self.steps + (self._trained or self.step_done)
 
     @property
@@ -58,12 +58,12 @@ class Phases:
 
     @property
     def step_done(self) -> bool:
-        """Whether a step has ended that is not counted yet; that is done where any loader is asked for a batch."""
+        """Whether a step has ended that is not counted yet: it is counted when any loader is asked for a batch."""
         return self._open and (self._stepped or not self.optimizers)
 
     @property
     def done(self) -> int:
-        """The steps that have ended, whatever loaders were read in them."""
+        """How many steps have ended, over all loaders."""
         return self.steps + self.step_done
 
     @property
@@ -72,11 +72,11 @@ class Phases:
         return self._open and not self.step_done
 
     def go_on(self, steps: int) -> None:
-        """So many steps were recorded before this loop."""
+        """Start from the number of steps recorded before this loop."""
         self.steps = steps
 
     def batch_asked(self, loop: LoopRead | None) -> None:
-        """A loop asks for its next batch, which may not come; None: the program splits one itself."""
+        """Record that a loop asks for its next batch, which may not come; None: the program splits one itself."""
         self._recorder = current()
         if self._open and (self._stepped or not self.optimizers):
             self.steps += 1
@@ -88,7 +88,7 @@ class Phases:
             self._range = open_range("data")
 
     def batch_given(self, loop: LoopRead | None, batch: object) -> None:
-        """It has its batch."""
+        """Record that the loop has its batch."""
         recorder, step = self._recorder, None if loop is None else loop.step
         recorder.begin_step(self.steps + 1 if step is None else step)
         since = recorder.turn("forward" if step is None else "idle", "data", self._since)
@@ -97,7 +97,7 @@ class Phases:
             self._close_range()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """No batch is waited for any more. After an error the phase stays, to be named in the report."""
+        """Record that no further batch comes. After an error the phase stays, to be named in the report."""
         if current().phase == "data":
             self._since = None
             if sys.exc_info()[0] is None:
@@ -110,7 +110,7 @@ class Phases:
             self._range = None
 
     def backward_begins(self, loss: object, part: BatchSlice | None, *_: object) -> None:
-        """The loop is in `mw.backward`."""
+        """Record that the loop is in `mw.backward`."""
         if self._since is None:  # outside of loops
             self._recorder = current()
         recorder = self._recorder
@@ -125,7 +125,8 @@ class Phases:
             self._range = open_range("backward")
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """It is over. Note the global loss, now and then. After an error the phase stays, to be named in the report."""
+        """Record the end of a backward and, now and then, the global loss. After an error the phase stays, for the
+        report."""
         if self._range is not None:
             self._close_range()
         assert self._since is not None
@@ -140,13 +141,13 @@ class Phases:
             self.look()
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """One of the program's optimizers begins its step."""
+        """Record that one of the program's optimizers begins its step."""
         if not self._trained:
             self._recorder = current()
         self._optimizer = self._recorder.turn("optimizer")
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """It has made its step."""
+        """Record that the optimizer's step is over."""
         now = self._recorder.turn("idle", "optimizer", self._optimizer)
         self._optimizer, self._stepped = None, True
         if self._since is not None:

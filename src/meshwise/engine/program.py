@@ -52,8 +52,8 @@ WHOLE_STATE = "zero1: an optimizer that was not given to mw.distribute keeps its
 
 @dataclass(frozen=True)
 class _Holds:
-    """How many parameters an optimizer holds, whether some are the program's, those of others, whether some are old;
-    and whether it has not stepped since that is so."""
+    """How many parameters an optimizer holds; whether some are the program's, foreign, or replaced; and whether it has
+    not stepped since."""
 
     count: int
     ours: bool
@@ -63,7 +63,7 @@ class _Holds:
 
 
 class Program:
-    """What was given to `mw.distribute`, or made by a job."""
+    """The models and optimizers given to `mw.distribute`, or made by a job."""
 
     def __init__(
         self, world: World, samples: Callable[[], int | None], notify: Callable[[str], None], *, piggyback_loss: bool
@@ -73,32 +73,33 @@ class Program:
         self.world, self._samples, self._notify, self._piggyback_loss = world, samples, notify, piggyback_loss
         self.plan: Plan | None = None
         self.reduction: Reduction | None = None
-        """Averages gradients over the ranks; None where there is nothing to do, or no model any more."""
+        """Averages gradients over the ranks; None where that is not needed, or no model is left."""
         self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; where nothing is reduced
         self.joined_at: int | None = None
-        """The backwards that there were when the program has joined a term of its loss over the ranks."""
+        """Number of the backward before which the program has reduced a term of its loss over the ranks."""
         self.coupled_gradients = False
         """Whether gradients of a rank depend on other ranks inside the backward (see `Setup`)."""
         self.pipeline: Pipeline | None = None
         """Runs the stages of this rank, where the plan has a pipeline."""
         self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job`
         self.backwards = self.began = 0
-        """Of this session or job; and those before the newest of its programs, whose optimizers are `_older`."""
+        """Number of backwards in this session or job; `began`: before its newest program (`_older`: optimizers of
+        then)."""
         self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
-        """Those with parameters of their own, by number of the model and name: a program may keep parts of a model."""
+        """Modules with parameters of their own, by the model's number and name: a program may keep parts of a model."""
         self._alive = 0
         self._numbers = itertools.count()
         self._given = set[weakref.ref[Optimizer]]()
         self.optimizers: weakref.WeakKeyDictionary[Optimizer, _Holds | None] = weakref.WeakKeyDictionary()
-        """Those that were given or have stepped for the models, in this order: the same on every rank."""
+        """Optimizers that were given or have stepped for the models, in this order, which is the same on every rank."""
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: list[weakref.ref[Optimizer]] = []  # since the last backward
         self.in_use: list[weakref.ref[Optimizer]] = []
-        """The optimizers that stepped between the last two backwards: others may be garbage on some ranks alone."""
+        """The optimizers that stepped between the last two backwards: others may be garbage on some ranks only."""
         self.may_draw = False
-        """Whether some optimizer may draw random numbers in its step: torch's own draw none."""
+        """Whether an optimizer may draw random numbers in its step: torch's own draw none."""
         self._replaced = WeakIdKeyDictionary()  # parameters that the plan replaced: their names
         self._holds: weakref.WeakKeyDictionary[Optimizer, _Holds] = weakref.WeakKeyDictionary()
 
@@ -108,11 +109,11 @@ class Program:
         return list(self.numbered_models().values())
 
     def numbered_models(self) -> dict[str, nn.Module]:
-        """`models`, each by its own number."""
+        """Return `models` by their numbers."""
         return {str(number): model for number, ref in self._roots.items() if (model := ref()) is not None}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of what is alive, each once."""
+        """Return the parameters of all living models, each once."""
         names: dict[nn.Parameter, str] = {}
         for prefix, ref in self._modules.items():
             for name, p in module.named_parameters(recurse=False) if (module := ref()) is not None else ():
@@ -121,12 +122,12 @@ class Program:
 
     @property
     def device(self) -> str:
-        """Where the models lie."""
+        """The device of the models."""
         first = next(iter(self.named_parameters().values()), None)
         return "cpu" if first is None else str(first.device)
 
     def begins_with(self, models: Sequence[nn.Module]) -> bool:
-        """Whether another program begins with these models: they are new, and others have trained."""
+        """Check whether another program begins with these models: they are new, and others have trained."""
         new = any(all(model is not known for known in self.models) for model in models)
         begins = new and self.backwards > self.began
         if begins:
@@ -134,7 +135,7 @@ class Program:
         return begins
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
-        """Apply the plan to those models that are new, in place. Collective."""
+        """Apply the plan to the new ones among these models, in place. Collective."""
         new = [model for model in models if not any(model is known for known in self.models)]
         if not new:
             return
@@ -163,10 +164,11 @@ class Program:
             self.add_optimizer(optimizer)
 
     def forget_unused(self) -> None:
-        """Forget the models that the program has let go, and their plan if none is left. Collective if there were any.
+        """Forget the models that the program no longer uses, and their plan if none is left. Collective if there were
+        any.
 
-        What is garbage on one rank may wait to be collected on another, so all collect first; a model that some rank
-        has let go (a best model that rank 0 alone keeps) trains nowhere.
+        Garbage of one rank may not be collected yet on another, so all collect first; a model that one rank has
+        dropped (a best model that only rank 0 keeps) is trained nowhere.
         """
         if not self._roots:
             return
@@ -196,7 +198,7 @@ class Program:
             self._drop()
 
     def _drop(self) -> None:
-        """Let go of the reduction of gradients, which holds parameters."""
+        """Drop the reduction of gradients, which holds parameters."""
         if self.reduction is not None:
             with contextlib.suppress(ReferenceError):
                 self.reduction.close()
@@ -227,7 +229,7 @@ class Program:
         self.reduction, self.coupled_gradients, self._plain = reduction, coupled, setup.plain
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Give `optimizer` what the plan has made of the parameters that it holds."""
+        """Give `optimizer` the parameters that the plan has made of those it holds."""
         self._given.add(weakref.ref(optimizer, self._given.discard))
         self.optimizers.setdefault(optimizer, None)
         if optimizer in self._bound:
@@ -251,7 +253,7 @@ class Program:
         self._drop()
 
     def check_has_models(self) -> None:
-        """Raises UsageError where several ranks run a backward that nothing reduces."""
+        """Raise UsageError where several ranks run a backward that nothing reduces."""
         if self.world.size > 1 and (self.plan is None or not self._alive):
             gone = "is not referenced any more" if self._roots else "was never given"
             raise UsageError(
@@ -260,21 +262,21 @@ class Program:
             )
 
     def plain(self, result: Any) -> Any:
-        """What a loss function gave, as plain tensors: see `Reduction.plain`."""
+        """Return a loss function's result as plain tensors: see `Reduction.plain`."""
         plain = self._plain if self.reduction is None else self.reduction.plain
         if plain is None:
             return result
         return plain(result) if isinstance(result, Tensor) else map_tensors(plain, result)
 
     def begin_backward(self) -> None:
-        """Gradients are about to be made, and reduced over the ranks."""
+        """Note that gradients are about to be computed, and reduced over the ranks."""
         self.backwards += 1
         if self._stepped and self._stepped != self.in_use:  # in an order that is the same on every rank
             self.in_use = [ref for optimizer in self.optimizers if (ref := weakref.ref(optimizer)) in self._stepped]
         self._stepped.clear()
 
     def reduced_backward(self, loss: Tensor, last: bool, factor: Callable[[], Tensor] | None) -> None:
-        """The backward of a job's microbatch; the last one of a step leaves the mean of all, multiplied by `factor`."""
+        """Run the backward of a job's microbatch; the last one of a step leaves the mean of all, times `factor`."""
         if self.reduction is not None:
             self.reduction.backward(loss, reduce=last, factor=factor, whole=True)
         else:
@@ -289,8 +291,8 @@ class Program:
                     p.grad.mul_(by.to(p.grad.dtype))
 
     def check_step(self, optimizer: Optimizer) -> bool:
-        """Reduces gradients that wait for it; gives whether it is a step of the program. UsageError for one that would
-        silently let the ranks diverge."""
+        """Reduce gradients that wait for this step; return whether the step is the program's. UsageError for one after
+        which the ranks would silently diverge."""
         reduction, own, holds = self.reduction, weakref.ref(optimizer), self.holds(optimizer)
         ours = holds.ours
         if reduction is not None or self._replaced:
@@ -309,7 +311,7 @@ class Program:
         return ours or own in self._given
 
     def _first_step(self, optimizer: Optimizer, holds: _Holds) -> None:
-        """Once for what it holds."""
+        """Check what the optimizer holds, once."""
         plan = self.plan
         if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
             self._notify(WHOLE_STATE)
@@ -318,7 +320,7 @@ class Program:
         self._holds[optimizer] = replace(holds, new=False)
 
     def _check_backward(self, optimizer: Optimizer) -> None:
-        """Raises UsageError for a second step since the last backward, and for gradients that no backward of ours has
+        """Raise UsageError for a second step since the last backward, and for gradients that no backward of ours has
         made."""
         none = self.backwards == self.began and optimizer not in self._older
         again = weakref.ref(optimizer) in self._stepped
@@ -326,7 +328,7 @@ class Program:
             raise UsageError(NOT_OURS if none else STEPPED_TWICE)
 
     def holds(self, optimizer: Optimizer) -> _Holds:
-        """What the optimizer holds: looked up again only when it has more parameters, or the program more models."""
+        """Return what the optimizer holds; looked up again if it has more parameters, or the program more models."""
         count = 0
         for group in optimizer.param_groups:
             count += len(group["params"])

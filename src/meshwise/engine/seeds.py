@@ -23,9 +23,9 @@ from meshwise.transfer.splitmix import mixed
 
 
 def seed_alike(text: str) -> Callable[[], None]:
-    """Let a program that seeds nothing draw the same on every rank: Python and numpy begin anywhere by themselves. For
-    torch they do not. text: what all ranks of this run share, and no other run. Returns what takes that back, where
-    nothing was drawn or seeded since."""
+    """Make a program that sets no seed draw the same on every rank: Python and numpy start from arbitrary states; torch
+    does not. text: shared by all ranks of this run, and by no other run. Returns a function that undoes it, if nothing
+    was drawn or seeded since."""
     before = random.getstate(), numpy.random.get_state(legacy=False)
     seed = zlib.crc32(text.encode())
     random.seed(seed)
@@ -42,15 +42,14 @@ def seed_alike(text: str) -> Callable[[], None]:
 
 
 def seed_all(seed: int) -> None:
-    """Let torch, Python and numpy draw as after their own calls with this seed: what a program builds is the same on
-    every rank."""
+    """Seed torch, Python and numpy as their own calls with this seed would: a program builds the same on every rank."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
 
 
 def draw_alike() -> int:
-    """Let every rank draw what rank 0 draws from here on, with torch, numpy and Python; gives the seed of rank 0, below
+    """Make every rank draw what rank 0 draws from here on, with torch, numpy and Python; return rank 0's seed, below
     2**31. Collective."""
     mine = torch.initial_seed(), tuple(handle.state() for handle in GLOBAL)
     seed, states = collectives.broadcast_object(mine)
@@ -62,7 +61,7 @@ def draw_alike() -> int:
 
 def seed_draws(world: World, *key: int) -> None:
     """Key this rank's random draws (dropout) by `key`, such as (seed, step), and its rank: a resumed run draws the
-    same, ranks draw apart. Rank 0 draws what one device draws."""
+    same, and ranks draw independently. Rank 0 draws what one device draws."""
     seed_generators(world.device, mixed(*key, world.rank))
 
 
@@ -74,19 +73,20 @@ def seed_generators(device: str, seed: int) -> None:
 
 
 def states(device: str) -> list[Tensor]:
-    """Of torch's generator, and of an accelerator's, which models draw from."""
+    """Return the states of torch's generator and the accelerator's, from which models draw."""
     return [torch.get_rng_state(), *([torch.get_device_module(device).get_rng_state()] if has_streams(device) else [])]
 
 
 def set_states(device: str, kept: list[Tensor]) -> None:
-    """Go on from what `states` gave."""
+    """Restore the states that `states` returned."""
     torch.set_rng_state(kept[0])
     for state in kept[1:]:
         torch.get_device_module(device).set_rng_state(state)
 
 
 class StepDraws:
-    """What an optimizer draws in its step is for parameters: alike on every rank, where draws are keyed by rank."""
+    """Makes an optimizer's draws in its step the same on every rank, as parameters need it, where others differ by
+    rank."""
 
     def __init__(self, world: World) -> None:
         self._world = replace(world, rank=0)
@@ -95,8 +95,8 @@ class StepDraws:
         self._before: list[Tensor] = []
 
     def begins(self, key: tuple[int, int] | None) -> None:
-        """A step begins. key: of the batch that is worked on; None before the first whose draws are keyed: the program
-        draws alike."""
+        """Begin a step. key: of the current batch; None before the first with keyed draws: until then all ranks draw
+        the same."""
         if key is None:
             return
         self._last, self._steps = key, self._steps + 1 if key == self._last else 0
@@ -104,7 +104,7 @@ class StepDraws:
         seed_draws(self._world, *key, 2**20 + self._steps)
 
     def ends(self) -> None:
-        """It is over: draws go on as they were."""
+        """End the step: restore the generators."""
         if self._before:
             set_states(self._world.device, self._before)
             self._before = []

@@ -35,7 +35,7 @@ from meshwise.transfer.splitmix import mixed_bits
 
 @dataclass(frozen=True)
 class _Given:
-    """What a call of `mw.split` was given: where, of which shapes, and its checksum, still on its device."""
+    """The arguments of a call of `mw.split`: its line, their shapes, and their checksum, still on its device."""
 
     line: tuple[str, int]
     shapes: str
@@ -47,7 +47,7 @@ class _Given:
 
 
 class Splits:
-    """The batches that a program splits: which rows this rank has, what they draw, and whether ranks hold the same."""
+    """The batches that a program splits: this rank's rows, their random draws, and whether ranks hold the same."""
 
     def __init__(self, world: World, stream: ModelStream, notify: Callable[[str], None], agreed: Carried) -> None:
         """notify: takes a line for the user. agreed: compares the batches of the ranks."""
@@ -59,7 +59,7 @@ class Splits:
         self._used = False
 
     def begin(self, batch: tuple[Any, ...], before: BatchSlice | None, *, whole: bool, dim: int) -> BatchSlice:
-        """Which rows of a batch this rank has. before: what it works on until now, maybe a loader's."""
+        """Return this rank's rows of a batch. before: the part it has worked on so far, perhaps a loader's."""
         rows = _rows(batch, dim, whole)
         if before is not (self._parts[-1] if self._parts else None):
             self._parts = [] if before is None else [before]
@@ -73,7 +73,7 @@ class Splits:
         return mine
 
     def cut(self, batch: tuple[Any, ...], mine: BatchSlice, dim: int, models: Iterable[nn.Module]) -> tuple[Any, ...]:
-        """Those rows. What `models` draw in their forward is for them from now on."""
+        """Return those rows. From now on `models` draw for these rows in their forward."""
         key = self.stream.begin(mine, models)
         if self._world.size == 1:
             return batch
@@ -92,7 +92,7 @@ class Splits:
         return tuple(map_leaves(lambda leaf: _cut(leaf, dim, first, count), tree, _is_array) for tree in batch)
 
     def backward(self, weight: object) -> AbstractContextManager[None]:
-        """Around a backward. Raises UsageError where it is not known of which batch the loss is the mean."""
+        """Return a context for a backward. Raises UsageError where the loss may be the mean of more than one batch."""
         shares = {None if p.whole or divides_evenly(p.total, self._world) else p.total for p in self._parts}
         self._used = True
         if weight is None and len(shares) > 1:
@@ -105,12 +105,12 @@ class Splits:
         return self.stream.backward()
 
     def is_at(self, part: BatchSlice | None) -> bool:
-        """Whether this is the batch that was split last."""
+        """Check whether this is the batch that was split last."""
         return bool(self._parts) and part is self._parts[-1]
 
     def check_sum(self) -> bool:
-        """Whether the value of every rank is that of the whole batch already. Raises UsageError for batches in one sum
-        of which that is not known. Collective where batches were split that no backward has compared."""
+        """Check whether every rank's value already covers the whole batch. Raises UsageError where batches in one sum
+        differ in that. Collective where batches were split that no backward has compared."""
         parts, self._used = self._parts, True
         wholes = {p.whole for p in parts}
         if len(wholes) > 1 or (len(parts) > 1 and any(p.samples == 0 or p.total < self._world.size for p in parts)):
@@ -123,7 +123,7 @@ class Splits:
         return wholes == {True}
 
     def checksum(self, device: torch.device) -> Tensor:
-        """Of all that was split so far, on the device."""
+        """Return a checksum of all batches split so far, on the device."""
         total = self._sum.to(device)
         for given in self._unchecked:
             total = mixed_bits(total + given.checksum.to(device))
@@ -131,16 +131,16 @@ class Splits:
         return total
 
     def take(self) -> list[_Given]:
-        """What was split since the last time."""
+        """Return the batches split since the last call."""
         given, self._unchecked = self._unchecked, []
         return given
 
     def told(self, taken: list[_Given]) -> list[tuple[str, str, int]]:
-        """Where, of which shapes, and the checksum of each."""
+        """Return line, shapes and checksum of each."""
         return [(g.place, g.shapes, int(g.checksum)) for g in taken]
 
     def explain(self, ranks: list[list[tuple[str, str, int]]]) -> str:
-        """How the ranks' batches differ."""
+        """Say how the ranks' batches differ."""
         mine = ranks[self._world.rank]
         shortest = min(map(len, ranks))
         number = next((n for n in range(shortest) if len({tuple(rank[n]) for rank in ranks}) > 1), None)
@@ -166,7 +166,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _rows(batch: tuple[Any, ...], dim: int, whole: bool) -> int:
-    """How many rows the batch has. Raises UsageError for what has none, or not as many everywhere."""
+    """Return how many rows the batch has. Raises UsageError if it has none, or not the same number everywhere."""
     if not batch:
         raise UsageError("mw.split() was given nothing. Write x, y = mw.split(x, y).")
     arrays = [leaf for leaf in all_leaves(batch) if _is_array(leaf)]
@@ -203,7 +203,7 @@ def _shape(array: Any) -> str:
 
 
 def _checksum(tree: Any) -> Tensor:
-    """Of the tensors, arrays, numbers and texts in a tree, on the device of the last of them."""
+    """Return a checksum of the tensors, arrays, numbers and texts in a tree, on the device of the last of them."""
     total = torch.zeros((), dtype=torch.int64)
     for leaf in all_leaves(tree):
         own = _sum_of(leaf)

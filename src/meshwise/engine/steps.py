@@ -52,7 +52,7 @@ AS_WRITTEN = [
         *("injection", "transfer", "timeline", "workers", "parallel.data", "parallel.step_hooks", "compat"),
     )
 ]
-"""What torch.compile leaves as it is, where the program compiles a function that has a step in it."""
+"""Modules that torch.compile leaves as they are, where the program compiles a function that contains a step."""
 
 
 def batches(
@@ -64,11 +64,10 @@ def batches(
     limited: Callable[[int], Iterator[Batch]] | None = None,
     loop: LoopRead | None = None,
 ) -> Generator[Batch, None, None]:
-    """What `source` gives, while all ranks go on; where the run was asked to stop, `engine.stopped` is
-    set.
+    """Yield from `source` while all ranks continue; where the run was asked to stop, set `engine.stopped`.
 
-    name: what a rank is in the middle of while it loops. size: samples of a batch. limited: gives another source
-    whose next batch has at most so many samples. loop: a script's, or one that knows the number of its coming step.
+    name: what a rank is in the middle of while it loops. size: samples of a batch. limited: returns another source
+    whose next batch has at most so many samples. loop: a script's, or one that knows the number of its next step.
     """
     watcher, now = engine.watcher, loop or LoopRead()
     pass_by(AS_WRITTEN)  # not what hooks of models call, which is compiled with them
@@ -111,7 +110,7 @@ def batches(
 def _limited(
     watcher: Watcher, source: Iterator[Batch], size: int, limited: Callable[[int], Iterator[Batch]] | None
 ) -> Iterator[Batch]:
-    """Where the next batch comes from, for who cuts loops short."""
+    """Return the source of the next batch, for a watcher that shortens loops."""
     watcher.batch_asked()
     limit = watcher.batch_limit(size) if limited is not None else None
     return source if limit is None or limited is None else limited(limit)
@@ -120,7 +119,7 @@ def _limited(
 def backward(
     engine: Engine, loss: Tensor, weight: Tensor | float | None = None, reduction: str | None = None
 ) -> Tensor:
-    """Add to `.grad` what one device would add for the whole batch; returns the global loss. See `mw.backward`."""
+    """Add to `.grad` what one device would add for the whole batch; return the global loss. See `mw.backward`."""
     if reduction is not None:
         check_said(reduction, weight)
     part, before, events = engine.part, unscaled(loss) if SCALED else loss, engine.events
@@ -148,7 +147,7 @@ def backward(
 def _run_backward(
     engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None, part: BatchSlice | None, summed: bool
 ) -> Tensor:
-    """before: what the loss was before a loss scaler."""
+    """Run the backward. before: the loss before a loss scaler."""
     reduction, reads = engine.program.reduction, engine.reads
     if reduction is None:
         return _alone(engine, loss, before, weight)
@@ -173,7 +172,7 @@ def _run_backward(
 
 
 def _weighted(engine: Engine, own: Tensor, before: Tensor, weight: Tensor | float, part: BatchSlice) -> Tensor:
-    """A mean over other items than samples: how many, over all ranks, is known when the backward has begun."""
+    """Run the backward of a mean over other items than samples: their total over all ranks is only known during it."""
     program, weights = engine.program, StepWeights(engine.world.size, engine.program.coupled_gradients)
     assert program.reduction is not None
     value, _ = unpadded(before.reshape(()), weight, part.samples)
@@ -191,7 +190,7 @@ def _means_of_sums(engine: Engine, own: Tensor, before: Tensor, part: BatchSlice
 
 
 def _alone(engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None) -> Tensor:
-    """On one device, and on several where a model is gone, which is refused."""
+    """Run the backward on one device, and refuse it on several where the model is gone."""
     if weight is not None:
         as_weight(weight, before)  # refuses what counts nothing
     program = engine.program
@@ -211,7 +210,7 @@ def _around(engine: Engine, weight: Tensor | float | None) -> contextlib.Abstrac
 
 
 def follow_optimizers(engine: Engine) -> None:
-    """Come around the steps of the program's optimizers, until the engine ends."""
+    """Follow the steps of the program's optimizers, until the engine ends."""
     program, events, stepping = engine.program, engine.events, set[int]()  # by id
 
     def begins(optimizer: Optimizer, *_: object) -> None:

@@ -28,8 +28,8 @@ ALONE = (
 
 @contextlib.contextmanager
 def keeping(program: Program, reduce: bool, watched: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """Around a backward that keeps its gradients, or comes where some are kept: from then on, until the next one, who
-    reads or sets a gradient of the program's has all reduced first. watched: what is around any backward."""
+    """Wrap a backward that keeps its gradients, or runs while some are kept: after it, until the next one, code that
+    reads or sets a gradient of the program has all reduced first. watched: a context for any backward."""
     gradient_reads.end()
     with watched:
         yield

@@ -14,47 +14,47 @@ from meshwise.spec.world import World
 
 
 class Watcher(Protocol):
-    """Who watches an engine from outside (`meshwise check`). Called on every rank, in the same order."""
+    """Watches an engine from outside (`meshwise check`). Called on every rank, in the same order."""
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
-        """The plan that is applied in the place of `plan`."""
+        """Return the plan to apply instead of `plan`."""
 
     def loop_begins(self) -> None:
-        """A loop over batches begins."""
+        """Note that a loop over batches begins."""
 
     def batch_asked(self) -> None:
-        """It asks for its next batch."""
+        """Note that the loop asks for its next batch."""
 
     def batch_limit(self, batch_size: int) -> int | None:
-        """How many samples that may have; 0 ends the loop, None leaves it as it is."""
+        """Return how many samples that batch may have; 0 ends the loop, None sets no limit."""
 
     def batch_given(self, part: BatchSlice, batch: Any, *, loader: Any = None, split: bool = False) -> None:
-        """A microbatch begins: its forward comes. loader: the user's, of a script. split: it is of `mw.split`."""
+        """Note that a microbatch begins, with its forward. loader: the user's, of a script. split: by `mw.split`."""
 
     def in_stage(self, stage: int, microbatch: int) -> None:
-        """The coming forward or backward is that of a microbatch in a stage of a pipeline."""
+        """Note that the next forward or backward is that of a microbatch in a stage of a pipeline."""
 
     def forward_ends(self) -> None:
-        """The forward in a stage is over; its backward comes later, maybe after other forwards."""
+        """Note that the forward in a stage is over; its backward comes later, maybe after other forwards."""
 
     def loop_ends(self) -> None:
-        """It is over, or was left."""
+        """Note that the loop is over, or was left."""
 
     def backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
-        """Around the backward of a microbatch; reduce: whether it leaves reduced gradients."""
+        """Return a context for the backward of a microbatch; reduce: whether it leaves reduced gradients."""
 
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
-        """The global loss of the backwards since the last one that reduced. scale: of a job's loss scaler, which
-        is in the gradients still."""
+        """Take the global loss of the backwards since the last one that reduced. scale: of a job's loss scaler, still
+        in the gradients."""
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """An optimizer begins its step; gradients are reduced."""
+        """Note that an optimizer begins its step; gradients are reduced."""
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """It has made its step."""
+        """Note that the optimizer's step is over."""
 
     def summed(self, value: Tensor | float) -> None:
-        """What `mw.sum` gives."""
+        """Take the result of `mw.sum`."""
 
     def shown(self, where: str, text: str) -> None:
-        """What `mw.print` or `mw.log` shows of the program, at a line of it."""
+        """Take what the program shows by `mw.print` or `mw.log` at this line."""

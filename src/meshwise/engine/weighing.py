@@ -24,12 +24,12 @@ Losses = list[tuple[Tensor, Tensor | float]]
 
 
 class StepWeights:
-    """What makes of the losses of this rank's microbatches the gradient of the mean over the global batch.
+    """Scales this rank's losses so that gradients become those of the mean over the global batch.
 
-    Weights that the sampler knows (samples) scale each loss before its backward, and nothing is communicated for them.
-    Weights that only the loss knows (tokens) are added over the ranks while the backward runs, and divide the
+    Weights that the sampler knows (samples) scale each loss before its backward, without communication.
+    Weights that only the loss knows (tokens) are summed over the ranks while the backward runs, and divide the
     gradients before those are averaged. Until then gradients are in units of the first weight, so that they are neither
-    huge nor tiny; coupled: ranks' gradients meet inside the backward, so that they must share the unit, which is 1.
+    huge nor tiny; coupled: ranks' gradients meet inside the backward, so they must share the unit, which is 1.
     """
 
     def __init__(self, ranks: int, coupled: bool) -> None:
@@ -41,8 +41,8 @@ class StepWeights:
     def scale(
         self, mean: Tensor, weight: Tensor | float | None, part: BatchSlice, before: Tensor | None = None
     ) -> Tensor:
-        """The scalar to run the backward of. weight: None where the samples of `part` weigh it. before: what `mean` was
-        before a loss scaler scaled it."""
+        """Return the scalar to run the backward of. weight: None where the samples of `part` are the weight. before:
+        `mean` before a loss scaler scaled it."""
         seen = mean.detach() if before is None else before.detach()
         if weight is not None:
             return self._scale(mean, weight, seen)
@@ -58,9 +58,9 @@ class StepWeights:
         return mean * (weight / self.unit).to(mean.dtype)
 
     def begin_sum(self, more: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin to add losses and weights over the ranks; the result gives the factor that gradients are left with.
+        """Begin to sum losses and weights over the ranks; the result returns the factor to multiply gradients by.
 
-        more: numbers of this rank that travel with them, shape (n,).
+        more: numbers of this rank to send along, shape (n,).
         """
         assert self.unit is not None
         unit, sums = self.unit, total_of(self.losses)
@@ -69,24 +69,24 @@ class StepWeights:
         return lambda: unit * self._ranks / wait()[1]
 
     def global_mean(self) -> Tensor:
-        """The mean of the losses over all ranks, once their sum has begun."""
+        """Return the mean of the losses over all ranks, once their sum has begun."""
         assert self._wait is not None
         total, weight = self._wait()[:2].unbind()
         return total / weight
 
     def means(self) -> Tensor:
-        """The means over the ranks: of the losses, their weights, and the numbers that travelled with them."""
+        """Return the means over the ranks: of the losses, their weights, and the numbers sent along."""
         assert self._wait is not None
         return self._wait() / self._ranks
 
 
 def total_of(losses: Losses) -> Tensor:
-    """The weighted sum of losses and the sum of their weights: shape (2,)."""
+    """Return the weighted sum of losses and the sum of their weights: shape (2,)."""
     return totals_of([losses])[0]
 
 
 def totals_of(steps: Sequence[Losses]) -> Tensor:
-    """`total_of` each of these steps: shape (steps, 2). A handful of operators, however many steps there are."""
+    """Return `total_of` each of these steps: shape (steps, 2). Uses few operators, however many steps there are."""
     losses, weights = zip(*(pair for step in steps for pair in step), strict=True)
     like = losses[0]
     if any(isinstance(weight, Tensor) for weight in weights):
@@ -100,18 +100,18 @@ def totals_of(steps: Sequence[Losses]) -> Tensor:
 
 
 def mean_of_sum(total: Tensor, part: BatchSlice, over: int) -> Tensor:
-    """A sum over this rank's samples of `part` as a mean over them, times `over`: the samples of the whole batch, of
-    which the weighted mean over the ranks is the sum over the batch, or 1."""
+    """Convert a sum over this rank's samples of `part` to their mean, times `over`: the samples of the whole batch, so
+    that the weighted mean over the ranks is the sum over the batch, or 1."""
     return total * (over / max(part.samples, 1))
 
 
 def split_weight(
     result: Any, part: BatchSlice, where: str, *, summed: int | None = None
 ) -> tuple[Tensor, Tensor | float | None]:
-    """A loss and its weight from what a job's function returned; weight None when the batch's samples weigh it.
+    """Return a loss and its weight from a job's function; weight None when the batch's samples are the weight.
 
-    A padding sample weighs nothing. summed: the loss is a sum over samples, and this is what a mean over them is
-    multiplied by. Raises UsageError when the loss or its weight is not one number.
+    A padding sample weighs nothing. summed: the loss is a sum over samples, and their mean is multiplied by this.
+    Raises UsageError when the loss or its weight is not one number.
     """
     if isinstance(result, Tensor) and summed is None and result.numel() == 1:
         return result.reshape(()), None
@@ -140,7 +140,7 @@ def _split_weight(
 
 
 def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
-    """Raises UsageError: the batch that a script's loss is of is not known, or the loss is not one number."""
+    """Raise UsageError: the batch of a script's loss is unknown, or the loss is not one number."""
     if part is None:
         raise UsageError(
             "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
@@ -152,17 +152,17 @@ def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
 
 
 def check_said(reduction: str | None, weight: object) -> None:
-    """Raises UsageError for a reduction that there is not, and for a sum that has a weight."""
+    """Raise UsageError for an unknown reduction, and for a sum that has a weight."""
     check_known("reduction", "mean" if reduction is None else reduction, REDUCTIONS)
     if reduction == "sum":
         check_sum_alone(weight, "mw.backward")
 
 
 def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, verb: str, samples: int = 0) -> str:
-    """What to say of a sum over samples that has a penalty, and of a mean over something else; empty of another loss.
+    """Return a note on a sum over samples with a penalty, or on a mean over something else; empty for other losses.
 
-    found: a loss, maybe with its weight. reduction: what the program says of it; None: nothing; UsageError is raised
-    then for a loss that is known to be a sum. where, verb: of the program, in the error. samples: of this rank, where
+    found: a loss, maybe with its weight. reduction: as the program gives it; None: not given, then UsageError is raised
+    for a loss that is known to be a sum. where, verb: of the program, in the error. samples: of this rank, where
     the loss has no weight of its own.
     """
     loss = found[0] if isinstance(found, tuple) and found else found
@@ -201,7 +201,7 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
 
 
 def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
-    """What to say of a mean that is known to be over other items than samples; empty of another."""
+    """Return a note on a mean that is known to be over other items than samples; empty for others."""
     weight = uneven_mean(loss, samples)
     return weight and (
         f"{where}: this loss is not a mean over samples (classes have weights, samples have different numbers of "
@@ -211,7 +211,7 @@ def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
 
 
 def refuse_joined_sum() -> None:
-    """Raises UsageError for a sum over this rank's samples in which a term is of the whole batch already."""
+    """Raise UsageError for a sum over this rank's samples with a term that already covers the whole batch."""
     raise UsageError(
         f"{user_place()}: mw.backward(…, reduction='sum') of a loss with mw.sum(…, grad=True): that term covers "
         "the whole batch, and would be added once per rank. Join all terms by mw.sum(…, grad=True), and leave "
@@ -220,7 +220,7 @@ def refuse_joined_sum() -> None:
 
 
 def check_sum_alone(weight: object, where: str) -> None:
-    """Raises UsageError for a sum that has a weight."""
+    """Raise UsageError for a sum that has a weight."""
     if weight is not None:
         raise UsageError(
             f"{where}: a sum over samples has no weight. Leave it out, or give the mean over `weight` items and "
@@ -229,8 +229,8 @@ def check_sum_alone(weight: object, where: str) -> None:
 
 
 def unpadded(mean: Tensor, weight: Tensor | float | None, samples: int) -> tuple[Tensor, Tensor | float | None]:
-    """A loss and its weight, which is 0 where the batch is padding. A mean over nothing is no number, which no weight
-    of 0 takes out of a sum: it becomes 0."""
+    """Return a loss and its weight, which is 0 where the batch is padding. The mean of nothing is NaN, which a weight
+    of 0 cannot remove from a sum: it becomes 0."""
     if weight is None:
         return mean, None
     weight = weight if samples else weight * 0
@@ -238,8 +238,8 @@ def unpadded(mean: Tensor, weight: Tensor | float | None, samples: int) -> tuple
 
 
 def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
-    """`weight` as a detached float64 scalar on the device of `like` (float32 where the device has no float64). Raises
-    UsageError for a number that counts nothing; what a tensor holds is not read."""
+    """Return `weight` as a detached float64 scalar on the device of `like` (float32 where the device has no float64).
+    Raises UsageError for a number that counts nothing; values in a tensor are not read."""
     dtype = _dtype_of_weights(like)
     try:
         if isinstance(weight, Tensor):

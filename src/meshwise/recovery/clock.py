@@ -14,10 +14,10 @@ from meshwise.transfer import collectives
 
 
 class SaveClock:
-    """Says at which steps the state is saved.
+    """Decides at which steps the state is saved.
 
-    Of a time, rank 0's clock decides. The ranks ask it together, and not at every step: after half of the steps that
-    are left at the pace so far, so a few times between two saves.
+    For intervals in time, rank 0's clock decides. The ranks ask it together, but not at every step: each time after
+    half of the steps expected until the save, so a few times between two saves.
     """
 
     def __init__(self, saves: Saves, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,7 +27,7 @@ class SaveClock:
         """The next step after which `is_due` is worth asking."""
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after this step. Collective at some steps: every rank asks after each."""
+        """Check whether to save after this step. Collective at some steps: every rank asks after each."""
         if self._saves.seconds is None:
             every = self._saves.steps or 0
             self.look = step - step % every + every if every else math.inf
@@ -37,7 +37,7 @@ class SaveClock:
         return step >= self.look and self._ask(step, *self._since)
 
     def _ask(self, step: int, began: float, first: int) -> bool:
-        """Rank 0's clock. Collective."""
+        """Ask rank 0's clock whether a save is due. Collective."""
         assert self._saves.seconds is not None
         passed: float = collectives.broadcast_object(self._clock() - began, collectives.everyone())
         pace, due = max(passed / (step - first), 1e-9), passed >= self._saves.seconds

@@ -21,7 +21,7 @@ from meshwise.transfer.sharded import full_tensor, full_tensors
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor that another rank holds."""
+    """Stands for a tensor that another rank holds."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,9 +29,9 @@ class _Shape:
 
 
 def collected(thing: Any) -> Any:
-    """`thing` (a state_dict, or a tree of such) with whole tensors on the CPU; None on ranks other than 0. Collective.
+    """Return `thing` (a state_dict, or a tree of such) with whole tensors on rank 0's CPU; elsewhere None. Collective.
 
-    Every rank gives a tree of the same form; optimizers' states may have entries on some ranks alone.
+    Every rank passes a tree of the same form; optimizers' states may have entries on some ranks only.
     """
     first, tree = collectives.get_rank(collectives.everyone()) == 0, map_leaves(_joined, thing, _is_state_of_optimizer)
     parts = {id(tensor): tensor for tensor in tensors_in(tree)}  # tied tensors stay tied
@@ -42,15 +42,15 @@ def collected(thing: Any) -> Any:
 
 
 def held_of(model: nn.Module) -> dict[str, Any]:
-    """Of the model's state_dict, with its parameters themselves, what this rank holds and no other stage of a pipeline
-    does instead."""
+    """Return the part of the model's state_dict, with its parameters themselves, that this rank holds and does not
+    leave to another pipeline stage."""
     lacking = stages.lacks(model)
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in lacking}
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """The model's state_dict with its parameters themselves; what the first stage of a pipeline lacks comes to it from
-    the first that has it. Collective."""
+    """Return the model's state_dict with its parameters themselves; the first pipeline stage receives missing entries
+    from the first stage that has them. Collective."""
     state, pipe = model.state_dict(keep_vars=True), stages.pipe()
     if pipe is None or pipe.size == 1:
         return state
@@ -78,7 +78,7 @@ def _is_state_of_optimizer(thing: Any) -> bool:
 
 
 def _joined(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state_dict, complete on rank 0: over the stages of a pipeline, then over the ranks."""
+    """Return an optimizer's state_dict, complete on rank 0: joined over pipeline stages, then over the ranks."""
     pipe = stages.pipe()
     return _joined_over(_joined_over(optimizer, pipe.group) if pipe is not None else optimizer)
 

@@ -44,7 +44,7 @@ PAGE, ROOM = 4096, 1 << 16  # bytes: what begins at a multiple of it; of the fac
 class Among:
     """The ranks that keep one state. same: how many of them hold what this one does, of which it is number `own`.
 
-    divided: whether each has a part of the optimizer's state of its own all the same. whole: whether each holds all of
+    divided: whether each still has its own part of the optimizer's state. whole: whether each holds all of
     the state, so that one of them writes it alone.
     """
 
@@ -58,11 +58,11 @@ class Among:
 
 @dataclass
 class _Laid:
-    """How the state lies in the memory.
+    """How the state is laid out in the memory.
 
-    key: tells it from another one. found: where each tensor is found from step to step; empty where that is not known.
-    divided: whether some are parts of others. changing, copies: numbers of those that a forward changes, and their
-    copies. kept: what this rank writes: the number of a tensor, and the box where it holds several.
+    key: identifies the layout. found: where each tensor is found from step to step; empty if unknown. divided: whether
+    some are parts of others. changing, copies: numbers of the tensors that a forward changes, and their copies. kept:
+    what this rank writes: the number of a tensor, and the box where it holds several.
     """
 
     key: str
@@ -78,7 +78,7 @@ class LastState:
     """The state after the last step, on this rank."""
 
     def __init__(self, path: Path, state: RunState, among: Among, facts: Mapping[str, Any]) -> None:
-        """path: the memory. facts: of the run, that a checkpoint has."""
+        """path: the memory. facts: of the run, for a checkpoint."""
         first = next(iter(state.model.parameters()), None)
         side = SideCopies(first.device) if first is not None and has_streams(first.device) else None
         self._memory, self._side = LeftMemory(path, among.attempt, side), side
@@ -101,12 +101,12 @@ class LastState:
 
     @property
     def found_again(self) -> bool:
-        """Whether noting a step costs a look alone."""
+        """Whether all tensors are in known places, so that noting a step is cheap."""
         return self._laid is not None and bool(self._laid.found)
 
     @torch.no_grad()
     def note(self) -> None:
-        """A step and all that belongs to it are done."""
+        """Note the state after a step and all that belongs to it."""
         laid = self._laid
         if laid is None or not laid.found or not self._look(laid):
             laid = self._lay_out()
@@ -118,7 +118,7 @@ class LastState:
         self.noted = self._state.step
 
     def is_whole(self) -> bool:
-        """Whether the state is still that of the step that was noted, but for what was copied."""
+        """Check whether the state is still that of the noted step, apart from copied tensors."""
         changing = set() if self._laid is None else set(self._laid.changing)
         now = enumerate(zip(versions(self._locals), self._versions, strict=True))
         same = all(number in changing or is_now == before for number, (is_now, before) in now)
@@ -126,7 +126,7 @@ class LastState:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the state that was noted, if that was not done. Raises OSError where there is no memory for it."""
+        """Write the noted state, if that was not done. Raises OSError where there is no memory for it."""
         laid = self._laid
         if laid is None or self._memory.step == self.noted:
             return
@@ -137,7 +137,7 @@ class LastState:
         self._memory.write(self.noted, json.dumps(facts, separators=(",", ":")).encode(), sources)
 
     def leave(self) -> bool:
-        """Write what was noted, where a step has failed and the state is still that: whether it was."""
+        """Write the noted state after a step has failed, if the state is still the same; return whether it was."""
         if not self.is_whole():
             return False
         self.write()
@@ -147,14 +147,14 @@ class LastState:
         return False
 
     def settle(self) -> None:
-        """Before the optimizer changes what is being copied."""
+        """Wait for the copies, before the optimizer changes the tensors that are being copied."""
         if self._side is not None:
             self._side.hold_back()
 
     # Laying out.
 
     def _lay_out(self) -> _Laid:
-        """Ask for the state, and lay it out anew where it is not what it was."""
+        """Collect the state, and lay it out anew if its layout has changed."""
         values, tensors = encoded(tree_of(self._state))
         partial = [
             name
@@ -194,7 +194,8 @@ class LastState:
         )
 
     def _dealt(self, shapes: Mapping[str, Held]) -> list[WriteItem]:
-        """What this rank writes: of what several hold each its share, the largest first to the one that has least."""
+        """Return what this rank writes. Tensors that several hold are shared out, the largest first to the least
+        loaded."""
         same, loads, mine = self._among.same, [0] * self._among.same, list[WriteItem]()
         every = [(name, box) for name, each in shapes.items() for box in each.boxes if volume(box)]
         for name, box in sorted(every, key=lambda each: -volume(each[1]) * itemsize(shapes[each[0]].dtype)):
@@ -208,8 +209,8 @@ class LastState:
         return mine
 
     def _find(self, values: Any, objects: Sequence[Tensor]) -> list[tuple[dict[Any, Any], Any]]:
-        """Where each tensor is found from step to step; nothing where that is not known of all, or other values of the
-        state may change."""
+        """Return where each tensor is found from step to step; nothing where that is unknown for some, or other values
+        of the state may change."""
         optimizer, places = self._state.optimizer, dict[int, tuple[dict[Any, Any], Any]]()
         for module in self._modules:
             for owner in (parameters_in(module), buffers_in(module)):
@@ -231,7 +232,7 @@ class LastState:
     # Noting.
 
     def _look(self, laid: _Laid) -> bool:
-        """Take the tensors from their places; whether they are as they were laid out."""
+        """Fetch the tensors from their places; return whether the layout still holds."""
         held = self._state.optimizer.state
         if self._of_optimizer != (len(held), sum(map(len, held.values()))):
             return False
@@ -248,7 +249,7 @@ class LastState:
         return True
 
     def _take(self, found: list[Tensor], laid: _Laid) -> bool:
-        """Other tensors in the places of those that were laid out; whether they have their shapes."""
+        """Accept other tensors in the same places; return whether their shapes are the same."""
         if any(tensor is None for tensor in found) or [t.shape for t in locals_of(found)] != laid.shapes:
             return False
         self._objects = found
@@ -259,7 +260,7 @@ class LastState:
         return len(state), sum(map(len, state.values()))
 
     def _changed(self) -> dict[str, Any]:
-        """The values that are others after each step."""
+        """Return the values that change with each step."""
         state, groups = self._state, list[dict[str, Any]]()
         for group in state.optimizer.param_groups:
             groups.append(group.copy())
@@ -276,7 +277,7 @@ class LastState:
 
 
 def _entries(values: Mapping[str, Any]) -> list[Any]:
-    """The values of a dict, as `encoded` has written it."""
+    """Return the values of a dict that `encoded` has written."""
     word = next(iter(values), "")
     return [value for _, value in values[word]] if word.startswith("$") else list(values.values())
 

@@ -28,7 +28,7 @@ SMALL, LARGE = 64 << 10, 1 << 20  # bytes of what the first holder writes, and o
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds of a tensor: the boxes of the whole that its part consists of."""
+    """The part of a tensor that a rank holds, as boxes of the whole tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,20 +50,20 @@ class WriteItem:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element."""
+    """Return the bytes of an element."""
     kind: torch.dtype = getattr(torch, dtype)
     return kind.itemsize
 
 
 def plainly_held(tensor: Tensor) -> Tensor:
-    """`tensor`, whole where torch holds it in parts that are still to be added up. Collective for such."""
+    """Return `tensor`, gathered to a whole if torch holds it as partial sums. Collective for such."""
     if isinstance(tensor, DTensor) and any(division(p) is None and not p.is_replicate() for p in tensor.placements):
         return full_tensor(tensor)
     return tensor
 
 
 def held(tensor: Tensor) -> Held:
-    """What this rank holds of `tensor`."""
+    """Return what this rank holds of `tensor`."""
     shape = tuple(tensor.shape)
     boxes = tuple(local_boxes(tensor)[0]) if isinstance(tensor, DTensor) else (tuple([(0, n) for n in shape]),)
     return Held(_name(tensor.dtype), shape, boxes)
@@ -75,7 +75,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def views(tensor: Tensor) -> dict[Box, Tensor]:
-    """The elements of each box that this rank holds of `tensor`, in the memory that they lie in."""
+    """Return the elements of each box that this rank holds of `tensor`, as views of its memory."""
     boxes, dim = local_boxes(tensor)
     local, at, found = local_of(tensor).detach(), 0, {}
     for box in boxes:
@@ -86,12 +86,12 @@ def views(tensor: Tensor) -> dict[Box, Tensor]:
 
 
 def view_of(tensor: Tensor, box: Box) -> Tensor:
-    """The elements of one of the boxes that this rank holds."""
+    """Return the elements of one of the boxes that this rank holds."""
     return views(tensor)[box] if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
-    """What each rank writes, of what each holds. Raises CheckpointError where no rank holds some element."""
+    """Decide what each rank writes, from what each holds. Raises CheckpointError where no rank holds some element."""
     shapes: dict[str, Held] = {}
     holders: dict[str, dict[Box, list[int]]] = {}
     for rank, every in enumerate(ranks):
@@ -128,7 +128,7 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
 
 
 def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:
-    """Boxes that cover the tensor, every element once: the largest first, without what lies in those."""
+    """Return boxes that cover the tensor, every element once: the largest first, without what lies in those."""
     chosen = disjoint(boxes)
     if not cover(chosen, shape):
         found = sum(map(volume, chosen))
@@ -137,7 +137,7 @@ def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[B
 
 
 def _divided(box: Box, count: int) -> list[Box]:
-    """`box` in up to `count` equal parts along its first dim that is long enough, else its longest."""
+    """Divide `box` into up to `count` equal parts along its first dim that is long enough, else its longest."""
     lengths = [end - begin for begin, end in box]
     dim = next((dim for dim, length in enumerate(lengths) if length >= count), lengths.index(max(lengths)))
     (begin, _), parts = box[dim], min(count, lengths[dim])
@@ -146,18 +146,18 @@ def _divided(box: Box, count: int) -> list[Box]:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two boxes of a tensor have in common."""
+    """Return the intersection of two boxes of a tensor."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(begin < end for begin, end in both) else None
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """The slices of `outer` in which `box` lies."""
+    """Return the slices of `outer` in which `box` lies."""
     return tuple(slice(b - o, e - o) for (b, e), (o, _) in zip(box, outer, strict=True))
 
 
 def rows(box: Box, outer: Box) -> tuple[int, int]:
-    """The first of the elements of `outer`, as they lie in a file, that `box` needs, and how many until its last."""
+    """Return the first element of `outer`, in file order, that `box` needs, and how many up to the last."""
     strides, step = list[int](), 1
     for begin, end in reversed(outer):
         strides.insert(0, step)
@@ -168,13 +168,13 @@ def rows(box: Box, outer: Box) -> tuple[int, int]:
 
 
 def described(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> list[tuple[WriteItem, int]]:
-    """Parts in the order in which a file holds them, with their bytes: wide elements first, so that all are aligned."""
+    """Return the parts in file order, with their bytes: wide elements first, so that all are aligned."""
     order = sorted(parts, key=lambda part: -itemsize(shapes[part.name].dtype))
     return [(part, volume(part.box) * itemsize(shapes[part.name].dtype)) for part in order]
 
 
 def key_of(part: WriteItem, shape: Sequence[int]) -> str:
-    """The name of a part in its file: the tensor's, with the place where it is a piece of it."""
+    """Return the name of a part in its file: the tensor's, followed by the part's position if it is a piece."""
     whole = all(bounds == (0, length) for bounds, length in zip(part.box, shape, strict=True))
     place: Any = [f"{begin}:{end}" for begin, end in part.box]
     return part.name if whole else f"{part.name}[{','.join(place)}]"

@@ -38,7 +38,7 @@ AGAIN = "Start over, without --resume"
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that lies in a checkpoint: read where it is wanted."""
+    """A tensor in a checkpoint, read on demand."""
 
     files: TensorFiles
     name: str
@@ -49,16 +49,16 @@ class Stored:
 
     @property
     def held(self) -> Held:
-        """What a rank with all of it holds."""
+        """What a rank with the whole tensor holds."""
         stored = self.files.tensors[self.name]
         return Held(stored.dtype, stored.shape, (tuple((0, length) for length in stored.shape),))
 
     def whole(self) -> Tensor:
-        """All of it."""
+        """Read the whole tensor."""
         return self.files.read(self.name)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """It as `tensor` is laid out: where that is divided and of its shape, this rank's part alone is read."""
+        """Read it laid out like `tensor`: only this rank's part, where `tensor` is sharded and of the same shape."""
         if not isinstance(tensor, DTensor):
             return self.whole()
         if self.shape != tuple(tensor.shape):
@@ -69,7 +69,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was verified. tree: the state, with `Stored` or tensors; None of one that is not there."""
+    """A checkpoint that was verified. tree: the state, with `Stored` or tensors; None if it is missing."""
 
     saved: Checkpoint
     tree: Any
@@ -77,20 +77,20 @@ class Loaded:
 
 
 def whole(tree: Any) -> Any:
-    """`tree` with all its tensors read."""
+    """Return `tree` with all its tensors read."""
     return map_kind(Stored, Stored.whole, tree)
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether anything was saved in `folder`, as rank 0 sees it. Collective."""
+    """Check whether anything was saved in `folder`, as rank 0 sees it. Collective."""
     every = collectives.everyone()
     return bool(collectives.broadcast_object(bool(files.checkpoints_in(folder)), every))
 
 
 def load(folder: Path, world: World, say: Callable[[str], None], only: str | None = None, again: str = AGAIN) -> Loaded:
-    """The newest whole checkpoint in `folder`, on every rank. Collective. Raises CheckpointError where there is none.
+    """Load the newest whole checkpoint in `folder`, on every rank. Collective. Raises CheckpointError without one.
 
-    say: takes a line on each that is damaged. only: the name of the one to take, and no other. again: how to start
+    say: takes a line about each that is damaged. only: the name of the one to take, and no other. again: how to start
     anew, for the error.
     """
     every = collectives.everyone()
@@ -138,7 +138,7 @@ def _read_manifest(saved: Checkpoint) -> tuple[Manifest | None, str]:
 
 
 def _tree(saved: Checkpoint, manifest: Manifest, shared: bool, first: bool) -> Any:
-    """The state; where the others do not see the files, rank 0 sends it. Collective there."""
+    """Return the state; where the other ranks do not see the files, rank 0 sends it. Then it is collective."""
     if not shared:
         tree = whole(_stored(saved, manifest)) if first else None
         return collectives.broadcast_object(tree, collectives.everyone())
@@ -154,7 +154,7 @@ def _stored(saved: Checkpoint, manifest: Manifest) -> Any:
 
 
 def open_newest(folder: Path, say: Callable[[str], None] = lambda text: None, only: str | None = None) -> Loaded:
-    """As `load`, in this process alone."""
+    """Load like `load`, but in this process alone."""
     wrong = []
     for saved in _candidates(folder, only):
         told = files.verified(saved)
@@ -181,7 +181,7 @@ def _load_old(folder: Path, shared: bool, first: bool) -> Loaded:
 
 
 def _verified_old(folder: Path) -> tuple[Path, int]:
-    """The newest state's file and its size, once its digest was found right."""
+    """Return the newest state's file and its size, after its digest was verified."""
     try:
         facts = json.loads((folder / LATEST).read_text())
         path, expected = folder / facts["file"], facts["sha256"]

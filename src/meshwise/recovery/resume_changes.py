@@ -17,11 +17,11 @@ from meshwise.spec.errors import UsageError
 
 _PLAIN = (bool, int, float, str, type(None), tuple, list)
 _OF_TORCH = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
-"""What of a group is no setting of the program's, or changes nothing of the numbers."""
+"""Entries of a parameter group that are no settings of the program, or do not affect the numbers."""
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Those of each group, as plain values."""
+    """Return the settings of each parameter group, as plain values."""
     return [
         {name: value for name, value in group.items() if name not in _OF_TORCH and isinstance(value, _PLAIN)}
         for group in optimizer.param_groups
@@ -29,8 +29,8 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def loop_made_with(loader: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """The settings of a user's loop, as its states keep them: plain values, None for what is not known. loader:
-    the one that trains, or None."""
+    """Return the settings of a user's loop, as its states keep them: plain values, None where unknown. loader:
+    the training loader, or None."""
     data = None if loader is None else loader.dataset
     return {
         "batch_size": None if loader is None else loader.batch_size,
@@ -48,16 +48,16 @@ def honour_loop(
     index: int,
     scheduled: bool,
 ) -> None:
-    """As `honour`, for a user's loop. index: samples of the epoch that are done. scheduled: whether a scheduler
-    was restored too."""
+    """Apply changed settings like `honour`, for a user's loop. index: finished samples of the epoch. scheduled: whether
+    a scheduler was restored too."""
     _honour_data(before, now, index, say)
     for name, optimizer in optimizers.items():
         _honour_groups(optimizer, before["optimizers"][name], now["optimizers"][name], say, scheduled=scheduled)
 
 
 def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[str], object]) -> None:
-    """Let `state`, which was just restored, have what the program says now, where that is possible, and say so. before:
-    what the run was made with; None of an older checkpoint. Raises UsageError for what cannot be honoured."""
+    """Apply the program's current settings to the restored `state` where possible, and say so. before: the settings of
+    the saved run; None for an older checkpoint. Raises UsageError for settings that cannot be applied."""
     if not isinstance(before, Mapping):
         return
     if before["seed"] != now["seed"]:
@@ -70,7 +70,7 @@ def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[
 
 
 def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, say: Callable[[str], object]) -> None:
-    """The batch and the data set, of which `index` samples of the epoch are done. None: not known."""
+    """Compare the batch and the data set; `index` samples of the epoch are done. None: unknown."""
     had, has = before["samples"], now["samples"]
     if None not in (had, has) and had != has:
         if index:
@@ -87,7 +87,7 @@ def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, 
 def _honour_groups(
     optimizer: Optimizer, before: Any, now: Any, say: Callable[[str], object], *, scheduled: bool
 ) -> None:
-    """The settings of the optimizer: those that the program has changed since."""
+    """Apply the optimizer settings that the program has changed since."""
     if len(before) != len(now) or len(now) != len(optimizer.param_groups):
         return  # other groups are told where the state is loaded
     for number, (old, new) in enumerate(zip(before, now, strict=True)):

@@ -42,7 +42,7 @@ from meshwise.workers.join import rank_context
 
 DEFAULT = Saves()
 Copied = tuple[str, Box, tuple[slice, ...] | None, Tensor]
-"""A tensor, a box that this rank holds of it, the slices of that (None: all), and what they are copied into."""
+"""A tensor, a box that this rank holds of it, slices of that box (None: all), and the buffer they are copied into."""
 OVER = (
     "a later attempt of this run has begun elsewhere, while this one stood still or was cut off. It ends; nothing that "
     "it has written since then is read."
@@ -51,7 +51,7 @@ PATIENCE = 10.0  # seconds from its beginning that a save may take before the ne
 
 
 class Saver:
-    """Saves the state of a run into `folder`, again and again. Made by every rank; `finish` or `close` it."""
+    """Saves the state of a run into `folder`, repeatedly. Made by every rank; `finish` or `close` it."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class Saver:
         resumed: Checkpoint | None = None,
         number: int | None = None,
     ) -> None:
-        """say: takes a line for the user. saves: how many are kept. resumed: the one that the run goes on from. number:
-        that was claimed in the folder itself for what is saved."""
+        """say: takes a line for the user. saves: how many are kept. resumed: the one that the run resumes from. number:
+        claimed in the folder itself for these saves."""
         self._folder, self._world, self._say = folder, world, say
         self._saves, self._resumed, self._claimed = saves, resumed, number
         self._gate, self._asked = rank_context().gate, 0.0
@@ -82,12 +82,12 @@ class Saver:
         """Why the last save failed."""
 
     def save(self, make: Callable[[bool], Any], facts: Mapping[str, Any], *, wait: bool = False) -> bool:
-        """Save a state, whose facts have its `step`. Collective. False where it was skipped, with a note.
+        """Save a state, whose facts have its `step`. Collective. Returns False where it was skipped, with a note.
 
-        make: gives the tree of what this rank holds; of what rank 0 is to write for all, where it is given True.
+        make: returns the tree that this rank holds or, given True, the one that rank 0 is to write for all.
 
-        Returns when everything is copied. wait: until an earlier save is written, however long that takes; else this
-        one is left out if that takes too long. Raises UsageError for what no checkpoint can hold, SaveError
+        Returns when everything is copied. wait: wait for an earlier save, however long it takes; else this one is
+        skipped if that takes too long. Raises UsageError for what no checkpoint can hold, SaveError
         once a later attempt has begun.
         """
         with current().span("checkpoint"):
@@ -117,7 +117,7 @@ class Saver:
         return True
 
     def _begin(self) -> tuple[str, int, bool]:
-        """A name for this session's words on the board, its attempt, and whether all ranks see the folder."""
+        """Return this session's key on the board, its attempt, and whether all ranks see the folder."""
         if self._begun is None:
             self._board = StoreBoard() if self._world.size > 1 else OwnBoard()
             key = secrets.token_hex(8)
@@ -133,8 +133,8 @@ class Saver:
         return self._begun
 
     def _numbered(self) -> int:
-        """The attempt in the names of what is saved. Of a claimed one what is there does not count: a later attempt may
-        have saved it."""
+        """Return the attempt for the names of the saves. If it was claimed, existing files do not count: a later
+        attempt may have saved them."""
         if self._claimed is not None:
             return self._claimed
         claimed = newest(files.claims_folder(self._folder)) > 0
@@ -154,7 +154,7 @@ class Saver:
         return values, {name: plainly_held(tensor) for name, tensor in tensors.items()}
 
     def _agreed(self, values: Any, shapes: Mapping[str, Held], digests: Sequence[tuple[int, str]]) -> Any:
-        """The values of all ranks; who writes what is dealt anew where what some rank holds has changed."""
+        """Return the values of all ranks; the writing is dealt out anew if what a rank holds has changed."""
         everyone, own = collectives.everyone(), tuple(each for each, _ in digests)
         if self._deal is None or self._deal.digests != own:
             ranks = collectives.gather_objects(shapes, everyone)
@@ -196,7 +196,7 @@ class Saver:
         self._thread.start()
 
     def _written(self, writing: Writing) -> None:
-        """In the thread: write; say what went wrong; remove what is old."""
+        """In the thread: write; report errors; remove old saves."""
         writing.run()
         if not writing.said:
             self._gate.longest_save = max(self._gate.longest_save, time.monotonic() - self._asked)
@@ -215,7 +215,7 @@ class Saver:
             files.prune(self._folder, keep=self._saves.keep, limit=self._saves.limit, abandoned=left, room=writing.room)
 
     def _settle(self, patience: float | None) -> None:
-        """Wait for the save that is being written, until so many seconds from its beginning; None: until it is done."""
+        """Wait for the running save, until this many seconds after it began; None: until it is done."""
         if self._thread is None or self._writing is None:
             return
         left = None if patience is None else max(0.0, self._writing.began + patience - time.monotonic())
@@ -226,12 +226,12 @@ class Saver:
             self._writing = self._thread = None
 
     def settle(self) -> None:
-        """Wait until what was begun is written. Every rank then knows the same `saved` and `wrong`."""
+        """Wait until the running save is written. Afterwards every rank has the same `saved` and `wrong`."""
         with current().span("checkpoint"):
             self._settle(None)
 
     def close(self) -> None:
-        """The run failed: give the save that is being written a few seconds. Not collective."""
+        """Give the running save a few seconds, because the run failed. Not collective."""
         if self._writing is not None and self._thread is not None:
             self._writing.closing.set()
             self._thread.join(LAST)
@@ -242,7 +242,7 @@ class Saver:
 
 
 def _buffer_of(deal: Deal, rank: int, *, pinned: bool) -> tuple[bytes, Tensor, list[Copied]]:
-    """The beginning of a rank's file, the memory of what follows it there, and what is copied into that."""
+    """Return the beginning of a rank's file, a buffer for the rest, and what is copied into that buffer."""
     beginning, places, size = laid_out(deal.parts[rank], deal.shapes)
     buffer, copies = torch.empty(size - len(beginning), dtype=torch.uint8, pin_memory=pinned), []
     for part, at in places.items():
@@ -259,7 +259,7 @@ def _digest(thing: Any) -> str:
 
 
 def seen_by_all(folder: Path, world: World, key: str) -> bool:
-    """Whether every rank sees what rank 0 writes into `folder`. Collective where there are several machines."""
+    """Check whether every rank sees what rank 0 writes into `folder`. Collective where there are several machines."""
     if world.local_size == world.size:
         return True
     sign, everyone = folder / f".seen-{key}", collectives.everyone()

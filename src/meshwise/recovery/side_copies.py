@@ -15,7 +15,7 @@ from meshwise.compat import copying, driver
 
 
 class SideCopies:
-    """The copies of one device; one at a time."""
+    """Copies of one device's tensors; one copy runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.Stream(device)
@@ -25,14 +25,14 @@ class SideCopies:
         self._pinned: Tensor | None = None
 
     def pin(self, memory: Tensor) -> None:
-        """Copies go into this memory from now on."""
+        """Copy into this memory from now on."""
         self.finish()
         if self._pinned is not None:
             driver.unpin(self._pinned)
         self._pinned = memory if driver.pin(memory) else None
 
     def copy(self, into: Sequence[Tensor], sources: Sequence[Tensor], then: Callable[[], None]) -> None:
-        """Begin to copy, once what the current stream has is done. then: is called, in a thread, when all is copied."""
+        """Begin to copy, after the current stream's work so far. then: called in a thread when all is copied."""
         self.finish()
         self._stream.wait_stream(self._current())
         with self._stream:
@@ -45,7 +45,7 @@ class SideCopies:
         then()
 
     def hold_back(self) -> None:
-        """Let the current stream wait for the copies: what is copied may change afterwards."""
+        """Make the current stream wait for the copies: afterwards the sources may change."""
         if self._waiting is not None:
             self._current().wait_event(self._done)
 

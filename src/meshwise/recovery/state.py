@@ -29,7 +29,7 @@ from meshwise.transfer import stages
 class RunState:
     """All that a run carries from step to step.
 
-    epoch: counted from 0. index: samples of this epoch's global order that are behind us. step: optimizer steps so far.
+    epoch: counted from 0. index: finished samples of this epoch's global order. step: optimizer steps so far.
     """
 
     model: nn.Module
@@ -41,18 +41,18 @@ class RunState:
     index: int = 0
     step: int = 0
     made_with: Any = None
-    """What the program gave it: settings of the optimizer, samples of the data set; plain values."""
+    """The program's settings: of the optimizer, and samples of the data set; plain values."""
     holds_all: bool = False
     """Whether the optimizer is known to hold all parameters of the model."""
     whole: bool = True
-    """Whether it is that after a step: not while it is changed."""
+    """Whether it is the state after a step: not while it is being changed."""
     before_change: Callable[[], None] = lambda: None
-    """Is called before it is changed; then `whole` is False until it is whole again."""
+    """Called before it is changed; then `whole` is False until it is whole again."""
 
 
 def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:
-    """The state as a tree of plain values and tensors, as this rank holds it: under each plan `collected` makes the
-    same of it. whole: with what rank 0 lacks of a pipeline's model; collective."""
+    """Return the state as a tree of plain values and tensors, as this rank holds it; `collected` makes the same of it
+    under every plan. whole: with what rank 0 lacks of a pipeline's model; collective."""
     own = state_of(state.model) if whole else held_of(state.model)
     return {
         "model": own,
@@ -69,12 +69,12 @@ def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:
 
 
 def pack(state: RunState) -> dict[str, Any] | None:
-    """The state with whole tensors on the CPU of rank 0, None on the others. Collective."""
+    """Return the state with whole tensors on the CPU of rank 0, None on the others. Collective."""
     return collected(tree_of(state, whole=True))  # type: ignore[no-any-return]
 
 
 def unpack(state: RunState, saved: dict[str, Any]) -> None:
-    """Put a saved state into `state`, in place, each tensor laid as its plan says: what is `Stored` is read so.
+    """Load a saved state into `state`, in place, each tensor sharded as its plan says, and read so if `Stored`.
 
     Raises CheckpointError when it is of another model or optimizer.
     """
@@ -102,7 +102,7 @@ def unpack(state: RunState, saved: dict[str, Any]) -> None:
 
 
 def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
-    """`model.load_state_dict` of what may be `Stored`: each rank reads its parts."""
+    """Run `model.load_state_dict` on values that may be `Stored`: each rank reads its parts."""
     own, lacking = model.state_dict(keep_vars=True), stages.lacks(model)
 
     def given(name: str, value: Any) -> Any:
@@ -116,8 +116,8 @@ def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict` of what may be `Stored`: read after every technique has taken out what belongs to
-    other ranks."""
+    """Run `optimizer.load_state_dict` on values that may be `Stored`: they are read after every technique has removed
+    those of other ranks."""
     if not takes_hooks(optimizer):
         optimizer.load_state_dict(stored_whole(saved))
         return
@@ -142,7 +142,7 @@ def _read_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_states(own: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises CheckpointError where a saved model has other tensors than this one."""
+    """Raise CheckpointError where a saved model has other tensors than this one."""
     missing, foreign = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     ours, theirs = ({name: getattr(t, "shape", None) for name, t in side.items()} for side in (own, saved))
     other = [name for name in own if name in saved and ours[name] != theirs[name]]

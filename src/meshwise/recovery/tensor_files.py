@@ -40,7 +40,7 @@ ALIGNED = 64  # bytes to a multiple of which the header is filled up
 
 
 def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[bytes, dict[WriteItem, int], int]:
-    """The beginning of a file with these parts, where the bytes of each begin in the file, and the file's size."""
+    """Return the beginning of a file with these parts, the offset of each in the file, and the file's size."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, places = 0, {}
     for part, size in described(parts, shapes):
@@ -60,7 +60,7 @@ def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[by
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host."""
+    """Return the memory of a contiguous tensor on the host."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -83,7 +83,7 @@ class TensorFiles:
             os.close(self._open.popitem()[1])
 
     def read(self, name: str, box: Sequence[slice] | None = None) -> Tensor:
-        """The tensor of this name, or what lies in `box` of it: a slice with its begin and end for each dim."""
+        """Read the tensor of this name, or a `box` of it: a slice with its begin and end for each dim."""
         stored = self.tensors[name]
         wanted: Box = tuple((s.start, s.stop) for s in box) if box is not None else tuple((0, n) for n in stored.shape)
         out = torch.empty([end - begin for begin, end in wanted], dtype=getattr(torch, stored.dtype))

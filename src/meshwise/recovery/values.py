@@ -38,7 +38,8 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 
 
 def encoded(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """`tree` as JSON has it, and its tensors by name. Raises UsageError for what is neither plain nor a tensor."""
+    """Convert `tree` to JSON values, and its tensors by name. Raises UsageError for anything but plain values and
+    tensors."""
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}
 
@@ -89,7 +90,7 @@ def _encoded_atom(value: Any, kind: type, path: tuple[str, ...], take: Callable[
 
 
 def decoded(values: Any, give: Callable[[str], Any]) -> Any:
-    """What `encoded` was given. give: the tensor of a name, or what stands for it."""
+    """Restore the argument of `encoded`. give: returns the tensor of a name, or what stands for it."""
     if isinstance(values, list):
         return [decoded(item, give) for item in values]
     if not isinstance(values, dict):

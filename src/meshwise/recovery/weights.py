@@ -42,7 +42,7 @@ class Written:
 def save_weights(model: nn.Module, path: Path, header: Mapping[str, str] | None = None) -> None:
     """Write the model's state_dict on rank 0, whole under any plan. Collective.
 
-    header: what the file says beside its tensors. Tensors that share memory (tied weights) are written once under each
+    header: the file's metadata. Tensors that share memory (tied weights) are written once under each
     name; complex128, which safetensors lacks, as complex64.
     """
     state = collected(state_of(model))
@@ -62,7 +62,7 @@ def export_weights(
     """Write the tensors of a saved model into `folder`, one after the other, in files of at most `most` bytes.
 
     One file is `model.safetensors`; several have an index beside them, as Hugging Face writes them. say: takes a line
-    on what is no tensor.
+    about values that are no tensors.
     """
     other = [name for name, value in model.items() if not isinstance(value, Stored | Tensor)]
     if other:

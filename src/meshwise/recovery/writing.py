@@ -36,17 +36,17 @@ POLL, SLOWEST = 0.001, 0.05  # seconds between two looks at the board: at first,
 
 
 class Board(Protocol):
-    """Where ranks leave words for one another."""
+    """Where ranks leave messages for one another."""
 
     def put(self, key: str, text: str) -> None:
-        """Leave a word, once."""
+        """Leave a message, once."""
 
     def find(self, key: str) -> str | None:
-        """The word, once it is there."""
+        """Return the message, once it is there."""
 
 
 class StoreBoard:
-    """The store of the process group, by a connection of its own: the main thread may be waiting in another."""
+    """The store of the process group, over a separate connection: the main thread may be waiting on another."""
 
     def __init__(self) -> None:
         self._store = default_store().clone()  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ class OwnBoard:
 
 @dataclass(frozen=True)
 class Deal:
-    """Who writes what: the same on every rank, and from save to save while what ranks hold stays."""
+    """Who writes what: the same on every rank, and in every save as long as the ranks hold the same parts."""
 
     digests: tuple[int, ...]
     shapes: Mapping[str, Held]
@@ -82,7 +82,7 @@ class Deal:
 
 @dataclass
 class Writing:
-    """One save on one rank: what its thread needs. `said` is what came of it: "" until then, and where it is whole."""
+    """One save on one rank: what its thread needs. `said` is its error: "" until it ends, and if it succeeded."""
 
     rank: int
     size: int
@@ -97,15 +97,15 @@ class Writing:
     closing: threading.Event = field(default_factory=threading.Event)
     said: str = ""
     room: Path | None = None
-    """That of the attempt, where it has claimed one."""
+    """The folder of the attempt, if it has claimed one."""
 
     @property
     def bytes(self) -> int:
-        """Of the tensors of all ranks."""
+        """Bytes of the tensors of all ranks."""
         return sum(held.size for held in self.deal.shapes.values())
 
     def run(self) -> None:
-        """The life of the thread."""
+        """Run the thread: write, agree, and set `said`."""
         with contextlib.suppress(OSError, AttributeError):  # Linux knows a priority of each thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
@@ -117,7 +117,7 @@ class Writing:
             self.said = self.said or f"it could not be agreed on: {error}"
 
     def _write(self) -> list[dict[str, Any]] | str:
-        """Write this rank's file: what was written, or why not."""
+        """Write this rank's file; return what was written, or why not."""
         try:
             make_folder(self.folder)
             name = f"rank{self.rank}.safetensors"
@@ -128,7 +128,7 @@ class Writing:
             return f"{type(error).__name__}: {error}"
 
     def _commit(self) -> str:
-        """On rank 0, once every rank has written: make it whole, or clear it away and say why."""
+        """On rank 0, once every rank has written: commit the checkpoint, or remove it and say why."""
         ranks = [json.loads(self._awaited(f"{self.key}/{rank}")) for rank in range(self.size)]
         wrong = next((f"rank {rank}: {told}" for rank, told in enumerate(ranks) if isinstance(told, str)), "")
         if not wrong:
@@ -161,7 +161,7 @@ class Writing:
 
 
 def why_not(error: OSError, folder: Path, needed: int) -> str:
-    """Why something could not be written, with the bytes that are free and needed."""
+    """Say why something could not be written, with the bytes that are free and needed."""
     free = ""
     with contextlib.suppress(OSError):
         free = f", {bytes_text(shutil.disk_usage(folder).free)} free, {bytes_text(needed)} needed"
