@@ -29,7 +29,7 @@ OTHER = (
 
 
 class BatchShapes:
-    """Of the batches that were given since the last backward, for `Agreed`."""
+    """Compares, for `Agreed`, the batches given since the last backward."""
 
     def __init__(self) -> None:
         self.given: dict[object, tuple[str, str, Any]] = {}
@@ -37,26 +37,26 @@ class BatchShapes:
         self._told = False
 
     def begins(self) -> None:
-        """Another program, or another loop, begins."""
+        """Handle that another program, or another loop, begins."""
         self._told = False
 
     def batch_given(self, loop: LoopRead, given: tuple[Any, BatchSlice]) -> None:
-        """A loader has given a batch, of which this rank has a part."""
+        """Note that a loader has given a batch, of which this rank has a part."""
         self.note(loop.loader, *given, user_place())
 
     def note(self, loader: object, batch: Any, part: BatchSlice, place: str) -> None:
-        """A batch is given by the loader, for the line at `place`."""
+        """Note a batch that the loader gives to the line at `place`."""
         if not self._told and not part.whole:
             self.given[loader] = SHAPES, place, shapes_beside_samples(batch, len(part.indices))
 
     def take(self) -> Settings:
-        """What travels with this backward."""
+        """Return the shapes to send along with this backward."""
         given = tuple(self.given.values())
         self.given.clear()
         return given
 
     def differ(self, ranks: Sequence[Settings]) -> str:
-        """How the ranks' batches differ, once: one sentence; empty where they do not."""
+        """Say once, in a sentence, how the ranks' batches differ; empty where they do not."""
         for settings in ranks:
             for (name, place, mine), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
                 if name == SHAPES and not self._told and None not in (mine, of_rank_0):
@@ -68,9 +68,9 @@ class BatchShapes:
 
 
 def shapes_beside_samples(batch: Any, samples: int) -> tuple[tuple[int, ...], ...] | None:
-    """The shape of each tensor of a batch without the dimension of its samples, which is the first or the second.
+    """Return the shape of each tensor of a batch without its dimension of samples, which is the first or the second.
 
-    None where a tensor has none: its rows are not samples, but nodes of a graph or boxes of a picture; and for lists
+    None where a tensor has no such dimension: its rows are nodes of a graph or boxes of a picture; and for lists
     that hold a tensor for each sample.
     """
     tensors: list[Tensor] = [tensor for tensor in tensors_in(batch) if tensor.dim() > 1]

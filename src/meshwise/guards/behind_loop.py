@@ -33,7 +33,7 @@ DRAWS = (
 
 
 class BehindLoop:
-    """Looks between the loops of a program."""
+    """Looks at model calls between the loops of a program."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._program, self._say = engine, engine.program, engine.notify
@@ -42,12 +42,12 @@ class BehindLoop:
         self._before: Tensor | None = None
 
     def batch_asked(self, loop: LoopRead) -> None:
-        """A loop begins."""
+        """Handle that a loop begins."""
         if loop.given == 0:
             self.ends()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """A loop is over, or was left in a batch."""
+        """Handle that a loop is over, or was left in a batch."""
         batch = loop.batch
         if batch is None or self._engine.generator.nested or self._engine.stopped:
             return
@@ -60,7 +60,7 @@ class BehindLoop:
             ]
 
     def ends(self) -> None:
-        """A loop begins, or there is nothing more to look at."""
+        """Stop looking: a loop begins, or there is nothing more to look at."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -86,7 +86,7 @@ def _told(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def watch(engine: Engine) -> None:
-    """Of a script on several ranks."""
+    """Attach the guard for a script on several ranks."""
     if engine.script and engine.world.size > 1:
         behind = BehindLoop(engine)
         engine.events.listen(behind, batches=1)

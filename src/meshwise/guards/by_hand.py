@@ -32,7 +32,7 @@ _made = itertools.count()  # every rank makes its engines in the same order
 
 
 class HandUpdates:
-    """Looks, between the batches of a program, whether its parameters part."""
+    """Checks, between the batches of a program, whether its parameters diverge."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._key = program, f"meshwise/by-hand/{next(_made)}"
@@ -43,11 +43,11 @@ class HandUpdates:
         self._compared = self._compared_in_it = 0
 
     def begins(self) -> None:
-        """Another program, or another loop, begins."""
+        """Handle that another program, or another loop, begins."""
         self._compared_in_it = 0
 
     def batch_given(self, loop: LoopRead, batch: object) -> None:
-        """The program has a batch of its loop. Raises UsageError where replicas have diverged."""
+        """Handle that the program has a batch of its loop. Raises UsageError where replicas have diverged."""
         program = self._program
         if program.backwards != self._backwards:
             self._backwards, self._written = program.backwards, []
@@ -72,7 +72,7 @@ class HandUpdates:
             self.loop_ends(loop)
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """It is over, or is looked at no more."""
+        """Stop looking: the loop is over, or was looked at long enough."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -92,7 +92,7 @@ def _count(backwards: list[int], p: Tensor) -> None:
 
 
 def watch(engine: Engine) -> None:
-    """Of a script on several ranks."""
+    """Attach the guard for a script on several ranks."""
     if engine.script and engine.world.size > 1:
         updates = HandUpdates(engine.program)
         engine.events.listen(updates, batches=BATCHES, anew=updates.begins)

@@ -13,13 +13,13 @@ from meshwise.spec.user_code import user_place
 
 
 class ChangelessSteps:
-    """Of a program, until its first backward."""
+    """Looks at a program's steps until its first backward."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """Before a loop, some programs step without gradients to prepare state."""
+        """Warn of a step without gradients, but not before a loop, where some programs prepare state that way."""
         program = self._engine.program
         if program.backwards > program.began or self._engine.part is None:
             return
@@ -30,6 +30,6 @@ class ChangelessSteps:
 
 
 def watch(engine: Engine) -> None:
-    """Of a script."""
+    """Attach the guard for a script."""
     if engine.script:
         engine.events.listen(ChangelessSteps(engine), backwards=1)

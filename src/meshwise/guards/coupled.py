@@ -41,18 +41,18 @@ class CoupledLosses:
         notice_hooks()
 
     def begins(self) -> None:
-        """Another program, or another loop, begins."""
+        """Handle that another program, or another loop, begins."""
         self._looks, self._program.joined_at = 0, None
         self._found.clear()
         self.close()
 
     @property
     def apart(self) -> bool:
-        """Whether each loss that was looked at is a mean or a sum of what its samples have of their own."""
+        """Whether each loss looked at is a mean or a sum of terms that each depend on one sample."""
         return self._program.joined_at is None and bool(self._found) and all(found is False for found in self._found)
 
     def look(self, found: Any, part: BatchSlice, plan: Plan, where: str) -> str:
-        """What to say of a loss, which may come with its weight, before its backward. where: by default the line."""
+        """Return a note on a loss, perhaps given with its weight, before its backward. where: by default the line."""
         if self._looks == LOOKED_AT or self._program.joined_at is not None:
             return ""
         self._looks += 1
@@ -67,6 +67,6 @@ class CoupledLosses:
         return COUPLED.format(place=where or user_place(), ranks=plan.devices)
 
     def close(self) -> bool:
-        """Whether the program has called a collective of its own since the last look."""
+        """Stop watching; return whether the program has called a collective of its own since the last look."""
         foreign, self._foreign = self._foreign, None
         return foreign is not None and foreign.close()

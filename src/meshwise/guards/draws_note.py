@@ -11,18 +11,18 @@ from meshwise.engine.engine import Engine
 
 
 class DrawsNote:
-    """Of a program with exact draws, after each backward."""
+    """Looks, after each backward of a program with exact draws, for draws that are not exact."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """What its forward drew is known."""
+        """Report what the forward drew, which is known now."""
         if mean is not None and self._engine.draws is not None:
             self._engine.notify(self._engine.draws.note())
 
 
 def watch(engine: Engine) -> None:
-    """Of a script with exact draws."""
+    """Attach the guard for a script with exact draws."""
     if engine.script and engine.draws is not None:
         engine.events.listen(DrawsNote(engine))

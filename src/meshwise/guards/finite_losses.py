@@ -37,7 +37,7 @@ FIRST = (
 
 
 class FiniteLosses:
-    """Of the backwards of a program."""
+    """Looks at the losses of a program's backwards."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._program, self._say = engine, engine.program, engine.notify
@@ -50,12 +50,12 @@ class FiniteLosses:
         self._began, self._wrong = 0, ""  # the backwards of earlier programs, and what one of them ended with
 
     def models_added(self) -> None:
-        """What is not finite when a model is given to `mw.distribute` is the program's."""
+        """Ignore parameters that were not finite before the model was given to `mw.distribute`."""
         if not rehearsing():
             self._never |= not_finite_names(self._program.numbered_models())
 
     def look(self) -> None:
-        """Look at the losses that wait; on an accelerator, which nothing should wait for, at those before them."""
+        """Look at the waiting losses; on an accelerator, which must not be waited for, at those of the look before."""
         waiting, self._waiting = self._waiting, []
         earlier, self._on_its_way = self._on_its_way, None
         if waiting and not rehearsing():
@@ -75,7 +75,7 @@ class FiniteLosses:
                 self.found(seen)
 
     def found(self, seen: Seen) -> None:
-        """The loss over all ranks is not finite in this backward, on every rank. Collective the first time."""
+        """Report, on every rank, that this backward's loss over all ranks is not finite. Collective the first time."""
         number, step, part, own = seen
         self._count, self._last = self._count + 1, number
         if self._count > 1:
@@ -89,17 +89,18 @@ class FiniteLosses:
         self._say(FIRST.format(step=step, whose=whose, what=bad[0][1] if bad else "not finite over all ranks"))
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """On one device the loss waits; over several ranks it comes with the signs of agreed.py."""
+        """Keep the loss for the next look on one device; over several ranks it comes with the signs of agreed.py."""
         if mean is not None:
             self._waiting.append((self._program.backwards, self._engine.phases.number, self._engine.part, mean))
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """A loop over batches is over: look at parameters, where enough was trained since the last time."""
+        """Look at parameters after a loop over batches, if enough was trained since the last time."""
         if self._program.backwards - self._looked_at >= BACKWARDS:
             self._look_at_parameters()
 
     def spoiled_in(self, thing: Any) -> str:
-        """The first parameter of the program's models that is not finite in `thing`, which is saved; empty for none."""
+        """Return the first parameter of the program's models that is not finite in the saved `thing`; empty for
+        none."""
         return not_finite_in_tree(thing, self._program.numbered_models(), self._never)
 
     def _look_at_parameters(self) -> None:
@@ -111,12 +112,12 @@ class FiniteLosses:
         self._spoiled = found if len(models) > 1 else found.partition(" of model ")[0]
 
     def program_begins(self) -> None:
-        """Another program begins in this process: say how the one before it ended."""
+        """Say how the previous program ended, as another one begins in this process."""
         self._wrong = self._conclude() or self._wrong
         self._began, self._count, self._spoiled = self._program.backwards, 0, ""
 
     def program_ends(self) -> None:
-        """Nothing more comes. Raises LossError, once, where the last loss, or a parameter, is not finite."""
+        """Raise LossError, once, where the last loss, or a parameter, is not finite at the program's end."""
         if self._ended:
             return
         self._ended = True
@@ -124,7 +125,7 @@ class FiniteLosses:
             raise LossError(text)
 
     def _conclude(self) -> str:
-        """What is not finite at the end of a program; empty where nothing is."""
+        """Say what is not finite at the end of a program; empty if nothing is."""
         backwards = self._program.backwards
         self.look()
         self.look()
@@ -140,14 +141,14 @@ class FiniteLosses:
 
 
 def _samples(part: BatchSlice | None) -> str:
-    """` (samples 3, 9, 12, 40 and 4 more)` of a data set."""
+    """Write ` (samples 3, 9, 12, 40 and 4 more)` of a data set."""
     if part is None or not part.samples:
         return ""
     return f" (samples {some(list(map(str, part.indices[: part.samples].tolist())), SHOWN)})"
 
 
 def watch(engine: Engine) -> None:
-    """Of a script."""
+    """Attach the guard for a script."""
     if engine.script:
         losses = FiniteLosses(engine)
         alone = engine.world.size == 1

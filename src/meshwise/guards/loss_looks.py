@@ -25,23 +25,24 @@ BACKWARDS = 9  # a program may have several, and none becomes another one later
 
 
 class LossLooks:
-    """Hears the backwards of a program on several ranks."""
+    """Looks at the backwards of a program on several ranks."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.coupled = engine, CoupledLosses(engine.program)
 
     def begins(self) -> None:
-        """Another program, or another loop, begins."""
+        """Handle that another program, or another loop, begins."""
         self.coupled.begins()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self.coupled.close()
 
     def backward_begins(
         self, loss: Any, part: BatchSlice | None, weight: Tensor | float | None, reduction: str | None, where: str
     ) -> None:
-        """A backward begins. loss: of a job what its function gave, at `where`; of a script the loss."""
+        """Check a loss before its backward. loss: for a job its function's result, at `where`; for a script the
+        loss."""
         engine = self._engine
         if engine.watcher is not None or part is None or part.whole or rehearsing():
             return
@@ -53,7 +54,7 @@ class LossLooks:
 
 
 def watch(engine: Engine) -> None:
-    """Of several ranks."""
+    """Attach the guard for several ranks."""
     if engine.world.size > 1:
         looks = LossLooks(engine)
         engine.events.listen(looks, backwards=BACKWARDS, anew=looks.begins)
@@ -61,6 +62,6 @@ def watch(engine: Engine) -> None:
 
 
 def losses_apart(engine: Engine) -> bool:
-    """Whether each loss that was looked at is a mean or a sum of what its samples have of their own."""
+    """Check whether each loss looked at is a mean or a sum of terms that each depend on one sample."""
     looks = engine.events.find(LossLooks)
     return looks is not None and looks.coupled.apart

@@ -38,7 +38,7 @@ Made = tuple[str, str, str, Tensor]
 
 
 def note_made(program: Program, made: list[Made]) -> RemovableHandle:
-    """From now on `made` gets what a forward of the program's models makes."""
+    """Append to `made`, from now on, each parameter that a forward of the program's models makes."""
     return register_module_parameter_registration_hook(functools.partial(_registered, program, made, [0]))
 
 
@@ -55,13 +55,13 @@ def _registered(
 
 
 def _is_in_forward(program: Program, frame: FrameType | None) -> bool:
-    """Whether a module of the program's models is being called."""
+    """Check whether a module of the program's models is being called."""
     called = list(modules_called_around(frame))
     return any(module is other for other in called for model in program.models for module in model.modules())
 
 
 def sums_of_made(made: list[Made]) -> Settings:
-    """What travels with the coming loss, and is forgotten."""
+    """Return the sums to send along with the next loss, and forget them."""
     held = [] if rehearsing() else made  # tensors without values
     sums = [(f"{place}|{kind}|{name}", float(p.detach().abs().double().sum())) for place, kind, name, p in held]
     made.clear()
@@ -69,7 +69,7 @@ def sums_of_made(made: list[Made]) -> Settings:
 
 
 def made_differ(ranks: Sequence[Settings]) -> str:
-    """Which parameter the ranks have made each by itself: one sentence; empty for none."""
+    """Say in a sentence which parameter each rank has made by itself; empty for none."""
     for settings in ranks:
         for mine, other in zip(_made(settings), _made(ranks[0]), strict=False):
             if mine != other and mine[1] == other[1]:

@@ -41,7 +41,7 @@ WATCH = (
 
 
 def attach(engine: Engine) -> Engine:
-    """Let a new engine follow the steps of its program, and every guard look at it."""
+    """Let a new engine follow the steps of its program, and attach every guard."""
     follow_optimizers(engine)
     for watch in WATCH:
         watch(engine)

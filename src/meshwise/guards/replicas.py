@@ -39,7 +39,7 @@ NAMED = {*NAMES.values(), PLATEAU}
 
 
 def settings_differ(ranks: Sequence[Settings]) -> str:
-    """How the settings of some rank differ from rank 0's, in words; empty where they do not."""
+    """Say how the settings of a rank differ from rank 0's; empty if they do not."""
     for rank, settings in enumerate(ranks):
         if len(settings) != len(ranks[0]):  # what the program has let go is not garbage on all ranks at once
             continue
@@ -72,7 +72,7 @@ NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def sums_of(program: Program) -> Settings:
-    """Sums of what the program's replicas hold."""
+    """Return sums of what the program's replicas hold."""
     if program.plan is None or rehearsing():
         return ()
     named = [
@@ -94,12 +94,12 @@ def _sum(tensors: Iterable[Tensor]) -> float:
 
 
 def _alike(one: float, other: float) -> bool:
-    """NaN is like NaN, and like nothing else: a rank alone may have come to it."""
+    """Compare two sums. NaN only equals NaN: one rank alone may have reached it."""
     return math.isclose(one, other, rel_tol=FAR) or (math.isnan(one) and math.isnan(other))
 
 
 def diverged(ranks: Sequence[Settings], kind: str) -> str:
-    """Where the ranks' parameters, or one of their buffers, differ: one sentence; empty where they do not."""
+    """Say in a sentence where the ranks' parameters, or one of their buffers, differ; empty if they do not."""
     for rank, settings in enumerate(ranks):
         for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
             if name == kind and not _alike(value, of_rank_0):
@@ -121,21 +121,21 @@ _BUFFER = (
 
 
 class LastLook:
-    """Compares replicas when the program has ended, where no rank has written its parameters after the last loop that
-    trained: rank 0 may load others to save or to try them."""
+    """Compares replicas at the end of a program, unless a rank has written its parameters after the last training loop:
+    rank 0 may load others to save or to try them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._key = engine, f"meshwise/replicas/{next(_made)}"
         self._backwards, self._versions = 0, list[int]()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """It may have been the last that trains."""
+        """Note the parameters after a loop, which may have been the last training loop."""
         program = self._engine.program
         if program.backwards != self._backwards:
             self._backwards, self._versions = program.backwards, versions(program.named_parameters().values())
 
     def program_ends(self) -> None:
-        """Nothing more comes. Rank 0, which keeps the store, compares: the other ranks wait for nobody."""
+        """Compare at the end of the program, on rank 0, which keeps the store: the other ranks wait for nobody."""
         program, world = self._engine.program, self._engine.world
         trained, self._backwards = self._backwards, 0
         if not (trained and program.plan and dist.is_initialized()) or program.plan.parameters_divided:
@@ -154,6 +154,6 @@ _made = itertools.count()  # every rank makes its engines in the same order
 
 
 def watch(engine: Engine) -> None:
-    """Of a script on several ranks."""
+    """Attach the guard for a script on several ranks."""
     if engine.script and engine.world.size > 1:
         engine.events.listen(LastLook(engine), only=("loop_ends",))

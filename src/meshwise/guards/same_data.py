@@ -35,7 +35,7 @@ from meshwise.transfer import collectives
 MOST_BYTES, MOST_SECONDS, MOST_THINGS = 1 << 20, 0.05, 256
 STRETCHES, STRETCH = 16, 512  # of the numbers of a tensor, and how many each has
 ITEMS, FILES, DEPTH = 256, 32, 6
-"""Of a list, how many are compared and of how many files the size; how deep things lie in each other."""
+"""How many items of a list are compared, how many files by size, and how deep nested things are compared."""
 FEW = 16  # what has fewer rows, and not one for each sample, may be the rank's own: a range, a device
 MOST_SENT = 4  # things whose numbers travel, where their bits are others
 ROUNDING = 1e-3  # of a stretch's largest number: what the ranks' machines may compute otherwise
@@ -54,8 +54,8 @@ _Array = numpy.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Held:
-    """Something that a data set holds: how many rows, what of it must be equal, and stretches of its numbers, which
-    rounding may part. row: whether it has one for each sample."""
+    """Something that a data set holds: its number of rows, facts that must be equal, and samples of its numbers, which
+    may differ by rounding. row: whether it has one row per sample."""
 
     size: int
     told: tuple[Any, ...] = ()
@@ -64,7 +64,7 @@ class Held:
 
     @property
     def bits(self) -> tuple[int, int]:
-        """Equal where all is, bit for bit."""
+        """A value that is equal where everything is equal, bit for bit."""
         return self.size, zlib.crc32(b"".join(map(_Array.tobytes, self.numbers)), zlib.crc32(repr(self.told).encode()))
 
 
@@ -75,8 +75,8 @@ class SameData:
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def check(self, data: Any, samples: int | None, say: Callable[[str], object], samplers: Sequence[Any] = ()) -> None:
-        """Raises DataError where the ranks give other data sets or samplers: each would keep its share of its own.
-        Collective. samples: of the data set. say: gets what differs and has no row for each of them."""
+        """Raise DataError where the ranks give other data sets or samplers: each would keep its share of its own.
+        Collective. samples: of the data set. say: takes notes on differing things that have no row per sample."""
         everyone = collectives.everyone()  # those too that work on the same samples
         if collectives.world_size(everyone) == 1 or isinstance(data, IterableDataset):
             return
@@ -105,7 +105,7 @@ class SameData:
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """Those of a DataLoader that choose its samples, but for the ones that meshwise replaces."""
+    """Return the samplers that choose a DataLoader's samples, except those that meshwise replaces."""
     both = [each for each in (loader.sampler, loader.batch_sampler) if type(each) is not BatchSampler]
     return [each for each in both if each is not None and not isinstance(each, DistributedSampler)]
 
@@ -114,14 +114,14 @@ class Reading:
     """Reads what things hold, within limits of bytes and time."""
 
     def __init__(self, known: weakref.WeakValueDictionary[int, Any], samples: int | None) -> None:
-        """known: what has been read before, by its id; gets what is read now. samples: of the data set."""
+        """known: things already read, by id; those read now are added. samples: of the data set."""
         self._known, self._before, self._seen = known, set(known), set[int]()
         self._end, self._left = time.monotonic() + MOST_SECONDS, MOST_BYTES
         self._sizes = {samples}
         self._found: dict[str, Held] = {}
 
     def read(self, things: dict[str, Any]) -> dict[str, Held]:
-        """What they hold, by its name."""
+        """Return what the things hold, by name."""
         for name, thing in things.items():
             self._walk(name, thing, 0)
         return self._found
@@ -150,8 +150,8 @@ class Reading:
 
 
 def _parts(name: str, thing: Any) -> list[tuple[str, Any]] | None:
-    """What a data set or a sampler holds, or a short list of such or of tensors, by name; None of what is compared as a
-    whole."""
+    """Return the parts of a data set or a sampler, or of a short list of such or of tensors, by name; None for things
+    that are compared as a whole."""
     if isinstance(thing, Tensor | numpy.ndarray | nn.Module | type) or _is_table(thing):
         return None
     if type(thing) in (list, tuple) and len(thing) <= FEW and not any(isinstance(each, _NUMBERS) for each in thing):
@@ -168,7 +168,7 @@ def _is_table(thing: Any) -> bool:
 
 
 def held(thing: Any) -> Held | None:
-    """What is compared of a tensor, an array, a table or a list; None where there is nothing to compare."""
+    """Return what to compare of a tensor, an array, a table or a list; None where there is nothing to compare."""
     if _is_table(thing):
         return _held_items(thing.iloc[_places(len(thing), ITEMS)].to_numpy().tolist(), len(thing))
     if isinstance(thing, numpy.ndarray) and thing.ndim and thing.dtype.kind not in "biufc":
@@ -189,7 +189,7 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 
 def _held_items(items: list[Any], size: int) -> Held | None:
-    """Of some items of a list; None where some are of another kind, or not made yet (None)."""
+    """Return what to compare of some list items; None where some are of another kind, or not made yet (None)."""
     found = _Items()
     if not items or not all(map(found.add, items)):
         return None
@@ -197,7 +197,7 @@ def _held_items(items: list[Any], size: int) -> Held | None:
 
 
 class _Items:
-    """What is compared of the items of a list."""
+    """Collects what to compare of the items of a list."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -225,7 +225,7 @@ class _Items:
         return True
 
     def _add_text(self, text: str) -> None:
-        """A text, or the size of the file that it names: that may lie in another folder on every machine."""
+        """Add a text, or the size of the file that it names, which may lie in another folder on each machine."""
         looks = self._files < FILES and self._texts < FILES
         if looks and (size := _size_of_file(text)) is not None:
             self.told.append(size)
@@ -244,7 +244,7 @@ def _size_of_file(name: str) -> int | None:
 
 
 def _places(size: int, most: int) -> list[int]:
-    """Places among `size` items: all of them, or stretches that lie evenly."""
+    """Return indices among `size` items: all of them, or evenly spaced runs."""
     if size <= most:
         return list(range(size))
     length = most // STRETCHES
@@ -253,7 +253,7 @@ def _places(size: int, most: int) -> list[int]:
 
 
 def _stretches(array: Any) -> Iterator[Any]:
-    """Stretches of the elements of a tensor or an array, without a copy of all of it."""
+    """Yield runs of the elements of a tensor or an array, without copying all of it."""
     size = math.prod(array.shape)
     if size <= STRETCHES * STRETCH:
         flat = array.reshape(-1)
@@ -272,8 +272,8 @@ def _as_array(tensor: Tensor) -> _Array:
 
 
 def _differ(one: Held, other: Held) -> bool:
-    """Whether two ranks hold other values. A stretch that is zero on one of them may be rows that it has not made yet:
-    it counts where most are."""
+    """Check whether two ranks hold different values. A run that is zero on one of them may be rows not made yet: it
+    only counts where most runs are zero."""
     if (one.size, one.told) != (other.size, other.told) or len(one.numbers) != len(other.numbers):
         return True
     apart = [pair for pair in zip(one.numbers, other.numbers, strict=True) if not _close(*pair)]
@@ -290,11 +290,11 @@ def _close(one: _Array, other: _Array) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Of a job and of a script."""
+    """Attach the guard for a job and for a script."""
     engine.events.listen(SameData())  # no event: `check_data` is called where data is given
 
 
 def check_data(engine: Engine, data: Any, samples: int | None, samplers: Sequence[Any] = ()) -> None:
-    """`SameData.check` of the engine's program."""
+    """Run `SameData.check` of the engine's program."""
     if (known := engine.events.find(SameData)) is not None:
         known.check(data, samples, engine.notify, samplers)

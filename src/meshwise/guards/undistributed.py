@@ -43,7 +43,7 @@ _made = itertools.count()  # every rank makes its engines in the same order
 
 
 class UndistributedLoops:
-    """Watches them from its making until `close`. reads: the newest batch of the program. say: takes a sentence."""
+    """Watches such loops until `close`. reads: the newest batch of the program. say: takes a sentence."""
 
     def __init__(self, reads: Loops, world: World, say: Callable[[str], None]) -> None:
         self._reads, self.world, self._say = reads, world, say
@@ -67,7 +67,7 @@ class UndistributedLoops:
 
     @contextlib.contextmanager
     def adding(self, verb: str, value: Any) -> Iterator[None]:
-        """Around a collective that adds up `value` over the ranks."""
+        """Wrap a collective that sums `value` over the ranks."""
         loop, ranks = self._reads.whole, self.world.size
         if loop is None or loop.compared == MOST:
             yield
@@ -85,7 +85,7 @@ class UndistributedLoops:
 
 
 def _total(leaf: Any) -> float:
-    """Of some numbers of each sample: the same in any order of the samples."""
+    """Sum some numbers of each sample: the result does not depend on the order of the samples."""
     if isinstance(leaf, Tensor) or (isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf"):
         rows = torch.as_tensor(leaf).detach()
         rows = rows.reshape(len(rows) if rows.dim() else 1, -1) if rows.numel() else rows.reshape(1, 0)
@@ -94,7 +94,7 @@ def _total(leaf: Any) -> float:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Some numbers of a value, or of a tree of tensors."""
+    """Return some numbers of a value, or of a tree of tensors."""
     flat = [torch.as_tensor(leaf).detach().reshape(-1) for leaf in all_leaves(value)]
     return [float(abs(number)) for t in flat for number in t[:: len(t) // LOOKED_AT + 1].tolist()]
 
@@ -110,7 +110,7 @@ def _are_same(ranks: list[tuple[str, list[float]]]) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Of a script on several ranks."""
+    """Attach the guard for a script on several ranks."""
     if engine.script and engine.world.size > 1:
         loops = UndistributedLoops(engine.reads, engine.world, engine.notify)
         engine.events.listen(loops)  # no event: batches come from torch's loaders

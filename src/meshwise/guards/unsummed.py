@@ -58,20 +58,20 @@ _MODULE_CALL = nn.Module.__call__.__code__.co_filename
 
 @dataclass(eq=False)
 class Loop:
-    """A loop over a distributed loader. several: it has done with its first batch, and goes on."""
+    """A loop over a distributed loader. several: it has finished its first batch, and continues."""
 
     place: str
     loader: int = 0
     models: Sequence[nn.Module] = ()
     prepares: bool = False
-    """Whether the program had not trained when it began."""
+    """Whether the program had not trained yet when it began."""
     several: bool = False
     trained: bool = False
     reduced: bool = False
     ran: bool = False
-    """Whether a part of a model ran that is not the whole of it."""
+    """Whether a part of a model ran without the whole model."""
     used: bool | None = None
-    """Whether the output of the whole model that ran first was used; None where none ran."""
+    """Whether the output of the first run of a whole model was used; None where none ran."""
     output: StorageWeakRef | None = None
     norm: str = ""
     """The batch norm that ran in training mode in a model that is not distributed."""
@@ -80,7 +80,7 @@ class Loop:
     foreign: Foreign | None = None
 
     def watch(self) -> None:
-        """Its first batch begins."""
+        """Watch the first batch, which begins now."""
         self.foreign = Foreign()
         if compiling.is_used():
             return
@@ -92,18 +92,18 @@ class Loop:
                 self.hooks.append(module.register_forward_hook(hook))
 
     def first_batch_ends(self) -> None:
-        """It has done with its first batch."""
+        """Stop watching: the first batch is finished."""
         self.several = True
         self.end_watch()
 
     def remove_hooks(self) -> None:
-        """Leave the models as they were: they may be copied and saved."""
+        """Remove the hooks from the models, which may be copied and saved."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
 
     def end_watch(self) -> None:
-        """Look at it no more."""
+        """Stop watching."""
         self.remove_hooks()
         if self.norms is not None:
             self.norms.remove()
@@ -122,8 +122,8 @@ class Loop:
 
 
 class UnsummedLoops:
-    """The loops of a program. models: those that train. say: takes a sentence. expects: is called where a backward
-    tells something that is not known."""
+    """The loops of a program. models: those in training. say: takes a sentence. expects: called when the next backward
+    will tell more."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class UnsummedLoops:
         """Where those are that were reported."""
 
     def batch_asked(self, loop: LoopRead) -> None:
-        """A loop over a distributed loader begins, at the user's line that is running, or has done with its first
+        """Handle that a loop over a distributed loader begins, at the user's running line, or has finished its first
         batch."""
         if loop.given == 0:
             self._begin(loop)
@@ -156,7 +156,7 @@ class UnsummedLoops:
             loop.watch()
 
     def loop_ends(self, read: LoopRead) -> None:
-        """It is over, or was left."""
+        """Handle that the loop is over, or was left."""
         loop = self._open.pop(read, None)
         if loop is None:
             return
@@ -169,7 +169,7 @@ class UnsummedLoops:
             self._waiting.append(loop)
 
     def backward_begins(self, *_: object) -> None:
-        """No sum of an evaluation comes any more."""
+        """Report evaluations without a sum: training continues, so no sum comes any more."""
         self._say_waiting(lambda loop: not self._is_kept(loop))
         self._forget_waiting()  # what is kept is used in training
         for loop in self._open.values():
@@ -177,7 +177,7 @@ class UnsummedLoops:
             self._training.add((loop.place, loop.loader))
 
     def reduced(self) -> None:
-        """Values were added up over the ranks: those of loops that are over, or of those that run."""
+        """Note that values were summed over the ranks: they may be of finished loops, or of those still running."""
         for loop in self._open.values():
             loop.reduced = True
         self._forget_waiting()
@@ -189,18 +189,18 @@ class UnsummedLoops:
         self._waiting.clear()
 
     def program_begins(self) -> None:
-        """Another program begins: it has not trained yet."""
+        """Reset for another program, which has not trained yet."""
         self._training.clear()
         self._told.clear()
         for loop in self._waiting:
             loop.prepares = False
 
     def finish(self) -> None:
-        """The program has ended."""
+        """Report what is left at the end of the program."""
         self._say_waiting(lambda loop: True)
 
     def _is_kept(self, loop: Loop) -> bool:
-        """Whether the loop prepares a training that has not begun, as far as can be seen."""
+        """Check whether the loop seems to prepare a training that has not begun: its output is still held."""
         return loop.prepares and loop.output is not None and not loop.output.expired()
 
     def _say_waiting(self, which: Callable[[Loop], bool]) -> None:
@@ -214,7 +214,7 @@ class UnsummedLoops:
 
 
 def _ran(loop: Loop, module: nn.Module, arguments: Any, output: Any) -> None:
-    """A whole model has run: that is all there is to know."""
+    """Note that a whole model has run, and whether its output is used; then nothing more is watched."""
     loop.remove_hooks()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == _MODULE_CALL:
@@ -236,7 +236,7 @@ def _ran_inside(loop: Loop, module: nn.Module, arguments: Any, output: Any) -> N
 
 @functools.cache
 def drops(code: CodeType, at: int) -> bool:
-    """Whether the result of the call at this instruction is dropped, or bound to a name that `code` never reads."""
+    """Check whether the result of the call at this instruction is dropped, or bound to a name `code` never reads."""
     instructions = list(dis.get_instructions(code))
     after = next((i for i in instructions if i.offset > at), None)
     if after is None or after.opname == "POP_TOP":
@@ -249,7 +249,7 @@ def drops(code: CodeType, at: int) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Of a script on several ranks."""
+    """Attach the guard for a script on several ranks."""
     if engine.script and engine.world.size > 1:
         loops = UnsummedLoops(lambda: engine.program.models, engine.notify, engine.events.begins)
         engine.events.listen(loops, only=("batch_asked", "loop_ends"), batches=2)

@@ -25,12 +25,12 @@ from meshwise.transfer.groups import get_rank
 
 
 class BestEpoch:
-    """Which epoch is the best so far. Every rank knows the same, since metrics are those of all ranks."""
+    """Tracks the best epoch so far. Every rank knows the same, since metrics are over all ranks."""
 
     def __init__(self, job: Job, folder: Path | None, *, resumed: bool) -> None:
         """folder: of the run; None keeps no weights. Collective for a run that is resumed.
 
-        Raises UsageError for one that kept the best by another metric.
+        Raises UsageError if the resumed run kept the best by another metric.
         """
         self._job, self._folder = job, folder
         self._direction, _, self._metric = (job.best or "").partition(" ")
@@ -44,13 +44,13 @@ class BestEpoch:
             )
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Raises UsageError where the job's metrics do not have the one that is the measure."""
+        """Raise UsageError if the job's metrics lack the one to compare by."""
         if self._metric not in metrics:
             has = f"{', '.join(metrics)}.{nearest(self._metric, metrics)}"
             raise UsageError(f"job '{self._job.name}': best={self._job.best!r} names none of its metrics: {has}")
 
     def take(self, metrics: Mapping[str, float], epoch: int, step: int, model: nn.Module) -> bool:
-        """Whether this epoch is the best so far; its weights are kept then. Collective."""
+        """Return whether this epoch is the best so far, and keep its weights if so. Collective."""
         if not self._metric:
             return False
         value = metrics[self._metric]
@@ -64,13 +64,13 @@ class BestEpoch:
         return True
 
     def is_over(self, state: RunState) -> bool:
-        """Whether the job's patience has ended."""
+        """Check whether the job's patience has ended."""
         every, unit = self._job.evaluates
         since = getattr(state, unit[:-1]) - (getattr(self.found, unit[:-1]) if self.found is not None else 0)
         return self._job.patience is not None and since >= self._job.patience * every
 
     def why_over(self, state: RunState) -> str:
-        """Why a run ended, where that is before its last epoch; else nothing."""
+        """Say why a run ended before its last epoch; empty if it did not."""
         if state.epoch >= self._job.epochs or not self.is_over(state):
             return ""
         after, then = f"epoch {state.epoch} of {self._job.epochs}", f"epoch {self.found.epoch}" if self.found else ""

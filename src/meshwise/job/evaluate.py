@@ -21,7 +21,7 @@ Sum = tuple[Tensor, Tensor]
 
 
 def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Microbatch]) -> dict[str, float]:
-    """The job's metrics over the whole test set; its loss where it has none. Collective.
+    """Return the job's metrics over the whole test set; its loss where it has none. Collective.
 
     A padding sample weighs nothing. Buffers (running statistics) are those of rank 0.
     """
@@ -45,7 +45,7 @@ def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Micro
 
 
 def _measured(engine: Engine, job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:
-    """Each metric of a batch, and its weight; in a pipeline the last stage has them."""
+    """Return each metric of a batch, and its weight; in a pipeline only the last stage has them."""
     pipeline, cast = engine.program.pipeline, engine.cast(batch)
     if pipeline is None:
         return _measure(job, model, cast, part)
@@ -58,7 +58,7 @@ def _measured(engine: Engine, job: Job, model: nn.Module, batch: Any, part: Batc
 
 
 def _of_last_stage(engine: Engine, sums: dict[str, Sum]) -> dict[str, Sum]:
-    """The sums of the last stage, on every rank of its pipeline."""
+    """Return the sums of the last stage, on every rank of its pipeline."""
     pipeline, device = engine.program.pipeline, engine.program.device
     if pipeline is None:
         return sums
@@ -70,7 +70,7 @@ def _of_last_stage(engine: Engine, sums: dict[str, Sum]) -> dict[str, Sum]:
 
 
 def _measure(job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:
-    """Each metric of a batch, and its weight."""
+    """Return each metric of a batch, and its weight."""
     named = job.metrics(model, batch) if job.metrics else {"loss": job.loss(model, batch)}
     summed = 1 if job.reduction == "sum" and not job.metrics else None
     measured = {}

@@ -27,11 +27,11 @@ _MUST_BE_GIVEN: Any = ...
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """What a job's callbacks get after an epoch, on every rank.
+    """The argument of a job's callbacks after an epoch, on every rank.
 
     epoch: from 1. step: optimizer steps so far. loss: of the last step, over all ranks. metrics: of the evaluation
-    after this epoch, empty where there was none. best: whether it was the best so far. model, optimizer: those that
-    train; the model is in training mode afterwards, whatever a callback made of it.
+    after this epoch, empty where there was none. best: whether it was the best so far. model, optimizer: those in
+    training; the model returns to training mode after each callback.
     """
 
     epoch: int
@@ -46,39 +46,39 @@ class EpochEnd:
 
 @dataclass(frozen=True)
 class Job:
-    """A training program: what is trained on what, with which loss and optimizer.
+    """A training program: model, data, loss and optimizer.
 
     name: in messages and of the run's folder; default: the variable that it is bound to.
     model: builds the model; called once on every rank, start values are those of rank 0.
-    loss: `loss(model, batch)` gives a scalar mean over the samples of `batch`, or `(mean, weight)` where `weight`
+    loss: `loss(model, batch)` returns a scalar mean over the samples of `batch`, or `(mean, weight)` where `weight`
         counts what the mean is over (a token mean returns its number of tokens). Gradients are the exact weighted mean
         over the global batch.
     reduction: `sum` where the loss is a sum over the samples of `batch`: gradients are then those of the sum over the
-        global batch. Without metrics the test loss is per sample. By default it is a mean; on several devices a loss
-        that is known to be a sum is refused then, and `mean` takes it for one all the same.
+        global batch. Without metrics the test loss is per sample. By default the loss counts as a mean, and on several
+        devices a loss known to be a sum is refused; `mean` overrides that check.
     optimizer: makes the optimizer from the parameters.
-    data: the training set, or a function that gives it: a map-style dataset, or a tuple or dict of equally long tensors
-        (sliced by batch). A function is called on each rank; a data set travels to it. A dataset with `batch(indices)`
-        is asked for whole batches; any other goes through torch's DataLoader.
+    data: the training set, or a function that returns it: a map-style dataset, or a tuple or dict of equally long
+        tensors (sliced by batch). A function is called on each rank; a data set is sent to it. A dataset with
+        `batch(indices)` is asked for whole batches; any other is read by torch's DataLoader.
     test: the test set, like `data`. Every sample counts once.
-    metrics: `metrics(model, batch)` gives named means like `loss` does, for instance `{"accuracy": ...}`.
-    predict: `predict(model, batch)` gives a row for each sample of `batch`: a tensor, a list, or a dict or tuple of
-        them. By default the model's output for the batch (a dict by name, of a tuple what comes first), and of outputs
-        with `logits` those. See `mw.predict`.
-    scheduler: makes a scheduler from the optimizer; it ticks once an optimizer step.
+    metrics: `metrics(model, batch)` returns named means like `loss` does, for instance `{"accuracy": ...}`.
+    predict: `predict(model, batch)` returns a row for each sample of `batch`: a tensor, a list, or a dict or tuple of
+        them. By default the model's output for the batch (a dict by name, the first entry of a tuple), or its `logits`
+        if it has them. See `mw.predict`.
+    scheduler: makes a scheduler from the optimizer; it steps once per optimizer step.
     collate: joins samples to a batch, as DataLoader's `collate_fn`.
     batch_size: samples of the *global* batch, on any number of devices.
     clip_norm: the norm to which the gradient of the whole step is clipped.
     loader_workers: processes that a DataLoader reads with, on each rank.
     validate_every: epochs from one evaluation to the next, or optimizer steps: `"500 steps"`, counted from the start of
-        the run. The end of the training has one too.
+        the run. The end of the training is evaluated too.
     best: which evaluation is the best, `max accuracy` or `min loss`: its weights are kept as best.safetensors.
-    patience: the training ends after so many evaluations that were no better than the best.
+    patience: the training ends after this many evaluations that were no better than the best.
     callbacks: called on every rank after each epoch and its evaluation, with an `EpochEnd`.
-    stage_cost: `stage_cost(name, block)` says what a block of the model costs, in any unit: a pipeline is cut so that
-        its most expensive stage is as cheap as can be. By default the number of parameters.
+    stage_cost: `stage_cost(name, block)` returns the cost of a block of the model, in any unit: a pipeline is split so
+        that its most expensive stage is as cheap as possible. By default the number of parameters.
     log: where losses and metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, or functions of your
-        own, `track(values, step)`, called on rank 0. `--log` adds to it. One that fails ends no training.
+        own, `track(values, step)`, called on rank 0. `--log` adds to it. A failing one does not end the training.
     """
 
     name: str = ""
@@ -139,17 +139,17 @@ class Job:
 
     @property
     def trackers(self) -> tuple[str | Tracker, ...]:
-        """What `log` names."""
+        """The trackers that `log` names."""
         return (self.log,) if isinstance(self.log, str) or callable(self.log) else tuple(self.log)
 
     @property
     def evaluates(self) -> tuple[int, str]:
-        """`validate_every` as a count and its unit: `(500, "steps")`; a count of 0 is none."""
+        """`validate_every` as a count and its unit: `(500, "steps")`; a count of 0 means never."""
         whole = isinstance(self.validate_every, int | str) and not isinstance(self.validate_every, bool)
         return _count_and_unit(str(self.validate_every)) if whole else (0, "epochs")
 
     def named(self, name: str = "") -> Job:
-        """This job; one without a name gets this one, or that of the variable of the program that it is bound to."""
+        """Return this job; without a name it gets this one, or that of the program's variable it is bound to."""
         if self.name:
             return self
         bound = (key for key, value in vars(sys.modules["__main__"]).items() if value is self and key[0] != "_")
@@ -165,7 +165,7 @@ def _count_and_unit(text: str) -> tuple[int, str]:
 
 
 def _check_best(job: str, best: str, test: Any) -> None:
-    """Raises UsageError for a measure that is not `max NAME` or `min NAME`, or that no test set gives."""
+    """Raise UsageError if `best` is not `max NAME` or `min NAME`, or there is no test set to compute it from."""
     direction, _, metric = best.partition(" ")
     if direction not in ("max", "min") or not metric.strip():
         word = best.split()[-1] if best.split() else "accuracy"
@@ -175,7 +175,7 @@ def _check_best(job: str, best: str, test: Any) -> None:
 
 
 def _is_dataset(given: Any) -> bool:
-    """Whether this is a data set itself, and no function that gives one: a class of data sets is a function."""
+    """Check whether this is a data set itself, not a function that returns one, such as a class of data sets."""
     return not isinstance(given, type) and hasattr(type(given), "__getitem__")
 
 

@@ -43,7 +43,7 @@ PATIENCE, LOOK = 5.0, 0.005  # seconds for a step in flight to be whole again, a
 
 
 def among(plan: Plan, world: World) -> Among:
-    """How ranks share the keeping of a state under a plan. Replicas are on the outermost axis."""
+    """Return how ranks share the keeping of a state under a plan. Replicas are on the outermost axis."""
     attempt = int(os.environ.get(ATTEMPT, "1"))
     divided = plan.parameters_divided or plan.state_divided
     if world.size > 1 and plan.data == world.size and not divided and world.kind == "cpu":
@@ -53,7 +53,7 @@ def among(plan: Plan, world: World) -> Among:
 
 
 class LastStep:
-    """The state of a run as it was after its last step. `keep` it after each."""
+    """The state of a run after its last step. Call `keep` after each."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class LastStep:
         self._lock = threading.Lock()  # the state is noted by one thread, and left by another
 
     def keep(self) -> None:
-        """A step and all that belongs to it are done. Collective in the first ones."""
+        """Keep the state after a step and all that belongs to it. Collective in the first steps."""
         began, last, step = time.perf_counter(), self._last, self._state.step
         due = self._every > 0 and step % self._every == 0
         with self._lock:
@@ -94,7 +94,7 @@ class LastStep:
         self._before = began
 
     def _begin(self) -> None:
-        """Is there memory for it?"""
+        """Check that there is memory for it."""
         self._begun = True
         if self._whole:
             return
@@ -118,7 +118,7 @@ class LastStep:
             )
 
     def _measure(self, began: float) -> None:
-        """After some steps: how often a copy is worth its time."""
+        """Decide, after some steps, how often a copy is worth its time."""
         if self._before and self._begun:
             self._costs.append((time.perf_counter() - began, began - self._before))
         if len(self._costs) < MEASURED:
@@ -133,7 +133,7 @@ class LastStep:
             )
 
     def leave(self) -> bool:
-        """Write the state after the last step, where a step has failed or waits for ever; whether it is written."""
+        """Write the state after the last step, when a step has failed or hangs; return whether it is written."""
         with self._lock:
             if not self._last.is_whole():
                 return False
@@ -145,7 +145,7 @@ class LastStep:
         return left
 
     def _is_first(self) -> bool:
-        """Whether no other rank writes it: one is enough."""
+        """Check whether no other rank has begun to write it: one copy is enough."""
         try:
             os.close(os.open(self._mark, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -153,7 +153,7 @@ class LastStep:
         return True
 
     def answer(self, channel: WorkerChannel) -> None:
-        """Leave the state when the launcher asks for it: in the thread that listens, while a step is in flight."""
+        """Leave the state when the launcher asks for it, in the listening thread, even during a step."""
 
         def leave(message: Mapping[str, Any]) -> None:
             channel.send("rescuing")

@@ -26,18 +26,18 @@ from meshwise.spec.words import ranks_text
 from meshwise.transfer import collectives, stages
 
 Batch = tuple[int, int, int]
-"""Its epoch (from 0), its first sample in the order of that, and the one behind its last."""
+"""A batch: its epoch (from 0), its first sample in that epoch's order, and the index after its last."""
 
 
 class LeftOut:
-    """The batches that this run leaves out, and the steps that tell which. Alike on all ranks."""
+    """The batches that this run leaves out, and how its steps find them. The same on all ranks."""
 
     is_step = False
-    """Whether a step whose update is left out counts."""
+    """Whether a step without an update counts as a step."""
 
     def __init__(self, state: RunState, folder: Path | None, tell: Callable[[str], None], *, scaled: bool) -> None:
         """folder: of the run; None remembers nothing for a later one. tell: takes a line for the user.
-        scaled: whether a loss scaler looks after the gradients. Collective."""
+        scaled: whether a loss scaler handles gradients that are not finite. Collective."""
         self._state, self._scaled, self._first = state, scaled, collectives.get_rank(collectives.everyone()) == 0
         self._tell = tell
         self._file = None if folder is None else folder / names.LEFT_OUT
@@ -45,11 +45,11 @@ class LeftOut:
         own = list(_read(self._file)) if self._first else []
         self._every: list[Batch] = collectives.broadcast_object(own, collectives.everyone())
         self.last: deque[Batch] = deque(maxlen=2)
-        """That of the step that is worked on, behind that of the step before."""
+        """The batches of the previous and the current step."""
         self.in_a_row = 0
 
     def ranges(self, epoch: int, begin: int = 0) -> list[tuple[int, int]]:
-        """Those of an epoch that end behind sample `begin`, as `batch_bounds` takes them."""
+        """Return those of an epoch that end after sample `begin`, as `batch_bounds` takes them."""
         return [(first, stop) for of, first, stop in self._every if of == epoch and stop > begin]
 
     def step_begins(self) -> None:
@@ -57,8 +57,8 @@ class LeftOut:
         self._kept.keep()
 
     def skips(self, step: int, losses: Losses) -> bool:
-        """Whether this step's batch is left out. Collective. Raises SpoiledError where its parameters are not finite,
-        LossError where too many batches in a row are left out."""
+        """Return whether this step's batch is left out. Collective. Raises SpoiledError where its parameters are not
+        finite, LossError where too many batches in a row are left out."""
         seen = [total_of(losses)[0], *([] if self._scaled else gradients_of(self._state.model))]
         if not agreed(any_not_finite(seen).to(seen[0].device)):
             self.in_a_row = 0
@@ -76,8 +76,8 @@ class LeftOut:
         return True
 
     def refuse_spoiled(self, step: int) -> None:
-        """Raises SpoiledError on all ranks where some parameter is not finite, after leaving out the batch of this step
-        and that of the step before. Collective."""
+        """Raise SpoiledError on all ranks where some parameter is not finite, after leaving out the batch of this step
+        and that of the previous one. Collective."""
         model = self._state.model
         lacking = stages.absent_parameters(model)  # another rank's of a pipeline, which are NaN here
         trained = [local_of(p.detach()) for p in model.parameters() if p.requires_grad and p not in lacking]
@@ -88,7 +88,7 @@ class LeftOut:
             raise SpoiledError(f"step {step}: parameters of {ranks_text(ranks)} are not finite.", ranks=ranks)
 
     def _leave_out(self, step: int, batches: Sequence[Batch]) -> str:
-        """Remember them; a sentence on which they are."""
+        """Remember the batches; return a sentence that names them."""
         self._every += batches
         which = " and ".join(f"samples {first} to {stop - 1} of epoch {epoch + 1}" for epoch, first, stop in batches)
         text = f"The order of the data goes on without {which}."
@@ -102,7 +102,7 @@ class LeftOut:
 
 
 def _read(file: Path | None) -> Iterator[Batch]:
-    """What an earlier attempt has left out."""
+    """Yield the batches that an earlier attempt has left out."""
     for line in read_lines(file) if file is not None else ():
         found = [number for name in ("epoch", "first", "stop") if isinstance(number := line.get(name), int)]
         if len(found) == 3:

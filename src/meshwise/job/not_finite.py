@@ -30,7 +30,7 @@ MOST_IN_A_ROW = 20  # steps that are skipped before the run is held to be lost
 
 
 def refuse_closures(on_nan: str, optimizer: Optimizer) -> None:
-    """Raises UsageError for an optimizer whose step cannot be left out."""
+    """Raise UsageError for an optimizer whose step cannot be skipped."""
     if on_nan != STOP and needs_closure(optimizer):
         raise UsageError(
             f"--on-nan {on_nan}: {type(optimizer).__name__} changes the parameters several times in a step, which "
@@ -46,36 +46,36 @@ class KeptBuffers:
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def keep(self) -> None:
-        """Keep them as they are now."""
+        """Copy the buffers as they are now."""
         self._before = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
 
     def put_back(self) -> None:
-        """Make them as they were."""
+        """Restore the buffers."""
         for buffer, before in self._before:
             buffer.detach().copy_(before)
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """This rank's parts of a model's gradients."""
+    """Return this rank's parts of a model's gradients."""
     return [local_of(p.grad) for p in model.parameters() if p.grad is not None]
 
 
 def any_not_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether a value of these is not finite: 1 or 0, on their device."""
+    """Return 1 if a value of these is not finite, else 0, on their device."""
     bad = [~torch.isfinite(tensor).all() for tensor in tensors if tensor.numel()]
     return torch.stack(bad).any().float() if bad else torch.zeros(())
 
 
 def agreed(found: Tensor) -> bool:
-    """Whether some rank has found one. Collective."""
+    """Check whether some rank has found one. Collective."""
     return bool(float(collectives.all_reduce(found, "max", collectives.everyone(), of="whether gradients are finite")))
 
 
 class SkippedSteps:
-    """Lets steps be skipped whose gradients are not finite."""
+    """Skips steps whose gradients are not finite."""
 
     is_step = True
-    """Whether a step whose update is left out counts."""
+    """Whether a step without an update counts as a step."""
 
     def __init__(self, model: nn.Module, notify: Callable[[str], None]) -> None:
         self._model, self._notify, self._kept = model, notify, KeptBuffers(model)
@@ -86,7 +86,7 @@ class SkippedSteps:
         self._kept.keep()
 
     def skips(self, step: int, losses: Losses) -> bool:
-        """Whether some rank has a gradient that is not finite: then buffers are as they were. Collective."""
+        """Check whether some rank has a gradient that is not finite; if so, restore the buffers. Collective."""
         device = next(iter(self._model.parameters())).device
         if not agreed(any_not_finite(gradients_of(self._model)).to(device)):
             self.in_a_row = 0
@@ -103,6 +103,6 @@ class SkippedSteps:
         return True
 
     def note(self) -> str:
-        """How many steps were skipped, for the summary; empty for none."""
+        """Say how many steps were skipped, for the summary; empty for none."""
         skipped = f"{plural(self.count, 'step')} skipped (--on-nan skip): gradients that are not finite"
         return skipped if self.count else ""

@@ -34,12 +34,12 @@ RESTARTS = 3
 AUTO = "auto"
 """As a plan: the one that `meshwise plan` would choose for the devices."""
 OF_THE_PLAN = ("accumulate", "precision")
-"""Fields of the plan that have an option of their own, beside `--set`."""
+"""Fields of the plan that have an option of their own, besides `--set`."""
 
 
 @dataclass(frozen=True)
 class PlanText:
-    """What a plan file holds. Where it names no axis, replicas fill the devices, however many a resumed run has."""
+    """The text of a plan file. If it names no axis, replicas fill the devices, however many a resumed run has."""
 
     text: str
 
@@ -153,12 +153,12 @@ class RunOptions(NodeOptions):
         return None if self.time_limit is None else seconds_of(self.time_limit, "--time-limit")
 
     def seconds_left(self, began: float) -> float | None:
-        """Of the time limit, which counts from `began` (seconds since 1970): starting the workers is a part of it."""
+        """Return the rest of the time limit, which counts from `began` (seconds since 1970), before workers start."""
         return None if self.seconds_limit is None else max(0.0, began + self.seconds_limit - time.time())
 
     @property
     def saves(self) -> Saves:
-        """When the state is saved, and how many are kept."""
+        """When the state is saved, and how many states are kept."""
         return read_saves(self.save_every, self.keep, self.save_limit)
 
     @property
@@ -207,7 +207,7 @@ class RunOptions(NodeOptions):
         return self.plan is not None or bool(self.settings)
 
     def plan_on(self, devices: int) -> Plan:
-        """The plan on this many devices: the one that is given, else replicas; settings and options change it."""
+        """Return the plan on this many devices: the given one, else replicas, changed by settings and options."""
         if self.plan == AUTO:
             raise UsageError("--plan auto is for meshwise run of a job. Save a plan with meshwise plan --save FILE.")
         own = {name: value for name in OF_THE_PLAN if (value := getattr(self, name)) is not None}
@@ -224,20 +224,20 @@ class RunOptions(NodeOptions):
         return replace(self.plan, **over)
 
     def hang_seconds(self) -> float:
-        """Seconds without progress after which a rank ends the run."""
+        """Return the seconds without progress after which a rank ends the run."""
         return HANG_LIMIT if self.hang_limit is None else seconds_of(self.hang_limit, "--hang-limit")
 
     def override(self, job: Job) -> Job:
-        """`job` with the epochs, the batch size and the seed that are given."""
+        """Return `job` with the epochs, the batch size and the seed given here."""
         given = {name: getattr(self, name) for name in ("epochs", "batch_size", "seed")}
         return replace(job, **{name: value for name, value in given.items() if value is not None})
 
     def record(self) -> dict[str, Any]:
-        """The options as plain values, as run.json keeps them; `resumed` reads them back."""
+        """Return the options as plain values, as run.json keeps them; `resumed` reads them back."""
         return {name: _plain(getattr(self, name)) for name, _, option in options_of(RunOptions) if option.recorded}
 
     def resumed(self, run: Mapping[str, Any]) -> RunOptions:
-        """These options, and for those not given the ones that an earlier run's record has.
+        """Return these options, completed by those in an earlier run's record.
 
         Raises UsageError for the record of another job.
         """
@@ -259,7 +259,7 @@ class RunOptions(NodeOptions):
 
 
 def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any]:
-    """The options of a record that `given` does not replace, be it by another way to set the same field of the plan."""
+    """Return the recorded options that `given` does not replace, not even by another way to set the same plan field."""
     known = {name for name, _, option in options_of(RunOptions) if option.recorded}
     left = {name: value for name, value in earlier.items() if name in known and value is not None}
     left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}
@@ -277,7 +277,7 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
 
 
 def _is_of(value: Any, annotation: Any) -> bool:
-    """Whether a value of a record is of one of the types of an option."""
+    """Check whether a recorded value is of one of the types of an option."""
     several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     kinds = [get_origin(kind) or kind for kind in several]
     if isinstance(value, tuple):
@@ -290,7 +290,7 @@ def _field(setting: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Convert a value for JSON."""
     if isinstance(value, Plan):
         return plan_to_toml(value)
     if isinstance(value, Job | PlanText):

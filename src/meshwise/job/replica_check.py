@@ -25,7 +25,7 @@ from meshwise.transfer import collectives
 
 
 class ReplicaCheck:
-    """Compares the replicas of a run under `plan`. every: steps between; 0 compares nothing."""
+    """Compares the replicas of a run under `plan`. every: steps between comparisons; 0 means never."""
 
     def __init__(self, plan: Plan, every: int) -> None:
         self._every = every if plan.data > 1 else 0
@@ -37,12 +37,12 @@ class ReplicaCheck:
         self._compared = -1
 
     def is_due(self, step: int) -> bool:
-        """Whether it is time after this step."""
+        """Check whether to compare after this step."""
         self.look = step - step % self._every + self._every if self._every else math.inf
         return self._every > 0 and step % self._every == 0
 
     def compare(self, state: RunState) -> None:
-        """Collective. Raises ReplicaError on all ranks where replicas have diverged, with the ranks and the tensors."""
+        """Raise ReplicaError on all ranks where replicas have diverged, with the ranks and the tensors. Collective."""
         if self._every == 0 or self._compared == state.step:
             return
         self._compared = state.step
@@ -81,7 +81,7 @@ class ReplicaCheck:
 
 
 def minority(values: Sequence[object]) -> list[int]:
-    """The places whose value is not that of most; all of them where no value has most."""
+    """Return the indices whose value is not that of the majority; all of them without a majority."""
     (value, count), *others = Counter(values).most_common()
     if not others:
         return []

@@ -52,13 +52,13 @@ NARROW_WEIGHTS = "safetensors has no complex128: weights.safetensors has complex
 def make_engine(
     session: RankContext, plan: Plan, notify: Callable[[str], None] = lambda text: None, *, exact_random: bool = False
 ) -> Engine:
-    """An engine for a job under `plan`. notify: takes the notes on its plan."""
+    """Make an engine for a job under `plan`. notify: takes the notes on its plan."""
     draws = ExactDraws() if exact_random else None
     return attach(Engine(divide_work(plan, session.world), session.gate, notify, draws=draws))
 
 
 def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
-    """The state of a run before its first step: the model of `job` under `plan`, its optimizer. Collective."""
+    """Return the state of a run before its first step: the model of `job` under `plan`, its optimizer. Collective."""
     seed_all(job.seed)
     model, note = constructed(job.model) if plan.parameters_divided or plan.pipeline > 1 else (job.model(), "")
     if plan.devices == 1:  # what several devices have is placed by the plan
@@ -82,7 +82,7 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
 
 
 def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:
-    """Scales the loss where float16 is computed in; passes everything through otherwise."""
+    """Return a scaler for losses computed in float16; otherwise it changes nothing."""
     return Scaler(device.split(":")[0], enabled=plan.dtypes.scaled)
 
 
@@ -95,7 +95,7 @@ class Data:
 
 
 def open_data(job: Job, data: Any, what: str, engine: Engine | None = None) -> Data:
-    """A data set of the job: `what` it is, in errors. engine: compares that of the ranks, where it is theirs."""
+    """Open a data set of the job. what: its name in errors. engine: compares the ranks' data, if each has its own."""
     settings = LoaderSettings(job.collate, job.loader_workers, job.seed, several=True)
     samples = count_samples(data, f"the {what} of job '{job.name}'")
     if engine is not None:
@@ -104,13 +104,13 @@ def open_data(job: Job, data: Any, what: str, engine: Engine | None = None) -> D
 
 
 def read_parts(data: Data, slices: Iterable[BatchSlice], epoch: int, device: str) -> Iterator[Microbatch]:
-    """The microbatches of `slices`, on the device, with the next ones on their way."""
+    """Read the microbatches of `slices`, on the device, while the next ones are loaded."""
     pairs = read_slices(data.read, slices, epoch)
     return pairs if device == "cpu" else prefetch(pairs, device)
 
 
 class Pace:
-    """How fast the run goes now, and how long it still takes."""
+    """How fast the run is now, and how long it will still take."""
 
     def __init__(self, samples: int, done: int) -> None:
         self._all = samples
@@ -150,13 +150,13 @@ class JobRun:
     last: LastStep | None = None
     """The state after the last step, where a launcher holds it."""
     evaluated: tuple[int, bool] = (-1, False)
-    """The step after which it was evaluated last, and whether that was the best."""
+    """The step of the last evaluation, and whether it was the best."""
     began: dict[str, int] = field(default_factory=dict)
-    """The epochs and steps that were done before this session."""
+    """The epochs and steps finished before this session."""
 
 
 def made_with(job: Job, optimizer: Optimizer, samples: int) -> dict[str, Any]:
-    """What a run is made with, as its checkpoints keep it: plain values."""
+    """Return the settings of a run that its checkpoints keep: plain values."""
     return {
         "seed": job.seed,
         "batch_size": job.batch_size,

@@ -22,7 +22,7 @@ EVERY = 10  # steps between two looks
 
 
 class Spikes:
-    """Looks at the losses of all ranks, alike on each."""
+    """Looks for spikes in the losses over all ranks; every rank finds the same."""
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=WINDOW)
@@ -30,13 +30,13 @@ class Spikes:
         self._high = False
 
     def is_due(self, step: int) -> bool:
-        """Whether to look after this step."""
+        """Check whether to look after this step."""
         return step % EVERY == 0
 
     def look(self, losses: Sequence[float], step: int) -> str:
-        """What there is to say of the losses since the last time; nothing where none is a spike.
+        """Describe the first spike among the losses since the last look; empty if there is none.
 
-        losses: all so far, the last of which is that of `step`.
+        losses: all so far; the last is that of `step`.
         """
         told = ""
         first = step - len(losses) + 1
@@ -48,7 +48,7 @@ class Spikes:
         return told
 
     def _judge(self, loss: float) -> str:
-        """Why this is the first loss of a spike; nothing where it is not."""
+        """Say why this is the first loss of a spike; empty if it is not."""
         was_high, self._high, text = self._high, False, ""
         if len(self._before) >= LEAST:
             median = statistics.median(self._before)

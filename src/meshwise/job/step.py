@@ -44,7 +44,7 @@ NOTHING = contextlib.nullcontext()
 class LossOfJob:
     """The loss of a job.
 
-    function: gives a microbatch's mean loss, or (mean, weight). where: its name in errors. key: (seed, step), for its
+    function: returns a microbatch's mean loss, or (mean, weight). where: its name in errors. key: (seed, step), for its
     random draws. scale: of a loss scaler. reduction: of the loss: a `mean` or a `sum`, if given.
     """
 
@@ -56,7 +56,7 @@ class LossOfJob:
 
 
 def compute(engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> Losses:
-    """Leave in `.grad` the gradient of the mean loss over the global batch whose microbatches on this rank are `parts`.
+    """Leave in `.grad` the gradient of the mean loss over the global batch; `parts` are this rank's microbatches of it.
     Returns their losses and weights, still on the device."""
     engine.program.begin_backward()
     engine.draw_key = loss.key
@@ -81,7 +81,7 @@ class Microbatches:
         self._weighed = False  # whether the loss has a weight of its own
 
     def in_turn(self) -> Losses:
-        """Forward and backward of each, one after the other."""
+        """Run forward and backward of each, one after the other."""
         for number in range(len(self._parts)):
             draws = self._begin(number)
             with self._recorder.span("forward"):
@@ -94,7 +94,7 @@ class Microbatches:
         return self._weights.losses
 
     def as_stages(self, pipeline: Pipeline) -> Losses:
-        """In the order in which the stages of this rank take them."""
+        """Run them in the order in which the stages of this rank take them."""
         actions = pipeline.begin([shapes_of(batch) for batch, _ in self._parts])
         last = max(place for place, action in enumerate(actions) if not action.forward)
         opened: dict[tuple[int, int], tuple[Pass, Tensor | None, KeyedDraws | None]] = {}
@@ -148,7 +148,7 @@ class Microbatches:
             IN_LOSS.pop()
 
     def _scaled(self, number: int, found: Any) -> Tensor:
-        """The scalar to run the backward of."""
+        """Return the scalar to run the backward of."""
         engine, loss, part = self._engine, self._loss, self._parts[number][1]
         for hear in engine.events.backward_begins:
             hear(found, part, None, loss.reduction, loss.where)
@@ -173,7 +173,7 @@ class Microbatches:
             yield
 
     def _share_losses(self, pipeline: Pipeline) -> None:
-        """The last stage gives the others its losses and their weights. Collective over the pipeline."""
+        """Send the last stage's losses and their weights to the other stages. Collective over the pipeline."""
         weights, device = self._weights, self._engine.program.device
         wide = torch.float32 if device.startswith("mps") else torch.float64
         table = torch.zeros((len(self._parts) + 1, 2), dtype=wide, device=device)
@@ -190,7 +190,7 @@ class Microbatches:
 
 
 def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of a batch's tensors."""
+    """Return the shapes of a batch's tensors."""
     return tuple(tuple(tensor.shape) for tensor in tensors_in(batch))
 
 
@@ -202,13 +202,13 @@ def train_step(
     skipped: SkippedSteps | LeftOut | None = None,
     known: Callable[[Losses], None] | None = None,
 ) -> Losses:
-    """One optimizer step on this rank's microbatches. Returns their losses and weights, still on the device.
+    """Do one optimizer step on this rank's microbatches. Returns their losses and weights, still on the device.
 
-    skipped: skips the update where a gradient is not finite, and counts the step or not. known: is given the losses
+    skipped: skips the update where a gradient is not finite, and counts the step or not. known: called with the losses
     before the update.
 
-    An optimizer that needs a closure (LBFGS) runs the loss as often as it likes, each time with the same draws; the
-    losses are then those before the step.
+    An optimizer that needs a closure (LBFGS) computes the loss as often as it needs, each time with the same draws; the
+    returned losses are those before the step.
     """
     recorder = current()
     recorder.samples += parts[0][1].total

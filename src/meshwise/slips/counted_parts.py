@@ -39,9 +39,9 @@ LETS_GO = ("pop", "popleft", "clear")
 
 
 def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iterator[str]:
-    """What to say of the user's loop over a distributed loader that has just ended. ended: how often loops of this
-    program did, by their line: looked at is the 1st, 2nd, 4th, 8th … time, since buffers fill up. uneven: this rank's
-    share of the batches was not the same in all."""
+    """Yield warnings about the user's loop over a distributed loader that just ended. ended: how often loops of this
+    program did, by their line: it is looked at the 1st, 2nd, 4th, 8th … time, since buffers fill up. uneven: this
+    rank's share of the batches was not always the same."""
     frame = user_frame()
     if frame is None:
         return
@@ -60,7 +60,7 @@ def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iter
 
 
 def _of_batch(loop: ast.For) -> set[str]:
-    """Names of what the loop is given, and of what that is taken apart into."""
+    """Return the names of the loop's targets, and of the parts they are split into."""
     rows = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     for node in inside(loop):
         for name, value in given(node):
@@ -100,7 +100,7 @@ def _factors(value: ast.expr) -> list[ast.expr]:
 
 
 def _counts(node: ast.expr, rows: set[str]) -> bool:
-    """Whether it is `len(x)`, `x.size(0)` or `x.shape[0]` of a batch."""
+    """Check whether it is `len(x)`, `x.size(0)` or `x.shape[0]` of a batch."""
     of: ast.expr | None = None
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and node.args:
         of = node.args[0]
@@ -113,7 +113,7 @@ def _counts(node: ast.expr, rows: set[str]) -> bool:
 
 
 def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
-    """Whether it is divided by the length of something that is not this rank's."""
+    """Check whether it is divided by the length of something that all ranks share."""
     for node in inside(source.scope):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _uses(node.left, kept):
             right = node.right
@@ -123,13 +123,13 @@ def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
 
 
 def _is_read_behind(source: Source, loop: ast.For, kept: ast.expr) -> bool:
-    """Whether the function reads it below the loop: a sum in a dict or an attribute is else for others to look at."""
+    """Check whether the function reads it after the loop; else a sum in a dict or an attribute is read elsewhere."""
     below = [n for n in inside(source.scope) if isinstance(n, ast.stmt) and n.lineno > (loop.end_lineno or 0)]
     return any(_uses(node, kept) for node in below)
 
 
 def _uses(node: ast.AST, kept: ast.expr) -> bool:
-    """Whether a name, `stats["loss"]` or `self.total` is read in it, or the whole that it is kept in."""
+    """Check whether a name, `stats["loss"]` or `self.total` is read in it, or the whole object that holds it."""
     if isinstance(kept, ast.Name):
         return reads(node, kept.id)
     if not isinstance(kept, ast.Subscript | ast.Attribute):
@@ -150,8 +150,8 @@ def _uses(node: ast.AST, kept: ast.expr) -> bool:
 
 
 def may_be_joined(source: Source, kept: ast.expr, behind: tuple[str, ...] = ()) -> bool:
-    """Whether a name or a part of what it is of, or what is made of it, may be added up over the ranks somewhere, or be
-    known elsewhere."""
+    """Check whether a value, its container, or something computed from it, may be reduced over the ranks somewhere, or
+    be known elsewhere."""
     name = kept.id if isinstance(kept, ast.Name) else ""
     functions = {n.name: n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in inside(source.scope):
@@ -180,14 +180,14 @@ def may_be_joined(source: Source, kept: ast.expr, behind: tuple[str, ...] = ()) 
 
 
 def _is_method_of(call: ast.Call, kept: ast.expr) -> bool:
-    """Whether `self.total` is kept in what a method is called of."""
+    """Check whether the method is called on the object that holds `self.total`."""
     if not isinstance(kept, ast.Subscript | ast.Attribute) or not isinstance(call.func, ast.Attribute):
         return False
     return ast.unparse(whole_of(kept)) == ast.unparse(whole_of(call.func))
 
 
 def _joins(part: ast.AST) -> bool:
-    """Whether anything may be added up over the ranks in it."""
+    """Check whether it may reduce anything over the ranks."""
     calls = [node for node in ast.walk(part) if isinstance(node, ast.Call)]
     return any(word in name_of(call).lower() for call in calls for word in JOINS)
 
@@ -207,7 +207,7 @@ def _buffers(source: Source, loop: ast.For, rows: set[str]) -> Iterator[tuple[in
 
 
 def _extended(node: ast.AST, rows: set[str]) -> str:
-    """The list to which a statement adds the samples of a batch, one by one."""
+    """Return the list to which a statement adds the samples of a batch, one by one."""
     if isinstance(node, ast.For) and any(reads(node.iter, name) for name in rows):
         appends = [n for n in ast.walk(node) if _is_call_of(n, "append")]
         return next((n.func.value.id for n in appends if n.args), "")  # type: ignore[attr-defined]
@@ -217,7 +217,7 @@ def _extended(node: ast.AST, rows: set[str]) -> str:
 
 
 def _pushed(node: ast.AST, rows: set[str]) -> str:
-    """The thing with methods of its own that a call gives a batch, such as `memory.push(x, y)`."""
+    """Return the object whose method a call passes a batch to, such as `memory.push(x, y)`."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return ""
     holder, gives = node.func.value, any(reads(each, name) for each in node.args for name in rows)
@@ -225,7 +225,7 @@ def _pushed(node: ast.AST, rows: set[str]) -> str:
 
 
 def _is_full_of_samples(thing: Any, batch: list[Any]) -> bool:
-    """Whether a thing of a class of the user's has a deque that is full, of single samples of such a batch."""
+    """Check whether an object of a user's class has a full deque of single samples of such a batch."""
     if isinstance(thing, nn.Module | ModuleType):
         return False
     dims = {tensor.dim() for tensor in tensors_in(batch)}
@@ -237,7 +237,7 @@ def _is_full_of_samples(thing: Any, batch: list[Any]) -> bool:
 
 
 def _is_called(loop: ast.For, name: str, word: str) -> bool:
-    """Whether a method with this word in its name is called of it."""
+    """Check whether a method with this word in its name is called on it."""
     calls = [n.func for n in inside(loop) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
     return any(word in f.attr and isinstance(f.value, ast.Name) and f.value.id == name for f in calls)
 
@@ -252,7 +252,7 @@ def _is_call_of(node: ast.AST, name: str) -> bool:
 
 
 def _lets_go(loop: ast.For, name: str, value: Any) -> bool:
-    """Whether old entries go, and some have gone."""
+    """Check whether old entries are removed, and some have been."""
     if isinstance(value, deque) and value.maxlen is not None:
         return len(value) == value.maxlen
     for node in inside(loop):
@@ -266,7 +266,7 @@ def _lets_go(loop: ast.For, name: str, value: Any) -> bool:
 
 
 def _is_drawn_from(loop: ast.For, name: str) -> bool:
-    """Whether entries are drawn at random."""
+    """Check whether entries are drawn at random."""
     for node in inside(loop):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             draws = node.func.attr in ("sample", "choice", "choices", "randint", "randperm", "randrange", "permutation")

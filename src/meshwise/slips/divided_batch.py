@@ -24,7 +24,7 @@ DEEP = 3  # names behind names
 
 
 def says_divided(size: int | None, ranks: int) -> str:
-    """What to say of a loader with batches of this size that `mw.distribute` is given; empty for nothing."""
+    """Return a warning about a loader with batches of this size that `mw.distribute` is given; empty for none."""
     frame = user_frame()
     if frame is None or size is None:
         return ""
@@ -42,7 +42,7 @@ def says_divided(size: int | None, ranks: int) -> str:
 
 
 def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Call, Source]]:
-    """The calls that make the loaders that an expression may have, and what is known there."""
+    """Yield the calls that may make an expression's loaders, each with the source where it is."""
     if isinstance(node, ast.Name) and deep:
         for value in source.given_to(node.id):
             yield from _loaders(source, value, deep - 1) if value is not None else ()
@@ -58,7 +58,7 @@ def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Ca
 
 
 def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
-    """What is divided by the number of ranks there."""
+    """Yield the expressions that are divided by the number of ranks there."""
     if (
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.FloorDiv | ast.Div)
@@ -75,7 +75,7 @@ def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
 
 
 def _counts(source: Source, node: ast.expr, deep: int) -> bool:
-    """Whether it is the number of ranks."""
+    """Check whether it is the number of ranks."""
     if isinstance(node, ast.Name) and deep:
         values = source.given_to(node.id)
         return len(values) == 1 and values[0] is not None and _counts(source, values[0], deep - 1)

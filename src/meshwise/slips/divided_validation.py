@@ -26,14 +26,14 @@ DIVIDED = (
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A loop without a backward, and what the source tells where it ran."""
+    """A loop without a backward, and the source where it ran."""
 
     source: Source
     loop: ast.For
 
 
 def evaluated_here() -> Evaluated | None:
-    """The user's loop that ends in this line; None where the source does not tell."""
+    """Return the user's loop that ends in this line; None if the source does not tell."""
     frame = user_frame()
     if frame is None:
         return None
@@ -43,7 +43,7 @@ def evaluated_here() -> Evaluated | None:
 
 
 def divided_evaluation(evaluated: Evaluated, count: int) -> Iterator[str]:
-    """What to say of it, where a step has so many backwards."""
+    """Yield a warning about it, where a step has this many backwards."""
     source = evaluated.source
     if count < 2:
         return
@@ -55,7 +55,7 @@ def divided_evaluation(evaluated: Evaluated, count: int) -> Iterator[str]:
 
 
 def _of_training(source: Source) -> Iterator[ast.expr]:
-    """What losses are divided by whose backward runs."""
+    """Yield the divisors of losses whose backward runs."""
     scopes: list[Scope] = [source.tree, *(n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef))]
     for scope in scopes:
         nodes = list(inside(scope))
@@ -74,7 +74,7 @@ def _of_training(source: Source) -> Iterator[ast.expr]:
 
 
 def _divisions(loop: ast.For, source: Source) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr]]:
-    """Divisions in the loop, and in what functions of the file return that it calls."""
+    """Yield divisions in the loop, and in the return values of functions of the file that it calls."""
     for node in inside(loop):
         yield from _divided(node, deep=False)
         if isinstance(node, ast.Call):
@@ -101,5 +101,5 @@ def _called(value: ast.AST, source: Source) -> Iterator[ast.FunctionDef]:
 
 
 def _is_given_in(loop: ast.For, divisor: ast.expr) -> bool:
-    """Whether the loop makes that number itself."""
+    """Check whether the loop itself computes that number."""
     return any(reads(divisor, name) for node in inside(loop) for name, _ in given(node))

@@ -19,20 +19,20 @@ _ONLY_SHOWN = re.compile(r"^\s*(\w+\.)*(print|info|log)\(")
 
 
 class Asked:
-    """Whether the program has asked for the epoch or the step that it goes on from."""
+    """Whether the program has asked for the epoch or the step at which it resumes."""
 
     def __init__(self) -> None:
         self._read = self._told = False
 
     def note(self) -> None:
-        """The program asks. A line that only shows it is not counted."""
+        """Note that the program asks. A line that only shows it does not count."""
         if self._read or (frame := user_frame(sys._getframe(1))) is None:
             return
         self._read = not _ONLY_SHOWN.match(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
 
     def unread(self, epochs: int, extra: Any) -> str:
-        """A sentence, once, where an epoch begins after a resume of which the program knows nothing. epochs: that are
-        over. extra: what else was restored, which may count them itself."""
+        """Return a warning, once, if an epoch begins after a resume that the program ignores. epochs: finished ones.
+        extra: other restored values, which may count epochs themselves."""
         counts = isinstance(extra, dict) and any(re.search("epoch|step", str(name).lower()) for name in extra)
         if self._told or self._read or not epochs or counts:
             return ""

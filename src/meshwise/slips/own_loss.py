@@ -23,7 +23,7 @@ OWN = (
 
 
 def says_own_loss() -> str:
-    """What to say of the user's `mw.backward` that is running; empty where it is no slip, as far as is known."""
+    """Return a warning about the user's running `mw.backward`; empty if no mistake is found."""
     return asked(_said, "")
 
 
@@ -37,7 +37,7 @@ def _said(source: Source, call: ast.Call) -> str:
 
 
 def _loss(node: ast.expr) -> str:
-    """`loss` of `loss`, `scaler.scale(loss)` and `loss / 4`."""
+    """Return `loss` for `loss`, `scaler.scale(loss)` and `loss / 4`."""
     if isinstance(node, ast.BinOp):
         node = node.left
     if isinstance(node, ast.Call) and name_of(node) == "scale" and node.args:
@@ -46,7 +46,7 @@ def _loss(node: ast.expr) -> str:
 
 
 def _shows(source: Source, name: str) -> Iterator[int]:
-    """Lines in which a number of it is printed, logged or compared, or added to what is."""
+    """Yield lines that print, log or compare its number, or add it to a sum that is shown."""
     sums = {
         node.target.id
         for node in inside(source.scope)
@@ -64,13 +64,13 @@ def _shows(source: Source, name: str) -> Iterator[int]:
 
 
 def _is_number(node: ast.expr, name: str) -> bool:
-    """Whether it is the value of a tensor: `loss.item()`, `float(loss)`, `loss.detach()`, the name itself."""
+    """Check whether it is the value of a tensor: `loss.item()`, `float(loss)`, `loss.detach()`, the name itself."""
     node = bare(node)
     return isinstance(node, ast.Name) and node.id == name
 
 
 def _is_shown(source: Source, node: ast.AST, name: str) -> bool:
-    """Whether its number is given to a call, or stands in a string."""
+    """Check whether its number is passed to a call, or formatted in a string."""
     if isinstance(node, ast.FormattedValue):
         return _is_number(node.value, name)
     if not isinstance(node, ast.Call) or source.verb(node) == "backward":
@@ -80,7 +80,7 @@ def _is_shown(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _may_join(source: Source, call: ast.Call) -> bool:
-    """Whether a call, or one inside it, may add up over the ranks, keeps the value for later, or is of one rank."""
+    """Check whether a call, or one inside it, may reduce over ranks, keep the value for later, or run on one rank."""
     functions = {n.name for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     called = [name_of(each) for each in ast.walk(call) if isinstance(each, ast.Call)]
     names = [each.id for each in ast.walk(call) if isinstance(each, ast.Name)]

@@ -23,8 +23,8 @@ from meshwise.spec.words import some
 
 
 def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
-    """What to say of the user's loop that begins over a loader behind `start` batches, one at least, of its epoch.
-    kept: what was restored."""
+    """Yield warnings about the user's loop that begins after `start` batches, at least one, of its loader's epoch.
+    kept: restored objects."""
     if (frame := user_frame()) is None:
         return
     file, line = frame.f_code.co_filename, frame.f_lineno
@@ -46,7 +46,7 @@ def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
 
 
 def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
-    """Whether a value that a loop adds to holds nothing yet, or cannot be looked at, and was not restored."""
+    """Check whether a value that a loop adds to is still empty, or cannot be inspected, and was not restored."""
     if any(value is each for each in kept) or isinstance(value, ModuleType) or "tqdm" in str(type(value)):
         return False
     if isinstance(value, list | tuple | set):
@@ -59,7 +59,7 @@ def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
 
 
 def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
-    """Of each `enumerate(tqdm(loader))` in this line, which has no start: `tqdm(loader)` and `loader`."""
+    """Yield, for each `enumerate(tqdm(loader))` without a start in this line, `tqdm(loader)` and `loader`."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and not node.keywords]
     for call in calls:
         here = call.lineno <= line <= (call.end_lineno or 0)
@@ -72,14 +72,14 @@ def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
 
 
 def _loops(tree: ast.Module, line: int) -> Iterator[ast.For]:
-    """The loops whose head ends in this line or goes on there."""
+    """Yield the loops whose head ends in this line or spans it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or 0):
             yield node
 
 
 def _sums(loop: ast.For) -> list[str]:
-    """Names that the body adds to, and does not begin with each batch: `t += x`, `t = 0.9 * t + x`."""
+    """Return names that the body adds to, and does not reset with each batch: `t += x`, `t = 0.9 * t + x`."""
     nodes = [node for node in ast.walk(loop) if adds(node)]
     added = dict.fromkeys(node.target.id for node in nodes if isinstance(node.target, ast.Name))
     added |= dict.fromkeys(name for node in ast.walk(loop) for name, value in given(node) if reads(value, name))
@@ -88,7 +88,7 @@ def _sums(loop: ast.For) -> list[str]:
 
 
 def _gathered(loop: ast.For) -> list[str]:
-    """Names of what the body adds to: `losses.append(x)`, `d["loss"] += x`, `meter.update(x)`."""
+    """Return names of objects that the body adds to: `losses.append(x)`, `d["loss"] += x`, `meter.update(x)`."""
     found: dict[str, None] = {}
     begun = {name for node in loop.body for name, _ in given(node)}
     for node in ast.walk(loop):

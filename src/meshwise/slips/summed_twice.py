@@ -25,22 +25,22 @@ RATIO = (
 
 
 def is_summed() -> bool:
-    """Whether the user's call that is running is given what was joined over the ranks before, as far as is known."""
+    """Check whether the argument of the user's running call was already reduced over the ranks, as far as is known."""
     return _asked(lambda source, value: _joined(source, value, ()) is True)
 
 
 def is_ratio() -> bool:
-    """Whether it is given one sum divided by another, each over whole tensors."""
+    """Check whether its argument is one sum divided by another, each over whole tensors."""
     return _asked(_ratio)
 
 
 def _asked(question: Callable[[Source, ast.expr], bool]) -> bool:
-    """The question to what the running call is given."""
+    """Ask the question about the argument of the running call."""
     return asked(lambda source, call: bool(call.args) and question(source, call.args[0]), False)
 
 
 def _joined(source: Source, node: ast.expr, behind: tuple[str, ...]) -> bool | None:
-    """Whether a value is what verbs gave; False of plain numbers alone, None where anything else is in it."""
+    """Check whether a value comes from our verbs; False for plain numbers only, None if it contains anything else."""
     node = bare(node)
     if isinstance(node, ast.Constant):
         return False
@@ -83,7 +83,7 @@ def _ratio(source: Source, node: ast.expr) -> bool:
 
 
 def _has_sum(node: ast.expr) -> bool:
-    """Whether it is made of sums of whole tensors and plain numbers."""
+    """Check whether it consists of sums of whole tensors and plain numbers."""
     node = bare(node)
     if isinstance(node, ast.BinOp):
         sides = [each for each in (node.left, node.right) if not isinstance(each, ast.Constant)]
