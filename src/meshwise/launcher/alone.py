@@ -34,25 +34,25 @@ class Alone:
 
     @property
     def late(self) -> Mapping[str, Any]:
-        """Nobody joins it later."""
+        """Empty: no other machine joins."""
         return {}
 
     def folder_told(self) -> Mapping[str, Any]:
-        """Nobody else has begun its run."""
+        """Empty: no other machine has begun the run."""
         return {}
 
     def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
-        """There is nobody to share the folder with."""
+        """Do nothing: no other machine shares the folder."""
 
     def tell_folder(self, folder: Path, attempt: int) -> None:
-        """There is nobody to tell."""
+        """Do nothing: there is no other machine to tell."""
 
     def has_more(self, restarts: Restarts) -> bool:
         return False
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Begin the next attempt with the `size` devices that are left, or fewer: why the last one failed, and a
-        sentence on where it begins. Raises what ends the run."""
+        """Begin the next attempt with the `size` devices that are left, or fewer. Returns why the last one failed, and
+        a sentence on where the next begins. Raises the error that ends the run."""
         if (last := error if halt.ends else restarts.after(error)) is not None:
             raise last
         try:
@@ -65,4 +65,4 @@ class Alone:
         return error, restarts.next()
 
     def leave(self, code: int) -> None:
-        """Nobody waits."""
+        """Do nothing: no other machine waits."""

@@ -28,7 +28,7 @@ from meshwise.workers.join import rank_context
 
 @dataclass(frozen=True)
 class Joined:
-    """What each rank has of the run. slots: a device each. first: whether this is rank 0."""
+    """What each rank knows of the run. slots: a device each. first: whether this is rank 0."""
 
     restarts: Restarts
     slots: list[WorkerSlot]
@@ -46,12 +46,12 @@ def joined_run(
     began: float,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> Iterator[Joined]:
-    """The program of this rank is the body; its records are those of a run that we launch. Collective.
+    """Run the body as this rank's program, with the records of a run that we launch. Collective.
 
-    began: when the user asked for it. goes_on: whether another start would go on from a saved state, asked where a rank
+    began: when the user asked for it. goes_on: whether another start would resume from a saved state, asked when a rank
     is lost.
 
-    Raises what the body does; WorkerFailed, with exit code 85 where the run goes on, for a rank that is lost.
+    Raises the body's error; WorkerFailed, with exit code 85 if the run can resume, for a lost rank.
     """
     refuse_restarts(options, "under torchrun, srun or mpirun")
     if (left := options.seconds_left(began)) is not None:

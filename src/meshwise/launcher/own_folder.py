@@ -23,12 +23,12 @@ from meshwise.spec.options import options_of
 from meshwise.workers.launchers.find import place_in
 
 ASKED = "asked"
-"""In run.json: the options as the run was first started with them."""
+"""Key in run.json: the options of the run's first start."""
 
 
 def continued(options: RunOptions) -> RunOptions:
-    """The options; where a run lies in their folder, those that it goes on with: its own, and what is asked otherwise
-    than at its beginning. Raises UsageError for the run of another job, and for a program that is not what was sent."""
+    """Return the options; if a run lies in their folder, the run's own, changed by options that differ from its first
+    start. Raises UsageError for another job's run, and for a program that has changed since it was submitted."""
     assert options.folder is not None
     folder = Path(options.folder)
     if options.resume is not None:
@@ -47,8 +47,8 @@ def continued(options: RunOptions) -> RunOptions:
 
 
 def refuse_running(options: RunOptions) -> None:
-    """Raises UsageError at once where a process of this machine works in the folder of the run that is to go on. What
-    is started again by a scheduler, or on several machines, may hold it itself: it is asked where the folder is taken.
+    """Raise UsageError at once if a process of this machine works in the folder of the run to resume. A start by a
+    scheduler, or on several machines, may hold the folder itself: it is checked when the folder is locked.
     """
     given = options.folder if options.resume is None else options.resume
     several = options.nnodes != 1 or options.node_rank or options.rdzv or place_in(os.environ).launcher
@@ -57,10 +57,10 @@ def refuse_running(options: RunOptions) -> None:
 
 
 def run_in(folder: Path, program: object) -> dict[str, Any]:
-    """The record of the run in a folder, which `program` goes on with; empty where none lies there.
+    """Return the record of the run in a folder, which `program` resumes; empty if there is none.
 
-    Raises UsageError for a run that was stopped for good, of another script, or of files that have changed since it was
-    sent, and WorkerFailed for a job that comes no step further."""
+    Raises UsageError for a run that was stopped for good, of another script, or with files changed since it was
+    submitted, and WorkerFailed for a job that makes no progress."""
     if not (folder / names.RUN).exists():
         return {}
     facts = names.read_run(folder)

@@ -26,8 +26,8 @@ from meshwise.workers.rendezvous import meet
 
 
 def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> tuple[RunOptions, bool]:
-    """The options for this process, and whether it is a rank itself. With several machines of a launcher that are to
-    start their workers, their number, which this is and where they meet; it waits for the first of them.
+    """Return the options for this process, and whether it is a rank itself. If each machine's process starts workers:
+    with the number of machines, the index of this one and where they meet, for which it waits for the first.
 
     Raises UsageError for options that contradict the launcher.
     """
@@ -46,8 +46,8 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
 
 
 def ask_for_kind(devices: str | None, place: Place) -> None:
-    """Before this rank takes its device: an accelerator where there is one, unless CPU workers are asked for. Raises
-    UsageError for other accelerators than the first ones."""
+    """Before this rank takes its device: ask for an accelerator where there is one, unless CPU workers are requested.
+    Raises UsageError for other accelerators than the first ones."""
     request = parse_devices(devices or "all")
     if request.indices not in (None, tuple(range(place.tasks_here))):
         raise UsageError(
@@ -60,7 +60,7 @@ def ask_for_kind(devices: str | None, place: Place) -> None:
 
 
 def check_kind(devices: str | None, world: World) -> None:
-    """After it: raises UsageError where it is not of the kind that `--devices` names."""
+    """Raise UsageError if the device this rank took is not of the kind that `--devices` names."""
     kind = parse_devices(devices or "all").kind
     if kind not in (None, world.kind):
         raise UsageError(
@@ -70,7 +70,7 @@ def check_kind(devices: str | None, world: World) -> None:
 
 
 def _devices_here(options: RunOptions, place: Place) -> int:
-    """The devices of this task, as far as they matter: of several tasks on a machine each has one."""
+    """Return the devices of this task, if it is alone on its machine; else each task has one."""
     if place.one_a_node:
         return len(find_devices(parse_devices(options.devices or "all")))
     refuse_devices(options.devices, place, " or one a machine (--ntasks-per-node=1)")
@@ -78,8 +78,8 @@ def _devices_here(options: RunOptions, place: Place) -> int:
 
 
 def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> None:
-    """Of a task that is one device. otherwise: what else may be started. Raises UsageError where `--devices` asks for
-    more than its launcher started."""
+    """Raise UsageError for a task that is one device if `--devices` asks for more than its launcher started. otherwise:
+    what else may be started."""
     request = parse_devices(devices or "all")
     count = len(request.indices) if request.indices else request.count or 1
     if count not in (1, place.tasks_here):

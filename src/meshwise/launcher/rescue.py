@@ -16,7 +16,7 @@ from meshwise.workers.kept_memory import KeptMemory
 
 
 def keep_left(folder: Path, kept: KeptMemory, attempt: int, failure: Failure | None) -> str:
-    """Save the newest state that the ranks of an attempt have left whole. Returns what went wrong, or nothing."""
+    """Save the newest complete state that an attempt's ranks left in memory. Returns what went wrong, or ""."""
     if failure is None or failure.has_spoiled or (failure.kind == "raised" and failure.plain):
         return ""  # a value is wrong, and would be so there too
     left = [part for rank in range(kept.ranks) for part in read_parts(kept.path(rank), rank)]

@@ -48,8 +48,8 @@ class Restarts:
     """The attempts of one command.
 
     most: restarts that are allowed. exceptions: whether the program's own are reason enough. resumable: whether it can
-    go on: a job can, a script once it has told that it saves its state. min_nodes: machines without which it does not
-    go on here. command: of --on-failure. faults: injected.
+    resume: a job can, a script once it has reported that it saves its state. min_nodes: fewest machines with which it
+    continues here. command: of --on-failure. faults: injected.
     """
 
     folder: Path
@@ -64,27 +64,27 @@ class Restarts:
     states: Path | None = None
     """Where a script saves its state; None: in the folder."""
     launched: Mapping[str, Any] = field(default_factory=dict)
-    """Who started this command, as each attempt keeps it."""
+    """Who started this command, as each attempt records it."""
     attempt: int = 1
-    """Of this command, from 1."""
+    """The attempt of this command, from 1."""
     number: int = 1
-    """Of the run, which may have been resumed."""
+    """The attempt of the run, which may have been resumed."""
     step: int = 0
-    """The last one that is known to be done."""
+    """The last step that is known to be done."""
     began_at: int = 0
     failed: float | None = None
-    """When the attempt before was given up (monotonic); None once the workers step again."""
+    """When the previous attempt was given up (monotonic); None once the workers step again."""
     kept: KeptMemory | None = None
     """Memory that outlives the workers."""
     plan: str = ""
-    """What the run goes on under, as TOML, where that is not what it began with."""
+    """The plan with which the run continues, as TOML, if it differs from the first one."""
     smaller: str = ""
-    """What it goes on under since it ran out of memory, as TOML."""
+    """The plan with which it continues after running out of memory, as TOML."""
     resumes: bool = False
-    """Whether the attempt goes on from a saved state."""
+    """Whether the attempt resumes from a saved state."""
     """How many devices of all machines, since the first restart."""
     plan_now: Plan | None = None
-    """What the run goes on under, since the first restart."""
+    """The plan with which the run continues, since the first restart."""
     _change: str = ""
     _smaller: int = 0
     _furthest: int = 0
@@ -93,11 +93,11 @@ class Restarts:
     _commands: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def due(self) -> tuple[Fault, ...]:
-        """The faults of this attempt."""
+        """Return the faults of this attempt."""
         return tuple(fault for fault in self.faults if fault.attempt == self.attempt)
 
     def after(self, error: WorkerFailed) -> WorkerFailed | None:
-        """What ends the run; None where it is started again."""
+        """Return the error that ends the run; None if it restarts."""
         failure = error.failure
         self.step = max(self.began_at, failure.done if failure is not None else 0)
         if (
@@ -134,19 +134,19 @@ class Restarts:
         return None
 
     def keep_left(self, error: WorkerFailed) -> str:
-        """Save what the workers of this attempt have left in memory. Returns what went wrong, or nothing."""
+        """Save the state that this attempt's workers left in memory. Returns what went wrong, or ""."""
         return "" if self.kept is None else keep_left(self.folder, self.kept, self.number, error.failure)
 
     def _is_asked_for(self, failure: Any) -> bool:
         return self.exceptions and failure.kind in ("raised", "victim") and failure.exit_code == FAILED
 
     def happened_now(self) -> list[Fault]:
-        """The injected faults of this attempt that happened."""
+        """Return the injected faults of this attempt that happened."""
         happened = {line.get("fault") for line in self.happened() if line.get("attempt") == self.number}
         return [fault for fault in self.due() if str(fault) in happened]
 
     def fit(self, devices: int) -> int:
-        """Go on with at most so many devices: how many the plan uses. Raises PlanError where it can use none."""
+        """Continue with at most this many devices; return how many the plan uses. Raises PlanError if it fits none."""
         plan = self.plan_now = plan_from_toml(self.smaller) if self.smaller else self.asked
         if plan is not None:
             self.plan_now = on_devices(plan, devices)
@@ -157,17 +157,17 @@ class Restarts:
         return devices
 
     def could_use(self, devices: int) -> int:
-        """How many of so many devices the plan would use."""
+        """Return how many of this many devices the plan would use."""
         plan = plan_from_toml(self.smaller) if self.smaller else self.asked
         return devices if plan is None else on_devices(plan, devices).devices
 
     def moves_to(self, where: str) -> None:
-        """The next attempt has other devices, which its sentence says."""
+        """Note that the next attempt uses other devices, for its sentence."""
         under = "" if self.plan_now is None else f" under {self.plan_now}"
         self._change = ", ".join(filter(None, [self._change, f"on {where}{under}"]))
 
     def next(self) -> str:
-        """Go over to the next attempt; a sentence on where it begins."""
+        """Begin the next attempt; return a sentence on where it begins."""
         self.attempt, self.failed = self.attempt + 1, time.monotonic()
         newest = [] if self.states is None else checkpoints_in(self.states)[-1:]
         saved = newest[0].step if newest else names.saved_step(self.folder)
@@ -177,7 +177,7 @@ class Restarts:
         return f"attempt {self.attempt} of {self.most + 1} begins {where}{change}."
 
     def keep_plan(self) -> None:
-        """The run's plan is the one that fits; where it ran out of memory before, a resumed run begins with that."""
+        """Record the plan that fits; after running out of memory, a resumed run begins with it."""
         path = self.folder / names.PLAN
         there = plan_from_toml(path.read_text(encoding="utf-8")) if path.is_file() else None
         if self.plan_now not in (None, there):
@@ -188,12 +188,12 @@ class Restarts:
             names.change_run(self.folder, request={**request, "plan": self.smaller, **dict.fromkeys(OTHERS_OF_PLAN)})
 
     def told(self) -> dict[str, Any]:
-        """What another machine's launcher goes on with, as plain values."""
+        """Return what another machine's launcher needs to continue, as plain values."""
         told = {name: getattr(self, name) for name in _TOLD}
         return told | {"states": None if self.states is None else str(self.states)}
 
     def take(self, told: Mapping[str, Any]) -> None:
-        """Go on with what the leader has told, which has gone over to the next attempt."""
+        """Take over the leader's values, which describe the next attempt."""
         for name in _TOLD:
             setattr(self, name, told[name])
         self._last = None if told["_last"] is None else tuple(told["_last"])
@@ -202,28 +202,28 @@ class Restarts:
         self.plan_now = plan_from_toml(self.plan) if self.plan else self.asked
 
     def record(self) -> dict[str, Any]:
-        """What is kept of an attempt as it begins."""
+        """Return what is recorded of an attempt as it begins."""
         faults = {"faults": [str(fault) for fault in self.due()]} if self.due() else {}
         return {**self.launched, **faults}
 
     def facts(self, error: WorkerFailed, number: int) -> dict[str, Any]:
-        """What is kept of attempt `number` of the run, which failed."""
+        """Return what is recorded of attempt `number` of the run, which failed."""
         told = {} if error.failure is None else recorded(error.failure)
         times = [line["time"] for line in self.happened() if line.get("attempt") == number]
         return told | ({"seconds_to_detect": time.time() - max(times)} if times else {})
 
     def began(self, step: int) -> dict[str, Any]:
-        """The workers begin after `step`: what is kept of that."""
+        """Note that the workers begin after `step`; return what is recorded of that."""
         lost, self.began_at, self.step = max(0, self.step - step), step, step
         return {"from_step": step} | ({} if self.failed is None else {"steps_lost": lost})
 
     def stepped(self) -> dict[str, Any]:
-        """The workers have done a step."""
+        """Note that the workers have done a step; return what is recorded of that."""
         since, self.failed = self.failed, None
         return {} if since is None else {"seconds_to_step": time.monotonic() - since}
 
     def run_command(self, text: str, again: bool) -> None:
-        """Run the command of --on-failure, beside what follows."""
+        """Run the command of --on-failure, in parallel with the rest."""
         if self.command is None:
             return
         facts = {"FAILURE": text, "RUN": str(self.folder), "ATTEMPT": str(self.number), "AGAIN": str(int(again))}
@@ -255,13 +255,13 @@ class Restarts:
         return f"rank {fault.rank} reached no {fault.phase} of step {fault.step} there"
 
     def happened(self) -> list[Mapping[str, Any]]:
-        """The injected faults of the run that happened."""
+        """Return the injected faults of the run that happened."""
         return list(read_lines(self.folder / names.FAULTS)) if self.faults else []
 
 
 def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Where a scheduler starts a run again and again: raises WorkerFailed once three starts in a row began at the step
-    at which this one would. Only what was started since the run was sent counts."""
+    """Raise WorkerFailed, where a scheduler restarts a run, once three starts in a row began at the step at which this
+    one would. Only starts since the run was submitted count."""
     submission, sessions = facts.get("submission"), facts.get("sessions", [])
     if not isinstance(submission, Mapping):
         return
@@ -277,5 +277,5 @@ def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def ended(error: WorkerFailed, why: str, code: int) -> WorkerFailed:
-    """`error` with the reason why the run ends with it."""
+    """Return `error` with the reason why the run ends with it."""
     return WorkerFailed(f"{error}\n{why}", rank=error.rank, exit_code=code, failure=error.failure)

@@ -29,7 +29,7 @@ from meshwise.workers.machines import Look, Machines
 from meshwise.workers.nodes import ELSEWHERE, Member, Nodes
 
 JOINED = -1
-"""As an exit code, between launchers: an attempt ended for a machine that joins."""
+"""Exit code between launchers: an attempt ended so that a machine can join."""
 MINORITY_WAIT = 10.0  # seconds in which the larger half of a cut network claims the next attempt first
 Reports = dict[Member, dict[str, Any]]
 
@@ -47,7 +47,7 @@ class Several:
 
     @property
     def nodes(self) -> Nodes:
-        """Those of the attempt that runs."""
+        """The machines of the running attempt."""
         return self.machines.nodes
 
     @property
@@ -71,21 +71,21 @@ class Several:
 
     @property
     def late(self) -> Mapping[str, Any]:
-        """Of a run that is under way: what the leader has told of it; empty at a run's beginning."""
+        """What the leader has reported of a run that is already going on; empty at a run's beginning."""
         return self.nodes.begins.facts
 
     def folder_told(self) -> Mapping[str, Any]:
-        """The name of the run's folder and its attempt, as machine 0 or the leader has told them; empty where this
+        """The name of the run's folder and its attempt, as machine 0 or the leader has announced them; empty if this
         machine begins the run."""
         told: Mapping[str, Any] = self.late.get("folder") or (self.nodes.get("folder") if self.nodes.node_rank else {})
         return told
 
     def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
-        """See whether the folder here is the announced one."""
+        """Check whether the folder here is the announced one."""
         self.shares = not told or newest(folder) == told["attempt"]
 
     def tell_folder(self, folder: Path, attempt: int) -> None:
-        """Tell the machines that wait for it."""
+        """Announce the folder to the machines that wait for it."""
         self.nodes.set("folder", {"name": folder.name, "attempt": attempt})
 
     def leave(self, code: int) -> None:
@@ -93,15 +93,15 @@ class Several:
         self.machines.leave(code)
 
     def has_more(self, restarts: Restarts) -> bool:
-        """Whether a machine waits to join, and the run could use it."""
+        """Check whether a machine waits to join, and the run could use it."""
         if not (self.nodes.leads and restarts.resumable and restarts.most):
             return False
         more = sum(member.size for member in self.machines.joiners())
         return more > 0 and restarts.could_use(self.nodes.size + more) > self.nodes.size
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Agree on the next attempt: why the last one failed, and a sentence on where it begins. Raises what ends the
-        run, the same on all machines.
+        """Agree on the next attempt. Returns why the last one failed, and a sentence on where the next begins. Raises
+        the error that ends the run, the same on all machines.
 
         size: the workers that this machine can have.
         """
@@ -118,7 +118,7 @@ class Several:
         return _as_seen(news["error"], before), str(news["sentence"])
 
     def _decide(self, restarts: Restarts, look: Look) -> Nodes | dict[str, Any]:
-        """The leader's: whether the run goes on, with which machines and under which plan; else how it ends."""
+        """Decide, on the leader, whether the run continues, with which machines and plan; else how it ends."""
         reports = self.machines.reports(look)
         error = _error_of(reports)
         joined = all(report["code"] == JOINED for report in reports.values())
@@ -141,7 +141,7 @@ class Several:
         return self._begin(restarts, error, members)
 
     def _fitting(self, restarts: Restarts, reports: Reports) -> list[Member]:
-        """The machines of the next attempt with the workers of each."""
+        """Return the machines of the next attempt with the workers of each."""
         members = [replace(member, size=report["size"]) for member, report in reports.items()]
         members += self.machines.joiners()
         if len(members) < restarts.min_nodes:
@@ -161,7 +161,7 @@ class Several:
         return members
 
     def _claim(self, restarts: Restarts, reports: Reports, look: Look) -> None:
-        """Make the next attempt this machine's to begin. Raises where it is not."""
+        """Claim the next attempt for this machine. Raises if it must not begin it."""
         first, before, here = self.machines.me.node == 0, len(self.nodes.members), len(reports)
         if not (first or self.shares):
             raise _NotHere("The saved states lie on machine 0, which is not here: start the run again on all machines.")
@@ -192,17 +192,17 @@ class Several:
 
 
 class _NotHere(Exception):
-    """The run does not go on with this machine, and why."""
+    """Why the run does not continue with this machine."""
 
 
 def _facts(error: WorkerFailed) -> dict[str, Any]:
-    """What one machine tells the others of a failure."""
+    """Return what one machine reports to the others about a failure."""
     failure = None if error.failure is None else asdict(error.failure)
     return {"text": str(error).removeprefix(ELSEWHERE), "code": error.exit_code, "failure": failure}
 
 
 def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
-    """A reported failure, as this machine of an attempt words it."""
+    """Return a reported failure, as this machine of an attempt words it."""
     failure = None if told["failure"] is None else Failure(**told["failure"])
     here = range(nodes.first_rank, nodes.first_rank + nodes.me.size)
     own = failure is None or failure.rank in here or failure.kind == "lost"
@@ -211,7 +211,7 @@ def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
 
 
 def _error_of(reports: Reports) -> WorkerFailed:
-    """What ended the attempt, of what the machines have reported: the culprit's."""
+    """Return the error that ended the attempt, from the machines' reports: the culprit's."""
     known = [(Failure(**told["failure"]), told) for told in reports.values() if told["failure"] is not None]
     if not known:
         told = next(iter(reports.values()))

@@ -44,12 +44,12 @@ from meshwise.workers.fork_server import Forks
 from meshwise.workers.launchers.find import place_in
 
 OWN_OPTIONS = ("job", "devices", "data", "log")
-"""Of each machine: where its files are, what it has."""
+"""Options that each machine has for itself: where its files are, and its devices."""
 
 
 @dataclass(frozen=True)
 class LaunchedProgram:
-    """What a run runs.
+    """The program of a run.
 
     plan: None leaves it to a script. call: what each worker calls with the run folder. record: what run.json keeps.
     sees_all: whether each worker sees the accelerators of all workers of its host, as under torchrun. again: what each
@@ -69,7 +69,7 @@ class LaunchedProgram:
 class Started:
     """A program with its folder, and the workers and machines that it runs on.
 
-    before: the records of a resumed run as they were, for one that is refused. restarts: its attempts.
+    before: the records of a resumed run before the start, restored if it is refused. restarts: its attempts.
     """
 
     program: LaunchedProgram
@@ -82,11 +82,11 @@ class Started:
 
     @property
     def keeps_record(self) -> bool:
-        """Whether this machine writes what there is one of in the folder."""
+        """Whether this machine writes the shared files of the folder."""
         return self.machines.keeps and not is_over(self.folder, self.restarts.number)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         if self.machines.lock is not None:
             self.machines.lock.close()
 
@@ -115,7 +115,7 @@ def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: 
 
 
 def worker_slots(options: RunOptions) -> list[WorkerSlot]:
-    """The devices that were named; else the accelerators, or those that a plan file needs; else its CPU workers."""
+    """Return the named devices; else the accelerators, or as many as a plan file needs; else its CPU workers."""
     every = find_devices(parse_devices("all" if options.devices is None else options.devices))
     if options.devices is not None or options.nnodes > 1 or not options.gives_plan:
         return every
@@ -125,7 +125,7 @@ def worker_slots(options: RunOptions) -> list[WorkerSlot]:
 
 
 def refuse_restarts(options: RunOptions, where: str) -> None:
-    """Raises UsageError for options of restarts where no launcher of ours starts anything again."""
+    """Raise UsageError for options of restarts where no launcher of ours restarts anything."""
     for name in ("restarts", "restart_on", "on_failure"):
         if getattr(options, name):
             raise UsageError(
@@ -135,7 +135,7 @@ def refuse_restarts(options: RunOptions, where: str) -> None:
 
 
 def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) -> Path:
-    """The folder of a run, new or resumed. name: as another machine has called it."""
+    """Return the folder of a run, new or resumed. name: the one that another machine has chosen."""
     if options.resume is not None:
         return run_and_checkpoint(Path(options.resume))[0]
     if options.folder is not None:
@@ -150,7 +150,7 @@ def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) 
 def opened(
     program: LaunchedProgram, options: RunOptions, slots: Sequence[WorkerSlot], machines: Alone | Several, began: float
 ) -> Started:
-    """The run folder, new or resumed, with the record of what runs in it: one of the same name on every machine.
+    """Open the run folder, new or resumed, with the record of what runs in it: the same name on every machine.
 
     Machines that share a disk share the folder; the first of them keeps its run.json.
     """
@@ -193,8 +193,8 @@ def opened(
 
 
 def _recorded(started: Started, options: RunOptions, began: float, *, begins: bool) -> int:
-    """Hold the folder, and write that an attempt begins there: its number. begins: whether this machine has begun the
-    run."""
+    """Lock the folder, and record that an attempt begins there; return its number. begins: whether this machine has
+    begun the run."""
     program, folder, machines = started.program, started.folder, started.machines
     earlier = names.read_run(folder) if (folder / names.RUN).exists() else {}
     yields = _earlier_start_holds(earlier)
@@ -211,8 +211,8 @@ def _recorded(started: Started, options: RunOptions, began: float, *, begins: bo
 
 
 def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
-    """Whether the last attempt of a run is of an earlier start of this job of a scheduler. What is left of that one on
-    a machine that was cut off may hold the folder, and has no right to it any more."""
+    """Check whether the run's last attempt belongs to an earlier start of this scheduler job. A leftover of that start
+    on a machine that was cut off may hold the folder, but has no right to it any more."""
     here = place_in(os.environ).record()
     sessions = run.get("sessions") if here else None
     last = sessions[-1] if sessions else {}
@@ -222,8 +222,8 @@ def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
 def supervised(
     started: Started, console: Console, limit: float | None = None, forks: Forks | None = None
 ) -> tuple[list[Any], int]:
-    """Show what runs, and run it: the results in rank order, and the exit code. limit: seconds after which it stops.
-    forks: makes the workers, where something has been asked of it before."""
+    """Announce and run the program; return the results in rank order, and the exit code. limit: seconds after which it
+    stops. forks: makes the workers, if it was used before."""
     program, slots = started.program, started.slots
     plan = "" if program.plan is None else f"{program.plan}  "
     machines, nodes = started.machines, started.machines.nodes
@@ -255,7 +255,7 @@ def supervised(
 
 
 def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What the workers of the next attempt call."""
+    """Return what the workers of the next attempt call."""
     program, restarts = started.program, started.restarts
     call: Callable[..., Any] = program.call
     if restarts.attempt > 1 and program.again is not None:
@@ -267,8 +267,8 @@ def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def in_attempt(
     number: int, faults: Sequence[Fault], call: Callable[[Path], Any], folder: Path, kept: Sequence[str] = ()
 ) -> Any:
-    """In a worker: `call(folder)` in this attempt of the run, with the faults that it is to have. kept: the memory of
-    each rank of this machine that outlives it."""
+    """Run `call(folder)`, in a worker, in this attempt of the run, with its injected faults. kept: for each rank of
+    this machine, the memory that outlives it."""
     os.environ[ATTEMPT] = str(number)
     if kept:
         os.environ[KEPT] = kept[read_world(os.environ).local_rank]
@@ -278,6 +278,6 @@ def in_attempt(
 
 
 def record_blocks(options: RunOptions) -> None:
-    """In a worker: whether its model's blocks are recorded."""
+    """Set, in a worker, whether its model's blocks are recorded."""
     if options.blocks:
         os.environ[BLOCKS] = "1"

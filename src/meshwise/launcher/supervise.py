@@ -53,7 +53,7 @@ STOPS = (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []),
 
 
 class Viewer:
-    """Turns the messages of a run into what a person sees."""
+    """Turns the messages of a run into output for the user."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Viewer:
         halt: Halt | StepGate,
         machines: Alone | Several | None,
     ) -> None:
-        """halt: knows the signal of a stop. machines: None where this process keeps no record."""
+        """halt: knows which signal stopped the run. machines: None where this process keeps no record."""
         self._view, self._live, self._halt = view, live, halt
         self._restarts, self._machines = restarts, machines
         self.stopped = ""
@@ -112,7 +112,7 @@ class Viewer:
         return isinstance(self._halt, Halt) and self._halt.wanted and not self._halt.ends
 
     def look_for(self, folder: Path) -> None:
-        """Say once that the run folder is gone: a look a second."""
+        """Say once that the run folder is gone; looks once a second."""
         if not self._lost and time.monotonic() - self._looked > 1.0:
             self._looked, self._lost = time.monotonic(), is_lost(folder)
             if self._lost:
@@ -121,7 +121,7 @@ class Viewer:
                 )
 
     def stops(self, where: str = "") -> None:
-        """Say once that the run is stopped, by what, and where it stood."""
+        """Say once that the run is stopped, by what, and where."""
         if not self.stopped:
             self.stopped = f"stopped by {stop_text(self._halt.signal)}{where}"
             self._view.print(self.stopped)
@@ -133,7 +133,7 @@ class Viewer:
             names.add_to_session(folder, **facts)
 
     def send(self, kind: str, **facts: Any) -> None:
-        """A message of this very process: for a run that joined another launcher."""
+        """Handle a message of this process itself, in a run that joined another launcher."""
         self.message(0, {"kind": kind, **facts})
 
     def output(self, stream: str, text: str) -> None:
@@ -155,7 +155,7 @@ class Viewer:
 
 
 def metrics_line(message: Mapping[str, Any]) -> str:
-    """`epoch 1/5  test accuracy 95.20 %  loss 0.1612  best so far`; in its middle `epoch 1/5, step 500  test …`."""
+    """Write `epoch 1/5  test accuracy 95.20 %  loss 0.1612  best so far`, inside it `epoch 1/5, step 500  test …`."""
     step = f", step {message['inside']}" if "inside" in message else ""
     parts = [metric_text(name, value) for name, value in message["metrics"].items()]
     parts += ["best so far"] if message["best"] else []
@@ -163,7 +163,7 @@ def metrics_line(message: Mapping[str, Any]) -> str:
 
 
 PRELOAD = ("meshwise.script.distribute", "meshwise.job.loop", "torch._dynamo")
-"""Modules that a worker that trains needs; the first optimizer of a process imports the last."""
+"""Modules that a training worker needs; the first optimizer of a process imports the last."""
 
 
 def supervise(
@@ -182,7 +182,7 @@ def supervise(
 
     limit: seconds after which it stops at the end of a step. forks: makes the workers; it is closed at the end.
 
-    run.json's status says afterwards how it ended. Raises WorkerFailed when a worker fails for good.
+    Afterwards run.json's status says how it ended. Raises WorkerFailed when a worker fails for good.
     """
     halt, forks = Halt(), forks or Forks(PRELOAD, stays=True)
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit), KeptMemory(len(slots)) as kept:
@@ -229,7 +229,7 @@ def supervise(
 
 
 def _record_folder(restarts: Restarts, machines: Alone | Several) -> Path | None:
-    """The run folder, where this machine keeps its record, and it is there."""
+    """Return the run folder, if this machine keeps its record and it still exists."""
     if not machines.keeps or is_lost(restarts.folder) or is_over(restarts.folder, restarts.number):
         return None
     return restarts.folder
@@ -243,7 +243,7 @@ def _answer(
     machines: Alone | Several,
     devices: DevicesLeft,
 ) -> None:
-    """Keep how an attempt failed, and begin the next one; raises what ends the run."""
+    """Record how an attempt failed, and begin the next one; raises the error that ends the run."""
     number, last, goes_on, lost = restarts.number, None, "", restarts.keep_left(error)
     rank = -1 if error.failure is None else error.failure.rank - machines.first_rank
     devices.failed(error.failure, rank, restarts.attempt, restarts.happened_now())
@@ -271,8 +271,8 @@ def _answer(
 
 @contextlib.contextmanager
 def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
-    """Each of STOPS stops all ranks after the same step, however often it comes; a second Ctrl-C ends them at once. One
-    that a rank has passed on is no first: `scancel -s INT` sends it to every process."""
+    """Let each of STOPS stop all ranks after the same step, however often it comes; a second Ctrl-C ends them at once.
+    A signal passed on by a rank does not count as the first: `scancel -s INT` sends it to every process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -296,7 +296,7 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
 
 
 def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[WorkerSlot], folder: Path) -> RunSummary:
-    """What a run did since it was started or resumed, from the facts that each rank returned and the records in its
+    """Summarise what a run did since it was started or resumed, from each rank's returned facts and the records in its
     folder."""
     timeline = read_timeline(folder)
     report, first = report_of(timeline.newest_session(), str(folder)), results[0]

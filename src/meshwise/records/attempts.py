@@ -16,11 +16,11 @@ from meshwise.spec.units import plural, seconds_text
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run's workers. reason: why it ended, "" where it came to its end. step: in which the culprit was.
+    """One start of a run's workers. reason: why it ended, "" if it finished. step: the culprit's step.
 
-    seconds_to_detect: from an injected fault to the launcher's word on it. from_step: the last step that was behind it
-    as it began. What came before, where it is a restart: steps_lost were done again, seconds_to_step from the word on
-    the failure to the first step that was done. told: what happened in it, a sentence each. None is unknown.
+    seconds_to_detect: from an injected fault to the launcher's report of it. from_step: the last step finished before
+    it began. For a restart: steps_lost were repeated, seconds_to_step is the time from the report of the failure to the
+    first finished step. told: what happened in it, a sentence each. None is unknown.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Attempt:
 
 
 def attempts_of(facts: Mapping[str, Any]) -> list[Attempt]:
-    """The attempts of a run, by its record."""
+    """Return the attempts in a run's record."""
     sessions = facts.get("sessions")
     found = [s for s in sessions if isinstance(s, dict)] if isinstance(sessions, list) else []
     return [
@@ -71,7 +71,7 @@ def _launched(session: Mapping[str, Any]) -> str:
 
 
 def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mapping[str, Any]) -> float | None:
-    """Seconds in the queue: of the first attempt of a start alone."""
+    """Return the seconds in the queue, for the first attempt of a start only."""
     start, submission = (session.get("scheduler_job"), session.get("start")), facts.get("submission")
     if not start[0] or start == (before.get("scheduler_job"), before.get("start")):
         return None
@@ -83,13 +83,13 @@ def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mappin
 
 
 def attempt_text(one: Attempt) -> str:
-    """How an attempt ended: `failed: rank 1 was killed by SIGKILL`, `stopped by SIGTERM after step 40`."""
+    """Say how an attempt ended: `failed: rank 1 was killed by SIGKILL`, `stopped by SIGTERM after step 40`."""
     between = " by " if one.status == "stopped" else ": "
     return f"{one.status}{between}{one.reason}" if one.reason else one.status
 
 
 def lost_texts(facts: Mapping[str, Any]) -> list[str]:
-    """What attempts have told, and a sentence on each that failed: why, and what it cost."""
+    """Return the attempts' messages, and a sentence on each that failed: why, and what it cost."""
     attempts, found = attempts_of(facts), list[str]()
     for one, after in zip(attempts, [*attempts[1:], None], strict=False):
         found += one.told
@@ -115,7 +115,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _number(value: Any, kind: type[int] | type[float]) -> Any:
-    """A number of 0 or more, of a record; None for anything else."""
+    """Return a recorded number of 0 or more; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 <= value < 1e15:
         return None
     return kind(value)

@@ -26,19 +26,19 @@ class Best:
     step: int
 
     def is_beaten_by(self, value: float) -> bool:
-        """Whether another value is better; one that is not a number never is."""
+        """Check whether another value is better; NaN never is."""
         return value < self.value if self.direction == "min" else value > self.value
 
     def __str__(self) -> str:
         return f"{self.metric} {self.value:.6g} in epoch {self.epoch}"
 
     def header(self) -> dict[str, str]:
-        """What the file's header says of it."""
+        """Return what the file's header says about it."""
         return {KEY: json.dumps(asdict(self))}
 
 
 def read_best(folder: Path) -> Best | None:
-    """The best evaluation of the run in `folder`, None where it keeps none. CheckpointError for a damaged file."""
+    """Read the best evaluation of the run in `folder`, None where it keeps none. CheckpointError for a damaged file."""
     path = folder / BEST
     if not path.is_file():  # a pipe would be read for ever
         return None

@@ -13,12 +13,12 @@ Box = tuple[tuple[int, int], ...]
 
 
 def volume(box: Box) -> int:
-    """Elements of a box."""
+    """Return the number of elements of a box."""
     return math.prod(end - begin for begin, end in box)
 
 
 def disjoint(boxes: Iterable[Box]) -> list[Box]:
-    """Boxes without any that share an element with one before: the largest first."""
+    """Drop boxes that share an element with an earlier one, the largest first."""
     chosen: list[Box] = []
     for box in sorted(boxes, key=lambda box: (-volume(box), box)):
         if volume(box) and not any(_overlap(box, other) for other in chosen):
@@ -27,7 +27,7 @@ def disjoint(boxes: Iterable[Box]) -> list[Box]:
 
 
 def cover(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
-    """Whether disjoint boxes are all of a tensor."""
+    """Check whether disjoint boxes cover a whole tensor."""
     return sum(map(volume, boxes)) == math.prod(shape)
 
 

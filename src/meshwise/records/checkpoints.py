@@ -57,7 +57,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece of a tensor: its place in the whole, a (begin, end) for each dim, and where it lies: from byte `at`."""
+    """A piece of a tensor: its place in the whole, a (begin, end) for each dim, and its offset `at` in the file."""
 
     file: str
     at: int
@@ -75,7 +75,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. facts: step, epoch, plan and the like. values: the state with names of tensors."""
+    """The contents of a checkpoint. facts: step, epoch, plan and the like. values: the state with names of tensors."""
 
     facts: Mapping[str, Any]
     values: Any
@@ -89,13 +89,13 @@ class Manifest:
 
 
 def name_of(step: int, attempt: int) -> str:
-    """The name of a checkpoint's folder."""
+    """Return the name of a checkpoint's folder."""
     return f"step-{step:08d}.{attempt}"
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of a run, the oldest first. They were whole when they got their names. Of earlier attempts those
-    count that were there when the next one was claimed: what a machine saves that was cut off is not read."""
+    """Return the checkpoints of a run, the oldest first. They were whole when they got their names. Those of earlier
+    attempts count if they existed when the next was claimed: later saves of a machine that was cut off are ignored."""
     found = []
     claims = claims_of(claims_folder(folder))
     counts = {number: facts["checkpoints"] for number, facts in claims.items() if "checkpoints" in facts}
@@ -108,19 +108,19 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 
 
 def claims_folder(folder: Path) -> Path:
-    """Where the claims lie that a folder of checkpoints follows: there (`mw.checkpoint`), or in that of its run."""
+    """Return where the claims for a folder of checkpoints lie: there (`mw.checkpoint`), or in its run's folder."""
     return folder if (folder / CLAIMS).is_dir() else folder.parent
 
 
 def run_and_checkpoint(path: Path) -> tuple[Path, str | None]:
-    """What is to go on: the folder of a run, and the name of a checkpoint where `path` is that of one."""
+    """Split the path to resume: the folder of a run, and the name of a checkpoint if `path` is one."""
     if _NAME.fullmatch(path.name) and path.parent.name == CHECKPOINTS:
         return path.parent.parent, path.name
     return path, None
 
 
 def sync_folder(folder: Path) -> None:
-    """Names in the folder reach the disk."""
+    """Sync the names in the folder to the disk."""
     if os.name != "nt":
         opened = os.open(folder, os.O_RDONLY)
         try:
@@ -130,7 +130,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, *contents: bytes | memoryview) -> StoredFile:
-    """Write a file, synced, and tell what was written. Raises OSError where the disk does not take it."""
+    """Write a file, synced, and return its description. Raises OSError where the disk does not take it."""
     hashed, size = xxhash.xxh3_128(), 0
     with path.open("wb", buffering=0) as file:
         for each in contents:
@@ -158,7 +158,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(saved: Checkpoint) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError where it is not what was written."""
+    """Read the manifest of a checkpoint. Raises CheckpointError where it is damaged."""
     path = saved.path / MANIFEST
     try:
         if path.exists() and not path.is_file():  # a pipe would be read for ever
@@ -197,7 +197,7 @@ def _manifest(facts: dict[str, Any]) -> Manifest:
 
 
 def wrong_with(folder: Path, file: StoredFile) -> str:
-    """What is wrong with a file of a checkpoint; "" where it is as it was written."""
+    """Say what is wrong with a file of a checkpoint; "" if it is as it was written."""
     path = folder / file.name
     try:
         if not path.is_file():
@@ -210,7 +210,7 @@ def wrong_with(folder: Path, file: StoredFile) -> str:
 
 
 def hash_of(path: Path) -> str:
-    """The hash of a file's bytes."""
+    """Return the hash of a file's bytes."""
     found, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -219,7 +219,7 @@ def hash_of(path: Path) -> str:
 
 
 def verified(saved: Checkpoint) -> str:
-    """What is wrong with a checkpoint; "" where every byte is as it was written."""
+    """Say what is wrong with a checkpoint; "" if every byte is as it was written."""
     try:
         files = read_manifest(saved).files
     except CheckpointError as error:
@@ -228,7 +228,7 @@ def verified(saved: Checkpoint) -> str:
 
 
 def remove_leftovers(folder: Path, attempt: int) -> None:
-    """Remove what writers that were killed have left unfinished: those up to this attempt."""
+    """Remove unfinished files of killed writers, up to this attempt."""
     for path in folder.glob(f"step-*{PART}"):
         named = _NAME.match(path.name)
         if named and int(named[2]) <= attempt:
@@ -236,8 +236,8 @@ def remove_leftovers(folder: Path, attempt: int) -> None:
 
 
 def commit(part: Path, manifest: Manifest, room: Path | None = None) -> Path:
-    """Make the checkpoint whole whose files lie in the folder `part`: it is there from now on. Returns its folder.
-    room: as `prune` has it."""
+    """Make the checkpoint in the folder `part` final, with its name; return its folder.
+    room: as in `prune`."""
     write_manifest(part, manifest)
     sync_folder(part)
     whole = part.with_name(part.name.removesuffix(PART))
@@ -255,8 +255,8 @@ def prune(
 ) -> list[Path]:
     """Remove checkpoints until at most `keep` are left, and at most `limit` bytes; never the newest.
 
-    First those that the run has left behind (`abandoned`: it went on from an earlier one), then the oldest. room: that
-    of the attempt (records/claims.py), which is gone, so that nothing is removed, once a later one is claimed.
+    First those that the run has `abandoned` (it resumed from an earlier one), then the oldest. room: the attempt's
+    folder (records/claims.py), which disappears once a later attempt is claimed, so that nothing more is removed.
     """
     found, left = [saved.path for saved in checkpoints_in(folder)], set(abandoned)
     queue = sorted(found[:-1], key=lambda path: path not in left)
@@ -274,7 +274,7 @@ def prune(
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files of a folder."""
+    """Return the bytes of the files of a folder."""
     return sum(size for size in _sizes(folder))
 
 
@@ -285,6 +285,6 @@ def _sizes(folder: Path) -> Iterator[int]:
 
 
 def abandoned_by(found: Sequence[Checkpoint], resumed: Checkpoint | None) -> list[Path]:
-    """Checkpoints that a run leaves behind when it goes on from `resumed`: those that are newer, which are damaged or
+    """Return the checkpoints that a run abandons when it resumes from `resumed`: the newer ones, which are damaged or
     were not wanted."""
     return [] if resumed is None else [saved.path for saved in found if saved > resumed]

@@ -29,7 +29,7 @@ _CLAIM, _RECORD = re.compile(r"(\d{1,9})\.json"), re.compile(r"(\d{1,9})\.run\.j
 
 
 def claim(folder: Path, number: int, facts: Mapping[str, Any]) -> bool:
-    """Claim attempt `number` of the run in `folder`. False where it, or a later one, is claimed already."""
+    """Claim attempt `number` of the run in `folder`. False if it, or a later one, is claimed already."""
     claims = folder / CLAIMS
     if newest(folder) >= number:
         return False
@@ -50,14 +50,14 @@ def claim(folder: Path, number: int, facts: Mapping[str, Any]) -> bool:
 
 
 def room_of(folder: Path, number: int) -> Path | None:
-    """Where attempt `number` of the run prepares files; None without claims, and once a later attempt is claimed."""
+    """Return where attempt `number` of the run prepares files; None without claims, and once a later one is claimed."""
     room = folder / CLAIMS / str(number)
     return room if room.is_dir() else None
 
 
 def write_of(folder: Path, number: int, path: Path, write: Callable[[BinaryIO], object]) -> bool:
-    """Write to `path` what `write(file)` writes, whole, as attempt `number` of the run in `folder`. False, and nothing
-    has changed, once a later attempt is claimed."""
+    """Write `write(file)` to `path`, whole, as attempt `number` of the run in `folder`. Returns False, without any
+    change, once a later attempt is claimed."""
     room = room_of(folder, number)
     if room is None and is_over(folder, number):
         return False
@@ -72,29 +72,29 @@ def write_of(folder: Path, number: int, path: Path, write: Callable[[BinaryIO], 
 
 
 def newest(folder: Path) -> int:
-    """The number of the newest attempt that was claimed; 0 in the folder of a run that claims none."""
+    """Return the number of the newest claimed attempt; 0 in the folder of a run without claims."""
     return max(_numbers(folder, _CLAIM), default=0)
 
 
 def is_over(folder: Path, number: int) -> bool:
-    """Whether a later attempt than this one has begun, elsewhere."""
+    """Check whether a later attempt than this one has begun elsewhere."""
     return newest(folder) > number
 
 
 def record_path(folder: Path, number: int) -> Path:
-    """Where the record of a run lies since attempt `number`."""
+    """Return the path of a run's record since attempt `number`."""
     return folder / CLAIMS / f"{number}.run.json"
 
 
 def newest_record(folder: Path, until: int | None = None) -> Path | None:
-    """The record of the newest attempt that has one, of those up to `until`; None in the folder of a run that claims
-    none."""
+    """Return the record of the newest attempt that has one, up to `until`; None in the folder of a run without
+    claims."""
     numbers = [number for number in _numbers(folder, _RECORD) if until is None or number <= until]
     return record_path(folder, max(numbers)) if numbers else None
 
 
 def claims_of(folder: Path) -> dict[int, Mapping[str, Any]]:
-    """What each claim says, by its number."""
+    """Return the contents of each claim, by its number."""
     found: dict[int, Mapping[str, Any]] = {}
     for number in sorted(_numbers(folder, _CLAIM)):
         facts: Any = None

@@ -16,15 +16,15 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.words import some
 
 RUN_FILE, CODE = "run.json", "code.json"
-"""What makes a folder that of a run; the second has the files of the job's folder, and the hash of each."""
+"""Files that mark a run folder; the second lists the files of the job's folder, each with its hash."""
 MOST_FILES = 2000
 
 
 def code_files(word: str) -> dict[str, str]:
-    """The hash of a program's file, `train.py` or `train.py:job`, and of each Python file beside and below it, by its
-    path from there; without run folders, hidden folders and virtual environments. Empty for a built-in job.
+    """Return the hash of a program's file, `train.py` or `train.py:job`, and of each Python file beside and below it,
+    by relative path; without run folders, hidden folders and virtual environments. Empty for a built-in job.
 
-    Python files alone: what a program reads and writes as text may change from one attempt to the next."""
+    Only Python files: text that a program reads and writes may change from one attempt to the next."""
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     if file.suffix != ".py" or not file.is_file():
         return {}
@@ -33,13 +33,13 @@ def code_files(word: str) -> dict[str, str]:
 
 
 def write_code(folder: Path, word: str) -> None:
-    """Keep the files of a program in its run folder."""
+    """Record the hashes of a program's files in its run folder."""
     write_text(folder / CODE, "{}")  # first: it tells a run folder from those of the program
     write_text(folder / CODE, json.dumps(code_files(word), indent=1) + "\n")
 
 
 def changed_code(folder: Path, word: str) -> list[str]:
-    """Which files are others than when they were kept: changed, gone or new. Nothing where none were kept."""
+    """Return which files have changed, gone or appeared since they were recorded. Empty where none were recorded."""
     try:
         kept = json.loads((folder / CODE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -49,7 +49,7 @@ def changed_code(folder: Path, word: str) -> list[str]:
 
 
 def refuse_changed_code(folder: Path, word: str) -> None:
-    """Raises UsageError where what would run is not what was checked."""
+    """Raise UsageError if the program has changed since it was checked."""
     if changed := changed_code(folder, word):
         raise UsageError(
             f"{some(changed)}: changed since meshwise submit has checked this run. Send it again: "

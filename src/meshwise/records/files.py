@@ -16,17 +16,17 @@ from typing import Any, BinaryIO
 
 Record = dict[str, Any]
 _places: dict[Path, int] = {}
-"""Folders that this process does not make anew, with their inodes."""
+"""Folders that this process must not recreate, with their inodes."""
 
 
 def stay_in(folder: Path) -> None:
-    """From now on nothing of this process makes the folder anew: where it is removed or moved, it stays so, and what
-    would be written there is an OSError."""
+    """Never recreate this folder in this process from now on: if it is removed or moved, it stays so, and writing there
+    raises OSError."""
     _places[folder.absolute()] = folder.stat().st_ino if folder.exists() else 0
 
 
 def is_lost(folder: Path) -> bool:
-    """Whether a folder that this process stays in was removed, moved, or is another one by now."""
+    """Check whether a folder that this process stays in was removed, moved, or replaced."""
     path = folder.absolute()
     try:
         return path in _places and path.stat().st_ino != _places[path]
@@ -37,7 +37,7 @@ def is_lost(folder: Path) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder where it is missing, but none in a place that is lost. Raises OSError."""
+    """Make a folder if it is missing, unless a folder above it is lost. Raises OSError."""
     places, stays = [folder, *folder.parents], len(folder.parents)
     for number, place in enumerate(places):
         if is_lost(place):
@@ -51,9 +51,9 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: Path, room: Path | None = None) -> Iterator[BinaryIO]:
-    """A binary file that appears at `path` when the with-body succeeds, and leaves nothing behind when it does not.
+    """Yield a binary file that appears at `path` if the with-body succeeds, and leaves nothing behind if it does not.
 
-    room: a folder of the same disk in which it is written first; FileNotFoundError where that is gone by the end."""
+    room: a folder on the same disk to write it in first; FileNotFoundError if that is gone by the end."""
     make_folder(path.parent)
     beside = (room or path.parent) / f".{path.name}.{os.getpid()}.part"
     try:
@@ -75,14 +75,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write to `path` what `write(file)` writes, whole or not at all."""
+    """Write `write(file)` to `path`, whole or not at all."""
     with atomic_file(path) as file:
         write(file)
 
 
 def append_lines(path: Path, records: Iterable[Record], same: BinaryIO | None = None) -> bool:
     """Append each record as one line, all or none; the file and its folder are made where they are missing. same: the
-    file as it was opened; nothing is written, and False returned, where another one lies there by now."""
+    file as it was opened; if another file is there by now, nothing is written and False returned."""
     make_folder(path.parent)
     text = "".join(json.dumps(record) + "\n" for record in records)
     with path.open("ab+", buffering=0) as file:
@@ -105,7 +105,7 @@ def append_lines(path: Path, records: Iterable[Record], same: BinaryIO | None = 
 
 
 def read_lines(path: Path) -> list[Record]:
-    """Every whole record of the file; an empty list when there is no such file."""
+    """Return every whole record of the file; an empty list when there is no such file."""
     if not path.is_file():
         return []
     records = []
@@ -118,5 +118,5 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def kept_lines(path: Path, wanted: Callable[[Record], bool]) -> bytes:
-    """The wanted records of the file, as its content."""
+    """Return the wanted records of the file, as its content."""
     return "".join(json.dumps(record) + "\n" for record in read_lines(path) if wanted(record)).encode()

@@ -51,7 +51,7 @@ _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("versions", "request", "submission"), dict),
     **dict.fromkeys(("world", "machine"), int),
 }
-"""What run.json says of a run, each of this type where it is there."""
+"""The fields of run.json, and the type of each where it is present."""
 RUNNING, QUEUED = "running", "queued"
 KILLED = "all its processes are gone without a recorded reason: killed, or the machine went down"
 MOST_RANKS, LATEST = 1_000_000, 4e9
@@ -59,15 +59,15 @@ MOST_RANKS, LATEST = 1_000_000, 4e9
 SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"
 FAULTS, LEFT_OUT = "faults.jsonl", "left-out.jsonl"
 _own: dict[Path, int] = {}
-"""The attempts that this process has claimed: what a later one has written is not changed."""
+"""The attempts that this process has claimed: a later one's records are not changed."""
 _unwritten: dict[Path, dict[str, Any]] = {}
-"""What run.json would say, of runs of this process whose disk is full."""
+"""Contents of run.json not yet written, for runs of this process whose disk is full."""
 STOP = "stop"
-"""A file that is there once somebody has stopped a run for good: no scheduler starts it again."""
+"""A file that exists once somebody has stopped a run for good: no scheduler starts it again."""
 
 
 def create_run_folder(parent: Path, job: str) -> Path:
-    """A new folder `parent/20261121-140502-mnist-mlp`. Raises UsageError where none can be made."""
+    """Make a new folder `parent/20261121-140502-mnist-mlp`. Raises UsageError where that fails."""
     job = Path(job).stem if job.endswith(".py") else job
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._-]+', '-', job).strip('-') or 'run'}"
     for attempt in range(1000):
@@ -85,7 +85,7 @@ def create_run_folder(parent: Path, job: str) -> Path:
 
 
 def own_run_folder(folder: Path) -> Path:
-    """A folder for one run, made where it is not there. Raises UsageError where it cannot be."""
+    """Return a folder for one run, made if it is missing. Raises UsageError where that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -94,7 +94,7 @@ def own_run_folder(folder: Path) -> Path:
 
 
 def saved_step(folder: Path) -> int | None:
-    """The step of the newest state that was saved whole in a run folder; None without any."""
+    """Return the step of the newest complete saved state in a run folder; None without any."""
     if newest := checkpoints_in(folder / CHECKPOINTS)[-1:]:
         return newest[0].step
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # as format 1 has it
@@ -105,13 +105,13 @@ def saved_step(folder: Path) -> int | None:
 
 
 def span_log(folder: Path, rank: int, attempt: int = 1) -> Path:
-    """The file in which a rank says what it did when, one for each attempt."""
+    """Return the file in which a rank records what it did when, one for each attempt."""
     return folder / SPANS / (f"rank{rank}.jsonl" if attempt == 1 else f"rank{rank}.{attempt}.jsonl")
 
 
 def write_run(folder: Path, facts: dict[str, Any]) -> None:
-    """Write run.json anew with these facts, and the record of an attempt that was claimed. On a full disk the run goes
-    on, and they are written with the next ones."""
+    """Write run.json with these facts, and the record of a claimed attempt. On a full disk the run continues, and they
+    are written with the next ones."""
     text, number = json.dumps(facts, indent=2) + "\n", len(facts.get("sessions") or ())
     try:
         if newest(folder):
@@ -132,7 +132,7 @@ def _written(folder: Path) -> dict[str, Any]:
 
 
 def newest_run(parent: Path, *, queued: bool = False) -> Path:
-    """The run in `parent` that began last; with `queued` also one that was sent since and has not begun. Raises
+    """Return the run in `parent` that began last; with `queued` also one submitted since that has not begun. Raises
     UsageError when there is none."""
     runs = [path.parent for path in parent.glob(f"*/{RUN}")]
     if not runs:
@@ -141,7 +141,7 @@ def newest_run(parent: Path, *, queued: bool = False) -> Path:
 
 
 def since(folder: Path, *, queued: bool = True) -> str:
-    """When a run began, or was sent where it has not begun (`queued`); nothing of one whose record is damaged."""
+    """Return when a run began, or with `queued` when it was submitted if it has not begun; "" for a damaged record."""
     try:
         facts = read_run(folder)
     except UsageError:
@@ -151,7 +151,7 @@ def since(folder: Path, *, queued: bool = True) -> str:
 
 
 def claim_session(folder: Path, number: int) -> bool:
-    """Claim attempt `number` of a run on several machines, before its record says anything of it. False where another
+    """Claim attempt `number` of a run on several machines, before its record mentions it. False if another
     machine has begun it."""
     saved, metrics = [each.path.name for each in checkpoints_in(folder / CHECKPOINTS)], folder / METRICS
     lines = metrics.read_bytes() if metrics.is_file() else b""
@@ -165,14 +165,14 @@ def claim_session(folder: Path, number: int) -> bool:
 
 
 def keep_metrics(folder: Path, number: int, wanted: Callable[[Record], bool] = lambda record: True) -> None:
-    """Attempt `number` goes on with these lines of metrics.jsonl, in a file of its own."""
+    """Copy these lines of metrics.jsonl into a new file, for attempt `number`."""
     path = folder / METRICS
     if path.exists():
         write_of(folder, number, path, lambda file: file.write(kept_lines(path, wanted)))
 
 
 def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None = None, /, **facts: Any) -> int:
-    """Write that workers of the run live from `began` on (seconds since 1970): run.json is made, or goes on. Returns
+    """Record that workers of the run live from `began` on (seconds since 1970), in a new or existing run.json. Returns
     which attempt they are, from 1. attempt: what else is known of it; facts: of the run."""
     run = _written(folder) if (folder / RUN).exists() else {}
     before = run.get("sessions", [])
@@ -187,24 +187,24 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
 
 
 def _given_up(session: dict[str, Any]) -> dict[str, Any]:
-    """An attempt whose processes are gone, or that another one has taken the place of."""
+    """Mark an attempt as failed if its processes are gone, or another attempt has replaced it."""
     return session | {"status": "failed", "reason": KILLED} if session.get("status") == RUNNING else session
 
 
 def change_run(folder: Path, **facts: Any) -> None:
-    """Write what has changed of the run itself."""
+    """Record changes of the run itself."""
     write_run(folder, _written(folder) | facts)
 
 
 def add_to_session(folder: Path, **facts: Any) -> None:
-    """Write what has become known of the attempt that runs."""
+    """Record new facts about the running attempt."""
     run = _written(folder)
     run["sessions"][-1] |= facts
     write_run(folder, run)
 
 
 def end_session(folder: Path, status: str, error: str | None = None, **facts: Any) -> None:
-    """Write that the run's workers are gone, and how it ended: finished, stopped or failed. facts: of this attempt."""
+    """Record that the run's workers are gone, and how it ended: finished, stopped or failed. facts: of this attempt."""
     run, now = _written(folder), datetime.now().timestamp()
     sessions = run.get("sessions", [])
     if sessions:
@@ -213,7 +213,7 @@ def end_session(folder: Path, status: str, error: str | None = None, **facts: An
 
 
 def versions() -> dict[str, str]:
-    """What a run runs on, for its record."""
+    """Return the versions that a run uses, for its record."""
     return {
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -222,7 +222,7 @@ def versions() -> dict[str, str]:
 
 
 def what_was_typed() -> dict[str, str]:
-    """The command line of this process, and the commit of the folder that it runs in, where git knows one."""
+    """Return the command line of this process, and the commit of its working folder, if git knows one."""
     git = ["git", "rev-parse", "--short", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
@@ -234,8 +234,8 @@ def what_was_typed() -> dict[str, str]:
 
 
 def source_of(word: str) -> str:
-    """What the program of a run was written in, to tell whether two ran the same: a digest of its file `train.py` or
-    `train.py:job`, or the version of meshwise that a built-in job is of."""
+    """Return what identifies a run's program, to tell whether two runs are of the same one: a digest of its file
+    `train.py` or `train.py:job`, or the version of meshwise for a built-in job."""
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     if file.suffix == ".py" and file.is_file():
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
@@ -244,12 +244,12 @@ def source_of(word: str) -> str:
 
 
 def _text(time: float) -> str:
-    """A time in UTC, to the second."""
+    """Write a time in UTC, to the second."""
     return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
 
 
 def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
-    """The facts of a run; of one that says it runs and whose launcher is gone, that it failed. Raises UsageError when
+    """Read the facts of a run; one marked running whose launcher is gone has failed. Raises UsageError when
     `folder` is not a run folder. until: as they were in this attempt."""
     try:
         if (folder / RUN).exists() and not (folder / RUN).is_file():  # a pipe would be read for ever
@@ -273,7 +273,7 @@ def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
 
 
 def _wrong(facts: Mapping[str, Any]) -> str:
-    """Which of the facts is of another type, or no number of its kind; "" for none."""
+    """Say which fact has the wrong type, or is out of range; "" for none."""
     for name, kind in _TYPES.items():
         value = facts.get(name)
         if value is not None and not isinstance(value, kind):
@@ -293,7 +293,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _cleaned(value: Any) -> Any:
-    """A value of a file without what a terminal would obey or could not show."""
+    """Remove from a file's value what a terminal would obey or could not show."""
     if isinstance(value, dict):
         return {_cleaned(key): _cleaned(each) for key, each in value.items()}
     if isinstance(value, list):

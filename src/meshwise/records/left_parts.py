@@ -46,7 +46,7 @@ class LeftPart:
 
     @property
     def values(self) -> Any:
-        """The plain values, with those of the step."""
+        """The plain values, including those of the step."""
         changed = self.facts["values"]
         if "all" in changed:
             return changed["all"]
@@ -57,7 +57,7 @@ class LeftPart:
 
 
 def read_parts(path: Path, rank: int) -> Iterator[LeftPart]:
-    """What a rank has left in its memory; nothing where that was never written."""
+    """Yield what a rank has left in its memory; nothing if that was never written."""
     with path.open("rb") as file:
         if file.seek(0, 2) < HEAD:
             return
@@ -72,7 +72,7 @@ def read_parts(path: Path, rank: int) -> Iterator[LeftPart]:
 
 
 def newest_whole(parts: Iterable[LeftPart], attempt: int) -> Sequence[LeftPart]:
-    """Those parts of an attempt that are, together, the state after the newest step for which they are; or none."""
+    """Return the parts of an attempt that together form the state after the newest possible step; or none."""
     steps: dict[int, dict[int, LeftPart]] = {}
     for part in parts:
         if part.attempt == attempt:
@@ -88,7 +88,7 @@ def newest_whole(parts: Iterable[LeftPart], attempt: int) -> Sequence[LeftPart]:
 
 
 def _pieces(parts: Sequence[LeftPart]) -> dict[str, StoredTensor] | None:
-    """Where each tensor lies in the files of the parts, every element once; None where some are missing."""
+    """Return where each tensor lies in the files of the parts, every element once; None where some are missing."""
     places: dict[str, dict[tuple[tuple[int, int], ...], tuple[str, int]]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for part in parts:
@@ -107,12 +107,12 @@ def _pieces(parts: Sequence[LeftPart]) -> dict[str, StoredTensor] | None:
 
 
 def file_of(rank: int) -> str:
-    """The file of a rank's tensors in a checkpoint."""
+    """Return the name of a rank's tensor file in a checkpoint."""
     return f"rank{rank}.safetensors"
 
 
 def commit_parts(folder: Path, parts: Sequence[LeftPart]) -> Checkpoint | None:
-    """Make a checkpoint in `folder` of the parts of one whole state; None where there is one as new already.
+    """Make a checkpoint in `folder` from the parts of one whole state; None if there already is one as new.
 
     Raises OSError where the disk does not take it.
     """

@@ -35,18 +35,18 @@ REFUSALS = {
 
 @dataclass(frozen=True)
 class Work:
-    """Whose work a folder is held for. job: what is started again and again under this name (a run folder, a job of a
-    scheduler); empty where that is not known. attempt: which start of it, from 1."""
+    """The owner of a lock. job: a name that all starts of the same work share (a run folder, a scheduler's job); empty
+    where unknown. attempt: which start of it, from 1."""
 
     job: str = ""
     attempt: int = 0
 
 
 class FolderLock:
-    """Holds a folder until it is closed. Raises UsageError where somebody else does, with who that is.
+    """Locks a folder until it is closed. Raises UsageError if another process holds it, and names that one.
 
-    work: that of an earlier attempt of the same job, which may stand still or be cut off, has to let go. claimed:
-    another machine may hold it that was cut off: who has claimed the newest attempt takes it from there.
+    work: a lock of an earlier attempt of the same job, which may be stopped or cut off, is taken over. claimed:
+    a machine that was cut off may hold it: the machine that claimed the newest attempt takes it over.
     """
 
     def __init__(self, folder: Path, name: str = LOCK, *, work: Work | None = None, claimed: bool = False) -> None:
@@ -67,7 +67,7 @@ class FolderLock:
         _held.add(self)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -80,7 +80,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """A child that was forked, such as a loader's worker, holds nothing: it may outlive this process."""
+    """Release all locks in a forked child, such as a loader's worker, which may outlive this process."""
     for lock in list(_held):
         lock.close()
 
@@ -90,7 +90,7 @@ if sys.platform != "win32":
 
 
 def _opened(folder: Path, name: str, work: Work) -> IO[str] | None:
-    """The file, which this process holds now; None on a file system without locks."""
+    """Open and lock the file; None on a file system without locks."""
     file = (folder / name).open("a+", encoding="utf-8")
     try:
         _take(file)
@@ -117,7 +117,7 @@ def _take(file: IO[str]) -> None:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Whether a launcher has held the folder and none does now. False where that cannot be known."""
+    """Check whether a launcher has held the folder and none does now. False where that cannot be known."""
     if sys.platform == "win32":
         return False
     with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
@@ -126,7 +126,7 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def refuse_held(folder: Path) -> None:
-    """Raises UsageError where the launcher of a run holds the folder, as `FolderLock` does, without taking it."""
+    """Raise UsageError if the launcher of a run holds the folder, as `FolderLock` does, without locking it."""
     if sys.platform == "win32":
         return
     with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
@@ -135,7 +135,7 @@ def refuse_held(folder: Path) -> None:
 
 
 def _is_held(file: IO[str]) -> bool:
-    """Whether another process has it. Who looks holds it for a moment, as others who look do."""
+    """Check whether another process has locked it. The check itself locks it for a moment, shared with other checks."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -144,7 +144,7 @@ def _is_held(file: IO[str]) -> bool:
 
 
 def holder_of(folder: Path) -> tuple[str, int] | None:
-    """The host and the process of the launcher that holds the folder; None where none is known."""
+    """Return the host and the process of the launcher that holds the folder; None where unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         facts = json.loads((folder / LOCK).read_text(encoding="utf-8"))
         return str(facts["host"]), int(facts["process"])
@@ -161,7 +161,7 @@ def _told(text: str) -> str:
 
 
 def _is_earlier(text: str, work: Work) -> bool:
-    """Whether a folder is held for an earlier attempt of the same job."""
+    """Check whether a folder is held for an earlier attempt of the same job."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         facts: Mapping[str, Any] = json.loads(text)
         return bool(work.job) and facts["job"] == work.job and int(facts["attempt"]) < work.attempt

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def merged(values: list[Any]) -> Any:
-    """What several ranks hold of one tree: what is missing in a dict comes from the first that has it."""
+    """Merge what several ranks hold of one tree: entries missing in a dict come from the first rank that has them."""
     values = [value for value in values if value != {}] or values
     first = values[0]
     if all(value == first for value in values[1:]):

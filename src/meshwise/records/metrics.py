@@ -15,7 +15,7 @@ from meshwise.spec.words import printable
 
 
 class Metrics:
-    """What metrics.jsonl holds; `read_on` reads what has come since the last time.
+    """The contents of metrics.jsonl; `read_on` reads what is new.
 
     losses: by step.
     """
@@ -32,7 +32,7 @@ class Metrics:
         self.losses: dict[int, float] = {}
 
     def read_on(self) -> None:
-        """Read what has come; everything, where the file is another one now, as when a run was resumed."""
+        """Read new lines; all of them if the file was replaced, as when a run was resumed."""
         if not self._path.is_file():  # a pipe would be read for ever
             self._forget(0)
             return
@@ -49,12 +49,12 @@ class Metrics:
             self._forget(0)
 
     def by_name(self) -> dict[str, list[float]]:
-        """Each metric with its values in their order. The first stands for the run: of its tests, else what `mw.log`
-        got of a validation or an accuracy, else the loss."""
+        """Return each metric with its values in order. The first one stands for the run: one of its tests, else a
+        validation or an accuracy that `mw.log` was given, else the loss."""
         return {name: self._values[place, name] for place, name in sorted(self._values, key=lambda key: key[0])}
 
     def _take(self, line: bytes) -> bool:
-        """Add what a line has. Whether it is whole: the last one may still be written."""
+        """Add the values of a line. Returns whether it is complete: the last one may still be written."""
         try:
             record = json.loads(line.decode(errors="replace"))
         except (ValueError, RecursionError):
@@ -73,14 +73,14 @@ class Metrics:
 
 
 def metrics_of(folder: Path) -> dict[str, list[float]]:
-    """The metrics of a run by name, see `Metrics.by_name`."""
+    """Return the metrics of a run by name, see `Metrics.by_name`."""
     metrics = Metrics(folder)
     metrics.read_on()
     return metrics.by_name()
 
 
 def _place(name: str) -> int:
-    """How likely a metric of a program's own stands for its run: the least."""
+    """Rank how well a program's own metric stands for its run: the lowest is best."""
     words = (("val", "test", "eval"), ("acc",), ("loss",), ("",))
     return next(place for place, some in enumerate(words, 1) if any(word in name.lower() for word in some))
 

@@ -23,7 +23,7 @@ _RANK = re.compile(r"rank(\d+)(?:\.(\d+))?\.log")
 
 
 def open_log(folder: Path, rank: int, attempt: int = 1) -> BinaryIO:
-    """The log of a rank in a run folder, for an attempt."""
+    """Open the log of a rank in a run folder, for an attempt."""
     path = folder / WORKERS / (f"rank{rank}.log" if attempt == 1 else f"rank{rank}.{attempt}.log")
     make_folder(path.parent)
     log = path.open("ab")
@@ -33,6 +33,6 @@ def open_log(folder: Path, rank: int, attempt: int = 1) -> BinaryIO:
 
 
 def logs_of(folder: Path) -> list[tuple[int, int, Path]]:
-    """The logs that there are: rank, attempt, file."""
+    """Return the existing logs: rank, attempt, file."""
     named = [(_RANK.fullmatch(path.name), path) for path in (folder / WORKERS).glob("*")]
     return sorted((int(match[1]), int(match[2] or 1), path) for match, path in named if match)

@@ -26,15 +26,15 @@ from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.plan_file import plan_from_toml
 
 LOWER_IS_BETTER = ("loss", "error", "nats", "perplexity", "mae", "mse", "bits")
-"""Words in the names of metrics of which the least is the best."""
+"""Words in the names of metrics for which lower is better."""
 UNREADABLE = "unreadable"
 SCRIPT = "submit.sh"
 
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A run in short. job: a job or a script. args: what it was given: `lr=3e-4`, or a script's own words. plan: ""
-    where it has none. status: running, finished, stopped, failed, or unreadable. metric: the name of the one
+    """A short description of a run. job: a job or a script. args: its arguments: `lr=3e-4`, or a script's own words.
+    plan: "" where it has none. status: running, finished, stopped, failed, or unreadable. metric: the name of the one
     that stands for it (see `metrics_of`), "" without any; last, best: of it. seconds: that its workers lived, over all
     sessions. size: bytes of its folder. attempts: each start of its workers."""
 
@@ -54,7 +54,7 @@ class RunEntry:
     """The number of its newest job in the queue of a cluster."""
     partition: str = ""
     queue: str = ""
-    """Where that job is now, and what the queue says of it: `gpu`, `pending (Priority)`."""
+    """That job's place and state in the queue: `gpu`, `pending (Priority)`."""
 
     @property
     def name(self) -> str:
@@ -62,14 +62,14 @@ class RunEntry:
 
 
 def run_list(parent: Path) -> list[RunEntry]:
-    """The runs in `parent`, the oldest first; one that has not begun by when it was sent. What is no run folder is left
-    out; a damaged one is `unreadable`."""
+    """Return the runs in `parent`, the oldest first; one that has not begun counts by its submission. Folders of no run
+    are left out; a damaged one is `unreadable`."""
     folders = [path.parent for path in parent.glob(f"*/{names.RUN}")] if parent.is_dir() else []
     return [run_entry(folder) for folder in sorted(folders, key=lambda folder: (names.since(folder), folder.name))]
 
 
 def run_entry(folder: Path) -> RunEntry:
-    """The run in `folder`."""
+    """Return the run in `folder`."""
     try:
         facts = names.read_run(folder)
     except UsageError:
@@ -97,7 +97,7 @@ def run_entry(folder: Path) -> RunEntry:
 
 
 def find_run(parent: Path, word: str) -> Path:
-    """The folder of the run that a word names: a path, a name in `parent`, or a part of one name alone."""
+    """Find the folder of the run that a word names: a path, a name in `parent`, or a part of just one name."""
     if not word:
         raise UsageError("the name of a run is empty. See meshwise runs.")
     for folder in (parent / word, Path(word)):
@@ -113,21 +113,21 @@ def find_run(parent: Path, word: str) -> Path:
 
 
 def best_of(folder: Path) -> Best | None:
-    """The best evaluation of a run; None where it keeps none that can be read."""
+    """Return the best evaluation of a run; None where it keeps none that can be read."""
     with contextlib.suppress(UsageError):
         return read_best(folder)
     return None
 
 
 def args_of(facts: Mapping[str, Any]) -> str:
-    """What a job's function, or a script, was given, by the record of its run."""
+    """Return the arguments of a job's function, or of a script, from its run's record."""
     request = facts.get("request")
     given = request.get("args") if isinstance(request, dict) else facts.get("arguments")
     return shlex.join(map(str, given)) if isinstance(given, list) else ""
 
 
 def plan_of(folder: Path) -> str:
-    """`data=2, precision=bf16`: what the plan says beyond its defaults."""
+    """Return a plan's non-default fields: `data=2, precision=bf16`."""
     try:
         text = (folder / names.PLAN).read_text(encoding="utf-8") if (folder / names.PLAN).is_file() else ""
         plan = plan_from_toml(text) if text else None
@@ -137,13 +137,13 @@ def plan_of(folder: Path) -> str:
 
 
 def fields_of(plan: str) -> dict[str, str]:
-    """The fields in what `plan_of` says."""
+    """Parse the fields that `plan_of` returns."""
     return dict(re.findall(r"(\w+)=((?:\([^)]*\)|'[^']*'|[^,'(])+)", plan))
 
 
 def jobs_of(facts: Mapping[str, Any]) -> list[str]:
-    """The numbers of the jobs that a run was sent as, the newest last, by its record; of a task of an array, and of a
-    run that a script of the user's own started, that of its last attempt."""
+    """Return the job numbers under which a run was submitted, the newest last, from its record; for a task of an array,
+    or a run that a user's own batch script started, the job of its last attempt."""
     submission = facts.get("submission")
     jobs = submission.get("jobs") if isinstance(submission, dict) else None
     if isinstance(jobs, dict):
@@ -153,20 +153,20 @@ def jobs_of(facts: Mapping[str, Any]) -> list[str]:
 
 
 def array_of(folder: Path) -> tuple[Path, str]:
-    """The folder of what was sent, and which task of its array a run is, "" of one that is none: `gpt-3` of `gpt`."""
+    """Return the folder that was submitted, and which task of its array a run is, "" if none: `gpt-3` of `gpt`."""
     name, _, task = folder.name.rpartition("-")
     sent = folder.with_name(name)
     return (sent, task) if task.isdigit() and name and (sent / SCRIPT).is_file() else (folder, "")
 
 
 def tasks_of(folder: Path) -> list[Path]:
-    """The runs of the tasks of an array, as far as they have begun, by the folder of what was sent."""
+    """Return the runs of an array's tasks that have begun, by the folder that was submitted."""
     found = [path.parent for path in folder.parent.glob(f"{glob.escape(folder.name)}-*/{names.RUN}")]
     return [path for path in found if array_of(path)[0] == folder]
 
 
 def _seconds(sessions: Any) -> float | None:
-    """Seconds from the beginning to the end of each session; of one that runs until now."""
+    """Sum the seconds of all sessions; a running one counts until now."""
     spans = [s for s in sessions if isinstance(s, dict)] if isinstance(sessions, list) else []
     ends = [(s.get("began"), s.get("ended") or (time.time() if s.get("status") == "running" else None)) for s in spans]
     found = [end - began for began, end in ends if isinstance(began, int | float) and isinstance(end, int | float)]

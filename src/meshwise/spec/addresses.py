@@ -16,19 +16,19 @@ PASSED_ON = "spec/errors"  # refuses in the name of who called it
 
 
 def more(address: str) -> str:
-    """The line that names an address, as a page of docs/ and its part; empty where there is none."""
+    """Return the line that names an address, as a page of docs/ and its part; empty where there is none."""
     return address and f"more      docs/{address}"
 
 
 def addresses() -> dict[str, str]:
-    """The address of each module, `room/file`, and of functions that have another one, `room/file/function`."""
+    """Return the address of each module, `room/file`, and of functions with another one, `room/file/function`."""
     table = tomllib.loads((PACKAGE / "spec/addresses.toml").read_text(encoding="utf-8"))
     return {place: address for address, places in table.items() for place in places}
 
 
 def address_of(error: BaseException) -> str:
-    """Where docs/ says more of an error of ours; empty where a program raised it, or nothing more is said. One that
-    ends a run has that of what failed in it."""
+    """Return where docs/ says more about an error of ours; empty if a program raised it, or nothing more is said. An
+    error that ends a run has the address of the failure in it."""
     if hasattr(error, "failure"):
         return getattr(error.failure, "more", "")
     with contextlib.suppress(OSError):  # no file can be opened any more

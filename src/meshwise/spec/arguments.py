@@ -17,14 +17,14 @@ from typing import Any, Literal, TypeAlias, get_args, get_origin
 from meshwise.spec.errors import UsageError, nearest
 
 Plain: TypeAlias = int | float | bool | str | PathLike[str] | None
-"""What an argument may be: a value that its text says."""
+"""The types of an argument: values that can be written as text."""
 WORDS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 def argument_texts(given: Mapping[str, Plain] | Sequence[str]) -> tuple[str, ...]:
-    """`lr=0.0003` for each argument, as run.json keeps them; values are written out.
+    """Return `lr=0.0003` for each argument, as run.json keeps them; values are written out.
 
-    Raises UsageError for what is not NAME=VALUE, a name that is given twice, and a value that no text stands for.
+    Raises UsageError for what is not NAME=VALUE, a name that is given twice, and a value that has no text.
     """
     if isinstance(given, Mapping):
         for name, value in given.items():
@@ -41,7 +41,7 @@ def argument_texts(given: Mapping[str, Plain] | Sequence[str]) -> tuple[str, ...
 
 
 def read_arguments(function: Callable[..., Any], texts: Sequence[str], word: str) -> dict[str, Any]:
-    """The arguments as values of the types that the function's annotations, else its defaults, say.
+    """Convert the arguments to the types of the function's annotations, or else of its defaults.
 
     word: what the user calls the function. Raises UsageError for a name that it does not take, or a text of another
     type.
@@ -65,7 +65,7 @@ def read_arguments(function: Callable[..., Any], texts: Sequence[str], word: str
 
 
 def _kinds(hint: Any, default: Any) -> list[Any]:
-    """The types that a parameter takes, and the words of a Literal."""
+    """Return the types that a parameter takes, and the words of a Literal."""
     if hint is Any and default in (None, inspect.Parameter.empty):
         return [*READ]
     if hint is Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 DEFINITIONS = "nccl-tests"
-"""Whose definitions these are, for whatever prints a figure."""
+"""The source of these definitions, for output that shows a figure."""
 
 # nccl-tests 2.19.6, `getBw` of src/*.cu; gather and scatter stand there and not in doc/PERFORMANCE.md. DeepSpeed counts
 # an all-reduce's algorithm bandwidth twice, and gather and scatter with 1.
@@ -29,15 +29,15 @@ the next) of the tensor; all others of the tensor of all ranks, count times rank
 
 
 def algorithm_bandwidth(size: int, seconds: float) -> float:
-    """Bytes a second: size over time."""
+    """Return bytes a second: size over time."""
     return size / seconds
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Bus over algorithm bandwidth. 1 for what is no collective: a copy, or one-to-all by the bytes that leave it."""
+    """Return bus over algorithm bandwidth. 1 for anything but a collective: a copy, or one-to-all by the bytes sent."""
     return FACTORS[operation](ranks) if operation in FACTORS else 1.0
 
 
 def bus_bandwidth(operation: str, ranks: int, size: int, seconds: float) -> float:
-    """Bytes a second on the busiest link, if the algorithm is as good as one can be without reducing in the network."""
+    """Return bytes a second on the busiest link, for an optimal algorithm that does not reduce in the network."""
     return bus_factor(operation, ranks) * algorithm_bandwidth(size, seconds)

@@ -18,13 +18,13 @@ DEVICE_KINDS = ("cpu", "cuda", "xpu", "mps")
 IN_WORDS = "all, 4xcpu, 2xcuda or cuda:0,1"
 """How an option names devices."""
 STREAMED = ("cuda", "xpu")
-"""Kinds that work beside the host, in streams (`torch.Stream`, `torch.Event`). All else is asked of
+"""Kinds that run asynchronously to the host, in streams (`torch.Stream`, `torch.Event`). All else is asked of
 `torch.get_device_module(device)`: `torch.accelerator` knows one kind, which may be a rehearsal's stand-in."""
 
 
 @functools.cache  # asked in every step
 def has_streams(device: object) -> bool:
-    """Whether a device (`cuda:0`, `cpu`, a torch.device) works beside the host, in streams."""
+    """Check whether a device (`cuda:0`, `cpu`, a torch.device) runs asynchronously to the host, in streams."""
     return str(device).split(":")[0] in STREAMED
 
 
@@ -33,7 +33,7 @@ MOST_CPU_WORKERS = 256  # a typing slip such as 4000xcpu must not start 4000 pro
 
 @dataclass(frozen=True)
 class DeviceRequest:
-    """What the user asked for. `kind` None means every accelerator; `indices` None means the first `count`."""
+    """The requested devices. `kind` None means every accelerator; `indices` None means the first `count`."""
 
     kind: str | None
     count: int | None = None
@@ -92,13 +92,13 @@ def _known(words: str, kind: str) -> str:
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """What one worker process gets of a host: its device, its processor cores and its threads.
+    """One worker process's part of a host: its device, its processor cores and its threads.
 
     device: kind of device, `cpu` or `cuda`.
     index: which accelerator of the host, as the driver counts; None for a CPU worker.
     cores: processor cores that it is bound to; empty when it is not bound.
-    threads: threads that its operators use; 0 for as many as torch takes by itself.
-    sees: accelerators of the host that it sees; empty for its own alone.
+    threads: threads that its operators use; 0 for torch's default.
+    sees: accelerators of the host that it sees; empty for only its own.
     """
 
     device: str
@@ -113,13 +113,13 @@ class WorkerSlot:
 
 
 def threads_in(environment: Mapping[str, str]) -> int:
-    """What OMP_NUM_THREADS says, which may be a list for nested regions; 0 where it says nothing."""
+    """Read OMP_NUM_THREADS, which may be a list for nested regions; 0 where it is not set."""
     first = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 
 
 def core_ranges(cores: tuple[int, ...]) -> str:
-    """`(0, 1, 2, 5)` as `0-2,5`."""
+    """Write `(0, 1, 2, 5)` as `0-2,5`."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

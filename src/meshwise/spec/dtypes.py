@@ -21,12 +21,12 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Which dtype is used for what. Raises PlanError for what cannot be joined.
+    """The dtype for each purpose. Raises PlanError for combinations that do not work.
 
     stored: parameters, their `.grad` and the optimizer's state.
-    computed: matrix products of forward and backward (autocast, where it is narrower than `stored`), and what a shard
-        gathers of their weights.
-    reduced: gradients while they are added over ranks.
+    computed: matrix products of forward and backward (autocast, where it is narrower than `stored`), and the weights
+        that a shard gathers for them.
+    reduced: gradients while they are summed over ranks.
     """
 
     stored: str
@@ -51,7 +51,7 @@ class Dtypes:
 
     @property
     def by_field(self) -> dict[str, str]:
-        """Each by the field of a plan that says it."""
+        """Each dtype by its field in a plan."""
         return {"param_dtype": self.stored, "compute_dtype": self.computed, "grad_dtype": self.reduced}
 
     @property
@@ -63,10 +63,10 @@ class Dtypes:
 def dtypes_of(
     precision: str, param_dtype: str | None = None, compute_dtype: str | None = None, grad_dtype: str | None = None
 ) -> Dtypes:
-    """The dtypes that the word `precision` means, where the others do not say otherwise.
+    """Return the dtypes that the word `precision` means, changed by the others that are given.
 
-    By default what is computed is the word's, or `param_dtype` where that is narrower, and gradients are reduced in
-    what is stored. Raises PlanError for what cannot be joined.
+    By default `computed` is the word's dtype, or `param_dtype` if that is narrower, and gradients are reduced in
+    the stored dtype. Raises PlanError for combinations that do not work.
     """
     given = {"param_dtype": param_dtype, "compute_dtype": compute_dtype, "grad_dtype": grad_dtype}
     for name, value in given.items():

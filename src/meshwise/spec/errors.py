@@ -31,12 +31,12 @@ class MeshwiseError(Exception):
     exit_code = 1
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the sentence, where docs/ says more of it, and none of our own lines."""
+        """Return what a notebook shows: the sentence and where docs/ says more, without our own lines."""
         return [f"{type(self).__name__}: {self}", *filter(None, [more(address_of(self))])]
 
 
 class UsageError(MeshwiseError):
-    """What was asked cannot be done as it was written."""
+    """The request cannot be carried out as it was written."""
 
     exit_code = 2
 
@@ -54,11 +54,11 @@ class CheckpointError(UsageError):
 
 
 class LossError(MeshwiseError):
-    """The loss is not a number any more."""
+    """The loss is no longer a finite number."""
 
 
 class SpoiledError(LossError):
-    """Parameters are not finite any more. ranks: those that hold them."""
+    """Parameters are no longer finite. ranks: those that hold them."""
 
     def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
         super().__init__(message)
@@ -70,7 +70,7 @@ class SaveError(MeshwiseError):
 
 
 class ReplicaError(MeshwiseError):
-    """Replicas that must be alike are not. ranks: those that hold other values than most, or all of them."""
+    """Replicas that must be equal are not. ranks: those whose values differ from the majority's, or all of them."""
 
     def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
         super().__init__(message)
@@ -82,7 +82,7 @@ class TransferError(MeshwiseError):
 
 
 class WorkerFailed(MeshwiseError):
-    """A worker raised, was killed, or left without saying done."""
+    """A worker raised, was killed, or left without reporting success."""
 
     def __init__(
         self, message: str, *, rank: int | None = None, exit_code: int = 1, failure: Any | None = None
@@ -95,13 +95,13 @@ class WorkerFailed(MeshwiseError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'mnist-mlp'?` or an empty text when nothing known is close to `word`."""
+    """Return ` Did you mean 'mnist-mlp'?`, or an empty text when nothing known is close to `word`."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def check_known(what: str, word: object, known: Iterable[str], error: type[UsageError] = UsageError) -> None:
-    """Raises `error`, with the word that may have been meant, for one that is none of `known`."""
+    """Raise `error` for a word that is not in `known`, with the one that may have been meant."""
     words = tuple(known)  # what a file gives may have no hash
     if word not in words:
         raise error(f"{what}={word!r} is not known.{nearest(str(word), words)} Use one of {', '.join(words)}.")

@@ -10,15 +10,15 @@ import signal
 from collections.abc import Mapping
 
 DONE, FAILED, USAGE, DOUBTFUL, AGAIN, NO_PROGRESS, INTERRUPTED = 0, 1, 2, 4, 85, 93, 130
-"""DOUBTFUL is of `meshwise check` alone: equal in float64, and a figure that it does not compare there differs."""
+"""DOUBTFUL is only for `meshwise check`: equal in float64, but a figure that it does not compare there differs."""
 TIME_LIMIT = int(getattr(signal, "SIGALRM", 14))
 """Stands for the time limit of a run, among the signals that stop one."""
 JOINS = 0
-"""Stands, among them, for a machine that joins: the run goes on with it."""
+"""Stands, among these signals, for a machine that joins: the run continues with it."""
 WARNINGS = tuple(int(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 """Signals that schedulers send before the end, often to every process of a task."""
 OF_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST")
-"""Environment variables that a scheduler sets in what it starts."""
+"""Environment variables that schedulers set in the processes they start."""
 MEANINGS = {
     str(DONE): "done",
     str(FAILED): "the program failed (an exception, a loss that is not finite); starting it again will not help",
@@ -32,13 +32,13 @@ MEANINGS = {
 
 
 def code_of_stop(number: int, environment: Mapping[str, str] = os.environ) -> int:
-    """The exit code of a run that this signal stopped: 85 where it is to be started again, else 128 more than it."""
+    """Return the exit code of a run that this signal stopped: 85 to be started again, else 128 plus the signal."""
     scheduled = number == signal.SIGTERM and any(name in environment for name in OF_SCHEDULERS)
     return AGAIN if scheduled or number in (TIME_LIMIT, _number("SIGUSR1"), _number("SIGUSR2")) else 128 + number
 
 
 def stop_text(number: int) -> str:
-    """What stopped a run: `Ctrl-C`, `SIGTERM`, `its time limit`."""
+    """Say what stopped a run: `Ctrl-C`, `SIGTERM`, `its time limit`."""
     told = {
         JOINS: "a machine that joins",
         signal.SIGINT: "Ctrl-C",

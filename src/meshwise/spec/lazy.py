@@ -18,7 +18,7 @@ from types import ModuleType
 
 
 def files_of(package: str) -> Callable[[str], ModuleType]:
-    """A package's `__getattr__`: the file of the name that is asked for, imported now."""
+    """Return a package's `__getattr__`, which imports the file of the requested name on first use."""
 
     def file(name: str) -> ModuleType:
         if name.startswith("_"):

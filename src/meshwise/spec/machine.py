@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from meshwise.spec.timings import Timings
 
 HOST, DEVICE, NODE = "host", "device", "node"
-"""Ends of a link that stand for any: a host's memory, any device of one host, any host of the machine."""
+"""Ends of a link that mean any: a host's memory, any device of one host, any host of the machine."""
 
 
 MOST_DEVICES = 131_072
-"""More than any machine that was built; a typing slip must not fill the memory."""
+"""More than any machine ever built: a typing error must not fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Device:
     """One device. name: `cuda:0`, `cpu:1`, as its own host counts; part: the catalog's name, or the driver's.
 
     memory in bytes; memory_bandwidth in bytes/s and peak in dense FLOP/s are the part's nominal figures, achievable the
-    share of the peak that was reached by anyone, by dtype. memory_rate (bytes/s, read and written), matmuls and
+    best share of the peak that anyone has reached, by dtype. memory_rate (bytes/s, read and written), matmuls and
     launch (seconds a kernel) were measured on this very device. origins: where each figure came from, by field name.
     """
 
@@ -64,7 +64,7 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """`cuda`, `cpu`, `xpu`."""
+        """Its kind: `cuda`, `cpu`, `xpu`."""
         return self.name.split(":")[0]
 
     @property
@@ -81,10 +81,10 @@ class Link:
     """From `source` to `target`, one way: device names, or HOST, DEVICE, NODE for any of them.
 
     kind: `pcie`, `nvlink`, `xgmi`, `c2c`, `memory`, `network` or `process`. bandwidth (bytes/s): nominal, as the parts
-    at both ends could have it. generation and width (PCIe lanes, or NVLink and xGMI links) are what was found, full_
-    what the parts could do. peer: one device reads the other's memory without the host. crosses: what lies between,
+    at both ends support it. generation and width (PCIe lanes, or NVLink and xGMI links) were found, full_ is
+    what the parts support. peer: one device reads the other's memory without the host. crosses: what lies between,
     `` (nothing but a switch), `bridge` (the host's PCIe bridge) or `socket`. timings: measured, by path: `pinned`,
-    `pageable`, `peer`, `staged`, `gloo`, `nccl`, with ` both ways` behind it where the other direction ran at once.
+    `pageable`, `peer`, `staged`, `gloo`, `nccl`, followed by ` both ways` if both directions ran at once.
     """
 
     source: str
@@ -117,7 +117,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Host:
-    """One host: its processor, the cores and the bytes that this process may use there, and what limits it.
+    """One host: its processor, the cores and the bytes that this process may use there, and its limits.
 
     limits: bytes or counts by name: `shared memory`, `open files`, `locked memory`.
     """
@@ -151,12 +151,12 @@ class Machine:
 
 
 def device_label(machine: Machine, device: Device) -> str:
-    """The device's name; with several hosts, its host's number in front."""
+    """Return the device's name, with its host's number in front if there are several hosts."""
     return device.name if len(machine.hosts) < 2 else f"node{device.host} {device.name}"
 
 
 def link_between(machine: Machine, source: str, target: str) -> Link | None:
-    """The link from `source` to `target`: this very one, else the one for any such pair; None where none is known.
+    """Return the link from `source` to `target`: this very one, else the one for any such pair; None if unknown.
 
     Ends are device names of one host, HOST, or `node0` and so on for a whole host.
     """

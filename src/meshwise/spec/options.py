@@ -28,10 +28,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Option:
-    """What the command line and the help say of a field; its `Annotated` holds it.
+    """How the command line and the help describe a field; its `Annotated` holds it.
 
     name: the option, where it is not the field's name with dashes. argument: a word without a name (`JOB`).
-    scripts: whether a user's own script has the option too; False is an option of jobs alone.
+    scripts: whether a user's own script has the option too; False is an option of jobs only.
     recorded: whether run.json keeps it, for a run that is resumed.
     """
 
@@ -44,7 +44,7 @@ class Option:
 
 
 def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
-    """The name, the type and the `Option` of each field of a dataclass that has one, inherited fields last."""
+    """Yield name, type and `Option` of each field of a dataclass that has one, inherited fields last."""
     hints = get_type_hints(kind, include_extras=True)
     for name in (name for each in kind.__mro__ for name in vars(each).get("__annotations__", ())):
         for option in get_args(hints[name]):
@@ -53,7 +53,7 @@ def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
 
 
 def given_options(options: Any) -> Iterator[tuple[str, Any, Option]]:
-    """The name, the value and the `Option` of each field of an options dataclass that differs from its default."""
+    """Yield name, value and `Option` of each field of an options dataclass that differs from its default."""
     defaults = {field.name: field.default for field in fields(options)}
     for name, _, option in options_of(type(options)):
         value = getattr(options, name)
@@ -62,7 +62,7 @@ def given_options(options: Any) -> Iterator[tuple[str, Any, Option]]:
 
 
 def check_script(script: str, options: Any) -> None:
-    """Raises UsageError for a script that is not there, and for an option that is given and that only jobs have."""
+    """Raise UsageError for a missing script, and for a given option that only jobs have."""
     if not Path(script).is_file():
         raise UsageError(f"{script}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
     for name, value, option in given_options(options):
@@ -76,7 +76,7 @@ def check_script(script: str, options: Any) -> None:
 
 
 def option_name(field: str, option: Option) -> str:
-    """How the option is written on the command line: `--batch-size`."""
+    """Return how the option is written on the command line: `--batch-size`."""
     return option.name or f"--{field.replace('_', '-')}"
 
 

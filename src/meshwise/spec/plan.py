@@ -42,14 +42,14 @@ _COMPILED = " with compile=True: split tensors are not compiled. Remove compile.
 
 @dataclass(frozen=True)
 class Conflict:
-    """What a field cannot be combined with: `when` it would be, and what to say then, with the plan as `{plan}`."""
+    """What a field cannot be combined with: `when` it conflicts, and what to say then, with the plan as `{plan}`."""
 
     when: Callable[[Plan], bool]
     message: str
 
 
 def _axis(*conflicts: Conflict, divides: str = "", same_samples: bool = False) -> Any:
-    """A mesh axis: over how many devices. Axes are fields from the outermost to the innermost.
+    """Declare a mesh axis: over how many devices. Axes are fields from the outermost to the innermost.
 
     same_samples: its ranks work on the same samples; these are the innermost.
     """
@@ -62,9 +62,9 @@ def _not_yet(own: str, other: str) -> Conflict:
 
 
 def _technique(default: Any, *conflicts: Conflict, divides: str = "") -> Any:
-    """A technique that is off by default. Conflicts are those of any other value.
+    """Declare a technique that is off by default. Conflicts apply to any other value.
 
-    divides: `parameters`, with their gradients and state, or the optimizer's `state` alone.
+    divides: `parameters`, with their gradients and state, or only the optimizer's `state`.
     """
     return field(default=default, metadata={"conflicts": conflicts, "divides": divides})
 
@@ -74,30 +74,30 @@ class Plan:
     """How a job uses the devices of a machine.
 
     data: replicas of the model; each takes its share of every global batch.
-    shard: devices over which a replica's parameters, gradients and optimizer state are divided; each takes its share.
+    shard: devices over which a replica's parameters, gradients and optimizer state are sharded; each takes its share.
     expert: devices over which a mixture's experts are divided; each takes its share of the batch, and tokens travel.
-    pipeline: devices over which the model's blocks are cut into stages (pipeline parallel); they work on the same
+    pipeline: devices over which the model's blocks are split into stages (pipeline parallel); they work on the same
         samples, one microbatch after the other, `accumulate` of them a step.
     context: devices over which the positions of each sample are divided (context parallel), attention with them; they
         work on the same samples.
     tensor: devices over which the weights of layers are split (tensor parallel); they work on the same samples.
     sequence: whether activations between the layers that `tensor` splits are divided along positions.
-    schedule: one of `SCHEDULES`: in which order a stage of the pipeline takes its forwards and backwards.
-    accumulate: microbatches that a global batch is cut into; gradients add up before one optimizer step.
+    schedule: one of `SCHEDULES`: the order in which a pipeline stage runs its forwards and backwards.
+    accumulate: microbatches into which a global batch is split; gradients add up before one optimizer step.
     precision: one of `PRECISIONS`, a word for the three dtypes below.
-    param_dtype: what parameters are stored in: they are the master weights. By default float32.
-    compute_dtype: what matrix products are computed in, and what a shard gathers of their weights.
-    grad_dtype: what gradients are added over ranks in. By default `param_dtype`.
-    zero1: parameters stay replicated, the optimizer's state is divided over the replicas.
+    param_dtype: the dtype in which parameters are stored: they are the master weights. By default float32.
+    compute_dtype: the dtype of matrix products, and of their weights as a shard gathers them.
+    grad_dtype: the dtype in which gradients are summed over ranks. By default `param_dtype`.
+    zero1: parameters stay replicated, the optimizer's state is sharded over the replicas.
     recompute: one of `RECOMPUTES`, or the names of the blocks that run again in the backward.
     offload: what is kept in the host's memory, of `OFFLOADS`.
-    reduce_each: whether the gradients of each microbatch are reduced at once, so that a shard keeps its part of them
-        alone; by default those of the whole model wait on every rank for the last microbatch.
-    reshard: whether a block's gathered parameters are let go after its forward and gathered again for its backward.
+    reduce_each: whether the gradients of each microbatch are reduced at once, so that a shard keeps only its part of
+        them; by default those of the whole model wait on every rank for the last microbatch.
+    reshard: whether a block's gathered parameters are freed after its forward and gathered again for its backward.
     compile: whether each block is compiled.
     batch_norm: one of `BATCH_NORMS`: whose statistics batch norms take.
     shares: how much of every batch each replica takes, in proportion, such as (2, 1) where the first is twice as fast:
-        data × shard × expert numbers. By default all take the same; what is computed is the same either way.
+        data × shard × expert numbers. By default all take the same; the result is the same either way.
     bucket_mb: MiB of gradients that are reduced in one all-reduce (25 is DistributedDataParallel's default).
     """
 
@@ -226,7 +226,7 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """Into how many parts every batch is divided."""
+        """How many parts every batch is divided into."""
         return self.devices // self.within_samples
 
     @property
@@ -237,12 +237,12 @@ class Plan:
 
     @property
     def parameters_divided(self) -> bool:
-        """Whether a rank holds a part of each parameter, of its gradient and of its state."""
+        """Whether a rank holds only a part of each parameter, its gradient and its state."""
         return self._divides("parameters")
 
     @property
     def state_divided(self) -> bool:
-        """Whether a rank holds a part of the optimizer's state."""
+        """Whether a rank holds only a part of the optimizer's state."""
         return self.parameters_divided or self._divides("state")
 
     def _divides(self, what: str) -> bool:
@@ -250,7 +250,7 @@ class Plan:
 
     @property
     def dtypes(self) -> Dtypes:
-        """What the plan stores, computes and reduces in."""
+        """The dtypes in which the plan stores, computes and reduces."""
         return dtypes_of(self.precision, self.param_dtype, self.compute_dtype, self.grad_dtype)
 
     def __repr__(self) -> str:
@@ -265,11 +265,11 @@ AXES = tuple(f.name for f in fields(Plan) if f.metadata.get("axis"))
 """The mesh axes, outermost first: the last one is on neighbouring devices, whose links are the fastest."""
 
 OWN_DTYPES: dict[str, Any] = {"param_dtype": None, "compute_dtype": None, "grad_dtype": None}
-"""The fields that `precision` is a word for, as they are where it says them."""
+"""The fields that `precision` stands for, with the values that leave them to it."""
 
 
 def changed(plan: Plan) -> dict[str, Any]:
-    """The fields of a plan that say something: what differs from the default, and `data` where no axis does."""
+    """Return the fields of a plan that differ from the default, and `data` if no axis does."""
     one = plan.devices == 1
     return {
         f.name: getattr(plan, f.name)
@@ -279,14 +279,14 @@ def changed(plan: Plan) -> dict[str, Any]:
 
 
 def at_precision(plan: Plan, precision: str) -> Plan:
-    """The plan in another precision, with that one's dtypes; the plan itself where it has that precision."""
+    """Return the plan in another precision, with its dtypes; the plan itself if it has that precision."""
     if precision == plan.precision:
         return plan
     return replace(plan, precision=precision, **OWN_DTYPES)
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
-    """Numbers are whole and at least 1, switches are True or False. Words are looked at one by one."""
+    """Check that numbers are whole and at least 1, and switches True or False. Words are checked one by one."""
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise PlanError(f"{name}={value!r}: must be True or False (true or false in a file).")
@@ -295,7 +295,7 @@ def _check_type(name: str, value: Any, default: Any) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises PlanError for what is no field of a plan."""
+    """Raise PlanError for a name that is no field of a plan."""
     known = {f.name for f in fields(Plan)}
     if name not in known:
         raise PlanError(f"a plan has no field '{name}'.{nearest(name, known)} Known are {', '.join(sorted(known))}.")
@@ -323,7 +323,7 @@ def _offload(value: Any) -> tuple[str, ...]:
 
 
 def _shares(value: Any) -> tuple[float, ...]:
-    """Numbers, those of a command line as texts; equal ones say nothing."""
+    """Convert shares to numbers, from texts of a command line; equal shares become the default."""
     try:
         if isinstance(value, str):
             raise ValueError

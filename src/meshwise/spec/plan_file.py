@@ -19,11 +19,11 @@ from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan, check_name
 
 PREDICTED = "predicted"
-"""A table of a plan file that is no field of the plan: spec/prediction.py."""
+"""A table of a plan file that is no field of the plan: see spec/prediction.py."""
 
 
 def plan_to_toml(plan: Plan) -> str:
-    """The plan as a TOML file, every field with its value. What follows from `precision` is a comment."""
+    """Write the plan as a TOML file, every field with its value. What follows from `precision` is a comment."""
     implied = plan.dtypes.by_field
     lines = []
     for f in fields(plan):
@@ -35,7 +35,7 @@ def plan_to_toml(plan: Plan) -> str:
 
 
 def plan_from_toml(text: str, devices: int = 1, over: Mapping[str, Any] | None = None) -> Plan:
-    """Read a plan file; of one that names no axis, replicas fill `devices`. over: values of fields, over the file's.
+    """Read a plan file; if it names no axis, replicas fill `devices`. over: values that replace the file's.
 
     Raises PlanError when the text is not TOML or names an unknown field.
     """
@@ -46,7 +46,7 @@ def plan_from_toml(text: str, devices: int = 1, over: Mapping[str, Any] | None =
 
 
 def plan_values(text: str) -> dict[str, Any]:
-    """The fields that a plan file names. Raises PlanError when the text is not TOML or names an unknown one."""
+    """Return the fields that a plan file names. Raises PlanError when the text is not TOML or names an unknown one."""
     try:
         values = tomllib.loads(text)
     except RecursionError:
@@ -60,7 +60,7 @@ def plan_values(text: str) -> dict[str, Any]:
 
 
 def plan_text(file: str | Path) -> str:
-    """The text of a plan file. Raises PlanError, with the file's name, when it cannot be read or has other fields."""
+    """Read the text of a plan file. Raises PlanError, with the file's name, if that fails or it has other fields."""
     try:
         if stat.S_ISFIFO(Path(file).stat().st_mode) and not str(file).startswith("/dev/fd/"):  # `<(…)` has a writer
             raise OSError(0, "it is a pipe, which would be waited for")
@@ -75,5 +75,5 @@ def plan_text(file: str | Path) -> str:
 
 
 def read_plan(file: str | Path, devices: int, over: Mapping[str, Any] | None = None) -> Plan:
-    """The plan of a plan file on this many devices, `over` it other values. Raises PlanError when it cannot be read."""
+    """Read the plan of a plan file on this many devices, changed by `over`. Raises PlanError if it cannot be read."""
     return plan_from_toml(plan_text(file), devices, over)

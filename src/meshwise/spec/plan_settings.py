@@ -15,7 +15,7 @@ from meshwise.spec.plan import AXES, RECOMPUTES, Plan, changed, check_name
 
 
 def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Plan:
-    """`start` (the default plan without one) with `field=value` settings over it, as a command line gives them.
+    """Return `start` (the default plan without one), changed by `field=value` settings, as a command line gives them.
 
     Raises PlanError for what is not a setting.
     """
@@ -23,7 +23,7 @@ def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Pl
 
 
 def settings_values(settings: Iterable[str]) -> dict[str, Any]:
-    """The fields of a plan that settings name. Several values are written with commas: `offload=parameters,optimizer`.
+    """Parse settings into fields of a plan. Several values are written with commas: `offload=parameters,optimizer`.
 
     Raises PlanError for what is not a setting.
     """
@@ -40,24 +40,24 @@ def settings_values(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def setting_text(name: str, value: Any) -> str:
-    """A field of a plan as the `field=value` that `plan_from_settings` reads."""
+    """Write a field of a plan as the `field=value` that `plan_from_settings` reads."""
     if isinstance(value, tuple | list):
         value = ",".join(map(str, value)) + "," * (name == "recompute" and len(value) == 1)
     return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def setting_texts(plan: Plan) -> list[str]:
-    """What a plan says, each field as a setting."""
+    """Return the non-default fields of a plan, each as a setting."""
     return [setting_text(name, value) for name, value in changed(plan).items()]
 
 
 def settings_text(plan: Plan) -> str:
-    """`shard=8 accumulate=2`: what a plan says, as settings."""
+    """Write the non-default fields of a plan as settings: `shard=8 accumulate=2`."""
     return " ".join(setting_texts(plan))
 
 
 def plan_on(devices: int, settings: Sequence[str]) -> Plan:
-    """The plan of `field=value` settings on this many devices: replicas fill what the other axes leave of them."""
+    """Return the plan of `field=value` settings on this many devices: replicas fill those that other axes leave."""
     axes = [setting for setting in settings if setting.partition("=")[0].strip() in AXES]
     if any(setting.partition("=")[0].strip() == "data" for setting in axes):
         return plan_from_settings(settings)
@@ -66,7 +66,7 @@ def plan_on(devices: int, settings: Sequence[str]) -> Plan:
 
 
 def devices_of(axes: Iterable[str]) -> int:
-    """How many devices the axes among `field=value` settings need. What is no number, the plan itself refuses."""
+    """Return how many devices the axes among `field=value` settings need. The plan itself refuses what is no number."""
     values = [_value_of(name.strip(), text.strip()) for name, _, text in (axis.partition("=") for axis in axes)]
     return math.prod(value for value in values if isinstance(value, int) and value > 0)
 

@@ -21,7 +21,7 @@ COMMENT = "# What meshwise plan predicted of it; the report of a run shows it be
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one plan of a job. machine: that it was made for; origin: of its prices, in words.
+    """The prediction for one plan of a job. machine: for which it was made; origin: of its prices, in words.
 
     seconds: of a step, low and high their 80 % interval; None where the machine's speed is not known. kinds: seconds of
     the step by the kinds of a report, mean over ranks. memory: bytes of the rank that needs most, by the name of the
@@ -41,7 +41,7 @@ class Prediction:
 
 
 def prediction_to_toml(prediction: Prediction) -> str:
-    """The table that a plan file ends with."""
+    """Write the table at the end of a plan file."""
     values = {each.name: getattr(prediction, each.name) for each in fields(prediction)}
     tables = {name: value for name, value in values.items() if isinstance(value, Mapping) and value}
     plain = {name: value for name, value in values.items() if not isinstance(value, Mapping) and value is not None}
@@ -52,13 +52,13 @@ def prediction_to_toml(prediction: Prediction) -> str:
 
 
 def prediction_in(text: str) -> Prediction | None:
-    """The prediction in the text of a plan file; None where it has none. Raises PlanError for one that is damaged."""
+    """Read the prediction in the text of a plan file; None where it has none. Raises PlanError if it is damaged."""
     values = tomllib.loads(text).get(PREDICTED)
     return None if values is None else prediction_of(values)
 
 
 def prediction_of(values: Any) -> Prediction:
-    """The prediction of plain values. Raises PlanError where they are none."""
+    """Make a prediction from plain values. Raises PlanError where that fails."""
     try:
         found = Prediction(**values)
         numbers = [*found.kinds.values(), *found.memory.values(), *found.categories.values()]

@@ -43,9 +43,9 @@ _QUANTITY = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-zµ/]
 
 
 def read_quantity(text: object, kind: str, where: str) -> float:
-    """`text` in base units: bytes, bytes/s, FLOP/s or seconds. kind: a key of UNITS; where: for the error.
+    """Parse `text` in base units: bytes, bytes/s, FLOP/s or seconds. kind: a key of UNITS; where: for the error.
 
-    Raises UsageError for what is not a number with a unit of that kind, is negative, zero (save seconds) or not finite.
+    Raises UsageError unless it is a positive finite number (seconds may be zero) with a unit of that kind.
     """
     found = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     write = f'Write it as "{EXAMPLES[kind]}".'
@@ -69,7 +69,7 @@ def read_quantity(text: object, kind: str, where: str) -> float:
 
 
 def write_quantity(value: float, kind: str) -> str:
-    """`value` with the largest unit that leaves it at least 1, so that `read_quantity` gives the same number."""
+    """Write `value` with the largest unit that leaves it at least 1; `read_quantity` returns the same number."""
     exact = Decimal(repr(float(value)))
     units = UNITS[kind]
     names = [*_WRITTEN[kind], *(_BINARY_BYTES if kind == "bytes" else ())]
@@ -80,7 +80,7 @@ def write_quantity(value: float, kind: str) -> str:
 
 
 def value_text(value: object) -> str:
-    """A value as it is written, for an error: cut when it is long."""
+    """Write a value for an error, shortened when it is long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a whole number of thousands of digits

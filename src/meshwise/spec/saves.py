@@ -12,13 +12,13 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.quantity import read_quantity
 
 KEEP = 2
-"""Checkpoints that are kept: the newest, and the one before, in case that is damaged one day."""
+"""Checkpoints that are kept: the newest, and the one before, in case the newest is ever damaged."""
 
 
 @dataclass(frozen=True)
 class Saves:
-    """Every so many steps or seconds; None for neither: at the end, and when the run is stopped. keep: checkpoints that
-    are kept, and limit: bytes that they may have together."""
+    """When to save: every so many steps or seconds; None for neither: at the end, and when the run is stopped. keep:
+    how many checkpoints are kept, and limit: bytes that they may take together."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -27,7 +27,7 @@ class Saves:
 
 
 def read_saves(every: int | str | None = None, keep: int | None = None, limit: str | None = None) -> Saves:
-    """What `--save-every 500` or `10min`, `--keep 3` and `--save-limit 50GiB` say. Raises UsageError for anything
+    """Parse `--save-every 500` or `10min`, `--keep 3` and `--save-limit 50GiB`. Raises UsageError for anything
     else."""
     steps, seconds = None, None
     if isinstance(every, int) or (every is not None and every.strip().lstrip("-").isdigit()):

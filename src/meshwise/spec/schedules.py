@@ -13,11 +13,11 @@ SCHEDULES = {
     "interleaved": "1f1b with two stages a rank: about half the idle time, and more messages",
 }
 ZERO_BUBBLE = ("zb", "dualpipe")
-"""How the names of schedules begin that cut a backward in two, beside `zero-bubble`."""
+"""Beginnings of the names of schedules that split a backward in two, besides `zero-bubble`."""
 
 
 def check_schedule(name: str) -> None:
-    """Raises PlanError for a schedule that there is not."""
+    """Raise PlanError for an unknown schedule."""
     word = name.lower().replace("-", "").replace("_", "").removeprefix("schedule")
     if "zerobubble" in word or word.startswith(ZERO_BUBBLE):
         raise PlanError(

@@ -21,5 +21,5 @@ class World:
 
     @property
     def kind(self) -> str:
-        """The device kind alone: `cpu` or `cuda`."""
+        """The kind of device, without its index: `cpu` or `cuda`."""
         return self.device.split(":")[0]
