@@ -23,7 +23,7 @@ from meshwise.transfer import collectives
 
 T = TypeVar("T")
 States = tuple[Any, ...]
-"""Of some generators, as bytes and numbers, which compare and travel."""
+"""States of some generators, as bytes and numbers, which can be compared and sent."""
 
 
 @dataclass(frozen=True)
@@ -52,25 +52,25 @@ def _set_numpy_state(state: States) -> None:
 
 TORCH = _torch_handle(torch.default_generator)
 GLOBAL = (TORCH, Handle(_numpy_state, _set_numpy_state), Handle(random.getstate, random.setstate))
-"""What code that knows no generator of its own draws from."""
+"""Generators that code draws from when it is given none."""
 
 
 def packed(states: Any) -> Any:
-    """States for a file of any kind, JSON too: bytes as text."""
+    """Convert states for any file format, JSON too: bytes become text."""
     if isinstance(states, bytes):
         return states.hex()
     return [packed(state) for state in states] if isinstance(states, tuple) else states
 
 
 def unpacked(states: Any) -> Any:
-    """What `packed` has made them from."""
+    """Undo `packed`."""
     if isinstance(states, str):
         return bytes.fromhex(states)
     return tuple(unpacked(state) for state in states) if isinstance(states, list | tuple) else states
 
 
 def handles_of(*holders: Any) -> tuple[Handle, ...]:
-    """The generators that loaders and samplers hold in their attribute `generator`, each once."""
+    """Return the generators that loaders and samplers hold in their attribute `generator`, each once."""
     found = {id(g): g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)}
     return tuple(_torch_handle(generator) for generator in found.values())
 
@@ -79,7 +79,7 @@ def handles_of(*holders: Any) -> tuple[Handle, ...]:
 class Draws:
     """How the order of an epoch is drawn: each calls a function that draws.
 
-    begin: of what has been drawn where a loop goes on. go_on: from the program's generators, as they are then.
+    begin: from the recorded state, where a loop resumes. go_on: from the current state of the program's generators.
     """
 
     begin: Callable[[Callable[[], Any]], Any]
@@ -87,7 +87,7 @@ class Draws:
 
 
 class ProgramGenerator:
-    """torch's generator as the program has it outside its loops."""
+    """torch's generator as the program sees it outside its loops."""
 
     def __init__(self) -> None:
         self._loops = 0
@@ -95,17 +95,17 @@ class ProgramGenerator:
 
     @property
     def in_loop(self) -> bool:
-        """Whether loops are open, one inside the other or side by side."""
+        """Whether loops are open, nested or side by side."""
         return self._loops > 0
 
     @property
     def nested(self) -> bool:
-        """Whether several are."""
+        """Whether several loops are open."""
         return self._loops > 1
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
-        """Around a loop: what is drawn in it moves nothing outside."""
+        """Wrap a loop: draws in it do not affect the generator outside."""
         outer = torch.get_rng_state()
         if self._loops == 0:
             self._state = outer
@@ -118,7 +118,7 @@ class ProgramGenerator:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """The body draws from the program's generator, in a loop too."""
+        """Let the body draw from the program's generator, even inside a loop."""
         if self._loops == 0:
             yield
             return
@@ -132,28 +132,28 @@ class ProgramGenerator:
 
 
 class OrderGenerators:
-    """The generators that a loader's order is drawn from, and the state in which the order of an epoch began.
+    """The generators that a loader's order is drawn from, and their state when the order of an epoch began.
 
-    A loop that goes on in the middle of an epoch begins its order again from that state; the program's generators,
-    which have gone on since, stay as they are.
+    A loop resumed in the middle of an epoch draws its order again from that state; the program's generators,
+    which have moved on since, stay as they are.
     """
 
     def __init__(self, program: ProgramGenerator, handles: tuple[Handle, ...]) -> None:
         self._program, self._handles = program, handles
 
     def states(self) -> States:
-        """Where the program's generators are now."""
+        """Return the current states of the program's generators."""
         with self._program.drawing():
             return tuple(handle.state() for handle in self._handles)
 
     def set_states(self, states: States) -> None:
-        """Put the program's generators there."""
+        """Set the states of the program's generators."""
         with self._program.drawing():
             for handle, state in zip(self._handles, states, strict=True):
                 handle.set_state(state)
 
     def take_rank_0s(self) -> States:
-        """The states of rank 0, which every rank's generators have from now on. Collective."""
+        """Give every rank's generators the states of rank 0, and return these. Collective."""
         own = self.states()
         states: States = collectives.broadcast_object(own)
         if states != own:
@@ -161,7 +161,7 @@ class OrderGenerators:
         return states
 
     def draws(self, states: States, *, again: bool) -> Draws:
-        """How an epoch's order is drawn that began at `states`; again: not for the first time."""
+        """Return how to draw an epoch's order that began at `states`; again: not for the first time."""
         return Draws(partial(self._replay, states) if again else self._live, self._live)
 
     def _live(self, function: Callable[[], T]) -> T:

@@ -35,9 +35,9 @@ from meshwise.transfer import stages
 from meshwise.transfer.splitmix import GOLDEN, mixed, mixed_bits, shifted, signed
 
 Uniform = Callable[[Sequence[int], torch.device], Tensor]
-"""Numbers in [0, 1), float64, of a shape on a device."""
+"""Makes float64 numbers in [0, 1), of a shape on a device."""
 Arguments = dict[str, Any]
-"""Of an operator, by name."""
+"""Arguments of an operator, by name."""
 Draws = Callable[[Uniform, Arguments], Any]
 
 
@@ -61,14 +61,14 @@ class Rows:
 
 GENERATOR = " from a generator of the program's own"
 DrawLayout = Callable[[int, str, tuple[int, ...]], tuple[tuple[int, ...], int | None] | None]
-"""(call, operator, shape) -> the shape of the draw on one device, and the dim of it of which this rank has a part, None
-where it has all. None: not known, and the rank draws on its own."""
+"""(call, operator, shape) -> the shape of the draw on one device, and the dim along which this rank has a part, None
+where it has all. None: unknown, and the rank draws independently."""
 
 
 class KeyedDraws:
     """The random draws of one microbatch, of which this rank has `rows`.
 
-    attention_as_operators: attention runs as operators, whose draws can be keyed; those of its kernels cannot.
+    attention_as_operators: attention runs as operators, whose draws can be keyed, unlike those of its kernels.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class KeyedDraws:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """The forward of this microbatch: torch's generator starts at its key."""
+        """Wrap the forward of this microbatch: torch's generator starts at its key."""
         torch.manual_seed(mixed(*self._key))
         with stages.carried(lambda: len(self._calls), self._go_on), self.backward():
             yield
 
     def _go_on(self, calls: int) -> None:
-        """Go on after so many calls, which earlier stages of a pipeline have made."""
+        """Skip the calls that earlier stages of a pipeline have made."""
         with without_interception():
             while len(self._calls) < calls:
                 if self._next_call() == len(self.log):
@@ -102,7 +102,7 @@ class KeyedDraws:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Its backward, which may recompute parts of the forward."""
+        """Wrap its backward, which may recompute parts of the forward."""
         attention = sdpa_kernel(SDPBackend.MATH) if self._attention_as_operators else contextlib.nullcontext()
         with attention, intercept_operators(self._handle):
             yield
@@ -140,7 +140,7 @@ class KeyedDraws:
         return result
 
     def _placed(self, name: str, shape: tuple[int, ...], call: int) -> tuple[tuple[int, ...], int | None] | None:
-        """Where this rank's part of the draw lies (see `DrawLayout`)."""
+        """Return where this rank's part of the draw lies (see `DrawLayout`)."""
         if call == len(self.log):
             self.log.append(Draw(name, shape))
         found = self._layout(call, name, shape)
@@ -165,25 +165,25 @@ class ExactDraws:
         self.unkeyed: set[str] = set()
 
     def of_microbatch(self, key: tuple[int, int, int], part: BatchSlice) -> KeyedDraws:
-        """The draws of this rank's `part` of a microbatch; key: seed, step, and its number in the step."""
+        """Return the draws of this rank's `part` of a microbatch; key: seed, step, and its number in the step."""
         rows = Rows(part.first, len(part.indices), part.micro, part.samples)
         draws = KeyedDraws(key, rows, by_rows(rows), attention_as_operators=True)
         draws.unkeyed = self.unkeyed
         return draws
 
     def note(self) -> str:
-        """What they could not be exact in; empty where they were."""
+        """Say which draws could not be exact; empty if all were."""
         names = ", ".join(sorted(self.unkeyed))
         return names and f"--exact-random: {names} cannot be keyed, so each rank draws on its own there."
 
 
 def on_one_device(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], None]:
-    """A `DrawLayout`: this rank has all rows."""
+    """Return the layout (`DrawLayout`) of a rank that has all rows."""
     return shape, None
 
 
 def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
-    """A `DrawLayout` that knows what one device drew."""
+    """Return a `DrawLayout` that knows what one device drew."""
 
     def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
         if call >= len(reference) or reference[call].operator != operator:
@@ -200,8 +200,8 @@ def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
 
 
 def by_rows(rows: Rows) -> DrawLayout:
-    """A `DrawLayout` that takes the batch for the first of two dims that has the rank's rows, else for a first that is
-    some times them (heads or positions beside the samples). A rank that has all rows draws as one device does."""
+    """Return a `DrawLayout` that takes the first of two dims with the rank's number of rows as the batch, else a first
+    dim that is a multiple of it (heads or positions beside samples). A rank with all rows draws like one device."""
 
     def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
         dims = [d for d in range(min(2, len(shape))) if shape[d] == rows.count]
@@ -216,7 +216,7 @@ def by_rows(rows: Rows) -> DrawLayout:
 
 
 def keyed_uniform(key: int, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Uniform numbers in [0, 1), float64: element i is a function of (key, i) alone.
+    """Return uniform numbers in [0, 1), float64: element i depends only on (key, i).
 
     The finaliser of SplitMix64, twice, and the upper 53 bits.
     """
@@ -227,7 +227,7 @@ def keyed_uniform(key: int, shape: Sequence[int], device: torch.device) -> Tenso
 
 
 def keyed_normal(key: int, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Normal numbers, float64: element i is a function of (key, i) alone."""
+    """Return normal numbers, float64: element i depends only on (key, i)."""
     return _normal(keyed_uniform(key, shape, device))
 
 
@@ -256,7 +256,7 @@ def _multinomial(uniform: Uniform, given: Arguments) -> Tensor:
 
 
 def _random_normal(uniform: Uniform, given: Arguments) -> Tensor:
-    """torch.normal of numbers and a size, or of tensors."""
+    """Draw torch.normal of numbers and a size, or of tensors."""
     mean, std = given["mean"], given["std"]
     if "size" in given:
         like = torch.empty(given["size"], dtype=given["dtype"], device=given["device"])
@@ -267,7 +267,7 @@ def _random_normal(uniform: Uniform, given: Arguments) -> Tensor:
 
 
 def _whole_numbers(uniform: Tensor, given: Arguments) -> Tensor:
-    """From `low` to below `high`; of `random_` the bounds have other names, and defaults."""
+    """Draw from `low` to below `high`; for `random_` the bounds have other names, and defaults."""
     low: Any = given.get("low", given.get("from", 0))
     high: Any = given["high"] if "high" in given else given.get("to")
     whole: Tensor = low + (uniform * ((2**24 if high is None else high) - low)).floor()
@@ -280,7 +280,7 @@ def _normal(uniform: Tensor) -> Tensor:
 
 
 def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
-    """An operator that fills its tensor with what `turn` makes of uniform numbers."""
+    """Return an operator that fills its tensor with uniform numbers converted by `turn`."""
 
     def draw(uniform: Uniform, given: Arguments) -> Any:
         tensor = given["self"]
@@ -290,7 +290,7 @@ def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
 
 
 def _new(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
-    """An operator that makes a tensor: of a size, or like another."""
+    """Return an operator that makes a tensor: of a size, or like another."""
 
     def draw(uniform: Uniform, given: Arguments) -> Tensor:
         like: Tensor = given["self"] if "self" in given else torch.empty(0, device="cpu")

@@ -24,7 +24,7 @@ GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples lie far apart 
 class BatchSlice:
     """A rank's part of one microbatch.
 
-    indices: which samples of the data set; never empty: a rank without samples gets one as padding.
+    indices: its samples in the data set; never empty: a rank without samples gets one as padding.
     samples: how many of them count; 0 for a padding sample.
     total: samples of the whole global batch that the microbatch belongs to.
     first, micro: how many of the microbatch's samples lie before these, and how many it has over all ranks.
@@ -39,26 +39,26 @@ class BatchSlice:
     whole: bool = False
 
     def ratio(self, ranks: int) -> float:
-        """What a mean over these samples is multiplied by, so that the mean over the ranks is that over the batch."""
+        """Return the factor for a mean over these samples that makes the mean over ranks the mean over the batch."""
         return 1 if self.whole else self.samples * ranks / self.total
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
-    """The order in which epoch `epoch` (from 0) reads `samples` samples, int64 of shape (samples,)."""
+    """Return the order in which epoch `epoch` (from 0) reads `samples` samples, int64 of shape (samples,)."""
     key = (seed * GOLDEN + epoch) % 2**32  # all that torch's CPU generator keeps of a seed
     return torch.randperm(samples, generator=torch.Generator().manual_seed(key))
 
 
 def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Part `index` of the range [start, stop) in `parts` contiguous parts whose sizes differ by one at most."""
+    """Return part `index` of the range [start, stop) in `parts` contiguous parts whose sizes differ by one at most."""
     size, rest = divmod(stop - start, parts)
     first = start + index * size + min(index, rest)
     return first, first + size + (index < rest)
 
 
 def world_part(start: int, stop: int, world: World) -> tuple[int, int]:
-    """This rank's part of the range [start, stop): nearly equal ones, or as `world.shares` says, at least one sample
-    for each rank where there are so many."""
+    """Return this rank's part of the range [start, stop): nearly equal parts, or as `world.shares` says, with at least
+    one sample for each rank if there are enough."""
     count, size = stop - start, world.size
     if not world.shares or count <= size:
         return part(start, stop, size, world.rank)
@@ -69,14 +69,14 @@ def world_part(start: int, stop: int, world: World) -> tuple[int, int]:
 
 
 def divides_evenly(total: int, world: World) -> bool:
-    """Whether every rank has as many of `total` samples as the others."""
+    """Check whether all ranks get the same number of `total` samples."""
     return not world.shares and total % world.size == 0
 
 
 def batch_bounds(
     samples: int, batch_size: int, begin: int = 0, left_out: Sequence[tuple[int, int]] = ()
 ) -> Iterator[tuple[int, int]]:
-    """Where each global batch from sample `begin` on begins and ends. left_out: ranges of samples that none has."""
+    """Yield begin and end of each global batch from sample `begin` on. left_out: ranges of samples that none has."""
     if not left_out:
         starts = range(begin, samples, batch_size)
         return zip(starts, itertools.chain(starts[1:], (samples,)), strict=False)
@@ -103,7 +103,8 @@ def epoch_slices(
     begin: int = 0,
     left_out: Sequence[tuple[int, int]] = (),
 ) -> Iterator[Sequence[BatchSlice]]:
-    """This rank's shares of every global batch from sample `begin` on: one sequence a step, one share a microbatch.
+    """Yield this rank's shares of each global batch from sample `begin` on: one sequence a step, one share a
+    microbatch.
 
     A ragged last batch makes fewer microbatches rather than empty ones. left_out: as in `batch_bounds`.
     """
@@ -122,13 +123,13 @@ def _microbatch_slices(
 
 
 def batch_slices(order: Tensor, batch_size: int, world: World, begin: int = 0) -> Iterator[BatchSlice]:
-    """This rank's share of every global batch from sample `begin` on."""
+    """Yield this rank's share of every global batch from sample `begin` on."""
     for start, stop in batch_bounds(len(order), batch_size, begin):
         yield batch_slice(order, start, stop, stop - start, world)
 
 
 def batch_slice(order: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
-    """This rank's share of the microbatch [start, stop) of `order`."""
+    """Return this rank's share of the microbatch [start, stop) of `order`."""
     if world.shares:
         first, last = world_part(start, stop, world)
     else:
@@ -139,5 +140,5 @@ def batch_slice(order: Tensor, start: int, stop: int, total: int, world: World) 
 
 
 def sequential_slices(samples: int, batch_size: int, world: World) -> Iterator[BatchSlice]:
-    """Shares of a data set read front to back, as an evaluation does."""
+    """Yield shares of a data set read front to back, as an evaluation does."""
     return batch_slices(torch.arange(samples), batch_size, world)

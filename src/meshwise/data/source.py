@@ -27,16 +27,16 @@ from meshwise.data.order import BatchSlice
 from meshwise.spec.errors import DataError
 
 Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
-"""`read(index batches, epoch)` gives the batches."""
+"""`read(index batches, epoch)` returns the batches."""
 
 _INDICES = attrgetter("indices")
 LOOKS = 16
-"""Of ready batches, that several ranks read parts of, so many are looked at whether they draw, and each so many-th."""
+"""Of ready batches shared by several ranks, so many are checked for random draws first, and later every so many-th."""
 
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """What a user's DataLoader would be told. `extra` holds its other keyword arguments.
+    """Settings for a user's DataLoader. `extra` holds its other keyword arguments.
 
     several: whether several ranks may read a batch, each its rows.
     """
@@ -49,7 +49,7 @@ class LoaderSettings:
 
 
 def count_samples(data: Any, what: str) -> int:
-    """How many samples `data` has. Raises DataError when it has none or cannot say."""
+    """Return how many samples `data` has. Raises DataError when it has none or cannot say."""
     if isinstance(data, (tuple, dict)):
         tensors = list(data.values()) if isinstance(data, dict) else list(data)
         strange = [type(t).__name__ for t in tensors if not isinstance(t, Tensor) or t.dim() == 0]
@@ -74,7 +74,7 @@ def count_samples(data: Any, what: str) -> int:
 
 
 def reader(data: Any, settings: LoaderSettings) -> Reader:
-    """How batches of `data` are read."""
+    """Return a reader of batches of `data`."""
     read_batch = _batch_reader(data, settings)
     if read_batch is None:
         return _loader_reader(data, settings)
@@ -82,14 +82,14 @@ def reader(data: Any, settings: LoaderSettings) -> Reader:
 
 
 def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Iterator[tuple[Any, BatchSlice]]:
-    """The batch of each slice, with it. Slices are made as batches are read: an epoch has many. No batch is held."""
+    """Yield each slice's batch with the slice. Slices are made on demand: an epoch has many. No batch is kept."""
     slices, ahead = tee(slices)
     batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))  # workers start with the first
     return zip(batches, slices, strict=False)
 
 
 def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:
-    """A function from indices to a batch, where the data set is in memory as tensors."""
+    """Return a function from indices to a batch, if the data set is in memory as tensors."""
     if _gives_batches(data):
         return data.batch  # type: ignore[no-any-return]
     ready_made = getattr(type(data), "__getitem__", None)  # a subclass may do more to its samples
@@ -107,21 +107,21 @@ def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any
 
 
 def rows_at(tensor: Tensor, indices: Tensor) -> Tensor:
-    """`tensor[indices]`, but for its time: each row is copied as a whole."""
+    """Return `tensor[indices]`, but faster: each row is copied as a whole."""
     plain = type(tensor) is Tensor and tensor.device == indices.device and tensor.layout == torch.strided
     return tensor.index_select(0, indices) if plain and tensor.dim() > 1 else tensor[indices]
 
 
 def _gives_batches(data: Any) -> bool:
-    """Whether `data` has our `batch(indices)`; the `batch` of Hugging Face's datasets is something else."""
+    """Check whether `data` has our `batch(indices)`; the `batch` of Hugging Face's datasets is something else."""
     method = getattr(data, "batch", None)
     return callable(method) and "indices" in inspect.signature(method).parameters
 
 
 class KeyedDataset(Dataset[Any]):
-    """A data set asked by (epoch, index), whose random draws depend on the key alone.
+    """A data set indexed by (epoch, index), whose random draws depend only on that key.
 
-    One with `__getitems__` may give ready batches for its indices, as torch's DataLoader lets it.
+    One with `__getitems__` may return ready batches for its indices, as torch's DataLoader allows.
     """
 
     def __init__(self, data: Any, seed: int, several: bool = False) -> None:
@@ -156,13 +156,13 @@ class KeyedDataset(Dataset[Any]):
 
 
 class seeded_by:
-    """Draws of torch, numpy and Python inside the with-body depend on the key alone; those outside go on as before.
+    """Makes draws of torch, numpy and Python inside the with-body depend only on the key; those outside are unaffected.
 
     To keep the states and set them again takes longer than to seed (numpy's 70 µs of 100), so it is once a batch.
     """
 
     def __init__(self, *key: int) -> None:
-        """key: none where the body seeds by itself."""
+        """key: empty where the body seeds itself."""
         self._key = key
 
     def __enter__(self) -> seeded_by:
@@ -172,7 +172,7 @@ class seeded_by:
         return self
 
     def has_drawn(self) -> bool:
-        """Whether anything was drawn since the body began. What is drawn from here on is drawn from there again."""
+        """Check whether anything was drawn since the body began, and seed again: later draws start over."""
         now = _states()
         _seed(*self._key)
         return now != _states()

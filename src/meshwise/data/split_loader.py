@@ -55,14 +55,14 @@ _OF_WORKERS = ("worker_init_fn", "prefetch_factor", "persistent_workers", "multi
 
 @dataclass(frozen=True)
 class LoaderSpec:
-    """What a distributed loader needs of the user's.
+    """What a distributed loader needs from the user's.
 
     pairs: `pairs(draws, epoch, begin, most)` reads an epoch from sample `begin` on; with `most`, one batch of at most
-        so many samples (a stream's batches stay whole). Of streams of each rank's own every batch counts as whole.
+        so many samples (a stream's batches stay whole). If each rank has its own stream, every batch counts as whole.
         draws: how its order is drawn; None: keyed by (seed, epoch), as in the states that earlier versions saved.
-    drawn: what an order is drawn from; nothing where it is known.
-    own: whether each rank draws on its own.
-    draws_base_seed: whether reading draws what the seeds of worker processes are made from.
+    drawn: the generators that an order is drawn from; empty where it is fixed.
+    own: whether each rank draws independently.
+    draws_base_seed: whether reading draws the base seed of worker processes.
     """
 
     length: int | None
@@ -75,7 +75,7 @@ class LoaderSpec:
 
 
 def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str) -> LoaderSpec:
-    """How the batches of a user's loader are shared out. Raises UsageError for a loader that cannot be."""
+    """Return how the batches of a user's loader are shared. Raises UsageError for a loader that cannot be split."""
     if streams not in STREAMS:
         raise UsageError(f"streams={streams!r}: write 'whole' or 'per-rank'.")
     if loader.batch_sampler is None:
@@ -103,7 +103,7 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
 
 
 def _rows(data: Any) -> Any:
-    """A tuple or dict holds samples where a user's loader reads it; a job's holds tensors with a sample a row."""
+    """Make a list of samples from a user's tuple or dict; a job's would hold tensors with a sample a row."""
     return [data[index] for index in range(len(data))] if isinstance(data, (tuple, dict)) else data
 
 
@@ -113,7 +113,7 @@ def _settings(loader: DataLoader[Any], seed: int, world: World) -> LoaderSetting
 
 
 def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The user's other settings; most are those of worker processes."""
+    """Return the user's other settings; most concern worker processes."""
     names = (*_KEPT, *_OF_WORKERS) if loader.num_workers else _KEPT
     return {name: getattr(loader, name) for name in names}
 
@@ -127,7 +127,7 @@ def _keyed(seed: int, samples: int) -> Order:
 
 
 def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Order:
-    """What torch's RandomSampler draws (torch/utils/data/sampler.py), as a tensor."""
+    """Draw like torch's RandomSampler (torch/utils/data/sampler.py), as a tensor."""
 
     def permutation() -> Tensor:
         own = generator or torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
@@ -139,8 +139,8 @@ def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Ord
 def _ordered(
     loader: DataLoader[Any], seed: int, world: World, order_of: Order, *, drawn_again: bool = False
 ) -> LoaderSpec:
-    """A data set of known size in an order that is one tensor. drawn_again: torch's sampler draws another when it has
-    come to its end, and takes nothing of it, which moves a generator of its own."""
+    """Split a data set of known size, in an order that is one tensor. drawn_again: torch's sampler draws another order
+    at its end without using it, which advances its own generator."""
     samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
     whole = samples - samples % size if loader.drop_last else samples
     read = reader(_rows(loader.dataset), _settings(loader, seed, world))
@@ -157,7 +157,7 @@ def _ordered(
 
 
 def _foreign(loader: DataLoader[Any], seed: int, world: World) -> LoaderSpec:
-    """The user's own sampler, run whole on every rank."""
+    """Split by the user's own sampler, which runs whole on every rank."""
     read = reader(_rows(loader.dataset), _settings(loader, seed, world))
     batch_sampler: Iterable[list[int]] = loader.batch_sampler  # type: ignore[assignment]
 
@@ -183,7 +183,7 @@ def _keyed_batches(batches: Iterable[Any], seed: int, epoch: int, begin: int) ->
 
 
 def _behind(begin: int, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
-    """The batches that do not end before sample `begin`; no more are read than that."""
+    """Return the batches that end after sample `begin`, reading no more than needed."""
     end = 0
     while end < begin and (batch := next(batches, None)) is not None:
         end += len(batch)
@@ -198,7 +198,7 @@ def _then(shares: Iterator[BatchSlice], end: Callable[[], object]) -> Iterator[B
 
 
 def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
-    """An iterable data set: its items one by one, grouped, shared out and collated here."""
+    """Split an iterable data set: its items are read one by one, grouped, shared and collated here."""
     size, collate = loader.batch_size or 1, loader.collate_fn
     items: DataLoader[Any] = DataLoader(
         loader.dataset,
@@ -230,13 +230,13 @@ def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
 
 
 def _skipped(items: Iterator[Any], count: int) -> tuple[Iterator[Any], Any]:
-    """What comes behind so many items, and the last of them."""
+    """Skip this many items; return the rest, and the last one skipped."""
     skipped = deque(islice(items, count), maxlen=1)
     return items, skipped[0] if skipped else None
 
 
 def _ready(loader: DataLoader[Any], world: World) -> LoaderSpec:
-    """A loader whose data set gives ready batches."""
+    """Split a loader whose data set returns ready batches."""
 
     def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
         go_on = draws.go_on if draws else _call
@@ -278,7 +278,7 @@ def _cut(batch: Any, first: int, count: int) -> Any:
 
 
 def _compared(count: int, checksum: int) -> list[int]:
-    """How many items each rank has read. Raises DataError where they are as many, but others. Collective."""
+    """Return how many items each rank has read. Raises DataError if numbers agree but items differ. Collective."""
     counts, sums = collectives.all_gather(torch.tensor([count, checksum])).T.tolist()
     if len(set(sums)) != 1 and len(set(counts)) == 1:
         raise DataError(
@@ -288,7 +288,7 @@ def _compared(count: int, checksum: int) -> list[int]:
 
 
 def _checksum(items: Any) -> int:
-    """Of what is cheap to read: up to 64 numbers of each tensor, and plain values."""
+    """Return a checksum of what is cheap to read: up to 64 numbers of each tensor, and plain values."""
     told = []
     for leaf in all_leaves(items):
         if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":

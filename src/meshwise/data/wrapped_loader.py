@@ -23,7 +23,7 @@ class _Loader(Protocol):
 
 
 class Wrapper:
-    """Passes what is read from the loader inside through the one around it."""
+    """Passes batches read from the inner loader through the one around it."""
 
     def __init__(self, name: str, begin: Callable[[], Iterator[Any]]) -> None:
         """name: of the outer loader's class. begin: its own `__iter__`."""
@@ -31,12 +31,12 @@ class Wrapper:
         self._fed: Iterator[Any] | None = None
 
     def take(self) -> Iterator[Any] | None:
-        """What the outer loader reads where it begins to loop over the inner one; None where somebody else does."""
+        """Return what the outer loader reads when it begins to loop over the inner one; None for any other caller."""
         fed, self._fed = self._fed, None
         return fed
 
     def pairs(self, inner: Iterator[tuple[Any, BatchSlice]]) -> Iterator[tuple[Any, BatchSlice]]:
-        """The outer loader's batches, each with its share. Raises UsageError where it gives more or fewer than it
+        """Yield the outer loader's batches, each with its share. Raises UsageError if it yields more or fewer than it
         reads."""
         read: deque[BatchSlice] = deque()
 
@@ -61,13 +61,13 @@ class Wrapper:
 
 
 def loader_inside(thing: Any) -> str | None:
-    """The attribute of an iterable that is its one DataLoader."""
+    """Return the attribute of an iterable that is its only DataLoader."""
     held = [name for name, value in getattr(thing, "__dict__", {}).items() if isinstance(value, DataLoader)]
     return held[0] if len(held) == 1 and hasattr(type(thing), "__iter__") else None
 
 
 def read_through(outer: Any, name: str, inner: _Loader) -> Wrapper:
-    """Let `outer` read `inner`, in place: its class becomes a subclass that bears its name."""
+    """Let `outer` read `inner`, in place: its class becomes a subclass with the same name."""
     kind = type(outer)
     setattr(outer, name, inner)
     wrapper = Wrapper(kind.__name__, lambda: kind.__iter__(outer))

@@ -82,13 +82,13 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(size.hidden, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each token by itself."""
+        """Transform each token by itself."""
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on the normalised stream and added to it."""
+    """Attention and feed-forward, each applied to the normalised residual stream and added to it."""
 
     def __init__(self, size: GptSize) -> None:
         super().__init__()
@@ -96,14 +96,14 @@ class Block(nn.Module):
         self.feed_norm, self.feed = nn.RMSNorm(size.width, eps=1e-5), FeedForward(size)
 
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """The stream, one layer further."""
+        """Apply the block to the residual stream."""
         x = x + self.attention(self.attention_norm(x), turns)
         out: Tensor = x + self.feed(self.feed_norm(x))
         return out
 
 
 class Gpt(nn.Module):
-    """Tokens (B, T) to logits (B, T, vocabulary)."""
+    """Maps tokens (B, T) to logits (B, T, vocabulary)."""
 
     def __init__(self, size: GptSize) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Gpt(nn.Module):
                 nn.init.normal_(p, std=0.02 / depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the token that follows each."""
+        """Return the logits of the token that follows each."""
         x = self.embed(tokens)
         turns = rotary_turns(tokens.shape[1], self.size.width // self.size.heads, self.size.theta, x)
         for block in self.blocks:
@@ -128,7 +128,7 @@ class Gpt(nn.Module):
 
 
 def rotary_turns(length: int, head_width: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, E / 2) of the angles by which each position turns each pair (arXiv 2104.09864)."""
+    """Return cosines and sines (T, E / 2) of the angles by which each position rotates each pair (arXiv 2104.09864)."""
     dtype = torch.promote_types(like.dtype, torch.float32)  # bfloat16 cannot tell neighbouring positions apart
     speed = theta ** (-torch.arange(0, head_width, 2, device=like.device, dtype=dtype) / head_width)
     angles = torch.outer(torch.arange(length, device=like.device, dtype=dtype), speed)
@@ -136,14 +136,14 @@ def rotary_turns(length: int, head_width: int, theta: float, like: Tensor) -> tu
 
 
 def rotate(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs (i, i + E / 2) of the last dim by their angles."""
+    """Rotate the pairs (i, i + E / 2) of the last dim by their angles."""
     cos, sin = turns
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy over the tokens of a batch in nats, and how many there are; padding does not count."""
+    """Return the mean cross entropy over a batch's tokens in nats, and their number; padding does not count."""
     inputs, targets = batch
     logits = model(inputs).flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -183,13 +183,13 @@ def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
 
 @lru_cache(maxsize=1)
 def documents(context: int, data: Path | None) -> tuple[Documents, Documents]:
-    """Training and held-out documents of at most `context` bytes."""
+    """Return training and held-out documents of at most `context` bytes."""
     train, held_out = read_files(data)
     return make_documents(train, context, TRAINED), make_documents(held_out, context, HELD_OUT)
 
 
 def warm_up_and_decay(step: int, steps: int, warm_up: int = 50) -> float:
-    """The factor of the learning rate: linear warm-up, then a cosine down to a tenth, which it keeps."""
+    """Return the factor of the learning rate: linear warm-up, then a cosine down to a tenth, where it stays."""
     if step < warm_up:
         return (step + 1) / warm_up
     progress = min((step - warm_up) / max(steps - warm_up, 1), 1.0)

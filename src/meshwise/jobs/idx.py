@@ -45,16 +45,16 @@ class Images:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """One sample: float32 (1, height, width) and its label, as torchvision's MNIST gives it."""
+        """Return one sample: float32 (1, height, width) and its label, like torchvision's MNIST."""
         return normalise(self.pixels[index])[None], int(self.labels[index])
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The samples at `indices` (int64): float32 (batch, 1, height, width) and int64 labels (batch,)."""
+        """Return the samples at `indices` (int64): float32 (batch, 1, height, width) and int64 labels (batch,)."""
         return normalise(self.pixels.index_select(0, indices))[:, None], self.labels.index_select(0, indices)
 
 
 def normalise(pixels: Tensor) -> Tensor:
-    """Bytes 0..255 as float32 -1..1: bitwise what ToTensor and then Normalize((0.5,), (0.5,)) give.
+    """Convert bytes 0..255 to float32 -1..1: bitwise the result of ToTensor and then Normalize((0.5,), (0.5,)).
 
     They compute (x / 255 - 0.5) / 0.5. Scaling by two is exact in floating point, so x / 127.5 - 1 rounds at the same
     places with half the passes. (A table of 256 entries gives the same bits in twice the time.)
@@ -79,12 +79,12 @@ def read_images(where: Path, part: str) -> Images:
 
 
 def count_classes(where: Path) -> int:
-    """The classes of a set, from 0 to its largest label (27 for EMNIST's letters, 1 to 26). Raises DataError."""
+    """Count the classes of a set, from 0 to its largest label (27 for EMNIST's letters, 1 to 26). Raises DataError."""
     return 1 + max(int(read_idx(find_file(where, part, "labels"), "labels").max()) for part in PARTS)
 
 
 def find_file(where: Path, part: str, kind: str) -> Path:
-    """The file of `images` or `labels` of one part of a set. Raises DataError that says which names were looked for."""
+    """Find the file of `images` or `labels` of one part of a set. Raises DataError that names the expected files."""
     folder, name = (where, "") if where.is_dir() else (where.parent, where.name)
     names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     if not any(other.startswith(name) for other in names) and not where.is_dir():
@@ -106,7 +106,7 @@ def find_file(where: Path, part: str, kind: str) -> Path:
 
 
 def read_idx(path: Path, kind: str) -> Tensor:
-    """The `images` or `labels` of a plain or gzipped IDX file as uint8, never empty. Raises DataError."""
+    """Read the `images` or `labels` of a plain or gzipped IDX file as uint8, never empty. Raises DataError."""
     content, complete = _unpack(path)
     dims = DIMS[kind]
     magic = bytes((0, 0, UNSIGNED_BYTE, dims))
@@ -126,7 +126,7 @@ def read_idx(path: Path, kind: str) -> Tensor:
 
 
 def _unpack(path: Path) -> tuple[bytearray, bool]:
-    """The bytes of a plain or gzipped file, and whether its end was reached. Raises DataError when it is damaged."""
+    """Return the bytes of a plain or gzipped file, and whether it was complete. Raises DataError when it is damaged."""
     content = bytearray()
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:

@@ -21,7 +21,7 @@ CENTRE_SCALE = 0.2  # against noise of 1: with SGD at 1e-3, 10 epochs go from 10
 
 
 def mlp(*, seed: int = 0) -> Job:
-    """Tutorial 2: three linear layers, SGD at 1e-3, 10 epochs. The test set is drawn apart from the training set."""
+    """Train tutorial 2: three linear layers, SGD at 1e-3, 10 epochs. The test set is drawn after the training set."""
 
     return Job(
         name="mlp",
@@ -38,7 +38,7 @@ def mlp(*, seed: int = 0) -> Job:
 
 
 def build_model() -> nn.Module:
-    """1000-1000-1000-10 with ReLU between."""
+    """Build 1000-1000-1000-10 with ReLU between."""
     return nn.Sequential(
         nn.Linear(FEATURES, 1000),
         nn.ReLU(),
@@ -49,7 +49,7 @@ def build_model() -> nn.Module:
 
 
 def draw_samples(seed: int) -> tuple[Batch, Batch]:
-    """The training and the test set of a seed, each float32 features (samples, 1000) and int64 labels (samples,)."""
+    """Draw training and test set of a seed, each float32 features (samples, 1000) and int64 labels (samples,)."""
     generator = torch.Generator().manual_seed(seed)
     centres = CENTRE_SCALE * torch.randn(CLASSES, FEATURES, generator=generator)
 

@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor]  # inputs (batch, ...), labels (batch,)
 
 
 class ConvNet(nn.Module):
-    """Two convolutions, each with its pooling, and two linear layers."""
+    """Two convolutions, each with pooling, and two linear layers."""
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class ConvNet(nn.Module):
         self.fc2 = nn.Linear(50, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (batch, 1, 28, 28) to logits (batch, classes)."""
+        """Map images (batch, 1, 28, 28) to logits (batch, classes)."""
         x = F.max_pool2d(F.relu(self.conv1(images)), 2)  # 28 -> 24 -> 12
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)  # 12 -> 8 -> 4
         x = F.relu(self.fc1(x.flatten(1)))
@@ -43,7 +43,7 @@ class ConvNet(nn.Module):
 
 
 def mnist_mlp(*, data: Path | None = None, seed: int = 0) -> Job:
-    """Tutorial 1: 784-128-10, batches of 64, 5 epochs, Adam. Reaches 96 to 97 % of MNIST's test set.
+    """Train tutorial 1: 784-128-10, batches of 64, 5 epochs, Adam. Reaches 96 to 97 % of MNIST's test set.
 
     data: a folder of IDX files instead of the MNIST that ships with meshwise. Raises DataError when it cannot be read.
     """
@@ -56,7 +56,7 @@ def mnist_mlp(*, data: Path | None = None, seed: int = 0) -> Job:
 
 
 def mnist_cnn(*, data: Path | None = None, seed: int = 0) -> Job:
-    """Tutorial 3's convolutional network, with the pooling it needs. Reaches 98.5 % of MNIST's test set in 3 epochs.
+    """Train tutorial 3's convolutional network, with the pooling it needs: 98.5 % of MNIST's test set in 3 epochs.
 
     data: a folder of IDX files instead of the MNIST that ships with meshwise. Raises DataError when it cannot be read.
     """
@@ -78,19 +78,19 @@ def _digits_job(where: Path, model: Callable[[int], nn.Module], **settings: Any)
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean cross entropy of a batch, in nats."""
+    """Return the mean cross entropy of a batch, in nats."""
     inputs, labels = batch
     return F.cross_entropy(model(inputs), labels)
 
 
 def accuracy(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The fraction of a batch whose likeliest class is the right one."""
+    """Return the fraction of a batch whose likeliest class is correct."""
     inputs, labels = batch
     return {"accuracy": (model(inputs).argmax(dim=1) == labels).float().mean()}
 
 
 def read_digits(where: Path, part: str) -> Images:
-    """One part, `train` or `test`, of a set of 28 x 28 images. Raises DataError for another size of image."""
+    """Read one part, `train` or `test`, of a set of 28 x 28 images. Raises DataError for another size of image."""
     images = read_images(where, part)
     height, width = images.pixels.shape[1:]
     if (height, width) != (SIDE, SIDE):

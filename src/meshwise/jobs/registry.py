@@ -29,7 +29,7 @@ BUILT_IN: dict[str, Callable[..., Job]] = {"gpt": gpt, "mlp": mlp, "mnist-cnn": 
 def find_job(
     word: str | Job, *, data: str | Path | None = None, seed: int | None = None, args: Iterable[str] = ()
 ) -> Job:
-    """The job named `word`, or the one that is given. `data` (a folder) and `seed` go to functions that take them.
+    """Find the job named `word`, or return the given one. `data` (a folder) and `seed` go to functions that take them.
 
     args: `NAME=VALUE` for each other argument of its function. Raises UsageError when there is no such job, or it does
     not take what is given.
@@ -88,7 +88,7 @@ def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **g
 
 
 def _from_file(path: Path, name: str) -> tuple[str, Any]:
-    """What a file calls `name`, or its only job, with the variable that it is bound to."""
+    """Return the file's object called `name`, or its only job, with the variable that it is bound to."""
     module = import_file(path)
     jobs = [key for key, value in vars(module).items() if isinstance(value, Job)]
     if not name:
@@ -103,7 +103,7 @@ def _from_file(path: Path, name: str) -> tuple[str, Any]:
 
 
 def find_in_file(path: Path, name: str) -> Any:
-    """What a Python file calls `name`. Raises UsageError where it has none."""
+    """Return a Python file's object called `name`. Raises UsageError if it has none."""
     module = import_file(path)
     if not hasattr(module, name):
         public = [key for key in vars(module) if not key.startswith("_")]
@@ -112,7 +112,7 @@ def find_in_file(path: Path, name: str) -> Any:
 
 
 def import_file(path: Path) -> ModuleType:
-    """The module of a Python file, imported once under its own name, its folder first on the module path.
+    """Import a Python file once under its own name, with its folder first on the module path.
 
     Raises UsageError with the line that failed.
     """

@@ -18,7 +18,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import name_line
 
 VERBS = {"meshwise.api.run", "meshwise.api.check"}
-"""What else may have trained a job of the script: imported when it is first used."""
+"""Other modules that may have trained a script's job: they are imported when first used."""
 
 
 def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def refuse_untrained_job(script: Path, variables: Mapping[str, Any]) -> None:
-    """Raises UsageError when a script has defined a Job, or a function that makes one, and has trained nothing."""
+    """Raise UsageError when a script has defined a Job, or a function that makes one, and has trained nothing."""
     jobs = [name for name, value in variables.items() if isinstance(value, Job) or _makes_job(value)]
     if jobs and not (VERBS & sys.modules.keys() or process.session.has_begun()):
         raise UsageError(

@@ -28,7 +28,7 @@ START = 256  # the token that stands before every document; the others are its b
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents as bytes one behind another: `data` uint8 (all bytes,), `starts` and `lengths` int64 (documents,)."""
+    """Documents as concatenated bytes: `data` uint8 (all bytes,), `starts` and `lengths` int64 (documents,)."""
 
     data: Tensor
     starts: Tensor
@@ -38,7 +38,7 @@ class Documents:
         return len(self.starts)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 of shape (documents, longest of them). Padding has the target `IGNORED`."""
+        """Return inputs and targets, int64 of shape (documents, longest of them). Padding has the target `IGNORED`."""
         lengths = self.lengths[indices].unsqueeze(1)
         place = torch.arange(int(lengths.max()))
         inside = place < lengths
@@ -50,7 +50,7 @@ class Documents:
 
 
 def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
-    """Training files and held-out files, each sorted by name. `folder` None is the standard library.
+    """Read training files and held-out files, each sorted by name. `folder` None is the standard library.
 
     Raises DataError when there are no text files, or too few to hold some out.
     """
@@ -74,7 +74,7 @@ def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
 
 
 def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents:
-    """At most `most` documents of at most `longest` bytes, drawn from all `files`, the same each time."""
+    """Draw at most `most` documents of at most `longest` bytes from all `files`, the same each time."""
     pieces = [piece for file in files for piece in cut(file, longest)]
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0))[:most].tolist()
     chosen = [pieces[i] for i in order]
@@ -86,7 +86,7 @@ def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents
 
 
 def cut(text: bytes, longest: int) -> Iterator[bytes]:
-    """The documents of a file: as many whole paragraphs as fit; a paragraph that is too long is cut."""
+    """Split a file into documents: as many whole paragraphs as fit; a paragraph that is too long is split."""
     held = b""
     for paragraph in text.split(b"\n\n"):
         paragraph += b"\n\n"
@@ -102,7 +102,7 @@ def cut(text: bytes, longest: int) -> Iterator[bytes]:
 
 
 def bigram_entropy(train: Sequence[bytes], held_out: Sequence[bytes]) -> float:
-    """Nats a byte that a predictor from the byte before needs on `held_out`; its counts are from `train`, plus one."""
+    """Return nats a byte on `held_out` for a predictor from the previous byte, with counts from `train`, plus one."""
     counts = torch.ones(256, 256, dtype=torch.float64)
     for pairs, number in map(_pairs, train):
         counts.view(-1).index_add_(0, pairs, number)
@@ -112,7 +112,7 @@ def bigram_entropy(train: Sequence[bytes], held_out: Sequence[bytes]) -> float:
 
 
 def _pairs(text: bytes) -> tuple[Tensor, Tensor]:
-    """Which pairs of neighbouring bytes a text has, as first * 256 + second, and how often."""
+    """Return the pairs of neighbouring bytes in a text, as first * 256 + second, and their counts."""
     if len(text) < 2:
         return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
     codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()

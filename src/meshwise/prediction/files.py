@@ -33,25 +33,25 @@ from meshwise.records.files import atomic_file, write_text, write_with
 from meshwise.spec.errors import UsageError
 
 Outputs = Mapping[str | int, Any]
-"""Rows of several samples: tensors, or lists of values, by name; by number of a tuple; by "" where there is but one."""
+"""Rows of several samples: tensors, or lists of values, by name; for a tuple by number; by "" if there is only one."""
 FACTS = "facts.json"
 
 
 class Store(Protocol):
-    """Where predictions go."""
+    """Stores predictions."""
 
     def begin(self, multiple: int) -> int:
-        """How many samples are there from an earlier run: a multiple, where that can be told."""
+        """Return how many samples exist from an earlier run: a multiple, where that can be determined."""
 
     def add(self, first: int, pieces: Sequence[Outputs]) -> None:
-        """Take the rows of the samples from `first` on."""
+        """Add the rows of the samples from `first` on."""
 
     def finish(self) -> Any:
-        """Every sample is there. Returns the outputs, where they are kept in memory."""
+        """Finish after the last sample. Returns the outputs, where they are kept in memory."""
 
 
 class InMemory:
-    """Outputs that are given back: tensors with a row a sample, lists of them where their shapes differ."""
+    """Outputs that are returned: tensors with a row a sample, lists of them where their shapes differ."""
 
     def __init__(self) -> None:
         self._pieces: list[Outputs] = []
@@ -76,14 +76,14 @@ def _joined(rows: Sequence[Any]) -> Any:
 
 
 class PartialFolder:
-    """`OUT.partial`: held by one process at a time."""
+    """`OUT.partial`: locked by one process at a time."""
 
     def __init__(self, out: Path) -> None:
         self.out, self.path = out, out.with_name(f"{out.name}.partial")
         self._lock: BinaryIO | None = None
 
     def open(self, facts: Mapping[str, Any], *, overwrite: bool) -> str:
-        """Make it, or go on in it. Returns what is to be said. Raises UsageError where it is of other predictions."""
+        """Make or continue it. Returns a note for the user. Raises UsageError if it belongs to other predictions."""
         if overwrite:
             shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ class PartialFolder:
         return "the job's file was edited since: the first predictions come from the earlier one" if edited else ""
 
     def _take(self) -> None:
-        """Raises UsageError where another process writes there."""
+        """Raise UsageError if another process writes there."""
         try:
             import fcntl
         except ImportError:  # Windows
@@ -118,12 +118,12 @@ class PartialFolder:
             raise UsageError(f"another process writes {self.out} now. Wait for it, or name another --out.") from None
 
     def remove(self) -> None:
-        """All is at its place."""
+        """Remove it, once everything is in its final place."""
         self.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Let others write."""
+        """Release it."""
         if self._lock is not None:
             self._lock.close()
 
@@ -166,7 +166,7 @@ class Lines:
 
 
 def _lines(piece: Outputs) -> Iterator[str]:
-    """A line for each sample."""
+    """Yield a line for each sample."""
     columns = [_texts(rows) for rows in piece.values()]
     if set(piece) == {""}:
         yield from columns[0]
@@ -223,7 +223,7 @@ class Pieces:
         write_with(path, lambda file: file.write(save(tensors)))
 
     def _check(self, first: int, tensors: Mapping[str, Any]) -> None:
-        """Raises UsageError for what does not stack."""
+        """Raise UsageError for outputs that do not stack."""
         for name, rows in tensors.items():
             if not isinstance(rows, Tensor):
                 raise UsageError(
@@ -269,7 +269,7 @@ def _name(key: str | int) -> str:
 
 @contextlib.contextmanager
 def saying_what_is_kept(out: Path | None) -> Iterator[None]:
-    """Turns an error of the disk into one sentence."""
+    """Turn an error of the disk into one sentence."""
     try:
         yield
     except OSError as error:

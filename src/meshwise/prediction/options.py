@@ -25,7 +25,7 @@ FORMATS = (".jsonl", ".safetensors")
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """The options of predictions. predict, collate: of a model that is given without a job, or other ones than its
+    """The options of predictions. predict, collate: for a model that is given without a job, or to replace its
     job's."""
 
     job: Annotated[
@@ -80,7 +80,7 @@ class PredictOptions:
 
     @property
     def run_options(self) -> RunOptions:
-        """What predictions have in common with a run."""
+        """The options that predictions share with a run."""
         given = {
             name: getattr(self, name) for name in ("devices", "plan", "settings", "precision", "batch_size", "seed")
         }

@@ -50,7 +50,7 @@ def run_predict(
 ) -> dict[str, Any]:
     """Predict on this rank. Collective: every rank calls it. Returns the facts of what was done.
 
-    origin: what the job was written in, and digests of what was given. send: gets notes and progress; the launcher by
+    origin: digests of the job's source and of the arguments. send: takes notes and progress; the launcher by
     default. Raises UsageError for what cannot be predicted.
     """
     session = join()
@@ -96,17 +96,17 @@ def run_predict(
 
 
 def _nobody(kind: str, **facts: Any) -> None:
-    """Takes what nobody shows."""
+    """Ignore a message."""
 
 
 def data_of(job: Job, options: PredictOptions) -> Callable[[], Any]:
-    """Gives what is predicted: the test set, where the job has one."""
+    """Return a function that returns the data to predict: the test set, if the job has one."""
     found = job.data if options.train or job.test is None else job.test
     return cast("Callable[[], Any]", found)
 
 
 def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None) -> tuple[nn.Module, Predict]:
-    """The model of `job` under `plan` with its weights, in eval mode, and how it is called. Collective."""
+    """Return the model of `job` under `plan` with its weights, in eval mode, and how it is called. Collective."""
     seed_all(job.seed)
     model, note = constructed(job.model) if plan.parameters_divided else (job.model(), "")
     if not isinstance(model, nn.Module):
@@ -125,7 +125,7 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
 
 
 def _load(model: nn.Module, path: Path) -> Path | None:
-    """Load weights of a file, a folder or a finished run; of another run, the folder of its states, to load later."""
+    """Load weights of a file, a folder or a finished run; of another run return its states' folder, to load later."""
     if not (path / names.RUN).exists():
         load_weights(model, path)
         return None
@@ -138,7 +138,7 @@ def _load(model: nn.Module, path: Path) -> Path | None:
 
 
 def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data: Data, writer: Writer) -> None:
-    """The loop over the samples that are not written yet. Collective."""
+    """Predict the samples that are not written yet. Collective."""
     world, at = engine.world, writer.written
     slices = epoch_slices(torch.arange(data.samples), job.batch_size, world, begin=at)
     batches = read_parts(data, (parts[0] for parts in slices), 0, world.device)
@@ -154,7 +154,7 @@ def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data
 
 
 def _rows(engine: Engine, job: Job, model: nn.Module, call: Predict, batch: Any, part: BatchSlice) -> Outputs:
-    """The rows of a batch; in a pipeline the last stage has them. Collective."""
+    """Return the rows of a batch; in a pipeline the last stage has them. Collective."""
     pipeline, cast = engine.program.pipeline, engine.cast(batch)
     if pipeline is None:
         return rows_of(call(model, cast), part, job.name)
@@ -168,7 +168,7 @@ def _rows(engine: Engine, job: Job, model: nn.Module, call: Predict, batch: Any,
 
 @contextlib.contextmanager
 def _stored(first: bool, out: Path | None) -> Iterator[Store]:
-    """Where rank 0 writes."""
+    """Yield the store that rank 0 writes to."""
     if out is None or not first:
         yield InMemory()
         return
@@ -180,7 +180,7 @@ def _stored(first: bool, out: Path | None) -> Iterator[Store]:
 
 
 def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: int, engine: Engine) -> int:
-    """How many samples are there already, on every rank. Collective: what rank 0 finds wrong is raised by all."""
+    """Return how many samples exist already, on every rank. Collective: what rank 0 finds wrong is raised by all."""
     done, wrong, note = 0, None, ""
     if isinstance(store, Lines | Pieces):
         try:
@@ -197,7 +197,7 @@ def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: 
 
 
 def _facts(job: Job, data: Data, plan: Plan, options: PredictOptions) -> dict[str, Any]:
-    """What the outputs follow from, beside the program: compared where a stopped run goes on."""
+    """Return what the outputs depend on, besides the program: it must match where a stopped run resumes."""
     ends = torch.tensor([0, data.samples // 2, data.samples - 1])
     weights = None if options.weights is None else digest_of_file(Path(options.weights))
     return {
@@ -212,7 +212,7 @@ def _facts(job: Job, data: Data, plan: Plan, options: PredictOptions) -> dict[st
 
 
 def digest_of(leaves: Sequence[Any]) -> str:
-    """A digest of tensors and plain values."""
+    """Return a digest of tensors and plain values."""
     digest = hashlib.sha256()
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -223,7 +223,7 @@ def digest_of(leaves: Sequence[Any]) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """A digest of 64 places of each file of weights: another training changes all of them, another folder none."""
+    """Digest 64 places of each file of weights: another training changes all of them, another folder none."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*.safetensors")) or sorted(path.rglob("step-*.pt")) if path.is_dir() else [path]:
         size = file.stat().st_size

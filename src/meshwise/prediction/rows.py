@@ -25,9 +25,9 @@ HOW = "Say how: Job(predict=lambda model, batch: model(...)), or mw.predict(...,
 
 
 def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
-    """How a model is called by default: with a dict by names, with what comes first of a tuple.
+    """Return how a model is called by default: with a dict's entries by name, with the first entry of a tuple.
 
-    To be asked before a plan is applied, which gives modules other forwards.
+    Call it before a plan is applied, which replaces the forwards of modules.
     """
     parameters = list(inspect.signature(model.forward).parameters.values())
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -54,7 +54,7 @@ def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
 
 
 def rows_of(result: Any, part: BatchSlice, job: str) -> Outputs:
-    """The rows of this rank's samples, whole and on the host: none for a padding sample. Collective where split.
+    """Return the rows of this rank's samples, whole and on the host: none for a padding sample. Collective where split.
 
     Raises UsageError for what has no row for each sample.
     """

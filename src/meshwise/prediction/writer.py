@@ -48,9 +48,9 @@ class _Waiting:
 
 
 class Writer:
-    """Brings the rows of all ranks to rank 0, every so many batches, and has them written. Collective.
+    """Gathers the rows of all ranks on rank 0, every so many batches, and writes them there. Collective.
 
-    They are written by a thread, one after the other: while they are, the next batches are computed.
+    A thread writes them one after the other, while the next batches are computed.
     """
 
     def __init__(self, store: Store, out: Path | None, plan: Plan, rank: int, written: int, say: Send) -> None:
@@ -70,13 +70,13 @@ class Writer:
             self._writing.result()
 
     def take(self, rows: Outputs, indices: Tensor, at: int) -> None:
-        """The rows of a batch; with it, samples up to `at` are there."""
+        """Take the rows of a batch, after which samples up to `at` are complete."""
         self._waiting.take(rows, indices)
         if len(self._waiting.rows) >= self._every:
             self.flush(at)
 
     def flush(self, at: int) -> None:
-        """Write what waits."""
+        """Write the waiting rows."""
         if not self._waiting.rows:
             return
         now, waiting = time.perf_counter(), self._waiting
@@ -94,7 +94,7 @@ class Writer:
         self.written, self._waiting, self._flushed = at, _Waiting(), time.perf_counter()
 
     def _on_first(self, waiting: _Waiting) -> tuple[list[Outputs], list[int]]:
-        """On rank 0 the rows of all ranks: of each pipeline those of its last stage, then of all pipelines."""
+        """Return, on rank 0, the rows of all ranks: of each pipeline those of its last stage, then of all pipelines."""
         rows, nan, pipe = waiting.rows, waiting.nan, stages.pipe()
         if self._of_first and pipe is not None:
             rows, nan = gathered(rows, nan, pipe.group)
@@ -109,7 +109,7 @@ class Writer:
 def gathered(
     rows: Sequence[Outputs], nan: Sequence[int], group: collectives.Group = None
 ) -> tuple[list[Outputs], list[int]]:
-    """On the group's rank 0 the rows of all its ranks, batch by batch, in the order of ranks; and all that is in `nan`.
+    """Gather, on the group's rank 0, the rows of all its ranks, batch by batch, in the order of ranks; and all `nan`.
 
     Collective. Tensors travel as bytes, whatever their shapes; lists are pickled.
     """
@@ -136,7 +136,7 @@ def gathered(
 
 
 def _form(value: Any) -> Any:
-    """What of rows travels beside the bytes."""
+    """Return what is sent besides the bytes of rows."""
     return (tuple(value.shape), value.dtype, value.nbytes) if isinstance(value, Tensor) else value
 
 

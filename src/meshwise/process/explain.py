@@ -30,9 +30,9 @@ def explain(
     recorder: Recorder,
     smaller: Callable[[], tuple[Plan, str] | None] = lambda: None,
 ) -> None:
-    """Add to an error what its traceback does not say: rank, step, phase, and for memory how much of it.
+    """Add to an error what its traceback lacks: rank, step, phase, and for lack of memory how much was used.
 
-    steps: that are done; None before there is anything to train. smaller: gives a plan that needs less memory.
+    steps: finished ones; None before there is anything to train. smaller: returns a plan that needs less memory.
     """
     if isinstance(error, MeshwiseError):
         return
@@ -67,7 +67,7 @@ def _memory_text(device: str, advice: str) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that a device or this host had no memory left."""
+    """Check whether `error` says that a device or this host had no memory left."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

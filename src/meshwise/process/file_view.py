@@ -25,7 +25,7 @@ IN_MEMORY = ("", ":memory:")  # names that sqlite knows, and that are no files
 
 
 def free_folders() -> list[str]:
-    """Folders that hold no files of the user's: the system's, caches, and ours; but for those that we are in."""
+    """Return folders without the user's files: the system's, caches, ours; except those we are working in."""
     found = ["/dev", "/proc", "/sys", *(os.environ[name] for name in CACHES if name in os.environ)]
     found += glob.glob(os.path.expanduser("~/.*/")) + glob.glob(os.path.join(tempfile.gettempdir(), "meshwise-*/"))
     here = os.path.realpath(os.getcwd()) + os.sep
@@ -33,7 +33,7 @@ def free_folders() -> list[str]:
 
 
 class FileView:
-    """The real files, behind those of `folder`. A path is *logical* when links are followed and it is none of ours."""
+    """The real files, overlaid by those of `folder`. A path is *logical* once links are followed and it is not ours."""
 
     def __init__(self, folder: str) -> None:
         self._folder, self.files, self._gone = folder, folder + "/files", folder + "/gone"
@@ -43,7 +43,7 @@ class FileView:
         self._free = (*(each + os.sep for each in free_folders()), folder + os.sep)
 
     def logical(self, path: Any, follow: bool = True, at: int | None = None) -> str | None:
-        """None where the path is left as it is."""
+        """Return the logical path; None where the path is left unchanged."""
         if not isinstance(path, str | bytes | os.PathLike) or os.fsdecode(path) in IN_MEMORY:
             return None
         text = os.fsdecode(path)
@@ -64,18 +64,18 @@ class FileView:
         return os.path.join(self._gone, hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest())
 
     def is_real(self, path: str) -> bool:
-        """Whether the view shows the real file of a logical path, if it has none of its own."""
+        """Check whether the view shows the real file of a logical path, if it has none of its own."""
         return os.path.lexists(path) and not (
             os.listdir(self._gone) and any(os.path.lexists(self._mark(each)) for each in _parents(path))
         )
 
     def place(self, path: str) -> str:
-        """Where the file of a logical path lies; that of the view where there is none."""
+        """Return where the file of a logical path lies; the view's place if there is none."""
         mine = self.files + path
         return path if not os.path.lexists(mine) and self.is_real(path) else mine
 
     def seen(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
-        """Where a path is read."""
+        """Return where a path is read."""
         logical = self.logical(path, follow, at)
         if logical is None or not (os.path.lexists(self.files + logical) or os.path.lexists(logical)):
             return path  # the error names the path that was asked for
@@ -83,7 +83,7 @@ class FileView:
         return path if at is None and place == os.path.abspath(os.fsdecode(path)) else place
 
     def written(self, path: Any, follow: bool = True, at: int | None = None, *, keep: bool = False) -> Any:
-        """Where a path is written. keep: with what it holds."""
+        """Return where a path is written. keep: with its contents."""
         logical = self.logical(path, follow, at)
         if logical is None:
             return path
@@ -98,11 +98,11 @@ class FileView:
         return mine
 
     def changed(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
-        """Where a path is changed in place."""
+        """Return where a path is changed in place."""
         return self.written(path, follow, at, keep=True)
 
     def copy(self, path: str, *, inside: bool = False) -> None:
-        """Give the view a real file of its own. inside: a folder with all that the view shows in it."""
+        """Copy a real file into the view. inside: a folder with everything that the view shows in it."""
         mine = self.files + path
         if os.path.isdir(self.place(path)) and not os.path.islink(self.place(path)):
             os.makedirs(mine, exist_ok=True)
@@ -122,7 +122,7 @@ class FileView:
             )
 
     def names(self, path: str) -> list[str]:
-        """What lies in the folder of a logical path."""
+        """Return the names in the folder of a logical path."""
         mine = self.files + path
         names = os.listdir(mine) if os.path.isdir(mine) else []
         if self.is_real(path) and os.path.isdir(path):
@@ -131,7 +131,7 @@ class FileView:
         return names
 
     def differs(self, path: str) -> bool:
-        """Whether the folder of a logical path shows other names than the real one."""
+        """Check whether the folder of a logical path shows other names than the real one."""
         return os.path.isdir(self.place(path)) and (os.path.isdir(self.files + path) or bool(os.listdir(self._gone)))
 
     def hide(self, path: str, is_real: bool) -> None:
@@ -140,6 +140,6 @@ class FileView:
 
 
 def _parents(path: str, itself: bool = True) -> Iterator[str]:
-    """`/a`, `/a/b` and so on of a path."""
+    """Yield `/a`, `/a/b` and so on of a path."""
     parts = path.split(os.sep)
     return (os.sep.join(parts[:end]) for end in range(2, len(parts) + itself))

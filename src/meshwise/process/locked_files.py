@@ -25,12 +25,12 @@ _OLDEST = 3  # the version that knows all of them, Linux 6.2
 
 
 def can_lock() -> bool:
-    """Whether this system can."""
+    """Check whether this system supports it."""
     return sys.platform == "linux" and _system(_CREATE, None, 0, _VERSION) >= _OLDEST
 
 
 def lock_files(folders: Iterable[str]) -> None:
-    """From now on this thread, and threads and processes that it starts, write below `folders` alone. No way back."""
+    """Let this thread, and threads and processes it starts, only write below `folders` from now on. Irreversible."""
     rules = _system(_CREATE, struct.pack("Q", _RIGHTS), 8, 0)
     for folder in folders:
         with contextlib.suppress(OSError):

@@ -18,8 +18,8 @@ from meshwise.workers.join import made_process_group
 
 
 def refuse_same_work(script: str, world: World) -> None:
-    """Stop the script at its first optimizer step with gradients, where several workers run it, it has given
-    mw.distribute no model, and has no process group of its own (as DDP, accelerate and Trainer have)."""
+    """Stop the script at its first optimizer step with gradients if several workers run it, it has given mw.distribute
+    no model, and has no process group of its own (as DDP, accelerate and Trainer have)."""
     if world.size == 1:
         return
 

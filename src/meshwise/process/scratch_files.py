@@ -67,7 +67,7 @@ PATHS = ("f", "filename", "path", "database")  # names of that argument
 
 @contextlib.contextmanager
 def scratch_files(folder: Path) -> Iterator[None]:
-    """Inside, what this process writes goes into `folder`, which all ranks of a pass share."""
+    """Redirect this process's writes inside the body into `folder`, which all ranks of a pass share."""
     view = FileView(os.path.realpath(folder))
     functions = _Functions(view)
     pairs = [(original, functions.guarded(original, call)) for original, call in functions.all()]
@@ -81,7 +81,7 @@ def scratch_files(folder: Path) -> Iterator[None]:
 
 
 def _replace(functions: dict[int, tuple[Function, Function]]) -> None:
-    """Of a function's id, the second in the place of the first: wherever a module holds it."""
+    """Replace functions wherever a module holds them: for each id, the first by the second."""
     modules = [module for module in list(sys.modules.values()) if getattr(module, "__name__", "") not in _LEFT]
     for holder in (*modules, *CLASSES):
         for name, value in list(getattr(holder, "__dict__", {}).items()):
@@ -97,7 +97,7 @@ _LEFT = ("posix", "_io", __name__, FileView.__module__)  # imports of modules go
 
 
 class _Functions:
-    """Functions of files, with the files of a view."""
+    """Functions of files, applied to the files of a view."""
 
     def __init__(self, view: FileView) -> None:
         self._view, self._inside = view, threading.local()
@@ -105,7 +105,7 @@ class _Functions:
         """Somebody may hold one of them still."""
 
     def all(self) -> Iterator[tuple[Function, Function]]:
-        """A function of files, and what is called with it and its arguments instead."""
+        """Yield functions of files, each with what is called instead, with it and its arguments."""
         yield io.open, self._open
         yield os.open, self._os_open
         read, changed = ([vars(os)[name] for name in names if hasattr(os, name)] for names in LINUX)
@@ -123,7 +123,7 @@ class _Functions:
             yield vars(owner)[name], functools.partial(self._other, position, getattr(self._view, use))
 
     def guarded(self, original: Function, instead: Function) -> Function:
-        """`instead` for the program; the original for what runs inside of it."""
+        """Return `instead` for the program, but the original for calls made inside it."""
 
         @functools.wraps(original, updated=())
         def call(*arguments: Any, **named: Any) -> Any:
@@ -260,7 +260,7 @@ class _Entry:
 
 
 class _Entries:
-    """What `os.scandir` gives: to be iterated, closed, and used with `with`."""
+    """The result of `os.scandir`: to be iterated, closed, and used with `with`."""
 
     def __init__(self, entries: list[_Entry]) -> None:
         self._left = iter(entries)
@@ -278,7 +278,7 @@ class _Entries:
         self.close()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def _without_fd(named: dict[str, Any]) -> dict[str, Any]:

@@ -31,11 +31,11 @@ from meshwise.workers.environment import EXACT_RANDOM
 from meshwise.workers.join import join, rank_context
 
 engines: list[Engine] = []
-"""The process's own engine, and those of the sessions that are open inside it. The last one is the default."""
+"""The process's own engine, and those of the open sessions inside it. The last one is the default."""
 
 
 def default_engine() -> Engine:
-    """The engine of `mw.distribute` and `mw.backward`. Joins the run, and begins its records, when first asked."""
+    """Return the engine of `mw.distribute` and `mw.backward`. The first call joins the run and begins its records."""
     if not engines:
         _begin()
     return engines[-1]
@@ -53,36 +53,36 @@ def _begin() -> None:
 
 
 def show(text: str) -> None:
-    """Tell who looks on what the program's own line shows."""
+    """Tell the watcher what the program's current line shows."""
     watcher = engines[-1].watcher if engines else None
     if watcher is not None:
         watcher.shown(user_place(), text)
 
 
 def process_engine() -> Engine:
-    """The engine of the whole process, whichever session is open."""
+    """Return the engine of the whole process, whichever session is open."""
     default_engine()
     return engines[0]
 
 
 def has_begun() -> bool:
-    """Whether this process has used a verb of an engine."""
+    """Check whether this process has used a verb of an engine."""
     return bool(engines)
 
 
 def has_distributed_model() -> bool:
-    """Whether this process has given `mw.distribute` a model."""
+    """Check whether this process has given `mw.distribute` a model."""
     return any(engine.has_applied for engine in engines)
 
 
 def saves() -> bool:
-    """Whether this process saves the state of its loop, by `mw.checkpoint`."""
+    """Check whether this process saves the state of its loop, by `mw.checkpoint`."""
     return any(engine.given.loop_states for engine in engines)
 
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """What is distributed inside the with-block ends with it: its plan, its guards, its hold on gradients.
+    """End with the with-block what is distributed inside it: its plan, its guards, its hold on gradients.
 
     Use it for a sweep in one process, where each run may have its own plan. Without a session everything belongs to the
     process. Models are held by weak references in both cases.
@@ -108,7 +108,7 @@ def _explain(error: BaseException) -> None:
 
 
 def program_ends() -> None:
-    """Say what can be said only now that nothing more comes."""
+    """Report what can only be known at the end of the program."""
     for engine in engines:
         if (loops := engine.events.find(UnsummedLoops)) is not None:
             loops.finish()
@@ -122,7 +122,7 @@ def program_ends() -> None:
 
 
 def _process_ends() -> None:
-    """Who started this process has not called `program_ends`, or it is over: an error could not be its exit code."""
+    """Call `program_ends` at exit, if nobody has: then an error can no longer be the exit code."""
     try:
         program_ends()
     except LossError as error:
@@ -130,7 +130,7 @@ def _process_ends() -> None:
 
 
 def _failed() -> bool:
-    """Whether the program ends by an error, or by an exit code of its own."""
+    """Check whether the program ends by an error, or by an exit code of its own."""
     error = sys.exc_info()[1]
     clean = error is None or (isinstance(error, SystemExit) and error.code in (0, None))
     return not clean or hasattr(sys, "last_type")
@@ -145,7 +145,7 @@ def end_sessions() -> None:
 
 @contextlib.contextmanager
 def apart() -> Iterator[Engine]:
-    """A default engine for a program that is rehearsed in this process: that of the process itself rests."""
+    """Yield a default engine for a program that is rehearsed in this process, whose own engine is set aside."""
     before, divided = engines[:], collectives.dividing()
     engines.clear()
     collectives.divide_among(None)

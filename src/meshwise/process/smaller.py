@@ -26,10 +26,10 @@ _DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|noise|sam
 def smaller_plan(
     plan: Plan, model: nn.Module, batch_size: int | None, world: World, *, apart: bool = False
 ) -> tuple[Plan, str] | None:
-    """The plan that is tried next, and what changes; None where nothing is left.
+    """Return the plan to try next, and what changes; None where nothing is left.
 
-    batch_size: None for a user's loop, which cuts its batches itself. world: those that divide a batch.
-    apart: whether its loss is known to be a mean of what each sample has of its own.
+    batch_size: None for a user's loop, which splits its batches itself. world: those that divide a batch.
+    apart: whether its loss is known to be a mean of terms that each depend on one sample.
     """
     rows = 0 if batch_size is None else batch_size // (world.size * plan.accumulate)
     divided = world.size > 1 or plan.accumulate > 1
@@ -49,12 +49,12 @@ def smaller_plan(
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether the numbers of a sample depend on the others of its microbatch."""
+    """Check whether a sample's result depends on the other samples of its microbatch."""
     return any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Whether a forward may draw random numbers, as far as its code tells; in doubt it may."""
+    """Check whether a forward may draw random numbers, as far as its code tells; in doubt it may."""
     kinds = {type(module) for module in model.modules()}
     shares = [getattr(module, name, 0) for module in model.modules() for name in ("p", "dropout")]
     active = any(isinstance(share, int | float) and share > 0 for share in shares)

@@ -28,13 +28,13 @@ def record_blocks(model: nn.Module) -> None:
 
 @dataclass
 class _Backward:
-    """The block whose backward is under way, and since when."""
+    """The block whose backward is running, and since when."""
 
     name: str = ""
     began: Mark | None = None
 
     def turn_to(self, name: str) -> None:
-        """What was under way ends, and `name` begins; an empty name begins nothing."""
+        """End the running span and begin that of `name`; an empty name begins nothing."""
         recorder = current()
         now = recorder.mark()
         if self.began is not None:

@@ -46,8 +46,8 @@ class JoinedRun:
             sys.stdout, sys.stderr = _Both(sys.stdout, log), _Both(sys.stderr, log)
 
     def ends(self, error: BaseException | None) -> Failure | None:
-        """Tell how this rank ended; on rank 0 keep how the run did. Returns what ended it, where it failed: of another
-        rank, where this one has only lost it."""
+        """Report how this rank ended; on rank 0 record how the run did. Returns the failure that ended it, if any:
+        another rank's, if this one has only lost its connection."""
         if self._over:
             return None
         self._over, gate = True, rank_context().gate
@@ -71,7 +71,7 @@ class JoinedRun:
                 self._store.set(f"{ENDED}/{self._rank}", json.dumps(None if mine is None else asdict(mine)))
 
     def _chosen(self, mine: Failure | None) -> Failure | None:
-        """What ended the run, as far as the ranks tell it; waits for those that have not, where it matters."""
+        """Return the failure that ended the run, as the ranks report it; waits for missing reports where it matters."""
         if self._store is None or (mine is None and self._rank > 0):
             return mine
         told: dict[int, Failure | None] = {self._rank: mine}
@@ -98,7 +98,7 @@ class JoinedRun:
                 yield rank, None if facts is None else Failure(**facts)
 
     def _by_record(self, mine: Failure | None) -> Failure | None:
-        """The store is gone, and rank 0 with it: has it said why?"""
+        """Check, after the store is gone with rank 0, whether rank 0 has recorded why."""
         with contextlib.suppress(UsageError):  # a folder that this machine does not share
             last = names.read_run(self.folder)["sessions"][-1]
             if last.get("kind") or last.get("status") in ("finished", "stopped"):
@@ -107,9 +107,9 @@ class JoinedRun:
 
 
 def begin(open_run: Callable[[], tuple[Path, int]]) -> JoinedRun:
-    """Open the run on rank 0, by `open_run`, which gives its folder and the attempt; the others hear of it. Collective.
+    """Open the run on rank 0, by `open_run`, which returns its folder and attempt; the others receive them. Collective.
 
-    Raises what `open_run` does, on rank 0; the other ranks leave with its exit code.
+    Raises the error of `open_run`, on rank 0; the other ranks leave with its exit code.
     """
     world = rank_context().world
     store = store_of_ranks() if world.size > 1 else None
@@ -137,7 +137,7 @@ def begin(open_run: Callable[[], tuple[Path, int]]) -> JoinedRun:
 
 
 class _Both:
-    """A stream whose text goes into the log of a rank too."""
+    """A stream whose text is also written to the log of a rank."""
 
     def __init__(self, stream: TextIO, log: BinaryIO) -> None:
         self._stream, self._log = stream, log

@@ -39,9 +39,9 @@ from meshwise.workers.join import made_process_group, rank_context
 
 PATIENCE = timedelta(seconds=10)  # for rank 0's clock: without it the records go on
 MOST_ACCUMULATED = 64
-"""Backwards without any optimizer's step after which each batch (without a loader: each backward) is a step."""
+"""After so many backwards without an optimizer step, each batch (without a loader: each backward) counts as a step."""
 UNSEEN = 1.0
-"""Seconds that child processes compute before they are worth a line."""
+"""Seconds that child processes must compute before they are reported."""
 BETWEEN_RANKS = ("send", "receive")
 _programs: list[PlainProgram] = []
 """The program of this process, until it uses one of our verbs."""
@@ -49,7 +49,7 @@ _programs: list[PlainProgram] = []
 
 def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = None) -> None:
     """Watch this process from now on. say: takes a line for the user. own_group: called when the program makes a
-    process group, which only those do that do not use our verbs."""
+    process group, which only programs without our verbs do."""
     context = rank_context()
     context.gate.interrupts = True
     if context.gate.stopped:  # while this process started
@@ -58,12 +58,12 @@ def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = Non
 
 
 def end() -> Recording | None:
-    """The program is no plain one: watch it no more. Its records, if they have begun."""
+    """Stop watching, because the program uses our verbs. Returns its records, if they have begun."""
     return _programs.pop().close() if _programs else None
 
 
 def tell_if_unseen(script: str) -> None:
-    """Say it where nothing of a program was recorded and processes of its own have computed. Once it has ended."""
+    """Report, at the end, that nothing of a program was recorded although its child processes have computed."""
     program = _programs[-1] if _programs else None
     theirs = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     if program is not None and program.recording is None and theirs >= UNSEEN:
@@ -75,7 +75,7 @@ def tell_if_unseen(script: str) -> None:
 
 
 class PlainProgram:
-    """A process that is watched from outside, and where its loop stands."""
+    """A process that is watched from outside, and where its loop is."""
 
     def __init__(self, world: World, own_group: Callable[[], None] | None, say: Callable[[str], None]) -> None:
         self._world, self._own_group, self.say = world, own_group, say
@@ -105,7 +105,7 @@ class PlainProgram:
         ]
 
     def close(self) -> Recording | None:
-        """Watch no more. Gives the records, if they have begun: they go on."""
+        """Stop watching. Returns the records, if they have begun: they continue."""
         while self._ends:
             self._ends.pop()()
         if self.recording is None and current() is self._recorder:
@@ -193,7 +193,7 @@ class PlainProgram:
 
     @contextlib.contextmanager
     def _train(self) -> Iterator[None]:
-        """The first `module.train()` after an evaluation."""
+        """Note the first `module.train()` after an evaluation."""
         if not self._is_inside():
             self._ends.pop()()
             recorder = self._recorder
@@ -203,19 +203,19 @@ class PlainProgram:
         yield
 
     def _new_step(self) -> None:
-        """A step begins, if the one before has ended."""
+        """Begin a step, if the previous one has ended."""
         if self._stepped:
             self._recorder.begin_step(self._recorder.step + 1)
             self._stepped = False
 
     def _pass_gate(self) -> None:
-        """Stop here, where the run was asked to."""
+        """Stop here, if the run was asked to."""
         gate = rank_context().gate
         if not gate.begin():
             raise gate.stop(max(0, self._recorder.step - (not self._stepped)))
 
     def _is_inside(self) -> bool:
-        """Whether this is inside another call that is known, or in another thread."""
+        """Check whether this is inside another call that is known, or in another thread."""
         return self._inside or threading.get_ident() != self._thread
 
     @contextlib.contextmanager
@@ -229,7 +229,7 @@ class PlainProgram:
     # The records.
 
     def _begin(self) -> None:
-        """The first backward, or step with gradients: the records begin, with the batch that was read for it."""
+        """Begin the records at the first backward, or step with gradients, including the batch that was read for it."""
         if self.recording is not None:
             return
         self.recording = record_script(
@@ -244,7 +244,7 @@ class PlainProgram:
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[None]:
-        """The process group is made: by the program, or by us where it uses our verbs."""
+        """Note that the process group is made: by the program, or by us where it uses our verbs."""
         was = dist.is_initialized()
         yield
         if was or made_process_group() or not dist.is_initialized() or self._clocks is not None:
@@ -273,7 +273,7 @@ class PlainProgram:
         return lambda: recorder.add(code, start, recorder.mark(), call.bytes, number)
 
     def _waits(self) -> Ended | None:
-        """The program waits for a collective that runs beside it: that is no computing."""
+        """Note that the program waits for an asynchronous collective, which is no computing."""
         recorder, since = self._recorder, self._since
         if since is None or self._is_inside():
             return None

@@ -40,8 +40,8 @@ _numbers = count(1)  # of the recordings of this process: ranks begin them toget
 
 
 class Clocks:
-    """This rank's clock beside rank 0's. Collective: rank 0 serves its own, and says where in the store of the process
-    group."""
+    """Compares this rank's clock with rank 0's. Collective: rank 0 serves its own, and puts the address into the store
+    of the process group."""
 
     def __init__(
         self, world: World, clock: Callable[[], int] = time.perf_counter_ns, patience: timedelta = PATIENCE
@@ -59,7 +59,7 @@ class Clocks:
             self._probe = ClockProbe(address, bytes.fromhex(secret), clock)
 
     def sample(self, rounds: int) -> Sequence[tuple[int, int, int]]:
-        """Round trips to rank 0's clock, see `SampleClock`; none on rank 0."""
+        """Measure round trips to rank 0's clock, see `SampleClock`; none on rank 0."""
         return () if self._probe is None else self._probe.sample(rounds)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Clocks:
 
 
 class Recording:
-    """A recorder that is the process's own, with its log in a run folder. `close` ends both."""
+    """The process's own recorder, with its log in a run folder. `close` ends both."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Recording:
         recorder: Recorder | None = None,
         clocks: Clocks | None = None,
     ) -> None:
-        """folder: the run folder; None records nothing. Collective where there are several ranks and a folder, but for
-        a program that is recorded from outside: its recorder is there already, and its clocks have met, or have not."""
+        """folder: the run folder; None records nothing. Collective where there are several ranks and a folder, except
+        for a program recorded from outside, which passes a recorder and perhaps clocks."""
         self.recorder = recorder or Recorder(world.device, on=folder is not None, clock=clock)
         faults.watch(self.recorder)
         self.recorder.pulse = heartbeat.current()
@@ -111,7 +111,7 @@ class Recording:
         self._log = SpanLog(path, self.recorder, head, sample_clock=sample, failed=say)
 
     def close(self, status: str = "finished") -> None:
-        """Write what is left. Later spans of this process go to the recorder that was there before."""
+        """Write what is left. Later spans of this process go to the previous recorder."""
         if self._log is not None:
             self._log.close(status)
             self._log = None
@@ -132,8 +132,8 @@ def record_script(
     recorder: Recorder | None = None,
     clocks: Clocks | None = None,
 ) -> Recording | None:
-    """Record a script that keeps its own loop until its process ends, where the run has a folder: our launcher names
-    one, under a foreign one MESHWISE_RUN does, and rank 0 keeps run.json. recorder, clocks: see Recording."""
+    """Record a script with its own loop until its process ends, if the run has a folder: our launcher names it, under a
+    foreign one MESHWISE_RUN does, and rank 0 keeps run.json. recorder, clocks: see Recording."""
     named = os.environ.get(RUN_FOLDER)
     if named is None:
         return None
@@ -154,11 +154,11 @@ def _opened(folder: Path, world: World) -> tuple[Path, int]:
 
 
 def _ending() -> str:
-    """How this process ends, asked at its exit."""
+    """Return how this process ends, asked at its exit."""
     return "failed" if _last_error() is not None else "finished"
 
 
 def _last_error() -> BaseException | None:
-    """The error that nobody caught: Python keeps it."""
+    """Return the uncaught error, which Python keeps."""
     error: BaseException | None = getattr(sys, "last_value", None)
     return error

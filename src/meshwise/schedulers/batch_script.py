@@ -25,7 +25,7 @@ _NODES = re.compile(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?")
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What is to be run: `words` behind `meshwise run`, in `workdir`, with its records in `run`.
+    """A job to run: `words` after `meshwise run`, in `workdir`, with its records in `run`.
 
     nodes: `4`, or `2-8`. seconds: the time limit; None is the site's. gpus: of a node, 0 for none. options: of sbatch.
     command: how meshwise is called.
@@ -44,7 +44,7 @@ class BatchJob:
 
 
 def nodes_of(text: str) -> tuple[int, int]:
-    """The least and the most nodes of `4` or `2-8`. Raises UsageError for anything else."""
+    """Parse the least and the most nodes from `4` or `2-8`. Raises UsageError for anything else."""
     if not _NODES.fullmatch(text):
         raise UsageError(f"--nodes {text}: write a number such as 4, or a range such as 2-8.")
     low, _, high = text.partition("-")
@@ -54,7 +54,7 @@ def nodes_of(text: str) -> tuple[int, int]:
 
 
 def batch_script(job: BatchJob) -> str:
-    """The text of the script. Raises UsageError for a value that cannot stand in one line."""
+    """Write the script. Raises UsageError for a value that does not fit in one line."""
     low, high = nodes_of(job.nodes)
     lines = ["#!/bin/bash", f"# {_one_line(job.name)}: written by meshwise submit. By hand: sbatch submit.sh"]
     lines += [f"#SBATCH {line}" for line in _options(job, elastic=low != high)]
@@ -67,7 +67,7 @@ def batch_script(job: BatchJob) -> str:
 
 
 def _options(job: BatchJob, *, elastic: bool) -> list[str]:
-    """The options of sbatch, one a line; the user's own come last, and win."""
+    """Return the options of sbatch, one a line; the user's own come last, and override."""
     site = job.site
     named = {"partition": site.partition, "account": site.account, "qos": site.qos, "mem": site.memory}
     lines = [f"--job-name={_word(job.name)}", f"--nodes={job.nodes}"]
@@ -85,13 +85,13 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
 
 
 def _setup(site: Site) -> list[str]:
-    """The site's own lines. The first that fails ends the job, with a message; what fails inside a file that is sourced
-    does not."""
+    """Return the site's own lines. The first that fails ends the job, with a message; failures inside a sourced file
+    do not."""
     return [_SETUP_FAILED, *site.setup, "trap - ERR"] if site.setup else []
 
 
 def joined_options(words: Sequence[str]) -> list[str]:
-    """Options with their values: `--partition gpu` is `--partition=gpu`, `-p gpu` is `-pgpu`, one each."""
+    """Join options with their values: `--partition gpu` becomes `--partition=gpu`, `-p gpu` becomes `-pgpu`."""
     joined: list[str] = []
     for word in words:
         if word.startswith("-"):
@@ -148,7 +148,7 @@ exit $code""".splitlines()
 
 
 def slurm_time(seconds: float) -> str:
-    """A duration as Slurm writes it, in whole minutes, at least one: `1-04:30:00`."""
+    """Write a duration for Slurm, in whole minutes, at least one: `1-04:30:00`."""
     minutes = max(1, -(-int(seconds) // 60))
     days, minutes = divmod(minutes, 24 * 60)
     clock = f"{minutes // 60:02}:{minutes % 60:02}:00"
@@ -156,12 +156,12 @@ def slurm_time(seconds: float) -> str:
 
 
 def _quoted(word: object) -> str:
-    """A word for the shell."""
+    """Quote a word for the shell."""
     return shlex.quote(_one_line(str(word)))
 
 
 def _word(value: str) -> str:
-    """A value of an #SBATCH line, where sbatch takes quotes and no variables, and # begins a comment."""
+    """Write a value for an #SBATCH line, where sbatch takes quotes and no variables, and # begins a comment."""
     text = _one_line(value)
     if not re.search(r"[\s#'\"\\]", text):
         return text

@@ -60,10 +60,10 @@ class Site:
 
 
 def find_site(named: str | Path | None = None, *, beside: Path = Path(), home: Path | None = None) -> Site:
-    """The site of a file that is named; else of site.toml here or beside the job, else of
-    ~/.config/meshwise/site.toml; else one without defaults.
+    """Find the site: the named file; else site.toml here or beside the job, else ~/.config/meshwise/site.toml; else one
+    without defaults.
 
-    Raises UsageError for a file that cannot be read, or that says what a site cannot have.
+    Raises UsageError for a file that cannot be read, or has unknown settings.
     """
     if named is not None:
         return read_site(Path(named))
@@ -75,7 +75,7 @@ def find_site(named: str | Path | None = None, *, beside: Path = Path(), home: P
 
 
 def read_site(path: Path) -> Site:
-    """The site of a file."""
+    """Read the site of a file."""
     try:
         if not path.is_file():
             raise UsageError(f"--site {path}: no such file. `meshwise submit --help` says what a site file holds.")

@@ -35,24 +35,24 @@ class Queued:
 
 
 def is_here() -> bool:
-    """Whether jobs can be sent from this machine."""
+    """Check whether jobs can be submitted from this machine."""
     return shutil.which("sbatch") is not None
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what Slurm told of the step in which this shell runs: sbatch would hand it on."""
+    """Remove Slurm's variables of the step in which this shell runs from the environment: sbatch would pass them on."""
     return {name: value for name, value in environment.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
 
 
 def send(script: Path, options: Sequence[str] = ()) -> str:
-    """Send a script to the queue; the number of its job. Raises SchedulerError with what sbatch says."""
+    """Submit a script to the queue; return its job number. Raises SchedulerError with sbatch's message."""
     said = _asked(["sbatch", "--parsable", *options, str(script)])
     return said.strip().partition(";")[0]
 
 
 def queue(jobs: Iterable[str]) -> dict[str, Queued]:
-    """Those of the jobs that wait or run, by number; of an array one that runs before those that wait. Where nothing
-    can be asked: none."""
+    """Return those of the jobs that wait or run, by number; for an array a running one before those that wait. Empty if
+    the queue cannot be asked."""
     wanted = set(jobs)
     rows = [line.strip().split("|") for line in _queue().splitlines() if line.count("|") == 3] if wanted else []
     there = [Queued(*row) for row in rows if row[1] not in OVER]
@@ -65,7 +65,7 @@ def _waits(one: Queued) -> bool:
 
 
 def _is_of(row: str, job: str) -> bool:
-    """Whether a line of the queue is of a job: `7`, a task `7_3` of an array, or those that wait, `7_[0-2,5%4]`."""
+    """Check whether a line of the queue belongs to a job: `7`, a task `7_3` of an array, or waiting `7_[0-2,5%4]`."""
     array, _, tasks = row.partition("_")
     if job in (row, array):
         return True
@@ -81,17 +81,17 @@ def _is_of(row: str, job: str) -> bool:
 
 
 def queued(job: str) -> Queued | None:
-    """What the queue says of one job, of an array of one of its tasks; None where it is not there."""
+    """Return the queue's entry for one job, for an array that of one of its tasks; None if it is not there."""
     return queue([job]).get(job)
 
 
 def answers() -> bool:
-    """Whether the queue can be asked here."""
+    """Check whether the queue can be asked here."""
     return bool(_queue())
 
 
 def _queue() -> str:
-    """What squeue prints, a head line first; "" where it cannot be asked."""
+    """Return what squeue prints, a head line first; "" where it cannot be asked."""
     if shutil.which("squeue") is None:
         return ""
     try:
@@ -101,12 +101,12 @@ def _queue() -> str:
 
 
 def newest(jobs: Sequence[str]) -> Queued | None:
-    """What the queue says of the last of a run's jobs; None where it is not there any more, and without jobs."""
+    """Return the queue's entry for the last of a run's jobs; None if it is gone, and without jobs."""
     return queued(jobs[-1]) if jobs else None
 
 
 def cancel_waiting(job: str) -> None:
-    """Take a job that waits out of the queue for good; of an array the tasks that wait."""
+    """Remove a waiting job from the queue for good; for an array the waiting tasks."""
     _asked(["scancel", f"--state={PENDING}", job])
 
 

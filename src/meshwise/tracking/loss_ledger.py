@@ -23,12 +23,12 @@ ROWS, WIDTH = 4096, 4
 
 
 def ledger_path(folder: Path, rank: int) -> Path:
-    """Where a rank of the run in `folder` notes its losses."""
+    """Return the file in which a rank of the run in `folder` notes its losses."""
     return folder / "workers" / f"losses{rank}.bin"
 
 
 class LossLedger:
-    """A rank's end. What an earlier attempt has noted stays until its place is needed."""
+    """A rank's end. Entries of an earlier attempt stay until their place is needed."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         path, size = ledger_path(folder, rank), ROWS * WIDTH * 8
@@ -38,7 +38,7 @@ class LossLedger:
             self._rows = memoryview(mmap.mmap(file.fileno(), size)).cast("d")
 
     def note(self, epoch: int, step: int, losses: Losses) -> None:
-        """Keep the losses of a step, which lie on the CPU."""
+        """Note the losses of a step, which lie on the CPU."""
         at, rows = step % ROWS * WIDTH, self._rows
         rows[at] = 0.0
         (loss, weight), *more = losses
@@ -50,7 +50,7 @@ class LossLedger:
 
 
 def noted(folder: Path, ranks: int, first: int, last: int) -> Iterator[tuple[int, int, Tensor]]:
-    """The epoch, the number and the losses (ranks, 2) of those steps that every rank has noted."""
+    """Yield the epoch, the number and the losses (ranks, 2) of those steps that every rank has noted."""
     tables = []
     for rank in range(ranks):
         path = ledger_path(folder, rank)

@@ -30,12 +30,12 @@ from meshwise.transfer import collectives
 from meshwise.workers.environment import attempt
 
 Send = Callable[..., None]
-"""`send(kind, **facts)`: a message about the run, to whoever shows it."""
+"""`send(kind, **facts)`: sends a message about the run to its display."""
 LIVE_EVERY = 0.2  # seconds between messages to the live view
 
 
 class MetricsLog:
-    """Writes the losses and metrics that the run reached. Rank 0 writes, for all ranks."""
+    """Records the losses and metrics that the run reached. Rank 0 writes, for all ranks."""
 
     def __init__(
         self,
@@ -46,16 +46,17 @@ class MetricsLog:
         *,
         scaled: bool,
     ) -> None:
-        """folder: of the run; None writes no file, and TensorBoard's events are in every folder where it is installed.
+        """folder: of the run; None writes no file. Every folder gets TensorBoard's events where that is installed.
         scaled: whether a loss scaler skips steps that are not finite."""
         self._folder, self._send, self._world, self._scaled = folder, send, world, scaled
         self.pending: list[tuple[int, int, Losses]] = []
-        """The epoch, the number and the losses of steps since the last `sync`, on their device."""
+        """Epoch, number and losses of the steps since the last `sync`, on their device."""
         self.note_losses: Callable[[int, int, Losses], None] | None = None
-        """Notes a step's losses before its update, where they outlive this rank: others may come to the end of it."""
+        """Notes a step's losses before its update, where they outlive this rank: other ranks may still finish the
+        step."""
         self._last_finite: tuple[int, float] | None = None
         self.live_due = math.inf if send is None else 0.0
-        """When another message to the live view is due, by `time.monotonic`."""
+        """When the next message to the live view is due, by `time.monotonic`."""
         self.last_loss: float | None = None
         self.losses: list[float] = []
         self.evaluated = -1
@@ -65,7 +66,7 @@ class MetricsLog:
         self.tracking = Tracking(folder if first else None, [*usual, *trackers] if first else (), self.note)
 
     def begin(self, step: int) -> None:
-        """Open the trackers of a run that has `step` behind it, and remove what was written after that.
+        """Open the trackers of a run that has finished `step`, and remove records of later steps.
         Collective."""
         if self._folder is not None and self._world.rank == 0:
             names.keep_metrics(self._folder, attempt(), lambda record: record.get("step", 0) <= step)
@@ -78,8 +79,8 @@ class MetricsLog:
             self.evaluated = collectives.broadcast_object(self.evaluated)
 
     def keep_pending(self) -> bool:
-        """Keep what waits for `sync` where it outlives this process: a run that goes on after this step has it. False
-        where the disk has no room for it."""
+        """Keep the losses waiting for `sync` where they outlive this process: a run that resumes after this step has
+        them. False where the disk has no room for them."""
         if self._folder is None:
             return False
         try:
@@ -91,7 +92,7 @@ class MetricsLog:
         return True
 
     def _write_noted(self, folder: Path, step: int) -> None:
-        """Write the losses up to `step` that ranks which are gone had noted and not written."""
+        """Write the losses up to `step` that vanished ranks had noted but not written."""
         lines = read_lines(folder / names.METRICS)
         first = max([line["step"] for line in lines if "loss" in line and "step" in line], default=0) + 1
         found = list(noted(folder, self._world.size, first, step))
@@ -99,7 +100,7 @@ class MetricsLog:
             self._write([(epoch, number) for epoch, number, _ in found], [of_ranks for _, _, of_ranks in found])
 
     def sync(self) -> None:
-        """Gather the losses since the last time from all ranks, check them and write them. Collective.
+        """Gather the losses since the last call from all ranks, check and write them. Collective.
 
         Raises LossError for a loss that is not finite, with the step and the ranks where it began.
         """
@@ -111,7 +112,7 @@ class MetricsLog:
         self.last_loss = self.losses[-1]
 
     def _write(self, steps: Sequence[tuple[int, int]], totals: Sequence[Tensor]) -> list[float]:
-        """Write the losses of these steps (epoch, number), of which all ranks' are known; returns them."""
+        """Write and return the losses of these steps (epoch, number), which are known from all ranks."""
         records: list[Record] = []
         points: list[Point] = []
         found: list[float] = []
@@ -137,7 +138,7 @@ class MetricsLog:
             self.send("evaluated", epoch=epoch + 1, epochs=epochs, metrics=metrics, best=best, **where)
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Send a message to whoever shows the run, if anybody does."""
+        """Send a message to the display of the run, if there is one."""
         if self._send is not None:
             self._send(kind, **facts)
 
@@ -146,12 +147,12 @@ class MetricsLog:
         self.send("note", text=text)
 
     def tell(self, text: str) -> None:
-        """Send a line for the user that the run's record and its report keep too, once for all ranks."""
+        """Send the user a line, once for all ranks, that the run's record and its report keep too."""
         if self._world.rank == 0:
             self.send("told", text=text)
 
     def live_is_due(self) -> bool:
-        """Whether it is time for another message to the live view."""
+        """Check whether it is time for another message to the live view."""
         now = time.monotonic()
         if now < self.live_due:
             return False
@@ -159,7 +160,7 @@ class MetricsLog:
         return True
 
     def send_memory(self) -> None:
-        """Send the bytes that this rank uses now."""
+        """Send how many bytes this rank uses now."""
         self.send("memory", bytes=used_bytes(self._world.device))
 
     def close(self) -> None:
@@ -183,5 +184,5 @@ class MetricsLog:
 
 
 def _gather(losses: list[Losses]) -> list[Tensor]:
-    """For each step the weighted loss and the weight of each rank, (ranks, 2)."""
+    """Return for each step the weighted loss and the weight of each rank, (ranks, 2)."""
     return list(collectives.all_gather(totals_of(losses), of="losses").cpu().unbind(1))

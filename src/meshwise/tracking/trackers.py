@@ -29,7 +29,7 @@ Tracker: TypeAlias = Callable[[Mapping[str, float], int], object]
 
 @dataclass(frozen=True)
 class OpenTracker:
-    """A tracker that is open, with its name in messages."""
+    """An open tracker, with its name in messages."""
 
     name: str
     track: Tracker
@@ -37,7 +37,7 @@ class OpenTracker:
 
 
 def check_trackers(wanted: Sequence[str]) -> None:
-    """Raises UsageError for a name of no tracker, and for one whose library is not installed."""
+    """Raise UsageError for a name of no tracker, and for one whose library is not installed."""
     for name in wanted:
         check_known("log", name, TRACKERS)
         if find_spec(name) is None:
@@ -46,7 +46,7 @@ def check_trackers(wanted: Sequence[str]) -> None:
 
 
 def open_tracker(wanted: str | Tracker, folder: Path, step: int) -> OpenTracker:
-    """Open a tracker of the run in `folder`, which goes on after `step`."""
+    """Open a tracker of the run in `folder`, which resumes after `step`."""
     if not isinstance(wanted, str):
         return OpenTracker(getattr(wanted, "__name__", type(wanted).__name__), wanted)
     return TRACKERS[wanted](folder, step)
@@ -68,7 +68,7 @@ def _tensorboard(folder: Path, step: int) -> OpenTracker:
 
 
 def _hush(library: str) -> None:
-    """No traceback of an error in a thread of this library, which raises it again where it is next called."""
+    """Print no traceback for an error in a thread of this library: it raises the error again at its next call."""
     told = threading.excepthook
 
     def tell(error: threading.ExceptHookArgs) -> None:
@@ -114,7 +114,7 @@ def _mlflow(folder: Path, step: int) -> OpenTracker:
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """What was run: the job, its arguments, the options that were given."""
+    """Return what was run: the job, its arguments, the given options."""
     if not (folder / names.RUN).is_file():
         return {}
     run = names.read_run(folder)
@@ -127,4 +127,4 @@ TRACKERS: Mapping[str, Callable[[Path, int], OpenTracker]] = {
     "wandb": _wandb,
     "mlflow": _mlflow,
 }
-"""How each is opened, by the name of its package."""
+"""How each tracker is opened, by the name of its package."""

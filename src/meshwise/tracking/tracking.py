@@ -31,13 +31,13 @@ from meshwise.workers.environment import LOG, RUN_FOLDER, attempt
 from meshwise.workers.join import rank_context
 
 COMPARED = 3
-"""Calls of each line of `mw.log` that the launcher compares over the ranks."""
+"""How many calls of each line of `mw.log` the launcher compares over the ranks."""
 Point = tuple[Mapping[str, float], int]
 """Values by name, and their step."""
 
 
 class Tracking:
-    """Writes on rank 0 what a run measures. A tracker that fails is left out from then on, and said once."""
+    """Writes a run's measurements on rank 0. A failing tracker is reported once and then left out."""
 
     def __init__(self, folder: Path | None, trackers: Iterable[str | Tracker], notify: Callable[[str], None]) -> None:
         """folder: of the run; None keeps no metrics.jsonl, and named trackers write into the working folder."""
@@ -48,11 +48,11 @@ class Tracking:
         self.found = self.written = 0
         """Lines of metrics.jsonl: those of earlier attempts, and its own."""
         self._held: BinaryIO | None = None
-        """metrics.jsonl as this attempt of the run began it: a later attempt, on other machines, makes it anew."""
+        """metrics.jsonl as this attempt of the run began it: a later attempt, on other machines, creates it anew."""
         self._over = False
 
     def open(self, step: int) -> None:
-        """Open the trackers. step: the last one that the run has behind it."""
+        """Open the trackers. step: the last one that the run has finished."""
         self._hold()
         self._open_now(self._wanted, step)
 
@@ -70,7 +70,7 @@ class Tracking:
         self._over = claimed and is_over(self._folder, attempt())  # asked last: it may be the file of a later one
 
     def add(self, trackers: Iterable[str | Tracker], step: int) -> None:
-        """Open these too, but for those that it has."""
+        """Open these trackers too, except those already open."""
         new = [tracker for tracker in dict.fromkeys(trackers) if tracker not in self._wanted]
         self._wanted += new
         self._open_now(new, step)
@@ -81,7 +81,7 @@ class Tracking:
                 self._open.append(open_tracker(wanted, self._folder or Path(), step))
 
     def write(self, records: Sequence[Record], points: Iterable[Point]) -> None:
-        """Append the records to metrics.jsonl, and give each tracker the points."""
+        """Append the records to metrics.jsonl, and pass the points to each tracker."""
         self._write(self._folder, records)
         points = list(points)
         for tracker in [*self._open]:
@@ -90,7 +90,7 @@ class Tracking:
                     tracker.track(values, step)
 
     def _write(self, folder: Path | None, records: Sequence[Record]) -> None:
-        """Append to metrics.jsonl; what a full disk does not take waits for the next time."""
+        """Append to metrics.jsonl; what a full disk refuses waits for the next time."""
         if folder is None:
             return
         first, records = not self._unwritten, [*self._unwritten, *map(json_value, records)]
@@ -114,7 +114,7 @@ class Tracking:
             self._unwritten = []
 
     def cut(self, lines: int) -> None:
-        """Take from metrics.jsonl what earlier attempts wrote behind its first `lines`."""
+        """Remove from metrics.jsonl what earlier attempts wrote after its first `lines`."""
         if self._folder is not None and lines < self.found:
             _cut(self._folder, lines, self.found)
             self.found = lines
@@ -146,7 +146,7 @@ class Tracking:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where `mw.log` writes. step: the one that is worked on, None where that is not known. kept: whether it writes."""
+    """Where `mw.log` writes. step: the current one, None if unknown. kept: whether it writes."""
 
     tracking: Tracking
     step: Callable[[], int | None]
@@ -154,13 +154,13 @@ class _Target:
 
 
 _targets: list[_Target] = []
-"""That of the script, where it has logged, and those of what runs inside it."""
+"""The script's target, if it has logged, and those of what runs inside it."""
 _calls: Counter[str] = Counter()
 
 
 @contextlib.contextmanager
 def log_into(tracking: Tracking, step: Callable[[], int | None], *, kept: bool = True) -> Iterator[None]:
-    """`mw.log` in the with-body writes to `tracking`."""
+    """Let `mw.log` in the with-body write to `tracking`."""
     target = _Target(tracking, step, kept)
     _targets.append(target)
     try:
@@ -170,25 +170,25 @@ def log_into(tracking: Tracking, step: Callable[[], int | None], *, kept: bool =
 
 
 def nowhere() -> contextlib.AbstractContextManager[None]:
-    """`mw.log` in the with-body writes nothing."""
+    """Let `mw.log` in the with-body write nothing."""
     return log_into(Tracking(None, (), lambda text: None), lambda: None, kept=False)
 
 
 def has_logged() -> bool:
-    """Whether this process has called `mw.log`."""
+    """Check whether this process has called `mw.log`."""
     return bool(_calls)
 
 
 def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any) -> None:
-    """Keep numbers of the program: `mw.log(loss=loss, lr=lr)`. They go to metrics.jsonl in the run's folder, from there
+    """Log numbers of the program: `mw.log(loss=loss, lr=lr)`. They go to metrics.jsonl in the run's folder, from there
     to reports and `meshwise runs`, and to the trackers of `meshwise run --log wandb`.
 
     values: numbers by names that are no words of Python: `mw.log({"val/accuracy": accuracy})`. A tensor of one number
     is read, which waits for its device. Rank 0's are kept; call it on every rank, or under `if mw.is_main():`. Where
-    ranks log other values, a warning says so, once per line: log what `mw.backward` returns, or `mw.mean(value)`.
-    step: by default the optimizer step that is worked on, counted from the start of the process: a script that goes on
+    ranks log different values, a warning says so, once per line: log what `mw.backward` returns, or `mw.mean(value)`.
+    step: by default the current optimizer step, counted from the start of the process: a script that resumes
     from a saved state gives its own; without mw.distribute the calls of this line. Without a run's folder or a tracker
-    (MESHWISE_RUN, MESHWISE_LOG) nothing is kept. UsageError for what is no number.
+    (MESHWISE_RUN, MESHWISE_LOG) nothing is kept. UsageError for anything but numbers.
     """
     numbers = {name: _number(name, value) for name, value in ({**(values or {}), **named}).items()}
     session.show(", ".join(f"{name} {value!r}" for name, value in numbers.items()))
@@ -204,7 +204,7 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
 
 
 def log_to(*trackers: str | Tracker) -> None:
-    """What `mw.log` is given from now on goes there too: `mw.log_to(track)`, `mw.log_to("wandb")`.
+    """Send later values of `mw.log` to these trackers too: `mw.log_to(track)`, `mw.log_to("wandb")`.
 
     trackers: functions of your own, `track(values, step)`, called on rank 0 with a dict of numbers by name, or
     `tensorboard`, `wandb`, `mlflow`, as with `meshwise run --log`. Call it on every rank. One that fails is reported
@@ -220,7 +220,7 @@ def log_to(*trackers: str | Tracker) -> None:
 
 
 def logged() -> dict[str, Any]:
-    """How much of metrics.jsonl is there, for a state of this moment: the run's folder, and lines."""
+    """Return how many lines metrics.jsonl has, for a state saved now, and the run's folder."""
     folder = _folder()
     if folder is None:
         return {}
@@ -229,8 +229,8 @@ def logged() -> dict[str, Any]:
 
 
 def go_on_after(state: Mapping[str, Any]) -> None:
-    """The program goes on from a state with what `logged` gave then: what this run wrote after it is of steps that are
-    done again, and goes from metrics.jsonl. What this process has written stays."""
+    """Resume from a state with what `logged` returned then: later lines of metrics.jsonl, whose steps are repeated, are
+    removed. Lines of this process stay."""
     folder = _folder()
     if folder is None or rank_context().world.rank != 0 or state.get("run") != str(folder.resolve()):
         return
@@ -261,7 +261,7 @@ def _target() -> _Target:
 
 
 def _of_script(first: bool) -> _Target:
-    """Where a script's numbers go, by its environment."""
+    """Return where a script's numbers go, from its environment."""
     wanted = [name for name in os.environ.get(LOG, "").split(",") if name]
     check_trackers(wanted)
     folder = _folder()
