@@ -113,7 +113,7 @@ SHOWN_PICTURES = (
     f'{PROBE}.tell(epoch=epoch, metrics={{"accuracy": eval_metric, "samples": num_elems}}); '
     'accelerator.print(f"epoch {epoch}: {100',
 )
-TRAINED = '"train loss, float32": total_loss.item() / len(train_dataloader)'
+TRAINED = '"train loss": total_loss.item() / len(train_dataloader)'
 TRACKED_PICTURES = (SHOWN_PICTURES[0], SHOWN_PICTURES[1].replace('"samples"', f'{TRAINED}, "samples"'))
 TRACKED = (EPOCH[0], EPOCH[1].replace("metrics=eval_metric", f"metrics={{**eval_metric, {TRAINED}}}"))
 NO_STATES: tuple[Edit, ...] = (
@@ -275,7 +275,7 @@ SCRIPTS: dict[str, Script] = {
         ),
         small=(
             SMALL[0],
-            ('"HuggingFaceTB/SmolLM-360M"', '"llama"'),
+            ('"HuggingFaceTB/SmolLM-360M"', '"gpt2"'),
             ('load_dataset("Salesforce/wikitext", "wikitext-2-v1")', 'load_from_disk("wikitext")'),
             ("max_training_samples=500", "max_training_samples=54"),
             ('{"lr": 2e-5, "num_epochs": 3', '{"lr": 2e-3, "num_epochs": 2'),
@@ -283,12 +283,12 @@ SCRIPTS: dict[str, Script] = {
         shown=(
             (
                 '            accelerator.print(\n                f"epoch {epoch} - update',
-                f'            {PROBE}.tell(clipped=grad_norm, **{{"loss, float32": losses}})\n'
+                f"            {PROBE}.tell(clipped=grad_norm, loss=losses)\n"
                 '            accelerator.print(\n                f"epoch {epoch} - update',
             ),
             (
                 'accelerator.print(f"epoch {epoch}:: eval',
-                f'{PROBE}.tell(epoch=epoch, metrics={{"perplexity, float32": perplexity}}); '
+                f'{PROBE}.tell(epoch=epoch, metrics={{"perplexity": perplexity}}); '
                 'accelerator.print(f"epoch {epoch}:: eval',
             ),
             END,
@@ -468,13 +468,13 @@ SCRIPTS: dict[str, Script] = {
                 "        if mw.is_main():\n            model.save_pretrained(peft_model_id)\n",
             ),
         ),
-        small=(('"t5-base"', '"t5"'), ("num_epochs = 1", "num_epochs = 2"), ("lr = 1e-3", "lr = 1e-2")),
+        small=(('"t5-base"', '"bart"'), ("num_epochs = 1", "num_epochs = 2"), ("lr = 1e-3", "lr = 1e-2")),
         shown=(
             ("loss.backward()", f"loss.backward(); {PROBE}.tell(loss=loss.item())"),
             (
                 '        accelerator.print(f"{accuracy=}")\n',
-                f'        {PROBE}.tell(epoch=epoch, metrics={{"train float32": train_epoch_loss.item(), '
-                '"float32": eval_epoch_loss.item(), "accuracy": accuracy})\n'
+                f'        {PROBE}.tell(epoch=epoch, metrics={{"train loss": train_epoch_loss.item(), '
+                '"loss": eval_epoch_loss.item(), "accuracy": accuracy})\n'
                 f'        {PROBE}.weights(model)\n        accelerator.print(f"{{accuracy=}}")\n',
             ),
         ),
@@ -545,7 +545,7 @@ SCRIPTS: dict[str, Script] = {
             END,
             (
                 'accelerator.print(f"epoch {epoch}:", result)',
-                f'{PROBE}.tell(epoch=epoch, metrics={{"train loss, float32": float(total_loss), **result}}); '
+                f'{PROBE}.tell(epoch=epoch, metrics={{"train loss": float(total_loss), **result}}); '
                 'accelerator.print(f"epoch {epoch}:", result)',
             ),
         ),
@@ -554,7 +554,7 @@ SCRIPTS: dict[str, Script] = {
             ("in enumerate(active_dataloader)", "in enumerate(active_dataloader, train_dataloader.start)"),
         ),
         arguments="--dataset_name esci --model_name_or_path bert --output_dir out --seed 3 --use_peft "
-        "--per_device_train_batch_size 16 --learning_rate 1e-2 --num_train_epochs 2 --gradient_accumulation_steps 2",
+        "--per_device_train_batch_size 16 --learning_rate 1e-2 --num_train_epochs 2",
         made=(local.write_products,),
         package="accelerate",
         stop=3,

@@ -96,9 +96,9 @@ def write_pairs_with_dropout(folder: Path) -> None:
 
 
 def write_lines(folder: Path) -> None:
-    """A Llama, and lines of text, some of them empty."""
+    """A GPT-2, and lines of text, some of them empty."""
     from datasets import Dataset, DatasetDict
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     draw = random.Random(0)
     tables = {
@@ -106,17 +106,17 @@ def write_lines(folder: Path) -> None:
         for split, count in (("train", 60), ("validation", VALIDATION))
     }
     DatasetDict(tables).save_to_disk(folder / "wikitext")
-    config = LlamaConfig(
-        vocab_size=write_tokenizer(folder / "llama", pair=False), hidden_size=16, intermediate_size=24,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, initializer_range=0.2,
+    config = GPT2Config(
+        vocab_size=write_tokenizer(folder / "gpt2", pair=False), n_embd=16, n_layer=2, n_head=2, n_positions=64,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(0)
-    keep_model(LlamaForCausalLM(config), folder / "llama")
+    keep_model(GPT2LMHeadModel(config), folder / "gpt2")
 
 
 def write_phrases(folder: Path) -> None:
-    """A T5, and phrases with a word for what they feel, as lines of JSON."""
-    from transformers import T5Config, T5ForConditionalGeneration
+    """A BART, and phrases with a word for what they feel, as lines of JSON."""
+    from transformers import BartConfig, BartForConditionalGeneration
 
     draw, feelings = random.Random(0), ["negative", "neutral", "very positive"]
     place = folder / "temp" / "data" / "FinancialPhraseBank-v1.0"
@@ -126,12 +126,14 @@ def write_phrases(folder: Path) -> None:
         lines = [json.dumps({"sentence": sentence(draw, b), "label": feelings[a]}) for a, b in rows]
         (place / f"financial_phrase_bank_{split}.jsonl").write_text("\n".join(lines) + "\n")
     words = [*WORDS, *(word for each in feelings for word in each.split())]
-    config = T5Config(
-        vocab_size=write_tokenizer(folder / "t5", words, pair=False), d_model=16, d_kv=8, d_ff=24, num_layers=2,
-        num_heads=2, decoder_start_token_id=0,
+    config = BartConfig(
+        vocab_size=write_tokenizer(folder / "bart", words, pair=False), d_model=16, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, init_std=0.2,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=2, eos_token_id=3, decoder_start_token_id=3,
+        forced_eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    keep_model(T5ForConditionalGeneration(config), folder / "t5")
+    keep_model(BartForConditionalGeneration(config), folder / "bart")
 
 
 def write_products(folder: Path) -> None:
@@ -211,7 +213,8 @@ def weights(model: torch.nn.Module) -> None:
 
 
 def begin(package: str) -> None:
-    """Look at each step of an optimizer."""
+    """Look at each step of an optimizer; compute in float64 what transformers casts to float32."""
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign, assignment]
     steps = 0
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
