@@ -294,7 +294,7 @@ SCRIPTS: dict[str, Script] = {
             END,
         ),
         kept=(
-            saved(),
+            saved(more=", every=1"),
             (
                 "for update_step in range(total_gradient_updates):",
                 "for update_step in range(train_dataloader.start // gradient_accumulation_steps, "

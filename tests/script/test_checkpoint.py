@@ -258,3 +258,45 @@ def test_a_run_that_is_asked_to_stop_in_a_validation_stops_before_the_next_epoch
     assert [saved.step for saved in checkpoints_in(tmp_path / "cut")][-1] == 2 * STEPS
     printed, rate, begun = by_epochs(tmp_path / "cut", 3, **given)
     assert (printed, rate, begun) == (whole[0][2:], whole[1], (2, 2 * STEPS))
+
+
+def windows(folder: Path, stops_at: int = -1) -> Any:
+    """Steps of two batches, both read before the first is trained on: the weights, and how many batches were read.
+    stops_at: behind this batch it is asked to stop."""
+    end_sessions()
+    torch.manual_seed(1)
+    x = torch.randn(48, 6, dtype=torch.float64)
+    model = nn.Linear(6, 1).double()
+    model, optimizer, loader = mw.distribute(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(x), 8, shuffle=True)
+    )
+    saved, read = mw.checkpoint(folder, model=model, optimizer=optimizer, loader=loader, every=100), 0
+    gate = default_engine().gate = StepGate()
+    for _ in range(saved.epoch, 2):
+        batches = iter(loader)
+        for _ in range(loader.start // 2, len(loader) // 2):
+            window = []
+            for _ in range(2):
+                window.append(next(batches)[0])
+                read += 1
+                if read == stops_at:
+                    gate.set_last(gate.freeze())
+            for a in window:
+                with mw.accumulate():
+                    mw.backward(model(a).square().mean() / 2)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.weight.detach().clone(), read
+
+
+@pytest.mark.parametrize("stops_at", [2, 3, 4, 5])
+def test_batches_that_were_read_ahead_are_not_lost_by_a_stop(
+    stops_at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, _ = windows(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        windows(tmp_path / "cut", stops_at)
+    end_sessions()
+    weights, read = windows(tmp_path / "cut")
+    assert torch.equal(weights, whole) and read == (12 if stops_at % 2 else 12 - stops_at)
+    assert ("stopped between batches that make one step" in capsys.readouterr().err) == bool(stops_at % 2)

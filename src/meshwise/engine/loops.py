@@ -142,5 +142,4 @@ class Loops:
         the loss's weight, so it may continue with the batch of another loader."""
         self._weighed, self.whole = weighed and len(self.round) > 1, None
         self.round = self.round if self._weighed else []
-        if self._open or self._alone is not None:
-            self.ended = None
+        self.ended = None if self._open or self._alone is not None else self.ended

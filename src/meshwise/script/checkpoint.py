@@ -261,10 +261,11 @@ class LoopState:
         if self._saver is None:
             return
         self._saver.settle()
-        half = self._loader is None and self._counted != self._engine.program.backwards
-        if not self._clean or half:
+        loader, engine = self._loader, self._engine
+        ahead = loader is not None and loader.place[1] > 0 and loader.given_at == engine.phases.done  # not trained on
+        if not self._clean or ahead or (loader is None and self._counted != engine.program.backwards):
             where = "between batches that make one step" if self._clean is not None else "in its first step"
-            if self._loader is None and self._clean is None and self._engine.phases.done:
+            if loader is None and self._clean is None and engine.phases.done:
                 where = "before saved.step_done(), which a loop without a loader calls after each step"
             newest = f"the newest state is that of step {self._last}" if self._last else "no state is saved"
             self._engine.notify(f"stopped {where}: {newest}.")
