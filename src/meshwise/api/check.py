@@ -81,10 +81,10 @@ _kept = ExitStack()
 
 @dataclass(frozen=True)
 class CheckedProgram:
-    """What a check runs.
+    """A program to check.
 
     trace: runs the checked program in each worker; under the plan with the random draws of one device. alone: whether a
-    pass needs processes of its own, because a script may leave anything behind.
+    pass needs separate processes, because a script may leave anything behind.
     """
 
     name: str

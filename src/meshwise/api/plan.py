@@ -89,8 +89,7 @@ class Plans:
 
     @property
     def predicted(self) -> Prediction | None:
-        """The prediction to compare a run of the first plan with; `plan_to_toml(...) + prediction_to_toml(...)` keep
-        it."""
+        """The prediction to compare with a run of the first plan; `prediction_to_toml` writes it into a plan file."""
         return None if self.first is None else prediction(self.first, self.job)
 
     def device_hours(self, estimate: Estimate) -> float | None:

@@ -54,9 +54,9 @@ class Predictions:
     """What `mw.predict` returns.
 
     outputs: a row per sample, in the data's order: a tensor, or a list where rows make no tensor; a dict or tuple of
-    them     where the model returns one. None where a file was named. samples, computed: all samples, and those that
-    this call computed: not those of an earlier, stopped run. nan: samples computed by this call whose output contains
-    NaN.
+        them where the model returns one. None where a file was named.
+    samples, computed: all samples, and those that this call computed: not those of an earlier, stopped run.
+    nan: samples computed by this call whose output contains NaN.
     """
 
     samples: int
@@ -197,7 +197,7 @@ def _no_loss(*_: Any) -> Any:
 
 
 def _origin(options: PredictOptions) -> dict[str, str]:
-    """Return what the outputs depend on that a worker does not know."""
+    """Return the facts that decide the outputs and that a worker does not know."""
     if isinstance(options.job, str):
         return {"source": source_of(options.job)}
     if isinstance(options.job, nn.Module):

@@ -129,7 +129,7 @@ def start_job(
 
 @dataclass(frozen=True)
 class Named:
-    """What the launcher knows of a job."""
+    """A job's name and batch size, as far as the launcher needs them."""
 
     name: str
     batch_size: int

@@ -84,7 +84,7 @@ class KeyedDraws:
         self._calls: dict[int, int] = {}
         self.log: list[Draw] = []
         self.unkeyed: set[str] = set()
-        """Operators that could not be keyed, so that ranks draw on their own."""
+        """Operators that could not be keyed, so that ranks draw independently."""
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:

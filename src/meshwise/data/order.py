@@ -103,8 +103,7 @@ def epoch_slices(
     begin: int = 0,
     left_out: Sequence[tuple[int, int]] = (),
 ) -> Iterator[Sequence[BatchSlice]]:
-    """Yield this rank's shares of each global batch from sample `begin` on: one sequence a step, one share a
-    microbatch.
+    """Yield this rank's shares of each global batch from sample `begin` on: a sequence a step, a share a microbatch.
 
     A ragged last batch makes fewer microbatches rather than empty ones. left_out: as in `batch_bounds`.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwise.data.order import BatchSlice
 
 Seen: TypeAlias = tuple[int, int, BatchSlice | None, Tensor]
-"""What a backward saw: its number, its step, this rank's part of the batch, and this rank's own loss."""
+"""Facts about a backward: its number, its step, this rank's part of the batch, and this rank's own loss."""
 
 
 class Batches(Protocol):

@@ -63,15 +63,15 @@ class Loops:
         self._world, self.ranks = world, world.size
         self._open: list[LoopRead] = []
         self.round: list[LoopRead] = []
-        """Those that have given a batch since the last backward, each its newest."""
+        """The loops that have given a batch since the last backward, each at its newest."""
         self._weighed = False  # that backward was weighed by the program, and of one of these
         self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
         self.ended: LoopRead | None = None
-        """The loop that has ended since the last batch was given, or the last backward: values are of it as a whole."""
+        """The loop that ended after the last batch or backward: later values are of that whole loop."""
         self.by_place: dict[str, LoopRead] = {}
-        """The loops of the newest program that have ended, the last one at each of the user's lines."""
+        """The newest program's finished loops, the last one at each of the user's lines."""
         self.over: Counter[tuple[str, int]] = Counter()
-        """How often loops of the newest program were over, by the user's line."""
+        """How many of the newest program's loops have finished, by the user's line."""
         self._places = Counter[object]()
         self.whole: WholeRead | None = None
         """The loop that gave the newest batch, where its loader is not distributed."""

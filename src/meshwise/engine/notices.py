@@ -17,7 +17,7 @@ class Notices:
         self._say, self.untrue = say, untrue
         self._said = set[str]()  # to the newest program of the process
         self.all: list[str] = []
-        """On every rank."""
+        """All notices, kept on every rank."""
 
     def __call__(self, text: str) -> None:
         """Print a line for the user, once; an empty one prints nothing."""

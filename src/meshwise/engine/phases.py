@@ -30,7 +30,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.steps = 0
-        """That had ended when a batch was asked for last."""
+        """How many steps had ended when a batch was last asked for."""
         self._recorder = current()
         self._range: Any = None  # of a profiler that is attached
         self._since: Mark | None = None  # when the phase began that is recorded at its end
@@ -42,9 +42,9 @@ class Phases:
         """Whether the program's optimizers are known; without any, each batch with a backward is a step."""
         self._counted = 0.0
         self.number = 0
-        """Of the step that the newest backward was in."""
+        """The step of the newest backward."""
         self.look: Callable[[], None] = lambda: None
-        """Looks at losses that nobody has read yet, now and then."""
+        """Checks, at times, the losses that nobody has read yet."""
 
     @property
     def step(self) -> int:
@@ -125,8 +125,7 @@ class Phases:
             self._range = open_range("backward")
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """Record the end of a backward and, now and then, the global loss. After an error the phase stays, for the
-        report."""
+        """Record the end of a backward and, at times, the global loss. After an error the phase stays, to be named."""
         if self._range is not None:
             self._close_range()
         assert self._since is not None

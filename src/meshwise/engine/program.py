@@ -83,8 +83,7 @@ class Program:
         """Runs the stages of this rank, where the plan has a pipeline."""
         self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job`
         self.backwards = self.began = 0
-        """Number of backwards in this session or job; `began`: before its newest program (`_older`: optimizers of
-        then)."""
+        """Backwards of this session or job; and those before its newest program (its optimizers then: `_older`)."""
         self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
@@ -164,8 +163,7 @@ class Program:
             self.add_optimizer(optimizer)
 
     def forget_unused(self) -> None:
-        """Forget the models that the program no longer uses, and their plan if none is left. Collective if there were
-        any.
+        """Forget the models that the program no longer uses, and their plan if none is left. Collective if any existed.
 
         Garbage of one rank may not be collected yet on another, so all collect first; a model that one rank has
         dropped (a best model that only rank 0 keeps) is trained nowhere.

@@ -85,8 +85,7 @@ def set_states(device: str, kept: list[Tensor]) -> None:
 
 
 class StepDraws:
-    """Makes an optimizer's draws in its step the same on every rank, as parameters need it, where others differ by
-    rank."""
+    """Makes an optimizer's draws, which are for parameters, the same on every rank where draws are keyed by rank."""
 
     def __init__(self, world: World) -> None:
         self._world = replace(world, rank=0)

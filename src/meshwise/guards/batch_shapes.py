@@ -33,7 +33,7 @@ class BatchShapes:
 
     def __init__(self) -> None:
         self.given: dict[object, tuple[str, str, Any]] = {}
-        """By loader."""
+        """The shapes of the newest batch, by loader."""
         self._told = False
 
     def begins(self) -> None:

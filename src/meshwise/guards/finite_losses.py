@@ -99,8 +99,7 @@ class FiniteLosses:
             self._look_at_parameters()
 
     def spoiled_in(self, thing: Any) -> str:
-        """Return the first parameter of the program's models that is not finite in the saved `thing`; empty for
-        none."""
+        """Return the first parameter of the program's models that is not finite in the saved `thing`, or ""."""
         return not_finite_in_tree(thing, self._program.numbered_models(), self._never)
 
     def _look_at_parameters(self) -> None:

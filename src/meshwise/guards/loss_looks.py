@@ -41,8 +41,7 @@ class LossLooks:
     def backward_begins(
         self, loss: Any, part: BatchSlice | None, weight: Tensor | float | None, reduction: str | None, where: str
     ) -> None:
-        """Check a loss before its backward. loss: for a job its function's result, at `where`; for a script the
-        loss."""
+        """Check a loss before its backward. loss: of a job its function's result, at `where`; of a script the loss."""
         engine = self._engine
         if engine.watcher is not None or part is None or part.whole or rehearsing():
             return

@@ -137,7 +137,7 @@ class UnsummedLoops:
         self._training: set[tuple[str, int]] = set()
         self._told: set[str] = set()
         self.places: list[str] = []
-        """Where those are that were reported."""
+        """The lines of the loops that were reported."""
 
     def batch_asked(self, loop: LoopRead) -> None:
         """Handle that a loop over a distributed loader begins, at the user's running line, or has finished its first

@@ -46,7 +46,7 @@ class ArmedFaults:
         self.states: Path | None = None
         """Where the run saves its state."""
         self.parameters: Callable[[], Iterable[Tensor]] = tuple
-        """Gives the parameters that this rank holds."""
+        """Returns the parameters that this rank holds."""
 
     def phase_begins(self, phase: str, step: int) -> None:
         """Cause the faults that are due when a phase of a step begins."""

@@ -53,7 +53,7 @@ def among(plan: Plan, world: World) -> Among:
 
 
 class LastStep:
-    """The state of a run after its last step. Call `keep` after each."""
+    """The state of a run after its last step. Call `keep` after each step."""
 
     def __init__(
         self,

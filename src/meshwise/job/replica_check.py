@@ -30,7 +30,7 @@ class ReplicaCheck:
     def __init__(self, plan: Plan, every: int) -> None:
         self._every = every if plan.data > 1 else 0
         self.look: float = 0 if self._every else math.inf
-        """The next step after which `is_due` is worth asking."""
+        """The next step at which `is_due` needs to be called."""
         self._apart = plan.devices // plan.data  # ranks of one replica; the axis of the replicas is the outermost
         self._state_too = not plan.state_divided
         self._own: set[str] | None = None  # buffers of which each replica has its own

@@ -62,7 +62,7 @@ class Restarts:
     asked: Plan | None = None
     """The plan that the run was started with; None leaves it to a script."""
     states: Path | None = None
-    """Where a script saves its state; None: in the folder."""
+    """The folder in which a script saves its state; None: the run's folder."""
     launched: Mapping[str, Any] = field(default_factory=dict)
     """Who started this command, as each attempt records it."""
     attempt: int = 1

@@ -49,11 +49,11 @@ OWN_OPTIONS = ("job", "devices", "data", "log")
 
 @dataclass(frozen=True)
 class LaunchedProgram:
-    """The program of a run.
+    """A program to run.
 
-    plan: None leaves it to a script. call: what each worker calls with the run folder. record: what run.json keeps.
-    sees_all: whether each worker sees the accelerators of all workers of its host, as under torchrun. again: what each
-    worker calls after a restart, with `plan` (TOML, "" for the first) and whether it `resumes`; None for `call`, where
+    plan: None leaves it to a script. call: called by each worker with the run folder. record: facts for run.json.
+    sees_all: whether each worker sees the accelerators of all workers of its host, as under torchrun. again: called by
+    each worker after a restart, with `plan` (TOML, "" for the first) and whether it `resumes`; None for `call`, where
     the program restores its state itself.
     """
 
@@ -255,7 +255,7 @@ def supervised(
 
 
 def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return what the workers of the next attempt call."""
+    """Return the function and the arguments for the workers of the next attempt."""
     program, restarts = started.program, started.restarts
     call: Callable[..., Any] = program.call
     if restarts.attempt > 1 and program.again is not None:

@@ -70,13 +70,13 @@ class Viewer:
         self._restarts, self._machines = restarts, machines
         self.stopped = ""
         self.steps = self.joins = False
-        """Of the attempt: whether its workers step, and whether they have stopped for a machine that joins."""
+        """Whether the attempt's workers do steps, and whether they have stopped for a machine that joins."""
         self._devices = tuple(devices)
         self._memory: list[int | None] = [None] * len(devices)
         self._job = ""
         self._lost, self._looked = False, time.monotonic()
         self._told: list[str] = []
-        """Lines of the attempt that its record keeps."""
+        """Lines of the attempt for its record."""
 
     def message(self, rank: int, message: Message) -> None:
         kind = message["kind"]

@@ -197,7 +197,7 @@ def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: 
 
 
 def _facts(job: Job, data: Data, plan: Plan, options: PredictOptions) -> dict[str, Any]:
-    """Return what the outputs depend on, besides the program: it must match where a stopped run resumes."""
+    """Return the facts that decide the outputs, besides the program: they must match where a stopped run resumes."""
     ends = torch.tensor([0, data.samples // 2, data.samples - 1])
     weights = None if options.weights is None else digest_of_file(Path(options.weights))
     return {

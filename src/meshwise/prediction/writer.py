@@ -136,7 +136,7 @@ def gathered(
 
 
 def _form(value: Any) -> Any:
-    """Return what is sent besides the bytes of rows."""
+    """Return the description of rows that is sent besides their bytes."""
     return (tuple(value.shape), value.dtype, value.nbytes) if isinstance(value, Tensor) else value
 
 

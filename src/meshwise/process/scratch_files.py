@@ -61,7 +61,7 @@ OTHERS: tuple[tuple[Any, str, int, str], ...] = (
 )
 LISTS = vars(glob).values()  # from Python 3.13 on, pathlib's scandir lies in a class there
 CLASSES = {owner for owner in (*LISTS, *(owner for owner, *_ in OTHERS)) if isinstance(owner, type)}
-"""Functions that open a file in C++ or Rust: where they are, which argument is its path, what they do with it."""
+"""Classes among the owners of functions that open files."""
 PATHS = ("f", "filename", "path", "database")  # names of that argument
 
 
@@ -102,10 +102,10 @@ class _Functions:
     def __init__(self, view: FileView) -> None:
         self._view, self._inside = view, threading.local()
         self.ended = False
-        """Somebody may hold one of them still."""
+        """Whether the redirection has ended: somebody may still hold a replaced function."""
 
     def all(self) -> Iterator[tuple[Function, Function]]:
-        """Yield functions of files, each with what is called instead, with it and its arguments."""
+        """Yield each function that touches files, and the replacement that is called with it and its arguments."""
         yield io.open, self._open
         yield os.open, self._os_open
         read, changed = ([vars(os)[name] for name in names if hasattr(os, name)] for names in LINUX)

@@ -53,7 +53,7 @@ def _begin() -> None:
 
 
 def show(text: str) -> None:
-    """Tell the watcher what the program's current line shows."""
+    """Tell the watcher the text that the program's current line shows."""
     watcher = engines[-1].watcher if engines else None
     if watcher is not None:
         watcher.shown(user_place(), text)

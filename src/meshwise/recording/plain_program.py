@@ -87,15 +87,15 @@ class PlainProgram:
         self._inside = False
         self._asked: Mark = 0
         self._since: Mark | None = None
-        """Since when the program does what it does between the calls that are known."""
+        """When the program began what it now does between two known calls."""
         self._read = self._trained = self._stepped = self._evaluates = False
-        """Whether it has a batch; a backward since that, or since model.eval(); a step since that; and has called
-        model.eval()."""
+        """Whether it has a batch; has run a backward since then, or since model.eval(); a step since then; and has
+        called model.eval()."""
         self._optimizer: Mark | None = None
         self._optimizers_known = False
         self._backwards = 0
         self._optimizers: set[int] = set()
-        """Those that have made a step since the batch was read."""
+        """Optimizers (by id) that have made a step since the batch was read."""
         self._ends = [
             program_calls.around_batches(self._batch),
             program_calls.around_backwards(self._backward),

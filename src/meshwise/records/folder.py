@@ -293,7 +293,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _cleaned(value: Any) -> Any:
-    """Remove from a file's value what a terminal would obey or could not show."""
+    """Remove characters from a file's value that a terminal would obey or could not show."""
     if isinstance(value, dict):
         return {_cleaned(key): _cleaned(each) for key, each in value.items()}
     if isinstance(value, list):

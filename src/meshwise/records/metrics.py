@@ -80,7 +80,7 @@ def metrics_of(folder: Path) -> dict[str, list[float]]:
 
 
 def _place(name: str) -> int:
-    """Rank how well a program's own metric stands for its run: the lowest is best."""
+    """Return how well a program's own metric stands for its run: lower is better."""
     words = (("val", "test", "eval"), ("acc",), ("loss",), ("",))
     return next(place for place, some in enumerate(words, 1) if any(word in name.lower() for word in some))
 

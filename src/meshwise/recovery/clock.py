@@ -24,7 +24,7 @@ class SaveClock:
         self._saves, self._clock = saves, clock
         self._since: tuple[float, int] | None = None
         self.look: float = math.inf if saves.seconds is None and saves.steps is None else 0
-        """The next step after which `is_due` is worth asking."""
+        """The next step at which `is_due` needs to be called."""
 
     def is_due(self, step: int) -> bool:
         """Check whether to save after this step. Collective at some steps: every rank asks after each."""

@@ -42,7 +42,7 @@ class Held:
 
 @dataclass(frozen=True)
 class WriteItem:
-    """What a rank writes: `box` of a tensor, which lies within `held`, one of the boxes that it holds."""
+    """A piece for a rank to write: `box` of a tensor, which lies within `held`, one of the boxes that it holds."""
 
     name: str
     held: Box
@@ -128,7 +128,8 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
 
 
 def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:
-    """Return boxes that cover the tensor, every element once: the largest first, without what lies in those."""
+    """Choose boxes that cover the tensor, every element once: the largest first, then those that do not overlap
+    them."""
     chosen = disjoint(boxes)
     if not cover(chosen, shape):
         found = sum(map(volume, chosen))

@@ -49,7 +49,7 @@ class Stored:
 
     @property
     def held(self) -> Held:
-        """What a rank with the whole tensor holds."""
+        """The `Held` of a rank with the whole tensor."""
         stored = self.files.tensors[self.name]
         return Held(stored.dtype, stored.shape, (tuple((0, length) for length in stored.shape),))
 

@@ -38,8 +38,7 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 
 
 def encoded(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Convert `tree` to JSON values, and its tensors by name. Raises UsageError for anything but plain values and
-    tensors."""
+    """Convert `tree` to JSON values, and its tensors by name. Raises UsageError for anything else in it."""
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}
 

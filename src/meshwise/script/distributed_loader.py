@@ -43,8 +43,8 @@ class DistributedLoader:
         self._loader, self._spec, self._seed, self._engine = loader, spec, seed, engine
         self._epoch, self._index, self._batches_given, self._running = 0, 0, 0, False
         self.start = 0
-        """Batches of this epoch that were done before this process: `for i, batch in enumerate(loader, loader.start)`.
-        0 but for the first epoch of a loop that goes on inside it. `len(loader)` is the whole epoch all the same."""
+        """Batches of this epoch done before this process: `for i, batch in enumerate(loader, loader.start)`. Only
+        non-zero for the first epoch of a loop that resumes inside it. `len(loader)` is still the whole epoch."""
         self._generators = OrderGenerators(engine.generator, spec.drawn or (TORCH,))
         self._order: States | None = None  # the states in which the order of this epoch began, once it has
         self._keyed = False
@@ -54,11 +54,11 @@ class DistributedLoader:
         self.in_batch = False
         """Whether the program works on a batch of this loader."""
         self.given_at = -1
-        """How many steps had ended where that batch was given."""
+        """How many steps had ended when the current batch was given."""
         self._before = (0, 0)  # samples and batches of this epoch that were given out before that one
         engine.given.loaders.add(self)
         self.wrapper: Wrapper | None = None
-        """What the program reads this loader through."""
+        """The wrapper through which the program reads this loader."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

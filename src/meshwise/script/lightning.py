@@ -43,7 +43,7 @@ WHOLE = "Lightning: the batch_size of each DataLoader is of all {ranks} devices 
 
 
 def is_lightning(thing: Any) -> bool:
-    """Whether it is Lightning's Trainer, or of a class made from it."""
+    """Check whether it is Lightning's Trainer, or of a subclass."""
     return is_made_from(thing, "Trainer", *MODULES)
 
 
@@ -51,7 +51,7 @@ def distribute_lightning(
     trainer: Any, engine: Engine, add: Callable[[list[nn.Module]], None], share: Callable[[Any], Any]
 ) -> Any:
     """Make the Trainer work on all ranks, in place. add: `mw.distribute` of models. share: of any other thing. Raises
-    UsageError for what would not be the same on several devices."""
+    UsageError for features whose results would differ on several devices."""
     if isinstance(trainer, TrainerOnRanks):
         return trainer
     world, strategy = rank_context().world, trainer.strategy
@@ -80,7 +80,7 @@ def distribute_lightning(
 
 
 class TrainerOnRanks:
-    """In front of the Trainer's own class."""
+    """Put in front of the Trainer's own class."""
 
     meshwise: Ranks
 
@@ -98,7 +98,7 @@ class TrainerOnRanks:
 
 
 def _run(ranks: Ranks, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """A stop that all ranks agreed on leaves as it came: Lightning makes an exit of code 1 of it."""
+    """Run a function so that a stop agreed on by all ranks stays as it was raised: Lightning would exit with code 1."""
     handler = signal.getsignal(signal.SIGINT)
     try:
         return function(*args, **options)
@@ -110,7 +110,7 @@ def _run(ranks: Ranks, function: Callable[..., Any], *args: Any, **options: Any)
 
 
 class LoopOnRanks:
-    """In front of the class of Lightning's automatic optimisation: what it gives callbacks is the loss of all ranks."""
+    """Put in front of the class of Lightning's automatic optimisation: callbacks get the loss over all ranks."""
 
     meshwise: Ranks
 
@@ -124,7 +124,7 @@ class LoopOnRanks:
 
 
 class ConnectorOnRanks:
-    """In front of the class that hands on what is logged."""
+    """Put in front of the class that passes on logged values."""
 
     meshwise: Ranks
 

@@ -38,7 +38,7 @@ ADDED, FACTORS = {"add", "sub", "rsub"}, {"mul", "div", "true_divide"}
 
 
 class Kinds(TorchFunctionMode):
-    """While it is on, it keeps of every number how it came about; `of` tells of what kind it is."""
+    """While it is active, it records how every number was computed; `of` tells its kind."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class Kinds(TorchFunctionMode):
         return result
 
     def of(self, value: Tensor) -> str:
-        """The kind of a number."""
+        """Return the kind of a number."""
         made = self._made.get(id(value))
         return SAME if made is None else made[1]
 
     def is_whole(self, value: Tensor) -> None:
-        """It is of the rows of all ranks."""
+        """Note that a number covers the rows of all ranks."""
         self._made[id(value)] = value, SAME
 
     def _keep(self, result: Tensor, func: Any, args: Any, kwargs: Any) -> None:
@@ -108,7 +108,7 @@ def _together(kinds: list[str]) -> str:
 
 
 def _reduction(func: Any, args: Any, kwargs: Any) -> str | None:
-    """Of a loss function of torch."""
+    """Return the reduction of a torch loss function."""
     if not str(getattr(func, "__module__", "")).startswith("torch.nn.functional"):
         return None
     try:

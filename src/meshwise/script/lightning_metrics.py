@@ -39,7 +39,7 @@ def see_all_rows(ranks: Ranks, model: nn.Module) -> None:
 
 
 class MetricOnRanks:
-    """In front of the class of a metric: it sees the rows of all ranks, and so has nothing to reduce."""
+    """Put in front of a metric's class: it sees the rows of all ranks, and so needs no reduction."""
 
     meshwise: Ranks
 
@@ -66,7 +66,7 @@ class MetricOnRanks:
         return value
 
     def sync(self, *args: Any, **options: Any) -> None:
-        """Every rank has all rows already."""
+        """Do nothing: every rank already has all rows."""
 
 
 def _is_number(value: Any) -> bool:
@@ -74,7 +74,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _aggregated(ranks: Ranks, name: str, value: Any, weight: Any = None) -> Tensor:
-    """A number of this rank's rows, for a metric that adds up numbers. Collective."""
+    """Reduce a number of this rank's rows, for a metric that aggregates numbers. Collective."""
     own = torch.as_tensor(value).detach()
     if weight is not None or name not in ("MeanMetric", "SumMetric", "MaxMetric", "MinMetric"):
         raise UsageError(NOT_ROWS.format(what=f"{name}.update", value=value))
@@ -87,7 +87,7 @@ def _aggregated(ranks: Ranks, name: str, value: Any, weight: Any = None) -> Tens
 
 
 def of_all(ranks: Ranks, tree: Any, what: str) -> Any:
-    """A tree of rows with those of all ranks, in the order of the loader; other values must be alike. Collective."""
+    """Return a tree of rows with those of all ranks, in the loader's order; other values must be equal. Collective."""
     if ranks.alone:
         return tree
     if isinstance(tree, Tensor) and tree.ndim:

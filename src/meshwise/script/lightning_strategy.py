@@ -31,17 +31,17 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import rank_context
 
 STATES = "meshwise"
-"""What a checkpoint has besides: where its loaders are. Lightning itself can resume from it too."""
+"""An extra entry of a checkpoint: where its loaders are. Lightning itself can resume from it too."""
 
 
 def refuse(ranks: Ranks, what: str, instead: str) -> None:
-    """Raises UsageError for what is not the same on several devices."""
+    """Raise UsageError for a feature whose results would differ on several devices."""
     if not ranks.alone:
         raise UsageError(REFUSED.format(ranks=ranks.engine.world.size, what=what, instead=instead))
 
 
 class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
-    """In front of the strategy's own class, which is that of a single device."""
+    """Put in front of the strategy's own class, which is that of a single device."""
 
     meshwise: Ranks
 
@@ -212,8 +212,8 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
 
 class _Ahead:
-    """A loop over a loader whose length is not known: Lightning reads a batch ahead, to know the last one. It is given
-    places of batches, which `PrecisionOnRanks` reads when they are worked on: each has its own share then."""
+    """A loop over a loader of unknown length: Lightning reads a batch ahead, to know the last one. It gets placeholders
+    of batches, which `PrecisionOnRanks` replaces by batches when they are processed: then each has its own share."""
 
     def __init__(self, batches: Iterator[Any], reader: Reader) -> None:
         self._batches, self._reader, self._given = batches, reader, 0
@@ -228,13 +228,13 @@ class _Ahead:
         return self
 
     def read(self) -> Any:
-        """The next of the batches whose place was given."""
+        """Read the next batch for a placeholder."""
         self._given -= 1
         return next(self._batches)
 
 
 class PrecisionOnRanks:
-    """In front of the class of a precision plugin, which is the first to have a batch."""
+    """Put in front of the class of a precision plugin, which gets each batch first."""
 
     meshwise: Ranks
 
@@ -243,7 +243,7 @@ class PrecisionOnRanks:
 
 
 class LoaderOnRanks:
-    """A distributed loader as Lightning reads it: its loops are ended here, since Lightning leaves them by counting."""
+    """A distributed loader for Lightning: its loops end here, since Lightning leaves them after counting batches."""
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
         self._loader, self._ranks, self._reader = loader, ranks, None
@@ -266,7 +266,7 @@ class LoaderOnRanks:
         return batches if self._reader is None else _Ahead(batches, self._reader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is; at the end of an epoch, at the beginning of the next."""
+        """Return where it is; at the end of an epoch, that is the beginning of the next."""
         state, progress = self._loader.state_dict(), self._ranks.trainer.fit_loop.epoch_loop.batch_progress
         if progress.is_last_batch or progress.current.ready >= self._ranks.trainer.num_training_batches:
             state.pop("order", None)
@@ -274,6 +274,6 @@ class LoaderOnRanks:
         return state  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from the state."""
         self._loader.load_state_dict(state)
         self._loader.start = 0

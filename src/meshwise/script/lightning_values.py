@@ -29,9 +29,9 @@ from meshwise.transfer import collectives
 
 F = nn.functional
 ITEMS = "meshwise_items"
-"""Of a loss without a graph: what it is a mean over."""
+"""Attribute of a loss without a graph: how many items its mean is over."""
 AT_ONCE = 32
-"""Values that are joined in one collective, which is as long for fewer: a rank that logs others is found by it."""
+"""Values per collective, which takes as long for fewer; it also finds a rank that logs other values."""
 OTHERS = (
     "Lightning: the ranks have logged other values in one step ({names}). Log the same on every rank: what depends on "
     "the data of a rank comes as a value, such as 0."
@@ -53,8 +53,8 @@ TWO = (
 
 @dataclass(frozen=True)
 class Logged:
-    """A value of a step. size: its batch_size, and whether the program gave that. weight: what it is a mean over.
-    logs: hook and name."""
+    """A value of a step. size: its batch_size, and whether the program gave that. weight: number of items its mean is
+    over. logs: hook and name."""
 
     results: Any
     key: str
@@ -67,13 +67,13 @@ class Logged:
 
 @dataclass(eq=False)
 class Ranks:
-    """What the classes of ours in front of Lightning's share.
+    """The state that our classes in front of Lightning's share.
 
-    add, share: see `distribute_lightning`. loss: of all ranks, of the newest backward. kind: of losses. said: the
-    weight and the reduction of the newest. open: loops over loaders, of training or not. states: of loaders, from a
-    checkpoint. sizes: batch sizes of the loaders. items: what the value that is being logged is a mean over; logs: its
-    hook and name; kinds: of all by these. looks: at the first batch of a hook; looked: in which hooks. inside: a
-    metric is being updated.
+    add, share: see `distribute_lightning`. loss: over all ranks, of the newest backward. kind: of losses. said: weight
+    and reduction of the newest. open: loops over loaders, in training or not. states: of loaders, from a checkpoint.
+    sizes: batch sizes of the loaders. items: how many items the logged value's mean is over; logs: its hook and name;
+    kinds: of all by these. looks: at the first batch of a hook; looked: in which hooks. inside: whether a metric is
+    being updated.
     """
 
     engine: Engine
@@ -106,13 +106,13 @@ class Ranks:
 
     @property
     def samples(self) -> int:
-        """Of this rank's part of the batch; 1 outside of loops."""
+        """Samples of this rank's part of the batch; 1 outside of loops."""
         part = self.engine.part
         return 1 if part is None else part.samples
 
     @property
     def rows(self) -> int:
-        """As many as this rank holds, with padding."""
+        """Rows that this rank holds, padding included."""
         part = self.engine.part
         return 1 if part is None else len(part.indices)
 
@@ -124,7 +124,7 @@ class Ranks:
             self.open[kind].clear()
 
     def agree(self, hook: str) -> None:
-        """What the values of a hook are, as the rank with most rows has seen it. Collective."""
+        """Agree on the kinds of a hook's values, as seen by the rank with most rows. Collective."""
         own = {name: kind for (where, name), kind in self.kinds.items() if where == hook}
         _, found = max(collectives.gather_objects((self.rows, own)), key=lambda each: each[0])
         self.kinds.update(((hook, name), kind) for name, kind in found.items())
@@ -132,14 +132,14 @@ class Ranks:
             self.engine.notify(NO_MEAN.format(name=name))
 
     def joined_by(self, each: Logged) -> str:
-        """How the values of the ranks are one."""
+        """Return how the ranks' values are reduced to one."""
         meta, kind = each.results[each.key].meta, self.kinds.get(each.logs)
         if meta.is_mean_reduction:
             return kind if kind in (SUM, MAX, MIN) else MEAN
         return MAX if meta.is_max_reduction else MIN if meta.is_min_reduction else SUM
 
     def flush(self, *, always: bool = False) -> None:
-        """Hand what was logged to Lightning, joined over the ranks. Collective, if anything was logged or `always`."""
+        """Pass the logged values to Lightning, reduced over the ranks. Collective, if any were logged or `always`."""
         if self.alone:
             values, self.told = self.told, []
             for value in values:
@@ -178,7 +178,7 @@ class Ranks:
 
 
 def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
-    """What a rank adds: its weighed value, the weight, its size, whether that is its rows, whether it has samples."""
+    """Return what a rank adds: weighted value, weight, size, whether that is its rows, whether it has samples."""
     has = ranks.samples > 0
     fits = each.size == ranks.rows
     of_items = each.given and not fits and each.size not in (*ranks.sizes, getattr(ranks.engine.part, "total", 1))
@@ -191,7 +191,7 @@ def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
 
 
 def extreme(ranks: Ranks, own: Tensor, op: str) -> Tensor:
-    """The largest or smallest value of the ranks that have samples. Collective."""
+    """Return the largest or smallest value of the ranks that have samples. Collective."""
     nothing = -float("inf") if op == "max" else float("inf")
     value = own.detach().double().to(ranks.engine.world.device).reshape(())
     return collectives.all_reduce(
@@ -200,7 +200,7 @@ def extreme(ranks: Ranks, own: Tensor, op: str) -> Tensor:
 
 
 class ResultsOnRanks:
-    """In front of the class of what a loop of Lightning has logged."""
+    """Put in front of the class of what a loop of Lightning has logged."""
 
     meshwise: Ranks
 
@@ -225,7 +225,7 @@ class ResultsOnRanks:
             ranks.pending.append(Logged(self, key, value, batch_size, *self._of))
 
     def take(self, key: str, value: Any, batch_size: Any) -> None:
-        """What one device would have logged."""
+        """Take the value that one device would have logged."""
         super().update_metrics(key, value, batch_size)  # type: ignore[misc]
 
 
@@ -234,7 +234,7 @@ def _as_it_is(value: Any, **_: Any) -> Any:
 
 
 def _outside(ranks: Ranks, meta: Any, value: Tensor) -> Tensor:
-    """A value that was logged outside of steps, at the end of an epoch. Collective."""
+    """Reduce a value that was logged outside of steps, at the end of an epoch. Collective."""
     every = collectives.gather_objects(float(value))
     if meta.is_sum_reduction or meta.is_max_reduction or meta.is_min_reduction:
         found = sum(every) if meta.is_sum_reduction else max(every) if meta.is_max_reduction else min(every)
@@ -249,7 +249,7 @@ def _outside(ranks: Ranks, meta: Any, value: Tensor) -> Tensor:
 
 
 def loss_kind(ranks: Ranks, loss: Tensor) -> tuple[Tensor | None, str | None]:
-    """The weight and the reduction of a loss; which kind it is, the first one tells, on every rank."""
+    """Return the weight and the reduction of a loss; the first loss decides which kind it is, on every rank."""
     if ranks.alone:
         return None, None
     if ranks.kind is None:
@@ -271,7 +271,7 @@ def _items_of(loss: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def logging(ranks: Ranks, module: Any, hook: str) -> Iterator[None]:
-    """Around a step of a Lightning module: what it logs is joined over the ranks at its end."""
+    """Wrap a step of a Lightning module: its logged values are reduced over the ranks at its end."""
     if ranks.alone:
         yield
         ranks.flush()
@@ -294,7 +294,7 @@ def logging(ranks: Ranks, module: Any, hook: str) -> Iterator[None]:
 
 
 def _log(ranks: Ranks, hook: str, log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
-    """`self.log`, with what a value is of its rows, which what is logged tells no more."""
+    """Call `self.log` and record how the value depends on its rows, which the logged number no longer shows."""
     ranks.items = getattr(value, ITEMS, None)  # of a loss without a graph
     if isinstance(value, Tensor) and value.grad_fn is not None and is_of_items(value, ranks.rows):
         ranks.items = _items_of(value)
@@ -308,7 +308,7 @@ def _log(ranks: Ranks, hook: str, log: Callable[..., None], name: str, value: An
 
 
 def _counting(ranks: Ranks, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch's cross entropy, which keeps how many items its mean is over, where those are no samples."""
+    """Wrap torch's cross entropy to keep how many items its mean is over, where those are no samples."""
 
     @functools.wraps(function)
     def cross_entropy(*args: Any, **options: Any) -> Tensor:

@@ -143,7 +143,7 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
 
 
 def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return how many rows of this rank's tensors belong to each batch; None where they are no samples.
+    """Return how many rows of this rank's tensors belong to each batch; None where rows are not samples.
 
     After a loop that was left early the rows may be those of its first batches only.
     """

@@ -33,7 +33,7 @@ WHOLE = ("enumerate", "tqdm", "track")
 
 
 def refuse_padded_sums(objects: Sequence[Any], ranks: int) -> None:
-    """Raise UsageError where the program gives such a loader to `mw.distribute`, and sums over it like that."""
+    """Raise UsageError where the program gives a loader with too small batches to `mw.distribute`, and sums over it."""
     fewest = {number: _fewest(each, ranks) for number, each in enumerate(objects)}
     short = {number: each for number, each in fewest.items() if each is not None}
     frame = user_frame() if short else None

@@ -42,7 +42,7 @@ _COMPILED = " with compile=True: split tensors are not compiled. Remove compile.
 
 @dataclass(frozen=True)
 class Conflict:
-    """What a field cannot be combined with: `when` it conflicts, and what to say then, with the plan as `{plan}`."""
+    """A combination that a field excludes: `when` it applies, and what to say then, with the plan as `{plan}`."""
 
     when: Callable[[Plan], bool]
     message: str

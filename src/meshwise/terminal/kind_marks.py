@@ -53,8 +53,7 @@ def style_of(kind: str, filled: bool = True) -> str:
 
 
 def legend(kinds: Iterable[str], width: int, ascii_only: bool) -> list[Text]:
-    """Return the marks of these kinds with their words, in the order of a step, in lines of up to `width`
-    characters."""
+    """Return these kinds' marks with their words, in the order of a step, in lines of at most `width` characters."""
     present = set(kinds)
     lines = [Text(no_wrap=True)]
     for kind, mark in MARKS.items():

@@ -22,7 +22,7 @@ TRY_FOR_COMMUNICATION = {
     "mw.sum": "Sum once after the loop instead of in every batch: mw.sum of the values that were added up.",
     "": "Fewer reductions a sample: {batch}, or {accumulate}; half the bytes: {half}.",
 }
-"""Advice against slow collectives, by what they send."""
+"""Advice against slow collectives, by the data they send."""
 TRY = {
     "slower": "Use one device, or give each more to compute in a step: {batch}, or accumulate.",
     "input": "Read ahead with more loader workers ({workers}).",

@@ -34,7 +34,7 @@ OUTSIDE = len(KINDS)
 
 
 class Owner(IntEnum):
-    """What a moment can be attributed to, in order of priority."""
+    """The possible owners of a moment, in order of priority."""
 
     BLOCKING_WAITING = 0
     BLOCKING_COMMUNICATION = 1

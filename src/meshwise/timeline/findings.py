@@ -27,9 +27,9 @@ LEAST = {"straggler": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0
 LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
 STALL = 3.0
 SLOWER, SLOWER_MEASURED = 0.9, 0.95
-"""One device is called faster where its step takes at most this share of a step of all: estimated, or measured."""
+"""One device counts as faster if its step takes at most this share of all devices' step: estimated, or measured."""
 FEWEST = 10
-"""Steps below which a run is too short to name a straggler."""
+"""With fewer steps, a run is too short to name a straggler."""
 LEAST_UNEQUAL = 1.1
 """A rank must compute this many times faster than another before unequal shares are suggested."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100

@@ -34,7 +34,7 @@ SAMPLES = [KIND[kind] for kind in ("forward", "backward", "data", "transfer")]
 DIVIDES = (*AXES, "schedule", "sequence", "zero1", "offload", "reshard", "batch_norm", "bucket_mb")
 """Fields of a plan that say how devices divide the work; they may differ on one device."""
 FEWEST = 10
-"""With fewer steps, a run is too short to tell how long a step takes."""
+"""A run with fewer steps is too short to tell how long a step takes."""
 MOST_READ, BLOCKS = 5, 40
 """How many runs are read, and how many blocks of spans (about a second each) from the end of each."""
 SAME_BATCH = 0.1

@@ -23,7 +23,7 @@ from meshwise.timeline.attempt_report import AttemptReport
 MEMORY = ("allocated", "resident")
 """Counters of what a rank itself uses; the first one present stands for its memory."""
 NOT_MEMORY = ("samples", "loss")
-"""All other counters are bytes."""
+"""Counters that are not in bytes; all others are."""
 COMPUTING = ("forward", "backward", "optimizer")
 OUTSIDE_STEPS = ("evaluate", "checkpoint")
 """Kinds of time that are not part of a step."""

@@ -47,7 +47,7 @@ class SpanLog:
         self._closed = threading.Event()
         self._looked_at_clock = time.monotonic()
         self.cpu_seconds = 0.0
-        """What encoding and writing cost so far, in seconds of one core."""
+        """CPU time for encoding and writing so far, in seconds of one core."""
         self._write([{"log": VERSION, **head, "unix": time.time(), "clock": recorder.clock()}])
         self._write(self._clock_lines(FIRST_ROUNDS))
         self._thread = threading.Thread(target=self._run, name="meshwise-log", daemon=True)

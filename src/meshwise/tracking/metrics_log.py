@@ -52,8 +52,7 @@ class MetricsLog:
         self.pending: list[tuple[int, int, Losses]] = []
         """Epoch, number and losses of the steps since the last `sync`, on their device."""
         self.note_losses: Callable[[int, int, Losses], None] | None = None
-        """Notes a step's losses before its update, where they outlive this rank: other ranks may still finish the
-        step."""
+        """Notes a step's losses before its update, where they outlive this rank: others may still finish it."""
         self._last_finite: tuple[int, float] | None = None
         self.live_due = math.inf if send is None else 0.0
         """When the next message to the live view is due, by `time.monotonic`."""

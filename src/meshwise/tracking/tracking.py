@@ -46,7 +46,7 @@ class Tracking:
         self._open: list[OpenTracker] = []
         self._unwritten: list[Record] = []
         self.found = self.written = 0
-        """Lines of metrics.jsonl: those of earlier attempts, and its own."""
+        """Numbers of lines in metrics.jsonl: of earlier attempts, and its own."""
         self._held: BinaryIO | None = None
         """metrics.jsonl as this attempt of the run began it: a later attempt, on other machines, creates it anew."""
         self._over = False
@@ -90,7 +90,7 @@ class Tracking:
                     tracker.track(values, step)
 
     def _write(self, folder: Path | None, records: Sequence[Record]) -> None:
-        """Append to metrics.jsonl; what a full disk refuses waits for the next time."""
+        """Append to metrics.jsonl; lines that a full disk refuses are written the next time."""
         if folder is None:
             return
         first, records = not self._unwritten, [*self._unwritten, *map(json_value, records)]

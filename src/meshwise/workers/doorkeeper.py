@@ -34,7 +34,7 @@ class Doorkeeper:
         self._lines: set[Line] = set()
         self._over = False
         self.stranger: str | None = None
-        """The address of the last one that spoke as we do and did not know the secret."""
+        """The address of the last client that used our protocol but did not know the secret."""
         self.port = int(server.getsockname()[1])
         server.setblocking(False)
         self._selector = selectors.DefaultSelector()

@@ -221,8 +221,7 @@ def patience(failures: Sequence[Failure]) -> float:
 
 
 def sentence(failure: Failure, size: int, others: Sequence[Failure] = ()) -> str:
-    """Write what the user reads: the culprit's traceback once, and at the end, where one looks first, who failed and
-    how.
+    """Write what the user reads: the culprit's traceback once, and last, where one looks first, who failed and how.
 
     others: the other known failures; all ranks may fail alike.
     """

@@ -29,19 +29,19 @@ class StepGate:
         self._frozen = False
         self._last: int | None = None
         self.interrupts = False
-        """Whether the program is interrupted where no rank has begun a step."""
+        """Whether to interrupt the program when no rank has begun a step."""
         self.interrupting = False
-        """Whether this gate itself interrupts the program: no signal of others."""
+        """Whether this gate itself interrupts the program, and not a foreign signal."""
         self.signal = signal.SIGINT.value
-        """What asked for a stop, where no launcher of ours did."""
+        """The signal that asked for a stop, where no launcher of ours did."""
         self.stopped_after: tuple[int, int | None] | None = None
-        """The step and the epoch behind which a loop has ended by a stop."""
+        """The step and the epoch after which a loop was ended by a stop."""
         self.reached = threading.Event()
-        """Set once this rank stands behind the last step."""
+        """Set once this rank has finished the last step."""
         self.saves = False
         """Whether a stop saves a state."""
         self.longest_step = self.longest_save = 0.0
-        """Seconds, as measured so far: from one step to the next, whatever lies between them, and for a state to be on
+        """Longest so far, in seconds: from one step to the next, whatever lies between them, and for a state to be on
         the disk."""
         self._last_begun = 0.0
         self._channel = channel
@@ -60,7 +60,8 @@ class StepGate:
         return self._frozen
 
     def stop(self, step: int, epoch: int | None = None) -> BaseException:
-        """Return what a script's loop raises once `begin` was False. The launcher tells the user the last step."""
+        """Return the exception for a script's loop to raise once `begin` was False. The launcher names the last
+        step."""
         self.stopped_after = step, epoch
         if self._channel is not None:
             self._channel.send("stopping", step=step, epoch=epoch)

@@ -154,7 +154,7 @@ class Guest:
         connection.setblocking(False)
         self.connection = connection
         self.proofs: Proofs | None = None
-        """None until it has asked for ours, as we do."""
+        """The proofs; None until the guest has asked for ours, as clients of ours do."""
         self._heard, self.since = b"", time.monotonic()
 
     def hear(self, secret: bytes, purpose: str) -> Line | None:

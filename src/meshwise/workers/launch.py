@@ -91,7 +91,7 @@ def launch(
 
 
 class _Launcher:
-    """The workers of one launch on this machine, and what is known of each."""
+    """The workers of one launch on this machine, and the state of each."""
 
     def __init__(
         self,

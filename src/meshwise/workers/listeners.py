@@ -16,7 +16,7 @@ from meshwise.workers.channel import Message
 
 @dataclass(frozen=True)
 class Listeners:
-    """What the launcher tells its caller while the workers run.
+    """Callbacks of the launcher to its caller while the workers run.
 
     message: `(rank, message)` for every message of a worker that the launcher does not use itself.
     output: `(stream, text)` for every line that rank 0 prints; stream is `stdout` or `stderr`.

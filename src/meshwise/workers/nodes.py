@@ -94,8 +94,7 @@ class Nodes:
         return told
 
     def compare(self, facts: Mapping[str, object]) -> None:
-        """Check that these facts are the same on all machines, before workers meet. Raises UsageError on all of
-        them."""
+        """Check that these facts are equal on all machines, before workers meet. Raises UsageError on all of them."""
         self.set(f"program/{self.node_rank}", facts)
         first, *others = [self.get(f"program/{member.node}") for member in self.members]
         for member, other in zip(self.members[1:], others, strict=True):

@@ -30,8 +30,8 @@ PROOF_TIMEOUT = 5.0  # seconds for a launcher that is reached to prove the secre
 
 @dataclass(frozen=True)
 class Answer:
-    """Of an exchange. version: where the next one continues. new: what has changed. silent: seconds, by machine;
-    infinity if its process is gone."""
+    """The answer to an exchange. version: where the next one continues. new: changed values. silent: seconds of silence
+    by machine; infinity if its process is gone."""
 
     version: int
     new: Mapping[str, str]
@@ -98,7 +98,7 @@ class Link:
         connection = socket.create_connection(address, timeout=timeout)
         self._line = enter(connection, secret, PURPOSE, PROOF_TIMEOUT)
         self.host = str(connection.getsockname()[0])
-        """Where this machine is reached by that one."""
+        """The address at which that machine can reach this one."""
 
     def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
         asked: dict[str, Any] = {"name": name, "told": dict(told), "since": since}

@@ -19,7 +19,7 @@ from meshwise.workers.oom_killer import Kills
 
 
 class State(Enum):
-    """What a worker does. EXITED: it left with exit code 0, without a failure, but before its task was done."""
+    """The state of a worker. EXITED: it left with exit code 0, without a failure, but before its task was done."""
 
     RUNNING = auto()
     DONE = auto()

@@ -49,7 +49,7 @@ class TrainingProgress:
 
 
 def progress_line(p: TrainingProgress) -> str:
-    """Write `epoch 1/5  step 100/938  loss 0.2345  12,300 samples/s`, without what is unknown."""
+    """Write `epoch 1/5  step 100/938  loss 0.2345  12,300 samples/s`, leaving out unknown values."""
     parts = [f"epoch {p.epoch:>{len(str(p.epochs))}}/{p.epochs}", _step_text(p)]
     if p.loss is not None:
         parts.append(f"loss {loss_text(p.loss)}")

@@ -33,7 +33,7 @@ CALLS = {
     ),
     "barrier": ("", "dist.barrier()"),
 }
-"""How each kind of collective is prepared and called. Bytes are those of the whole tensor."""
+"""The code that prepares and calls each kind of collective. Bytes are those of the whole tensor."""
 DIVIDED = ("all-gather", "reduce-scatter", "all-to-all")
 MOST, FEWEST = 200, 20  # repetitions
 SCRIPT = '''"""{what}, repeated.
