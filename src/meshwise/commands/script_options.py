@@ -67,7 +67,7 @@ def _moved(own: Sequence[str], given: Sequence[str], flags: Mapping[str, bool]) 
 
 
 def is_readable(path: Path) -> bool:
-    """Check whether it is a file; False without permission to look."""
+    """Check whether a path is a file; False without permission to look."""
     with contextlib.suppress(OSError):
         return path.is_file()
     return False

@@ -88,7 +88,7 @@ class KeyedDraws:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Wrap the forward of this microbatch: torch's generator starts at its key."""
+        """Wrap the forward of a microbatch: torch's generator starts at its key."""
         torch.manual_seed(mixed(*self._key))
         with stages.carried(lambda: len(self._calls), self._go_on), self.backward():
             yield
@@ -102,7 +102,7 @@ class KeyedDraws:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Wrap its backward, which may recompute parts of the forward."""
+        """Wrap the backward of a microbatch, which may recompute parts of the forward."""
         attention = sdpa_kernel(SDPBackend.MATH) if self._attention_as_operators else contextlib.nullcontext()
         with attention, intercept_operators(self._handle):
             yield

@@ -73,7 +73,7 @@ class Splits:
         return mine
 
     def cut(self, batch: tuple[Any, ...], mine: BatchSlice, dim: int, models: Iterable[nn.Module]) -> tuple[Any, ...]:
-        """Return those rows. From now on `models` draw for these rows in their forward."""
+        """Return this rank's rows of a batch. From now on `models` draw for these rows in their forward."""
         key = self.stream.begin(mine, models)
         if self._world.size == 1:
             return batch
@@ -105,7 +105,7 @@ class Splits:
         return self.stream.backward()
 
     def is_at(self, part: BatchSlice | None) -> bool:
-        """Check whether this is the batch that was split last."""
+        """Check whether a batch is the one that was split last."""
         return bool(self._parts) and part is self._parts[-1]
 
     def check_sum(self) -> bool:
@@ -136,7 +136,7 @@ class Splits:
         return given
 
     def told(self, taken: list[_Given]) -> list[tuple[str, str, int]]:
-        """Return line, shapes and checksum of each."""
+        """Return line, shapes and checksum of each batch."""
         return [(g.place, g.shapes, int(g.checksum)) for g in taken]
 
     def explain(self, ranks: list[list[tuple[str, str, int]]]) -> str:

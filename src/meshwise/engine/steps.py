@@ -172,7 +172,7 @@ def _run_backward(
 
 
 def _weighted(engine: Engine, own: Tensor, before: Tensor, weight: Tensor | float, part: BatchSlice) -> Tensor:
-    """Run the backward of a mean over other items than samples: their total over all ranks is only known during it."""
+    """Run the backward of a mean over items other than samples, whose total over all ranks is only known during it."""
     program, weights = engine.program, StepWeights(engine.world.size, engine.program.coupled_gradients)
     assert program.reduction is not None
     value, _ = unpadded(before.reshape(()), weight, part.samples)

@@ -43,7 +43,8 @@ _made = itertools.count()  # every rank makes its engines in the same order
 
 
 class UndistributedLoops:
-    """Watches such loops until `close`. reads: the newest batch of the program. say: takes a sentence."""
+    """Watches loops over undistributed loaders until `close`. reads: the program's newest batch. say: takes a
+    sentence."""
 
     def __init__(self, reads: Loops, world: World, say: Callable[[str], None]) -> None:
         self._reads, self.world, self._say = reads, world, say

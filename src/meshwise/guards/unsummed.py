@@ -64,7 +64,7 @@ class Loop:
     loader: int = 0
     models: Sequence[nn.Module] = ()
     prepares: bool = False
-    """Whether the program had not trained yet when it began."""
+    """Whether the program had not trained yet when the loop began."""
     several: bool = False
     trained: bool = False
     reduced: bool = False
@@ -117,7 +117,7 @@ class Loop:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it has run a model, used its output, and had no backward."""
+        """Whether the loop has run a model, used its output, and had no backward."""
         return (self.ran if self.used is None else self.used) and not self.trained
 
 
@@ -200,7 +200,7 @@ class UnsummedLoops:
         self._say_waiting(lambda loop: True)
 
     def _is_kept(self, loop: Loop) -> bool:
-        """Check whether the loop seems to prepare a training that has not begun: its output is still held."""
+        """Check whether a loop seems to prepare a training that has not begun: its output is still held."""
         return loop.prepares and loop.output is not None and not loop.output.expired()
 
     def _say_waiting(self, which: Callable[[Loop], bool]) -> None:

@@ -94,7 +94,7 @@ class LastStep:
         self._before = began
 
     def _begin(self) -> None:
-        """Check that there is memory for it."""
+        """Check that there is memory to keep the state."""
         self._begun = True
         if self._whole:
             return
@@ -145,7 +145,7 @@ class LastStep:
         return left
 
     def _is_first(self) -> bool:
-        """Check whether no other rank has begun to write it: one copy is enough."""
+        """Check whether no other rank has begun to write the state: one copy is enough."""
         try:
             os.close(os.open(self._mark, os.O_CREAT | os.O_EXCL))
         except FileExistsError:

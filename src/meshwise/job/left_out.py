@@ -49,7 +49,7 @@ class LeftOut:
         self.in_a_row = 0
 
     def ranges(self, epoch: int, begin: int = 0) -> list[tuple[int, int]]:
-        """Return those of an epoch that end after sample `begin`, as `batch_bounds` takes them."""
+        """Return the left-out batches of an epoch that end after sample `begin`, as `batch_bounds` takes them."""
         return [(first, stop) for of, first, stop in self._every if of == epoch and stop > begin]
 
     def step_begins(self) -> None:

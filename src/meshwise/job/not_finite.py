@@ -61,13 +61,13 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
 
 
 def any_not_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return 1 if a value of these is not finite, else 0, on their device."""
+    """Return whether any value of these tensors is not finite, as 1 or 0 on their device."""
     bad = [~torch.isfinite(tensor).all() for tensor in tensors if tensor.numel()]
     return torch.stack(bad).any().float() if bad else torch.zeros(())
 
 
 def agreed(found: Tensor) -> bool:
-    """Check whether some rank has found one. Collective."""
+    """Check whether some rank has found a non-finite value. Collective."""
     return bool(float(collectives.all_reduce(found, "max", collectives.everyone(), of="whether gradients are finite")))
 
 

@@ -48,7 +48,7 @@ class Spikes:
         return told
 
     def _judge(self, loss: float) -> str:
-        """Say why this is the first loss of a spike; empty if it is not."""
+        """Say why a loss is the first one of a spike; empty if it is not."""
         was_high, self._high, text = self._high, False, ""
         if len(self._before) >= LEAST:
             median = statistics.median(self._before)

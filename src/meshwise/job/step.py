@@ -81,7 +81,7 @@ class Microbatches:
         self._weighed = False  # whether the loss has a weight of its own
 
     def in_turn(self) -> Losses:
-        """Run forward and backward of each, one after the other."""
+        """Run forward and backward of each microbatch, one after the other."""
         for number in range(len(self._parts)):
             draws = self._begin(number)
             with self._recorder.span("forward"):
@@ -94,7 +94,7 @@ class Microbatches:
         return self._weights.losses
 
     def as_stages(self, pipeline: Pipeline) -> Losses:
-        """Run them in the order in which the stages of this rank take them."""
+        """Run the microbatches in the order in which the stages of this rank take them."""
         actions = pipeline.begin([shapes_of(batch) for batch, _ in self._parts])
         last = max(place for place, action in enumerate(actions) if not action.forward)
         opened: dict[tuple[int, int], tuple[Pass, Tensor | None, KeyedDraws | None]] = {}
@@ -148,7 +148,7 @@ class Microbatches:
             IN_LOSS.pop()
 
     def _scaled(self, number: int, found: Any) -> Tensor:
-        """Return the scalar to run the backward of."""
+        """Return the scaled loss of a microbatch, on which to run the backward."""
         engine, loss, part = self._engine, self._loss, self._parts[number][1]
         for hear in engine.events.backward_begins:
             hear(found, part, None, loss.reduction, loss.where)

@@ -60,7 +60,7 @@ def ask_for_kind(devices: str | None, place: Place) -> None:
 
 
 def check_kind(devices: str | None, world: World) -> None:
-    """Raise UsageError if the device this rank took is not of the kind that `--devices` names."""
+    """Raise UsageError if this rank's device is not of the kind that `--devices` names."""
     kind = parse_devices(devices or "all").kind
     if kind not in (None, world.kind):
         raise UsageError(

@@ -81,7 +81,7 @@ class Several:
         return told
 
     def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
-        """Check whether the folder here is the announced one."""
+        """Check whether the folder on this machine is the announced one."""
         self.shares = not told or newest(folder) == told["attempt"]
 
     def tell_folder(self, folder: Path, attempt: int) -> None:

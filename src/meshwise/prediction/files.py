@@ -83,7 +83,7 @@ class PartialFolder:
         self._lock: BinaryIO | None = None
 
     def open(self, facts: Mapping[str, Any], *, overwrite: bool) -> str:
-        """Make or continue it. Returns a note for the user. Raises UsageError if it belongs to other predictions."""
+        """Make or continue the folder. Returns a note for the user. Raises UsageError if it holds other predictions."""
         if overwrite:
             shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ class PartialFolder:
         return "the job's file was edited since: the first predictions come from the earlier one" if edited else ""
 
     def _take(self) -> None:
-        """Raise UsageError if another process writes there."""
+        """Raise UsageError if another process writes to the folder."""
         try:
             import fcntl
         except ImportError:  # Windows
@@ -118,12 +118,12 @@ class PartialFolder:
             raise UsageError(f"another process writes {self.out} now. Wait for it, or name another --out.") from None
 
     def remove(self) -> None:
-        """Remove it, once everything is in its final place."""
+        """Remove the folder, once everything is in its final place."""
         self.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Release it."""
+        """Release the folder."""
         if self._lock is not None:
             self._lock.close()
 

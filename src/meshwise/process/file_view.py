@@ -131,7 +131,7 @@ class FileView:
         return names
 
     def differs(self, path: str) -> bool:
-        """Check whether the folder of a logical path shows other names than the real one."""
+        """Check whether a folder, by its logical path, shows other names than the real one."""
         return os.path.isdir(self.place(path)) and (os.path.isdir(self.files + path) or bool(os.listdir(self._gone)))
 
     def hide(self, path: str, is_real: bool) -> None:

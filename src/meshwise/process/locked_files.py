@@ -25,7 +25,7 @@ _OLDEST = 3  # the version that knows all of them, Linux 6.2
 
 
 def can_lock() -> bool:
-    """Check whether this system supports it."""
+    """Check whether this system supports Landlock."""
     return sys.platform == "linux" and _system(_CREATE, None, 0, _VERSION) >= _OLDEST
 
 

@@ -209,13 +209,13 @@ class PlainProgram:
             self._stepped = False
 
     def _pass_gate(self) -> None:
-        """Stop here, if the run was asked to."""
+        """Stop the program here, if the run was asked to stop."""
         gate = rank_context().gate
         if not gate.begin():
             raise gate.stop(max(0, self._recorder.step - (not self._stepped)))
 
     def _is_inside(self) -> bool:
-        """Check whether this is inside another call that is known, or in another thread."""
+        """Check whether the current call is inside another one that is watched, or in another thread."""
         return self._inside or threading.get_ident() != self._thread
 
     @contextlib.contextmanager

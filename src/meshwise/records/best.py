@@ -33,7 +33,7 @@ class Best:
         return f"{self.metric} {self.value:.6g} in epoch {self.epoch}"
 
     def header(self) -> dict[str, str]:
-        """Return what the file's header says about it."""
+        """Return the description of this evaluation for the file's header."""
         return {KEY: json.dumps(asdict(self))}
 
 

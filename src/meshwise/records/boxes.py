@@ -18,7 +18,7 @@ def volume(box: Box) -> int:
 
 
 def disjoint(boxes: Iterable[Box]) -> list[Box]:
-    """Drop boxes that share an element with an earlier one, the largest first."""
+    """Drop boxes that share an element with a larger one; return the rest, the largest first."""
     chosen: list[Box] = []
     for box in sorted(boxes, key=lambda box: (-volume(box), box)):
         if volume(box) and not any(_overlap(box, other) for other in chosen):

@@ -135,7 +135,7 @@ def refuse_held(folder: Path) -> None:
 
 
 def _is_held(file: IO[str]) -> bool:
-    """Check whether another process has locked it. The check itself locks it for a moment, shared with other checks."""
+    """Check whether another process has locked the file. The check shares the lock with other checks for a moment."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -160,7 +160,7 @@ def array_of(folder: Path) -> tuple[Path, str]:
 
 
 def tasks_of(folder: Path) -> list[Path]:
-    """Return the runs of an array's tasks that have begun, by the folder that was submitted."""
+    """Return the runs of an array's tasks that have begun, given the folder that was submitted."""
     found = [path.parent for path in folder.parent.glob(f"{glob.escape(folder.name)}-*/{names.RUN}")]
     return [path for path in found if array_of(path)[0] == folder]
 

@@ -128,8 +128,7 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
 
 
 def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:
-    """Choose boxes that cover the tensor, every element once: the largest first, then those that do not overlap
-    them."""
+    """Choose boxes that cover the tensor, every element once: the largest first, then those beside them."""
     chosen = disjoint(boxes)
     if not cover(chosen, shape):
         found = sum(map(volume, chosen))

@@ -58,7 +58,7 @@ class Stored:
         return self.files.read(self.name)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Read it laid out like `tensor`: only this rank's part, where `tensor` is sharded and of the same shape."""
+        """Read the tensor laid out like `tensor`: only this rank's part, if that is sharded and of the same shape."""
         if not isinstance(tensor, DTensor):
             return self.whole()
         if self.shape != tuple(tensor.shape):
@@ -69,7 +69,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was verified. tree: the state, with `Stored` or tensors; None if it is missing."""
+    """A checkpoint that was verified. tree: the state, with `Stored` or tensors; None without a checkpoint."""
 
     saved: Checkpoint
     tree: Any
@@ -138,7 +138,7 @@ def _read_manifest(saved: Checkpoint) -> tuple[Manifest | None, str]:
 
 
 def _tree(saved: Checkpoint, manifest: Manifest, shared: bool, first: bool) -> Any:
-    """Return the state; where the other ranks do not see the files, rank 0 sends it. Then it is collective."""
+    """Return the state; if the other ranks do not see the files, rank 0 sends it, collectively."""
     if not shared:
         tree = whole(_stored(saved, manifest)) if first else None
         return collectives.broadcast_object(tree, collectives.everyone())

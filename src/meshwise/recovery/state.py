@@ -45,9 +45,9 @@ class RunState:
     holds_all: bool = False
     """Whether the optimizer is known to hold all parameters of the model."""
     whole: bool = True
-    """Whether it is the state after a step: not while it is being changed."""
+    """Whether the state is that after a step: not while it is being changed."""
     before_change: Callable[[], None] = lambda: None
-    """Called before it is changed; then `whole` is False until it is whole again."""
+    """Called before the state is changed; then `whole` is False until it is whole again."""
 
 
 def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:

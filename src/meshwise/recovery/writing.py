@@ -42,7 +42,7 @@ class Board(Protocol):
         """Leave a message, once."""
 
     def find(self, key: str) -> str | None:
-        """Return the message, once it is there."""
+        """Return a message, once it is there."""
 
 
 class StoreBoard:

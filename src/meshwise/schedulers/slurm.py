@@ -101,7 +101,7 @@ def _queue() -> str:
 
 
 def newest(jobs: Sequence[str]) -> Queued | None:
-    """Return the queue's entry for the last of a run's jobs; None if it is gone, and without jobs."""
+    """Return the queue's entry for the last of a run's jobs; None if it has left the queue, or without jobs."""
     return queued(jobs[-1]) if jobs else None
 
 

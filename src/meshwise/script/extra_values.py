@@ -34,7 +34,7 @@ def restore_extra(extra: Any, saved: Any) -> None:
 
 
 def _filled(own: Any, value: Any) -> Any:
-    """Return `own`, updated with the value where other objects may refer to it, else the value."""
+    """Return the value; if `own` may be referred to elsewhere, update and return `own` instead."""
     if hasattr(own, "load_state_dict"):
         own.load_state_dict(value)
         return own

@@ -11,7 +11,7 @@ REFUSED = "mw.distribute(trainer) on {ranks} devices: {what} is refused: {instea
 
 
 def is_made_from(thing: Any, name: str, *modules: str) -> bool:
-    """Check whether its class, or a base class, has this name in one of these modules. Imports nothing."""
+    """Check whether an object's class, or a base class, has this name in one of these modules. Imports nothing."""
     return any(cls.__name__ == name and cls.__module__ in modules for cls in type(thing).__mro__)
 
 

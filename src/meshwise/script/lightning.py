@@ -43,7 +43,7 @@ WHOLE = "Lightning: the batch_size of each DataLoader is of all {ranks} devices 
 
 
 def is_lightning(thing: Any) -> bool:
-    """Check whether it is Lightning's Trainer, or of a subclass."""
+    """Check whether an object is Lightning's Trainer, or of a subclass."""
     return is_made_from(thing, "Trainer", *MODULES)
 
 

@@ -266,7 +266,7 @@ class LoaderOnRanks:
         return batches if self._reader is None else _Ahead(batches, self._reader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it is; at the end of an epoch, that is the beginning of the next."""
+        """Return the loader's position; at the end of an epoch, that is the beginning of the next."""
         state, progress = self._loader.state_dict(), self._ranks.trainer.fit_loop.epoch_loop.batch_progress
         if progress.is_last_batch or progress.current.ready >= self._ranks.trainer.num_training_batches:
             state.pop("order", None)

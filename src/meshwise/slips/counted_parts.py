@@ -100,7 +100,7 @@ def _factors(value: ast.expr) -> list[ast.expr]:
 
 
 def _counts(node: ast.expr, rows: set[str]) -> bool:
-    """Check whether it is `len(x)`, `x.size(0)` or `x.shape[0]` of a batch."""
+    """Check whether an expression is `len(x)`, `x.size(0)` or `x.shape[0]` of a batch."""
     of: ast.expr | None = None
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and node.args:
         of = node.args[0]
@@ -113,7 +113,7 @@ def _counts(node: ast.expr, rows: set[str]) -> bool:
 
 
 def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
-    """Check whether it is divided by the length of something that all ranks share."""
+    """Check whether a sum is divided by the length of something that all ranks share."""
     for node in inside(source.scope):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _uses(node.left, kept):
             right = node.right
@@ -123,13 +123,13 @@ def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
 
 
 def _is_read_behind(source: Source, loop: ast.For, kept: ast.expr) -> bool:
-    """Check whether the function reads it after the loop; else a sum in a dict or an attribute is read elsewhere."""
+    """Check whether the function reads a sum after the loop; else other code reads it in a dict or an attribute."""
     below = [n for n in inside(source.scope) if isinstance(n, ast.stmt) and n.lineno > (loop.end_lineno or 0)]
     return any(_uses(node, kept) for node in below)
 
 
 def _uses(node: ast.AST, kept: ast.expr) -> bool:
-    """Check whether a name, `stats["loss"]` or `self.total` is read in it, or the whole object that holds it."""
+    """Check whether code reads a name, `stats["loss"]` or `self.total`, or the whole object that holds it."""
     if isinstance(kept, ast.Name):
         return reads(node, kept.id)
     if not isinstance(kept, ast.Subscript | ast.Attribute):
@@ -187,7 +187,7 @@ def _is_method_of(call: ast.Call, kept: ast.expr) -> bool:
 
 
 def _joins(part: ast.AST) -> bool:
-    """Check whether it may reduce anything over the ranks."""
+    """Check whether code may reduce anything over the ranks."""
     calls = [node for node in ast.walk(part) if isinstance(node, ast.Call)]
     return any(word in name_of(call).lower() for call in calls for word in JOINS)
 
@@ -237,7 +237,7 @@ def _is_full_of_samples(thing: Any, batch: list[Any]) -> bool:
 
 
 def _is_called(loop: ast.For, name: str, word: str) -> bool:
-    """Check whether a method with this word in its name is called on it."""
+    """Check whether a method with this word in its name is called on an object."""
     calls = [n.func for n in inside(loop) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
     return any(word in f.attr and isinstance(f.value, ast.Name) and f.value.id == name for f in calls)
 
@@ -252,7 +252,7 @@ def _is_call_of(node: ast.AST, name: str) -> bool:
 
 
 def _lets_go(loop: ast.For, name: str, value: Any) -> bool:
-    """Check whether old entries are removed, and some have been."""
+    """Check whether old entries of a collection are removed, and some have been."""
     if isinstance(value, deque) and value.maxlen is not None:
         return len(value) == value.maxlen
     for node in inside(loop):
@@ -266,7 +266,7 @@ def _lets_go(loop: ast.For, name: str, value: Any) -> bool:
 
 
 def _is_drawn_from(loop: ast.For, name: str) -> bool:
-    """Check whether entries are drawn at random."""
+    """Check whether entries of a collection are drawn at random."""
     for node in inside(loop):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             draws = node.func.attr in ("sample", "choice", "choices", "randint", "randperm", "randrange", "permutation")

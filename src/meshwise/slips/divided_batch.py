@@ -58,7 +58,7 @@ def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Ca
 
 
 def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
-    """Yield the expressions that are divided by the number of ranks there."""
+    """Yield the expressions that an expression divides by the number of ranks."""
     if (
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.FloorDiv | ast.Div)
@@ -75,7 +75,7 @@ def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
 
 
 def _counts(source: Source, node: ast.expr, deep: int) -> bool:
-    """Check whether it is the number of ranks."""
+    """Check whether an expression is the number of ranks."""
     if isinstance(node, ast.Name) and deep:
         values = source.given_to(node.id)
         return len(values) == 1 and values[0] is not None and _counts(source, values[0], deep - 1)

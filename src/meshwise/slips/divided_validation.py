@@ -43,7 +43,7 @@ def evaluated_here() -> Evaluated | None:
 
 
 def divided_evaluation(evaluated: Evaluated, count: int) -> Iterator[str]:
-    """Yield a warning about it, where a step has this many backwards."""
+    """Yield a warning about an evaluation, where a step has this many backwards."""
     source = evaluated.source
     if count < 2:
         return
@@ -101,5 +101,5 @@ def _called(value: ast.AST, source: Source) -> Iterator[ast.FunctionDef]:
 
 
 def _is_given_in(loop: ast.For, divisor: ast.expr) -> bool:
-    """Check whether the loop itself computes that number."""
+    """Check whether the loop itself computes a divisor."""
     return any(reads(divisor, name) for node in inside(loop) for name, _ in given(node))

@@ -46,7 +46,7 @@ def _loss(node: ast.expr) -> str:
 
 
 def _shows(source: Source, name: str) -> Iterator[int]:
-    """Yield lines that print, log or compare its number, or add it to a sum that is shown."""
+    """Yield lines that print, log or compare a loss's number, or add it to a sum that is shown."""
     sums = {
         node.target.id
         for node in inside(source.scope)
@@ -64,13 +64,13 @@ def _shows(source: Source, name: str) -> Iterator[int]:
 
 
 def _is_number(node: ast.expr, name: str) -> bool:
-    """Check whether it is the value of a tensor: `loss.item()`, `float(loss)`, `loss.detach()`, the name itself."""
+    """Check whether an expression is the value of a tensor: `loss.item()`, `float(loss)`, `loss.detach()`, its name."""
     node = bare(node)
     return isinstance(node, ast.Name) and node.id == name
 
 
 def _is_shown(source: Source, node: ast.AST, name: str) -> bool:
-    """Check whether its number is passed to a call, or formatted in a string."""
+    """Check whether a loss's number is passed to a call, or formatted in a string."""
     if isinstance(node, ast.FormattedValue):
         return _is_number(node.value, name)
     if not isinstance(node, ast.Call) or source.verb(node) == "backward":

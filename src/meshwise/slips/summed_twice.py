@@ -30,7 +30,7 @@ def is_summed() -> bool:
 
 
 def is_ratio() -> bool:
-    """Check whether its argument is one sum divided by another, each over whole tensors."""
+    """Check whether the running call's argument is one sum divided by another, each over whole tensors."""
     return _asked(_ratio)
 
 
@@ -83,7 +83,7 @@ def _ratio(source: Source, node: ast.expr) -> bool:
 
 
 def _has_sum(node: ast.expr) -> bool:
-    """Check whether it consists of sums of whole tensors and plain numbers."""
+    """Check whether an expression consists of sums of whole tensors and plain numbers."""
     node = bare(node)
     if isinstance(node, ast.BinOp):
         sides = [each for each in (node.left, node.right) if not isinstance(each, ast.Constant)]

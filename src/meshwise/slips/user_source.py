@@ -162,7 +162,7 @@ def values_of(scope: Scope) -> Iterator[tuple[str, ast.expr | None]]:
 
 
 def adds(node: ast.AST) -> TypeGuard[ast.AugAssign]:
-    """Check whether it is `a += b`."""
+    """Check whether a statement is `a += b`."""
     return isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
 
 
@@ -182,7 +182,7 @@ def given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def reads(node: ast.AST, name: str) -> bool:
-    """Check whether a name occurs in it."""
+    """Check whether a name occurs in code."""
     return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
 
 

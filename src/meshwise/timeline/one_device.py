@@ -77,7 +77,7 @@ def _of_one_device(folder: Path, work: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return what decides the work of a run's step, from its record; None where that is unknown."""
+    """Return the facts in a run's record that decide what a step computes; None where they are unknown."""
     request = facts.get("request")
     asked = request if isinstance(request, dict) else {}
     known = {name: asked.get(name) for name in ("batch_size", "args", "data", "exact_random")}

@@ -70,7 +70,7 @@ def _with_straggler(table: StepTable, rows: Whole, steady: Whole, straggler: int
 
 
 def _window(name: str, timeline: Timeline, table: StepTable, rows: Whole, usual: float | None = None) -> StepWindow:
-    """Make a window of these rows of the table. usual: seconds of the step to show first; None: the run's median."""
+    """Make a window of some rows of the table. usual: seconds of the step to show first; None: the run's median."""
     spans = timeline.of_steps(int(table.step[rows].min()), int(table.step[rows].max()))
     spans = spans[np.isin(session_of(spans["start"], timeline.sessions), table.session[rows])]
     usual = float(np.median(table.step_seconds()[table.trained])) if usual is None else usual

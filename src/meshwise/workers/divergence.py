@@ -40,7 +40,7 @@ class DivergenceWatch:
         return {rank: read_trail(trail_path(self._folder, rank)) for rank in self._ranks}
 
     def look(self, ended: Collection[int]) -> str:
-        """Return `divergence` once it has lasted a second, or all ranks have ended; empty if it was just looked for."""
+        """Return the `divergence` once it has lasted a second, or all ranks have ended; "" right after another look."""
         now = time.monotonic()
         if len(ended) == len(self._ranks):
             return divergence(self.trails(), ended)

@@ -76,7 +76,7 @@ class FarBeats:
 
 
 def _plain(far: Far) -> dict[str, Any]:
-    """Convert a rank for JSON: only the last of its newest collectives, with the seconds since it was called."""
+    """Convert a rank's state for JSON: only the last of its newest collectives, with the seconds since its call."""
     if not far.silence:
         return {}
     now, beat = time.perf_counter_ns(), replace(far.beat, steps=(), recent=tuple(far.beat.recent[-1:]))

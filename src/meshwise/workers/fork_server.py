@@ -204,11 +204,11 @@ class ForkedWorker:
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None until the server has forked it."""
+        """The worker's process id; None until the server has forked it."""
         return self.server.known(self._number).get("pid")
 
     def poll(self) -> int | None:
-        """Return its exit code, or minus the number of the signal that killed it; None as long as it runs."""
+        """Return the worker's exit code, or minus the number of the signal that killed it; None as long as it runs."""
         status = self.told()
         return _status_of_ended(self.pid) if status is None and self.pid is not None else status
 
@@ -217,7 +217,7 @@ class ForkedWorker:
         return self.server.known(self._number).get("status")
 
     def wait(self) -> int:
-        """Wait until it has ended."""
+        """Wait until the worker has ended; return its status."""
         status = self.poll()
         return self.server.known(self._number, wait=True)["status"] if status is None else status
 
@@ -298,7 +298,7 @@ def kill_group(pid: int) -> None:
 
 
 def _waited(process: subprocess.Popen[bytes]) -> int | None:
-    """Return its exit status; None where it does not end within KILL_TIMEOUT: it is stopped, or waits for a disk."""
+    """Return a process's exit status; None if it does not end within KILL_TIMEOUT: stopped, or waiting for a disk."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(KILL_TIMEOUT)
     return None

@@ -60,8 +60,7 @@ class StepGate:
         return self._frozen
 
     def stop(self, step: int, epoch: int | None = None) -> BaseException:
-        """Return the exception for a script's loop to raise once `begin` was False. The launcher names the last
-        step."""
+        """Return the exception that a script's loop raises once `begin` was False. The launcher names the last step."""
         self.stopped_after = step, epoch
         if self._channel is not None:
             self._channel.send("stopping", step=step, epoch=epoch)

@@ -89,7 +89,7 @@ def patience(
 
 
 def _patience_of_start(limit: float, *, stopped: bool) -> tuple[float, float]:
-    """Return the same for a rank whose process was not yet forked, by a server that may be stopped."""
+    """Return the limits of `patience` for a rank not forked yet, by a server that may be stopped."""
     return (OF_STOPPED, max(limit, OF_STOPPED)) if stopped else (60.0, max(limit, 600.0))
 
 
@@ -144,7 +144,7 @@ def _wait(beat: Beat, *, all_silent: bool) -> CollectiveCall | None:
 
 
 def _late(beats: Mapping[int, Beat], wait: CollectiveCall) -> set[int]:
-    """Return the ranks of its group that have not reached a collective."""
+    """Return the ranks of a collective's group that have not reached it."""
     members = _members(wait) & beats.keys()
     if _is_message(wait):
         return members
@@ -152,12 +152,12 @@ def _late(beats: Mapping[int, Beat], wait: CollectiveCall) -> set[int]:
 
 
 def _is_message(collective: CollectiveCall) -> bool:
-    """Check whether it is a send or a receive, whose group consists of the ranks at its other end."""
+    """Check whether a call is a send or a receive, whose group consists of the ranks at its other end."""
     return collective.group.endswith(f"/{PEERS}")
 
 
 def _members(collective: CollectiveCall) -> set[int]:
-    """Return the ranks of its group."""
+    """Return the ranks of a collective's group."""
     return {int(rank) for rank in collective.group.partition("/")[0].split(",") if rank.isdigit()}
 
 

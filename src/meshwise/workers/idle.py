@@ -15,7 +15,7 @@ _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class Idleness:
-    """Tells repeatedly, for several processes, whether each computes."""
+    """Checks repeatedly, for several processes, whether each one computes."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, float]] = {}

@@ -289,7 +289,7 @@ class _Launcher:
         ]
 
     def _settled(self, failures: Sequence[Failure]) -> bool:
-        """Check whether the culprit is final: all ranks have reported, or the time for that is over."""
+        """Check whether the culprit can no longer change: all ranks have reported, or their time is over."""
         waited = max(w.seconds for w in self.workers if w.failure)
         if self.nodes and all(f.kind == "victim" for f in failures):
             return waited > OTHERS_TIMEOUT

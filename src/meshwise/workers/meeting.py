@@ -68,7 +68,7 @@ class Meeting:
 
     @property
     def is_over(self) -> bool:
-        """Whether it was closed, or its store is gone."""
+        """Whether the meeting was closed, or its store is gone."""
         return self._over.is_set() or self.error is not None
 
     @property

@@ -50,7 +50,7 @@ class Beginning:
 
     @classmethod
     def of(cls, text: str) -> Beginning:
-        """Parse it from `json.dumps(asdict(…))`."""
+        """Parse a beginning from `json.dumps(asdict(…))`."""
         told = json.loads(text)
         return cls(**{**told, "members": tuple(Member(**member) for member in told["members"])})
 
@@ -164,7 +164,7 @@ class Nodes:
         self._meeting.close()
 
     def _until_all(self, what: str, until: float | None) -> None:
-        """Wait until each of the others has said so, or is lost, or never came to this store."""
+        """Wait until each of the other machines has reported this, or is lost, or never came to this store."""
 
         def gone(member: Member) -> bool:
             return bool(self._why_lost(member)) or not self._meeting.has_seen(member.name)

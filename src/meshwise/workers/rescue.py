@@ -27,7 +27,7 @@ class Rescue:
         self._possible = False
 
     def hear(self, rank: int, kind: str) -> None:
-        """Note a rank's message: it has a state to save; it was asked; it has saved, or cannot."""
+        """Note a rank's message: it has a state to save, it was asked to, it has saved it, or it cannot."""
         self._possible = self._possible or kind == "rescues"
         if kind != "rescues":
             (self._heard if kind == "rescuing" else self._over).add(rank)

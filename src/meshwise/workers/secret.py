@@ -53,7 +53,7 @@ class Secret:
         return VARIABLE if os.environ.get(VARIABLE) else f"from {self.path}"
 
     def tell(self, **facts: Any) -> None:
-        """Append facts to its file, which is created if missing. Raises OSError where that fails."""
+        """Append facts to the secret's file, which is created if missing. Raises OSError where that fails."""
         try:
             file = _opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
@@ -62,12 +62,12 @@ class Secret:
             writing.write(f"\n{json.dumps(facts)}\n".encode())
 
     def remove_made(self) -> None:
-        """Remove its file if this process created it, since nobody will use it."""
+        """Remove the secret's file if this process created it, since nobody will use it."""
         if self.made:
             self.remove()
 
     def remove(self) -> None:
-        """Remove its file, unless that is somebody else's."""
+        """Remove the secret's file, unless it is somebody else's."""
         with contextlib.suppress(OSError):
             if not self.why:
                 self.path.unlink(missing_ok=True)

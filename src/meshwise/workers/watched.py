@@ -48,7 +48,7 @@ class WatchedWorker:
         self.state, self.failure, self.since = state, failure, time.monotonic()
 
     def died(self, status: int) -> None:
-        """Note that it ended without a report."""
+        """Note that the worker ended without a report."""
         server = self.process.server.process if isinstance(self.process, ForkedWorker) else None
         with_server = server is not None and server.poll() is not None
         culprit = server if server is not None and with_server else self.process
@@ -58,11 +58,11 @@ class WatchedWorker:
 
     @property
     def seconds(self) -> float:
-        """How long it has been in its state."""
+        """How long the worker has been in its state."""
         return time.monotonic() - self.since
 
     def kill(self) -> None:
-        """Kill it and everything that it started. A worker leads its own process group."""
+        """Kill the worker and everything that it started. A worker leads its own process group."""
         pid = self.process.pid
         if pid is not None:
             kill_group(pid)

@@ -100,7 +100,7 @@ def _rank_rows(rank: int, spans: Spans) -> _Rows:
 
 
 def _copies(spans: Spans) -> Whole:
-    """Return which copy of its lane each span lies on: the first on which it is apart from all others or inside one.
+    """Return the copy of its lane for each span: the first one where it overlaps no other span, or lies inside one.
 
     Only its waiting lies inside a collective: buckets in flight together lie on copies of their own.
     """

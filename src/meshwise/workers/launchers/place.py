@@ -44,7 +44,7 @@ class Place:
         return self.size > 1 and self.size == self.nodes
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that torchrun would set for it."""
+        """Return the environment variables that torchrun would set for this process."""
         if self.size == 1:
             return {}
         named = {"RANK": self.rank, "WORLD_SIZE": self.size}
@@ -53,7 +53,7 @@ class Place:
         return {name: str(value) for name, value in (named | where).items()}
 
     def record(self) -> dict[str, object]:
-        """Return what the record of an attempt keeps of it; nothing without a job."""
+        """Return what the record of an attempt keeps of this place; nothing without a job."""
         return {"launcher": self.launcher, "scheduler_job": self.job, "start": self.attempt} if self.job else {}
 
     def work(self) -> Work:
