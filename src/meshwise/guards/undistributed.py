@@ -43,8 +43,7 @@ _made = itertools.count()  # every rank makes its engines in the same order
 
 
 class UndistributedLoops:
-    """Watches loops over undistributed loaders until `close`. reads: the program's newest batch. say: takes a
-    sentence."""
+    """Watches loops over undistributed loaders until `close`. reads: the program's newest batch. say: takes a text."""
 
     def __init__(self, reads: Loops, world: World, say: Callable[[str], None]) -> None:
         self._reads, self.world, self._say = reads, world, say
