@@ -202,8 +202,7 @@ class LoopState:
         if loader is not self._loader:
             self._between = self._between and not self._engine.phases.trained  # else the program goes on with that one
             return
-        ended = self._count()
-        self._due |= ended and not self._by_epochs and self._clock.is_due(self._step)
+        self._due |= self._count() and not self._by_epochs and self._clock.is_due(self._step)
         if self._due and self._clean and not loader.at_end:
             self.save()
 
@@ -212,9 +211,8 @@ class LoopState:
         if loader is not self._loader:
             return
         if early:  # the next batch was not asked for
-            ended = self._count()
             by_steps = self._saves.steps is not None  # of a time the ranks would have to agree, and one may have failed
-            self._due |= ended and by_steps and self._clock.is_due(self._step)
+            self._due |= self._count() and by_steps and self._clock.is_due(self._step)
         self._between, self._due = True, self._due or self._by_epochs
 
     def _count(self) -> bool:
