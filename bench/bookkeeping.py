@@ -95,11 +95,11 @@ def sides(batch: int) -> tuple[Callable[[bool], None], Callable[[], None], Calla
     run = loop._prepare(job, options, folder, session, log, engine)
     run.state.model.train()
     batches = read_batches(engine, "a bench", loop._train_batches(run), batch, loop=LoopRead(step=run.state.step + 1))
-    pulse, ledger, beat = current().pulse, log._ledger, heartbeat.current()
+    pulse, ledger, beat = current().pulse, log._ledger, heartbeat.beat
     assert pulse is not None and ledger is not None and run.last is not None, "nothing is kept here"
 
     def step(watched: bool) -> None:
-        current().pulse, log._ledger, heartbeat._beat = (pulse, ledger, beat) if watched else (None, None, None)
+        current().pulse, log._ledger, heartbeat.beat = (pulse, ledger, beat) if watched else (None, None, None)
         losses = train_step(engine, job, run.state, next(batches))
         log.pending.append((run.state.epoch, run.state.step, losses))
         if watched:
@@ -115,7 +115,7 @@ def sides(batch: int) -> tuple[Callable[[bool], None], Callable[[], None], Calla
         run.replicas.compare(run.state)
 
     def end() -> None:
-        heartbeat._beat = beat
+        heartbeat.beat = beat
         engine.close()
         recording.close()
 

@@ -130,16 +130,16 @@ def alternated(pairs: int) -> tuple[list[float], list[float], int]:
 
     session = join()
     recording = Recording(session.world, None)
-    beat, step = heartbeat.current(), our_step(job, recording.recorder)
+    beat, step = heartbeat.beat, our_step(job, recording.recorder)
     assert beat is not None
     for _ in range(20):
         step()
-    before = beat._beats
+    before = beat.beats
     step()
-    beats, seconds = beat._beats - before, {True: list[float](), False: list[float]()}
+    beats, seconds = beat.beats - before, {True: list[float](), False: list[float]()}
     for number in range(pairs):
         for on in (number % 2 == 0, number % 2 == 1):
-            heartbeat._beat, current().pulse = (beat, beat) if on else (None, None)
+            heartbeat.beat, current().pulse = (beat, beat) if on else (None, None)
             began = time.perf_counter()
             step()
             seconds[on].append(time.perf_counter() - began)

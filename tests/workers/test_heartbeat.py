@@ -73,7 +73,7 @@ def test_more_groups_and_collectives_than_there_are_places_break_nothing(path: P
 def test_a_process_that_a_rank_forks_is_no_rank(path: Path) -> None:
     beat = Heartbeat(path)
     beat.phase("data")
-    heartbeat._beat = beat
+    heartbeat.beat = beat
     try:
         if (pid := os.fork()) == 0:
             beat.phase("forward")
@@ -82,11 +82,11 @@ def test_a_process_that_a_rank_forks_is_no_rank(path: Path) -> None:
         os.waitpid(pid, 0)
         assert read_beat(path).phase == "data" and read_beat(path).begun == {}
     finally:
-        heartbeat._beat = None
+        heartbeat.beat = None
 
 
 def test_nothing_is_told_where_no_launcher_looks_and_nothing_read_where_nobody_told(tmp_path: Path) -> None:
-    assert heartbeat.current() is None
+    assert heartbeat.beat is None
     heartbeat.leave(heartbeat.enter("barrier", "0,1/"))
     with heartbeat.watched_loop(compiles=False):
         pass

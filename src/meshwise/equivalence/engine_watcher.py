@@ -387,7 +387,7 @@ class EngineWatcher:
         key = f"meshwise/check/{self._meetings}/{where}"
         default_store().add(key, 1)
         beat = heartbeat.enter(where, f"{','.join(map(str, range(self._world.size)))}/check")
-        came = wait_for_all(key, self._world.size, GRACE if heartbeat.current() is None else math.inf)
+        came = wait_for_all(key, self._world.size, GRACE if heartbeat.beat is None else math.inf)
         heartbeat.leave(beat)
         if not came:
             raise UsageError(

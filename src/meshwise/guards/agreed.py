@@ -37,6 +37,7 @@ from meshwise.transfer.splitmix import mixed_bits
 SIGNS = CARRIED - 1
 """How many signs travel behind the loss: ranks that differ are taken for alike once in 2**32 times."""
 _Held = tuple[list[Any], Settings, Seen | None]
+PLAIN = frozenset((int, float))
 STEPS_OF_A_JOB = 8
 """Whose batches are compared, each with a collective."""
 
@@ -54,6 +55,7 @@ class Agreed:
         losses: FiniteLosses | None = None,
     ) -> None:
         self.world, self.settings, self.notify, self._losses = world, settings, notify, losses
+        self._alike = 1 - 1 / world.size  # above it a mean of signs is of equal ones, in any precision
         self.batches: Batches | None = None
         self.rehearses = False
         self.shapes = BatchShapes()
@@ -95,7 +97,9 @@ class Agreed:
             return
         held = ([] if self.batches is None else self.batches.take()), self._now, seen
         if not has_streams(means.device):
-            self._check(means.tolist(), held)
+            now = means.tolist()
+            if len(now) > SIGNS + 1 or not math.isfinite(now[0]) or min(map(abs, now[1:])) <= self._alike:
+                self._check(now, held)
             return
         if is_captured():
             return
@@ -129,7 +133,7 @@ class Agreed:
             mean = means[0] if len(means) == SIGNS + 1 else means[0] / (means[1] or math.nan)
             if not math.isfinite(mean):
                 losses.found(seen)
-        if min(map(abs, means[-SIGNS:])) <= 1 - 1 / self.world.size:
+        if min(map(abs, means[-SIGNS:])) <= self._alike:
             self._explain(held)
 
     def _explain(self, held: _Held) -> None:
@@ -169,7 +173,8 @@ def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]], fed: Itera
             for key, name in NAMES.items():
                 if key in group:
                     value = group[key]
-                    found.append((name, whose, value if type(value) in (int, float) else _plain(value)))
+                    known = PLAIN.issuperset(map(type, value if type(value) is tuple else (value,)))
+                    found.append((name, whose, value if known else _plain(value)))
     if fed:
         used = [optimizer for ref in optimizers if (optimizer := ref()) is not None]
         plateaus = [each for ref in fed if (each := ref()) is not None and each.optimizer in used]
@@ -180,8 +185,6 @@ def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]], fed: Itera
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" else None
-    if type(value) is tuple and {*map(type, value)} <= {int, float}:
-        return value
     return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
 
 

@@ -142,6 +142,9 @@ class _OneOptimizer:
 _of_all: list[Subscription] = []
 _inner: set[int] = set()
 """Frames of steps inside a step, by id: known from their begin, for their end."""
+_stepping: set[int] = set()
+"""Optimizers whose step has begun and not ended, by id; one whose step has raised stays. Only in these, or where torch
+makes state, can a step be inside another."""
 _need_closures: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 _hooks_of: weakref.WeakValueDictionary[int, _OneOptimizer] = weakref.WeakValueDictionary()
 
@@ -162,10 +165,12 @@ def _hooked(optimizer: Optimizer) -> _OneOptimizer:
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """torch calls this before every step of every optimizer, and before the optimizer's own hooks."""
-    if _is_inner(frame := sys._getframe(1)):
+    frame = sys._getframe(1)
+    if (id(optimizer) in _stepping or not optimizer.state) and _is_inner(frame):
         _inner.add(id(frame))
         return
     _inner.discard(id(frame))
+    _stepping.add(id(optimizer))
     if (one := _hooks_of.get(id(optimizer))) is not None:
         one.move_inside()
     for subscription in list(_of_all):
@@ -177,6 +182,7 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """torch calls this after every step of every optimizer, and after the optimizer's own hooks."""
     if id(sys._getframe(1)) in _inner:
         return
+    _stepping.discard(id(optimizer))
     for subscription in reversed(list(_of_all)):
         if subscription.after is not None:
             subscription.after(optimizer)

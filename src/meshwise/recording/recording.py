@@ -86,7 +86,7 @@ class Recording:
         for a program recorded from outside, which passes a recorder and perhaps clocks."""
         self.recorder = recorder or Recorder(world.device, on=folder is not None, clock=clock)
         faults.watch(self.recorder)
-        self.recorder.pulse = heartbeat.current()
+        self.recorder.pulse = heartbeat.beat
         self._before = make_current(self.recorder)
         self._clocks = clocks
         self._log: SpanLog | None = None

@@ -20,7 +20,7 @@ from meshwise.data.split_loader import LoaderSpec
 from meshwise.data.wrapped_loader import Wrapper
 from meshwise.engine.engine import Engine
 from meshwise.engine.loops import LoopRead
-from meshwise.engine.seeds import seed_draws
+from meshwise.engine.seeds import seed_generators
 from meshwise.engine.steps import batches as read_batches
 from meshwise.script.things import kept_by
 from meshwise.slips.counted_parts import says_counted_parts
@@ -169,7 +169,7 @@ class DistributedLoader:
                 self.in_batch, loop.batch = True, batch
                 try:
                     if engine.draws is None or engine.watcher is not None:
-                        seed_draws(engine.world, *key)
+                        seed_generators(engine.world.device, mixed(*key, engine.world.rank))  # as `seed_draws`
                         yield batch
                     else:
                         with engine.draws.of_microbatch((*key, 0), part).forward():

@@ -26,12 +26,18 @@ Mark = int | DeviceMark
 """A moment: nanoseconds of the rank's clock, or a place in the device's stream."""
 Count = tuple[int, int, int, str, Any]
 """A counter's value: when, in which step, at the end of which kind of phase (-1: of none), its name, the value."""
+BEATS, PHASE = 0, 2  # where they lie in the words of a pulse: workers/heartbeat.py
 CAPACITY = 200_000  # spans that are kept for a log that does not drain: about 40 MB
 
 
 class Pulse(Protocol):
-    """Who hears at once what this rank does."""
+    """Who hears at once what this rank does. In `words` a phase is its number, beside how many beats there were."""
 
+    words: memoryview
+    beats: int
+    names: dict[str, int]
+
+    def name(self, text: str) -> int: ...
     def phase(self, kind: str) -> None: ...
     def step(self, number: int) -> None: ...
 
@@ -144,8 +150,9 @@ class Recorder:
                 self._rows.extend((code, since, end, self.step, 0, NO_COLLECTIVE))
             if self.takes_memory:
                 self.phase_ends(over)
-        if self.pulse is not None:
-            self.pulse.phase(phase)
+        if (pulse := self.pulse) is not None:  # as `pulse.phase` does, which would be a call in each phase
+            pulse.words[PHASE] = pulse.names.get(phase) or pulse.name(phase)
+            pulse.words[BEATS] = pulse.beats = pulse.beats + 1
         self.phase = phase
         return begins
 
@@ -167,6 +174,13 @@ class Recorder:
         self._collectives += 1
         start = self.clock() if self.device is None or not self.on else self.device.mark()
         return code, self._collectives - 1, start
+
+    def end_collective(self, code: int, number: int, start: Mark, moved: torch.Tensor) -> None:
+        """What `begin_collective` has begun is over; it moved this tensor. One call, as there."""
+        if self.on:
+            end = self.clock() if self.device is None else self.device.mark()
+            self.dtypes[code, moved.nbytes] = moved.dtype
+            self._rows.extend((code, start, end, self.step, moved.nbytes, number))
 
     def count(self, name: str, value: Any, step: int | None = None) -> None:
         """Note a counter's value now: a number, or a tensor of one number, which is read later and elsewhere."""

@@ -49,6 +49,7 @@ from meshwise.transfer.groups import ranks_of as ranks_of
 from meshwise.transfer.groups import world_size as world_size
 from meshwise.transfer.looked_at import EVERYONE, Ends, begin_looked_at, log, ours
 from meshwise.transfer.stopwatch import Stopwatch
+from meshwise.workers import heartbeat
 from meshwise.workers.heartbeat import PEERS, enter, leave
 
 _HOST = torch.device("cpu")
@@ -80,15 +81,15 @@ def mean_now(tensor: Tensor, *, of: str = "") -> None:
     if group is None or foreign.OPEN or OPEN or has_streams(tensor.device) or tensor.dtype not in backend.PLAIN:
         begin_mean(tensor, of=of).wait()
         return
-    key = key_of(DIVIDING[0])
+    key, beat = key_of(DIVIDING[0]), heartbeat.beat
     entered[key] += 1
-    beat, (code, number, start) = enter(name, key), recorder.begin_collective(name)
-    recorder.dtypes[code, tensor.nbytes] = tensor.dtype
+    at, begun = 0 if beat is None else beat.enter(name, key), recorder.begin_collective(name)
     try:
         group.allreduce([tensor.div_(group.size())]).wait()
     finally:
-        recorder.add(code, start, recorder.mark(), tensor.nbytes, number)
-        leave(beat)
+        recorder.end_collective(*begun, tensor)
+        if beat is not None:
+            beat.leave(at)
 
 
 def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
@@ -103,12 +104,10 @@ def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
         return there
     name, key, recorder = collective_name("all-reduce", of), key_of(group), current()
     entered[key] += 1
-    beat = enter(name, key)
-    code, number, start = recorder.begin_collective(name)
-    recorder.dtypes[code, tensor.nbytes] = tensor.dtype
+    beat, begun = enter(name, key), recorder.begin_collective(name)
 
     def ended(done: Future[object]) -> Tensor:
-        recorder.add(code, start, recorder.mark(), tensor.nbytes, number)
+        recorder.end_collective(*begun, tensor)
         leave(beat)
         done.value()  # raises what went wrong
         return tensor

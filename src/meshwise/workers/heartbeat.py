@@ -130,24 +130,24 @@ class Heartbeat:
         self._path = path
         with path.open("w+b") as file:
             file.truncate(8 * WORDS)
-            self._words = memoryview(mmap.mmap(file.fileno(), 8 * WORDS)).cast("Q")
-        self._words[OVERLAPS] = overlaps
-        self._names: dict[str, int] = {}
+            self.words = memoryview(mmap.mmap(file.fileno(), 8 * WORDS)).cast("Q")
+        self.words[OVERLAPS] = overlaps
+        self.names: dict[str, int] = {}
         self._groups: dict[str, int] = {}  # where each lies in the words
         self._lock = threading.Lock()  # a sum that overlaps ends in a thread of its own
-        self._beats = self._recent = self._step = self._began = self._timed = 0
+        self.beats = self._recent = self._step = self._began = self._timed = 0
 
     def phase(self, kind: str) -> None:
         """This rank comes into a phase."""
-        words = self._words
-        words[PHASE] = self._names.get(kind) or self._name(kind)
-        words[BEATS] = self._beats = self._beats + 1
+        words = self.words
+        words[PHASE] = self.names.get(kind) or self.name(kind)
+        words[BEATS] = self.beats = self.beats + 1
         if kind in LONG:
             self._began = 0
 
     def step(self, number: int) -> None:
         """This rank begins a step."""
-        now, words = time.perf_counter_ns(), self._words
+        now, words = time.perf_counter_ns(), self.words
         if self._began and number == self._step + 1:
             self._timed += 1
             if self._timed > WARM:
@@ -155,94 +155,91 @@ class Heartbeat:
                 words[TIMED] = self._timed - WARM
         words[STEP] = self._step = number
         self._began = now
-        words[BEATS] = self._beats = self._beats + 1
+        words[BEATS] = self.beats = self.beats + 1
 
     def loop(self, *, ours: bool, compiles: bool) -> None:
         """Whether the loop that this rank is in is a job's: nothing but its phases takes long then. compiles: its first
         steps may."""
-        self._words[COMPILES], self._words[OURS] = compiles, ours
+        self.words[COMPILES], self.words[OURS] = compiles, ours
 
     def enter(self, name: str, group: str) -> int:
         """This rank comes to a collective of a group; what is returned goes to `leave`."""
-        words, at = self._words, self._groups.get(group) or self._group(group)
+        words, at = self.words, self._groups.get(group) or self._group(group)
         words[at + 1] = number = words[at + 1] + 1
         row = RECENT + 4 * (self._recent % MOST_RECENT)
         self._recent += 1
         words[row + 1], words[row + 2], words[row + 3] = words[at], number, time.perf_counter_ns()
-        words[row] = self._names.get(name) or self._name(name)
-        words[BEATS] = self._beats = self._beats + 1
+        words[row] = self.names.get(name) or self.name(name)
+        words[BEATS] = self.beats = self.beats + 1
         return at
 
     def leave(self, at: int) -> None:
         """The collective is over on this rank."""
-        words = self._words
+        words = self.words
         with self._lock:
             words[at + 2] += 1
-            words[BEATS] = self._beats = self._beats + 1
+            words[BEATS] = self.beats = self.beats + 1
 
     def let_go(self) -> None:
         """In a process that was forked: write where nobody reads."""
-        self._words, self._lock = memoryview(bytearray(8 * WORDS)).cast("Q"), threading.Lock()
+        self.words, self._lock = memoryview(bytearray(8 * WORDS)).cast("Q"), threading.Lock()
 
     def _group(self, text: str) -> int:
         at = GROUPS + 3 * min(len(self._groups), MOST_GROUPS - 1)  # more groups than that share the last place
-        self._words[at] = self._name(text)
+        self.words[at] = self.name(text)
         self._groups[text] = at
         return at
 
-    def _name(self, text: str) -> int:
-        number = self._names.get(text)
+    def name(self, text: str) -> int:
+        """The number that stands for a text, which is written down if it is new."""
+        number = self.names.get(text)
         if number is None:
             with self._path.open("ab") as file:
                 file.write(f"{text}\n".encode())
-            number = self._names[text] = len(self._names) + 1
+            number = self.names[text] = len(self.names) + 1
         return number
 
 
-_beat: Heartbeat | None = None
+beat: Heartbeat | None = None
+"""That of this process; None where no launcher of ours looks."""
 
 
 def begin(folder: Path, rank: int, *, overlaps: bool) -> None:
     """Beat from now on, and write down the Python stack when asked."""
-    global _beat
-    _beat = Heartbeat(beat_path(folder, rank), overlaps=overlaps)
+    global beat
+    beat = Heartbeat(beat_path(folder, rank), overlaps=overlaps)
     if SIGNAL is not None:
         # Written in the signal's handler, in C: also while other code holds Python's lock.
         faulthandler.register(SIGNAL, stack_path(folder, rank).open("ab"), all_threads=False)
 
 
-def current() -> Heartbeat | None:
-    """That of this process; None where no launcher of ours looks."""
-    return _beat
-
-
 @contextlib.contextmanager
 def watched_loop(*, compiles: bool) -> Iterator[None]:
     """The body is the loop of a job: that it goes on is known from its phases."""
-    if _beat is not None:
-        _beat.loop(ours=True, compiles=compiles)
+    if beat is not None:
+        beat.loop(ours=True, compiles=compiles)
     yield
-    if _beat is not None:
-        _beat.loop(ours=False, compiles=compiles)
+    if beat is not None:
+        beat.loop(ours=False, compiles=compiles)
 
 
 def enter(name: str, group: str) -> int:
     """This rank comes to a collective; what is returned goes to `leave`."""
-    return 0 if _beat is None else _beat.enter(name, group)
+    return 0 if beat is None else beat.enter(name, group)
 
 
 def leave(at: int) -> None:
     """The collective is over."""
-    if at and _beat is not None:
-        _beat.leave(at)
+    if at and beat is not None:
+        beat.leave(at)
 
 
 def _forked() -> None:
     """A process that this one forks (a loader's worker) is no rank."""
-    global _beat
-    if _beat is not None:
-        _beat.let_go()
-        _beat = None
+    global beat
+    if beat is not None:
+        beat.let_go()
+        beat = None
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -106,26 +106,6 @@ class VerbLog:
         self._count = self._checksum = 0
         self._left = NOWHERE
 
-    def came_to(self, verb: str, which: tuple[int, ...]) -> None:
-        """This rank calls `verb`; see the function."""
-        if threading.get_ident() != self._thread and not self._is_first():
-            return
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not is_users(frame.f_code.co_filename):
-            frame = frame.f_back
-        at = (verb, 0, 0) if frame is None else (verb, id(frame.f_code), frame.f_lasti)
-        line = self._lines.get(at) or self._add_line(verb, frame)
-        line[2] += 1
-        checksum = self._checksum * FACTOR + line[1]
-        for number in which:
-            checksum = checksum * FACTOR + number
-        self._checksum = checksum = checksum & MASK
-        times, slot = which[-1] if which else line[2], self._count % SLOTS
-        ENTRY.pack_into(self._map, HEADER.size + slot * ENTRY.size, line[0], times, checksum, *self._left)
-        self._count += 1
-        self._left = NOWHERE
-        HEADER.pack_into(self._map, 0, self._count, 0, 0)
-
     def _is_first(self) -> bool:
         """Whether this thread is the one whose verbs are noted from now on."""
         known = bool(self._thread)
@@ -167,13 +147,30 @@ def end() -> None:
     _log = None
 
 
-def came_to(verb: str, *which: int) -> None:
-    """This process calls `verb`, as every rank does. Nothing where no launcher of ours looks.
+def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
+    """This process calls `verb`, as every rank does. Nothing where no launcher of ours looks. One call, for each verb
+    of each step.
 
-    which: what else must be the same on all ranks; the last is given as its number.
+    which: what else must be the same on all ranks; the last is given as its number. log: the process's own without.
     """
-    if _log is not None:
-        _log.came_to(verb, which)
+    log = log or _log
+    if log is None or (threading.get_ident() != log._thread and not log._is_first()):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    at = (verb, 0, 0) if frame is None else (verb, id(frame.f_code), frame.f_lasti)
+    line = log._lines.get(at) or log._add_line(verb, frame)
+    line[2] += 1
+    checksum = log._checksum * FACTOR + line[1]
+    for number in which:
+        checksum = checksum * FACTOR + number
+    log._checksum = checksum = checksum & MASK
+    times, slot = which[-1] if which else line[2], log._count % SLOTS
+    ENTRY.pack_into(log._map, HEADER.size + slot * ENTRY.size, line[0], times, checksum, *log._left)
+    log._count += 1
+    log._left = NOWHERE
+    HEADER.pack_into(log._map, 0, log._count, 0, 0)
 
 
 def left_loop(batches: int) -> None:
