@@ -12,8 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-from meshwise.launcher.supervise import PRELOAD
-from meshwise.workers import fork_server, worker
+from meshwise.workers import leave
+
+leave.prepare()  # as workers/__main__.py does
+
+from meshwise.launcher.supervise import PRELOAD  # noqa: E402
+from meshwise.workers import fork_server, worker  # noqa: E402
 
 
 def start(folder: Path) -> tuple[str, subprocess.Popen[bytes]]:
@@ -38,4 +42,4 @@ if __name__ == "__main__":
     worker.die_with_parent()
     for module in PRELOAD:
         importlib.import_module(module)
-    sys.exit(fork_server.serve_many(sys.argv[1], worker.main))
+    leave.leave(fork_server.serve_many(sys.argv[1], worker.main))

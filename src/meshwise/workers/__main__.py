@@ -11,7 +11,11 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from meshwise.workers import fork_server, worker
+from meshwise.workers import leave
+
+leave.prepare()  # before what is imported below
+
+from meshwise.workers import fork_server, worker  # noqa: E402
 
 
 def _serve(descriptor: int, modules: Sequence[str]) -> int:
@@ -25,4 +29,4 @@ def _serve(descriptor: int, modules: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_serve(int(sys.argv[2]), sys.argv[3:]) if sys.argv[1] == "--fork-server" else worker.main())
+    leave.leave(_serve(int(sys.argv[2]), sys.argv[3:]) if sys.argv[1] == "--fork-server" else worker.main())

@@ -1,0 +1,48 @@
+"""End a worker without taking apart what it has imported.
+
+Python takes its modules apart at its end, which copies the pages that the workers of a machine share: it is then that
+they need the most memory. Threads are waited for, exit functions are called and open files are written as ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import sys
+import threading
+from typing import NoReturn
+
+from meshwise.spec.user_code import is_users
+
+WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+_codes: list[int] = []
+
+
+def prepare() -> None:
+    """Let this process end so, once it is told by `leave`. Call it before anything registers an exit function, so that
+    ours is the last."""
+    atexit.register(_end)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code. The work is done."""
+    _codes.append(code)
+    sys.exit(code)
+
+
+def _end() -> None:
+    if not _codes:
+        return
+    threading.excepthook = lambda _: None  # a daemon thread may use a module that is empty
+    for module in list(sys.modules.values()):
+        if (file := getattr(module, "__file__", None)) and is_users(file):
+            vars(module).clear()
+    gc.collect()
+    sys.setswitchinterval(60)  # no thread makes objects while they are listed
+    for file in (sys.stdout, sys.stderr, *[each for each in gc.get_objects() if type(each) in WRITERS]):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, it is closed, or nobody reads
+            file.flush()
+    ctypes.PyDLL(None).exit(_codes[0])  # C's exit functions are called, while no thread runs Python
