@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,8 +40,25 @@ def start(folder: Path) -> tuple[str, subprocess.Popen[bytes]]:
     return address, process
 
 
+def serve_many(address: str) -> int:
+    """Listen at `address` and serve each launcher that connects, in a process of its own. See fork_server.LISTENS."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        path = Path(f"{address}.part")
+        door.bind(str(path))
+        path.chmod(0o600)  # who connects has its words run: nobody but this user
+        door.listen()
+        path.rename(address)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those processes
+        while True:
+            line, _ = door.accept()
+            with line:
+                if os.fork() == 0:
+                    door.close()
+                    return fork_server.serve(line, worker.main)
+
+
 if __name__ == "__main__":
     worker.die_with_parent()
     for module in PRELOAD:
         importlib.import_module(module)
-    leave.leave(fork_server.serve_many(sys.argv[1], worker.main))
+    leave.leave(serve_many(sys.argv[1]))

@@ -7,7 +7,6 @@ without an error and change nothing.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import os
@@ -198,8 +197,10 @@ class Program:
     def _drop(self) -> None:
         """Drop the reduction of gradients, which holds parameters."""
         if self.reduction is not None:
-            with contextlib.suppress(ReferenceError):
+            try:  # noqa: SIM105 -- at the end of Python this module has no names any more
                 self.reduction.close()
+            except ReferenceError:
+                pass
         self.reduction, self._plain, self.coupled_gradients = None, None, False
 
     def _apply(self, new: Sequence[nn.Module], plan: Plan, again: bool) -> None:

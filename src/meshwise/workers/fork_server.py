@@ -269,23 +269,6 @@ def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signa
         _tell(line, number=int(number), pid=pid)
 
 
-def serve_many(address: str, work: Callable[[], int]) -> int:
-    """Listen at `address` and `serve` each launcher that connects, in a process of its own. See LISTENS."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        path = Path(f"{address}.part")
-        door.bind(str(path))
-        path.chmod(0o600)  # who connects has its words run: nobody but this user
-        door.listen()
-        path.rename(address)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those processes
-        while True:
-            line, _ = door.accept()
-            with line:
-                if os.fork() == 0:
-                    door.close()
-                    return serve(line, work)
-
-
 def answer_of(task: Path) -> Path:
     """Return where a called process leaves the result of `task`."""
     return task.with_suffix(".json")

@@ -13,7 +13,7 @@ import gc
 import io
 import sys
 import threading
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from meshwise.spec.user_code import is_users
 
@@ -37,12 +37,17 @@ def _end() -> None:
     if not _codes:
         return
     threading.excepthook = lambda _: None  # a daemon thread may use a module that is empty
+    sys.setswitchinterval(60)  # and makes no objects while they are listed
+    _flush(*[each for each in gc.get_objects() if type(each) in WRITERS])
     for module in list(sys.modules.values()):
         if (file := getattr(module, "__file__", None)) and is_users(file):
             vars(module).clear()
     gc.collect()
-    sys.setswitchinterval(60)  # no thread makes objects while they are listed
-    for file in (sys.stdout, sys.stderr, *[each for each in gc.get_objects() if type(each) in WRITERS]):
+    _flush(sys.stdout, sys.stderr)
+    ctypes.PyDLL(None).exit(_codes[0])  # C's exit functions are called, while no thread runs Python
+
+
+def _flush(*files: Any) -> None:
+    for file in files:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, it is closed, or nobody reads
             file.flush()
-    ctypes.PyDLL(None).exit(_codes[0])  # C's exit functions are called, while no thread runs Python
