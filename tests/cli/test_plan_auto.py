@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import meshwise as mw
 from meshwise.api import auto
 from meshwise.api.auto import with_plan
 from meshwise.api.plan import Plans
@@ -95,6 +96,12 @@ def test_nothing_that_fits_is_refused_with_the_smallest(chosen: Callable[..., To
 def test_what_it_cannot_do_is_refused(given: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         with_plan(RunOptions(job="mnist-mlp", **given), Console(quiet=True))
+
+
+def test_a_script_is_refused_before_it_is_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise AssertionError('it was run')\n")
+    with pytest.raises(UsageError, match="--plan auto is for meshwise run of a job"):
+        mw.run(str(tmp_path / "train.py"), devices="1xcpu", plan="auto")
 
 
 def test_a_plan_that_is_not_of_a_run_says_where_auto_is() -> None:

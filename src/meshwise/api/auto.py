@@ -40,8 +40,10 @@ MEASURE = 4.0
 def with_plan(options: RunOptions, console: Console) -> RunOptions:
     """Return the options with the plan that the search chose, and print the plan and why.
 
-    Raises UsageError where the devices of a run are not all here, PlanError where no plan fits.
+    Raises UsageError for a script, and where the devices of a run are not all here, PlanError where no plan fits.
     """
+    if str(options.job).endswith(".py"):  # a script: refused before it is run
+        options.plan_on(1)
     if options.nnodes > 1 or started_by_launcher():
         raise UsageError(
             "--plan auto looks at the devices of one machine that meshwise run starts itself. Find the plan with "

@@ -2,8 +2,8 @@
 
 A check then takes little time.
 
-A training loop ends when the wanted steps are made, an evaluation after three batches. Later epochs have one batch, so
-that an evaluation after them is seen; a script that trains on after `AFTER` such batches ends there.
+A training loop ends when the wanted steps are made, an evaluation after three batches. Later epochs have the batches of
+one step, so that an evaluation after them is seen; a script that trains on after `AFTER` such batches ends there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ class ShortLoops:
         self._steps, self._ragged = steps, ragged
         self.made = 0
         """Optimizer steps so far."""
-        self._batches = 0
-        self._trained = False
+        self._batches, self._trained = 0, False
         self._since_step = self._a_step = 0  # batches since the last step; batches that made the last step
         self._after = 0  # backwards since the last step that is compared
 
@@ -39,7 +38,8 @@ class ShortLoops:
 
     def limit(self, batch_size: int) -> int | None:
         """How many samples the next batch may have; 0 ends the loop, None leaves it as it is."""
-        if (self.made >= self._steps) if self._trained else (self._batches >= EVALUATED):
+        ends = not self._since_step or self._batches >= self._a_step  # as a whole epoch does
+        if (ends and self.made >= self._steps) if self._trained else (self._batches >= EVALUATED):
             return 0
         if self._trained:
             last = self.made == self._steps - 1 and self._a_step > 0 and self._since_step == self._a_step - 1
