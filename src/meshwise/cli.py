@@ -157,8 +157,7 @@ def _told(error: Exception) -> MeshwiseError | None:
 
 
 def _print_error(error: MeshwiseError) -> None:
-    text = LONG_WORD.sub(r"\1…\2", str(error))
-    if text:
+    if text := LONG_WORD.sub(r"\1…\2", str(error)):
         name = "" if isinstance(error, WorkerFailed) else f"{type(error).__name__}: "
         with contextlib.suppress(OSError):  # the terminal may be gone
             last_words.say_last(f"{name}{printable(text)}", more(address_of(error)))
