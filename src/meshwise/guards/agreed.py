@@ -35,16 +35,16 @@ from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed_bits
 
 SIGNS = CARRIED - 1
-"""How many signs travel behind the loss: ranks that differ are taken for alike once in 2**32 times."""
+"""How many signs are sent behind the loss: differing ranks pass as equal once in 2**32 times."""
 _Held = tuple[list[Any], Settings, Seen | None]
 PLAIN = frozenset((int, float))
 STEPS_OF_A_JOB = 8
-"""Whose batches are compared, each with a collective."""
+"""A job's batches are compared in this many first steps, each with a collective."""
 
 
 class Agreed:
-    """Compares what the ranks hold. settings: gives those of optimizers and schedulers that are in use now, and sums of
-    parameters. notify: takes a line for the user; an empty one says nothing. losses: is told of those that are not
+    """Compares values of the ranks. settings: returns those of optimizers and schedulers in use, and sums of
+    parameters. notify: takes a line for the user; an empty one prints nothing. losses: told about those that are not
     finite."""
 
     def __init__(
@@ -60,14 +60,14 @@ class Agreed:
         self.rehearses = False
         self.shapes = BatchShapes()
         self.made: list[Made] = []
-        """What was made in a forward since the last loss."""
+        """Parameters made in a forward since the last loss."""
         self._now: Settings = ()
         self._crc = 0
         self._signs: tuple[object, Tensor] | None = None  # of the settings alone, as long as they stay
         self._on_its_way: tuple[Tensor, Any, _Held] | None = None
 
     def signs(self, like: Tensor) -> Tensor:
-        """The checksum as numbers 1 and -1 that travel with `like`: shape (32,)."""
+        """Return the checksum as numbers 1 and -1 to send along with `like`: shape (32,)."""
         now = self.settings()
         if self.shapes.given:
             now += self.shapes.take()
@@ -90,8 +90,8 @@ class Agreed:
         return (every * 2 - 1).to(dtype)
 
     def compare(self, means: Tensor, seen: Seen | None = None) -> None:
-        """All ranks' signs have come together, behind the loss, or its sum and weight, where `seen` tells of which.
-        Raises UsageError on every rank where they differ; on an accelerator, which nothing should wait for, with the
+        """Compare all ranks' signs, which came behind the loss, or its sum and weight; `seen` tells of which loss.
+        Raises UsageError on every rank where they differ; on an accelerator, which must not be waited for, with the
         next ones."""
         if self.rehearses:
             return
@@ -110,7 +110,7 @@ class Agreed:
         self._check_earlier(earlier)
 
     def finish(self) -> None:
-        """No loss comes any more."""
+        """Check what is left: no further loss comes."""
         earlier, self._on_its_way = self._on_its_way, None
         self._check_earlier(earlier)
 
@@ -120,7 +120,7 @@ class Agreed:
             self._check(earlier[0].tolist(), earlier[2])
 
     def compare_batches(self, parts: Sequence[tuple[Any, BatchSlice]], place: str) -> None:
-        """Of the first steps of a job, whose losses carry nothing. Collective."""
+        """Compare the batches of a job's first steps, whose losses carry no signs. Collective."""
         if self.world.size > 1:
             for number, (batch, part) in enumerate(parts):
                 self.shapes.note(number, batch, part, place)
@@ -137,7 +137,7 @@ class Agreed:
             self._explain(held)
 
     def _explain(self, held: _Held) -> None:
-        """Say, or raise, in what the ranks differ. Collective."""
+        """Say, or raise, how the ranks differ. Collective."""
         told = None if self.batches is None else self.batches.told(held[0])
         ranks = collectives.gather_objects((told, held[1]))
         held_by = [settings for _, settings in ranks]
@@ -151,14 +151,14 @@ class Agreed:
 
 
 def held_alike(program: Program, fed: Sequence[Any]) -> Settings:
-    """What all ranks must hold alike: settings of the optimizers in use and of the schedulers that are `fed` a number
-    (weak references), and sums, where it is time for them."""
+    """Return the values that must be equal on all ranks: settings of the optimizers in use and of the schedulers that
+    are `fed` a number (weak references), and sums, when these are due."""
     found, count = settings_of(program.in_use, fed), program.backwards - program.began
     return found if count < 2 or count & (count - 1) else found + sums_of(program)
 
 
 def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]], fed: Iterable[Any]) -> Settings:
-    """The settings of each group of the optimizers, in order; and the best value of those schedulers that are fed one.
+    """Return the settings of each group of the optimizers, in order; and the best value of schedulers that are fed one.
 
     optimizers, fed: weak references. A tensor on an accelerator is left out: reading it would wait.
     """
@@ -189,7 +189,7 @@ def _plain(value: Any) -> Any:
 
 
 def watch(engine: Engine) -> None:
-    """Let what the ranks hold travel with the losses of a script; of a job, its first batches are compared."""
+    """Send values of the ranks along with the losses of a script; of a job, compare the first batches."""
     program, losses = engine.program, engine.events.find(FiniteLosses)
     settings = functools.partial(held_alike, program, engine.given.fed)
     agreed = engine.carried = Agreed(engine.world, settings, engine.notify, losses)

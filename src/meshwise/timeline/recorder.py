@@ -55,26 +55,26 @@ class Recorder:
         self.names: list[tuple[str, str, str]] = []
         """(kind, lane, name) of each code."""
         self.dtypes: dict[tuple[int, int], Any] = {}
-        """The dtype of what a collective moved, by its code and bytes, where it is known."""
+        """The dtype that a collective moved, by its code and bytes, where it is known."""
         self.dropped = 0
         self.samples = 0
         """Samples of the global batches that this rank has worked on."""
         self.pulse: Pulse | None = None
         self.memory: Callable[[], Mapping[str, float]] | None = None
-        """Gives the bytes in use, by name; called at the ends of the phases of a step after `request_memory`."""
+        """Returns the bytes in use, by name; called at the ends of the phases of a step after `request_memory`."""
         self.held: Callable[[], Mapping[str, float]] = dict
-        """As `memory`: of what the program holds by itself, by what that is for."""
+        """Like `memory`: the bytes that the program itself holds, by purpose."""
         self._codes: dict[tuple[str, str, str], int] = {}
         self._rows: list[Any] = []
         self._counters: list[Count] = []
         self._collectives = 0
         timed = functools.partial(torch.Event, device, enable_timing=True)
         self.device = DeviceClock(clock, timed) if has_streams(device) else None
-        """Marks the stream, where the device runs behind the host."""
+        """Marks the stream, where the device runs asynchronously."""
         self._memory_wanted, self.takes_memory = True, False  # of the first step: a short run has no other
 
     def begin_step(self, step: int) -> None:
-        """What is recorded from now on belongs to `step`."""
+        """Assign later records to `step`."""
         self.step = step
         if self.pulse is not None:
             self.pulse.step(step)
@@ -85,17 +85,17 @@ class Recorder:
             self.dropped += half
 
     def come_to(self, phase: str) -> None:
-        """This rank comes to a phase, of which a span is open or not."""
+        """Enter a phase, whether or not a span of it is open."""
         if self.pulse is not None:
             self.pulse.phase(phase)
         self.phase = phase
 
     def request_memory(self) -> None:
-        """Take memory at the end of each phase of the next step."""
+        """Measure memory at the end of each phase of the next step."""
         self._memory_wanted = True
 
     def phase_ends(self, kind: str) -> None:
-        """A phase of this kind is over: memory is taken, if that is wanted in this step."""
+        """End a phase of this kind: measure memory, if that was requested for this step."""
         if self.takes_memory and self.memory is not None:
             now, used, held = self.clock(), self.memory(), self.held()
             rest = {"activations": used["allocated"] - sum(held.values())} if held and "allocated" in used else {}
@@ -103,13 +103,13 @@ class Recorder:
                 self._counters.append((now, self.step, KIND[kind], name, value))
 
     def mark(self, on_device: bool = True) -> Mark:
-        """Now, on the device's clock where the device runs behind the host."""
+        """Return the current moment, on the device's clock if the device runs asynchronously."""
         if self.device is not None and on_device and self.on:
             return self.device.mark()
         return self.clock()
 
     def code(self, kind: str, name: str = "", lane: str = "main") -> int:
-        """The number that stands for a kind of span in the records of this rank."""
+        """Return the number that stands for a kind of span in the records of this rank."""
         key = (kind, lane, name)
         code = self._codes.get(key)
         if code is None:
@@ -122,7 +122,7 @@ class Recorder:
     def ended(
         self, kind: str, start: Mark, lane: str = "main", *, on_device: bool = True, code: int | None = None
     ) -> None:
-        """What has begun at `start` is over: record it, and take memory, if that is wanted in this step.
+        """Record a span that began at `start`, and measure memory, if that was requested for this step.
         code: of a span with a name."""
         device = self.device if on_device and self.on else None
         end = self.clock() if device is None else device.mark()
@@ -134,8 +134,8 @@ class Recorder:
             self.phase_ends(kind)
 
     def turn(self, phase: str, over: str = "", since: Mark | None = None) -> Mark:
-        """This rank comes to a phase, and the one that it was in, `over`, is recorded if it began at `since`. Gives the
-        moment at which the new one begins: one call, for each phase of each step. `data` is work of the host."""
+        """Enter a phase, and record the previous one, `over`, if it began at `since`. Returns the moment at which the
+        new one begins: one call, for each phase of each step. `data` is work of the host."""
         device = self.device if self.on else None
         by_host = over == "data" or (phase == "data" and since is None)
         end: Mark = self.clock() if device is None or by_host else device.mark()
@@ -161,12 +161,12 @@ class Recorder:
             self._rows.extend((code, start, end, self.step, bytes, collective))
 
     def arrive(self) -> int:
-        """This rank enters its next collective. Ranks enter all of them in one order, so the number names it on all."""
+        """Enter the next collective. All ranks enter them in one order, so the number identifies it on all."""
         self._collectives += 1
         return self._collectives - 1
 
     def begin_collective(self, name: str) -> tuple[int, int, Mark]:
-        """This rank begins a collective that overlaps with other work: its code, its number, the moment. One call, for
+        """Begin a collective that overlaps with other work; return its code, its number, the moment. One call, for
         each bucket of each step."""
         key = ("communication", "communication", name)
         code = self._codes.get(key)
@@ -183,7 +183,7 @@ class Recorder:
             self._rows.extend((code, start, end, self.step, moved.nbytes, number))
 
     def count(self, name: str, value: Any, step: int | None = None) -> None:
-        """Note a counter's value now: a number, or a tensor of one number, which is read later and elsewhere."""
+        """Record a counter's value now: a number, or a tensor of one number, which another thread reads later."""
         if self.on and (self.device is None or not is_captured()):
             self._counters.append((self.clock(), self.step if step is None else step, -1, name, value))
 
@@ -196,26 +196,26 @@ class Recorder:
 
     @property
     def host_lane(self) -> str:
-        """Where work of the host is drawn: on the main lane when it is the host that computes."""
+        """The lane for work of the host: the main lane if the host does the computing."""
         return "main" if self.device is None else "host"
 
     @property
     def overlapped_lane(self) -> str:
-        """Where what runs in a stream of its own is drawn: on the main lane when it is the host that computes."""
+        """The lane for work in a stream of its own: the main lane if the host does the computing."""
         return "main" if self.device is None else "communication"
 
     def collective(
         self, name: str, bytes: int, lane: str = "main", *, numbered: bool = True, dtype: Any = None
     ) -> _Blocking:
         """Record the body of a with-statement as a collective that this rank waits for. numbered: one of all ranks.
-        dtype: of what it moves, where that is known."""
+        dtype: that it moves, where known."""
         code = self.code("communication", name, lane)
         if dtype is not None:
             self.dtypes[code, bytes] = dtype
         return _Blocking(self, code, bytes, numbered)
 
     def drain(self) -> tuple[list[int], list[Count]]:
-        """Take what was recorded since the last time: span rows of WIDTH numbers each, flat, and counters.
+        """Take the records since the last call: span rows of WIDTH numbers each, flat, and counters.
 
         May be called from another thread: one slice and one deletion are each done whole. Device work that still runs
         stays for the next time.
@@ -296,12 +296,12 @@ _current = Recorder(on=False)
 
 
 def current() -> Recorder:
-    """The recorder of this process."""
+    """Return the recorder of this process."""
     return _current
 
 
 def make_current(recorder: Recorder) -> Recorder:
-    """Let `recorder` be that of this process; returns the one before."""
+    """Make `recorder` that of this process; return the previous one."""
     global _current
     before, _current = _current, recorder
     return before

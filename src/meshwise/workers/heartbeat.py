@@ -30,17 +30,17 @@ RECENT, MOST_RECENT = GROUPS + 3 * MOST_GROUPS, 64
 WORDS = RECENT + 4 * MOST_RECENT
 WARM = 2  # the first steps of a process are no measure of the others
 LONG = ("evaluate", "checkpoint")
-"""Phases between two steps: the time from one to the next is then no step's."""
+"""Phases between two steps: if one occurs, the time between the steps does not count as a step's."""
 BETWEEN = ("data", *LONG)
 PEERS = ">"
-"""The name of the group of a send or a receive: its ranks are those at the other end."""
+"""The name of the group of a send or a receive, which consists of the ranks at the other end."""
 SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
-"""Asks a process to write down where its Python stands."""
+"""Asks a process to write its Python stack to a file."""
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One that a rank has come to: the number-th of its group. at: `time.perf_counter_ns` of this machine then."""
+    """A collective that a rank has entered: the number-th of its group. at: this machine's `time.perf_counter_ns`."""
 
     name: str
     group: str
@@ -50,10 +50,10 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank has told last. ours: its loop is a job's. overlaps: it runs ahead of its accelerator, so that its
-    collectives are over as soon as it has come to them. steps: seconds of the newest ones.
+    """The last report of a rank. ours: its loop is a job's. overlaps: it runs ahead of its accelerator, so that its
+    collectives end as soon as it has entered them. steps: seconds of the newest ones.
 
-    begun: by group, how many collectives it has come to. waits_in: the oldest of them that is not over.
+    begun: by group, how many collectives it has entered. waits_in: the oldest of them that has not ended.
     """
 
     beats: int = 0
@@ -69,17 +69,17 @@ class Beat:
 
 
 def beat_path(folder: Path, rank: int) -> Path:
-    """Where the rank beats."""
+    """Return the file in which the rank beats."""
     return folder / f"beats-{rank}"
 
 
 def stack_path(folder: Path, rank: int) -> Path:
-    """Where the rank, and what it has forked, writes its Python stack."""
+    """Return the file to which the rank, and processes that it forked, write their Python stack."""
     return folder / f"stack-{rank}"
 
 
 def read_beats(path: Path) -> int:
-    """A number that is another one each time the rank beats; 0 before the first."""
+    """Return a number that changes each time the rank beats; 0 before the first beat."""
     try:
         with path.open("rb") as file:
             return int.from_bytes(file.read(8), "little")
@@ -88,7 +88,7 @@ def read_beats(path: Path) -> int:
 
 
 def read_beat(path: Path) -> Beat:
-    """What the rank has told."""
+    """Read the last report of the rank."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -116,7 +116,7 @@ def read_beat(path: Path) -> Beat:
 
 
 def steps_of(folder: Path, ranks: Iterable[int], rank: int) -> tuple[int | None, int]:
-    """The step that `rank` is in, None before the first; and the last step that all the ranks have finished."""
+    """Return the step that `rank` is in, None before the first; and the last step that all the ranks have finished."""
     beats = {each: read_beat(beat_path(folder, each)) for each in {*ranks, rank}}
     done = min(beat.step - (beat.phase not in BETWEEN) for beat in beats.values())
     here = beats[rank].step + (beats[rank].phase == "data")

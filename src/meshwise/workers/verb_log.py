@@ -36,7 +36,7 @@ NOWHERE = (0, 0)
 
 @dataclass(frozen=True)
 class Verb:
-    """What a rank came to, where, and for which time; of a batch, the how-many-th of its loop.
+    """A verb that a rank called, where, and the how-many-th time; for a batch, its number in its loop.
 
     left: where it left a loop just before, and after how many batches.
     """
@@ -49,7 +49,7 @@ class Verb:
 
 @dataclass(frozen=True)
 class VerbTrail:
-    """The verbs of a rank as they are known now. left: the loop that it has left since the last."""
+    """The verbs of a rank as they are known now. left: the loop that it has left since the last verb."""
 
     count: int
     left: tuple[str, int] | None
@@ -58,15 +58,15 @@ class VerbTrail:
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest verb that is known for sure: the ring goes on while it is read."""
+        """The number of the oldest verb that is certainly intact: the ring buffer is overwritten while it is read."""
         return max(1, self.count - SLOTS // 2)
 
     def checksum(self, number: int) -> int:
-        """Of all verbs up to this one, from 1: two ranks that have the same have called the same."""
+        """Return the checksum of all verbs up to this one, from 1: it is equal for ranks that have called the same."""
         return self._entry(number)[2]
 
     def verb(self, number: int) -> Verb:
-        """The verb of this number, from 1."""
+        """Return the verb of this number, from 1."""
         line, times, _, left, batches = self._entry(number)
         name, _, where = self._lines[line].partition("\t")
         return Verb(name, where, times, _left(self._lines, left, batches))
@@ -80,7 +80,7 @@ def _left(lines: list[str], line: int, batches: int) -> tuple[str, int] | None:
 
 
 def read_trail(path: Path) -> VerbTrail | None:
-    """The verbs that a rank has noted in the file; None where it has noted none."""
+    """Read the verbs that a rank has logged in the file; None if it has logged none."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -93,7 +93,7 @@ def read_trail(path: Path) -> VerbTrail | None:
 
 
 class VerbLog:
-    """A rank's end: the thread that notes first is the one whose verbs are in order; others are not noted."""
+    """A rank's end: logs the verbs of the first thread that calls one, and of no other."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -107,20 +107,20 @@ class VerbLog:
         self._left = NOWHERE
 
     def _is_first(self) -> bool:
-        """Whether this thread is the one whose verbs are noted from now on."""
+        """Check whether this thread is the first to call a verb; its verbs are logged from now on."""
         known = bool(self._thread)
         self._thread = self._thread or threading.get_ident()
         return not known
 
     def left_loop(self, batches: int) -> None:
-        """This rank leaves a loop before its end, after so many batches: told, but not compared, since an iterator may
-        be dropped at any time."""
+        """Log that this rank leaves a loop early, after so many batches; this is shown, but not compared, since an
+        iterator may be dropped at any time."""
         if threading.get_ident() == self._thread:
             self._left = (self._add_line("left", user_frame())[0], batches)
             HEADER.pack_into(self._map, 0, self._count, *self._left)
 
     def _add_line(self, verb: str, frame: FrameType | None) -> list[int]:
-        """The line of a verb, which is written down if it is new."""
+        """Return the entry of a verb's line, which is written to the file if it is new."""
         at = (verb, 0, 0) if frame is None else (verb, id(frame.f_code), frame.f_lasti)
         line = self._lines.get(at)
         if line is None:
@@ -136,13 +136,13 @@ _log: VerbLog | None = None
 
 
 def begin(path: Path) -> None:
-    """Note the verbs of this process from now on."""
+    """Log the verbs of this process from now on."""
     global _log
     _log = VerbLog(path)
 
 
 def end() -> None:
-    """Note no more. A process that this one forks (a loader's worker) is no rank either."""
+    """Stop logging. A process that this one forks (a loader's worker) is no rank either."""
     global _log
     _log = None
 
@@ -174,7 +174,7 @@ def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
 
 
 def left_loop(batches: int) -> None:
-    """This process leaves a loop before its end."""
+    """Log that this process leaves a loop before its end."""
     if _log is not None:
         _log.left_loop(batches)
 
