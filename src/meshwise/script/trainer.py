@@ -43,24 +43,24 @@ WHOLE = (
 
 
 def is_trainer(thing: Any) -> bool:
-    """Whether it is transformers' Trainer, or of a class made from it."""
+    """Check whether an object is transformers' Trainer, or of a subclass."""
     return is_made_from(thing, "Trainer", TRAINER)
 
 
 def join_as_trainer() -> None:
-    """TrainingArguments have opened a process group, which may have no backend for the CPU: make it anew, as ours."""
+    """Replace the process group that TrainingArguments have opened by ours: theirs may have no backend for the CPU."""
     rank_context()
     rejoin()
 
 
 def model_of(trainer: Any) -> list[nn.Module]:
-    """The model that the plan is applied to now; one of `model_init` is when it is made."""
+    """Return the model to apply the plan to now; a model of `model_init` follows when it is made."""
     return [trainer.model] if trainer.model_init is None and isinstance(trainer.model, nn.Module) else []
 
 
 def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: Callable[[Any], Any]) -> Any:
-    """Make the Trainer work on all ranks, in place. share: `mw.distribute` of one thing. Raises UsageError for what
-    would not be the same on several devices."""
+    """Make the Trainer work on all ranks, in place. share: `mw.distribute` of one thing. Raises UsageError for features
+    whose results would differ on several devices."""
     if isinstance(trainer, OnRanks):
         return trainer
     world = rank_context().world

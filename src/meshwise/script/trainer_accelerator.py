@@ -25,7 +25,7 @@ from meshwise.transfer import collectives
 
 
 class AcceleratorOnRanks:
-    """In front of an Accelerator's own class."""
+    """Put in front of an Accelerator's own class."""
 
     meshwise: Ranks
 
@@ -87,13 +87,13 @@ class AcceleratorOnRanks:
 
 
 def _cut(ranks: Ranks, rows: Tensor) -> Tensor:
-    """The rows of samples: Trainer repeats the loss of a batch as often as a whole batch has samples."""
+    """Return only the rows of samples: Trainer repeats a batch's loss as often as a whole batch has samples."""
     part = ranks.engine.part
     return rows if part is None or rows.ndim == 0 else rows[: part.samples]
 
 
 def _rows(ranks: Ranks, tensor: Tensor) -> Tensor:
-    """The rows of all ranks, in the order of the loader; a number gives one for each rank. Collective."""
+    """Return the rows of all ranks, in the order of the loader; a number becomes one row per rank. Collective."""
     mine = _cut(ranks, tensor.detach())
     if (loops := ranks.engine.events.find(UnsummedLoops)) is not None:
         loops.reduced()
@@ -107,7 +107,7 @@ def _rows(ranks: Ranks, tensor: Tensor) -> Tensor:
 
 
 def _padded(own: Tensor, dim: int, value: float, first: bool) -> Tensor:
-    """As long in a dim as that of the rank that has most. Collective."""
+    """Pad a dim to the longest length of any rank. Collective."""
     if dim >= own.ndim:
         return own
     most = int(collectives.all_reduce(torch.tensor(own.shape[dim]), "max"))

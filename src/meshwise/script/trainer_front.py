@@ -28,12 +28,12 @@ from meshwise.transfer import collectives
 
 TRAINER = "transformers.trainer"
 UNLIKE = ("_runtime", "_per_second", "_time", "total_flos", "num_input_tokens_seen")
-"""Of what is logged: times, and what was computed, for which a rank pads to the longest of its own rows."""
+"""Logged values that differ between ranks: times, and computed work, since a rank pads to its own longest row."""
 SWEEP = "each rank would try other values. Loop over them in the script, with a Trainer for each"
 
 
 class OnRanks:
-    """In front of a Trainer's own class."""
+    """Put in front of a Trainer's own class."""
 
     meshwise: Ranks
 
@@ -63,7 +63,7 @@ class OnRanks:
         return Window(epoch_iterator, len(ahead)), self._get_num_items_in_batch(batches, device, parts)
 
     def _get_num_items_in_batch(self: Any, batches: Any, device: Any, parts: Sequence[BatchSlice] = ()) -> Any:
-        """Of all ranks, padding left out. Collective."""
+        """Return the number of items on all ranks, without padding. Collective."""
         ranks, own = self.meshwise, super()._get_num_items_in_batch  # type: ignore[misc]
         items = own(batches, device)
         if items is None or ranks.alone:

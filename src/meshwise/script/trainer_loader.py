@@ -17,7 +17,7 @@ Share = tuple[Any, BatchSlice]
 
 
 class _Ahead:
-    """What a distributed loader is read through: batches with their shares, which may be looked at before they come."""
+    """Reads a distributed loader: batches with their shares, which may be looked at before they are used."""
 
     def __init__(self, pairs: Iterator[Share]) -> None:
         self._pairs, self._waiting = pairs, deque[Share]()
@@ -41,7 +41,7 @@ class Reader:
         self.ahead = _Ahead(iter(()))
 
     def take(self) -> None:
-        """The loop itself reads."""
+        """Return None: the loop itself reads."""
 
     def pairs(self, inner: Iterator[Share]) -> Iterator[Share]:
         self.ahead = _Ahead(inner)
@@ -49,12 +49,12 @@ class Reader:
 
 
 class TrainerLoader:
-    """A distributed loader as Trainer wants it: with an epoch that is set, and batches that are skipped."""
+    """A distributed loader with the methods that Trainer needs: its epoch can be set, and batches skipped."""
 
     end_of_dataloader, remainder = False, -1
 
     def __init__(self, loader: DistributedLoader, state: Any) -> None:
-        """state: accelerate's, which knows the loop that is at its end."""
+        """state: accelerate's, which knows which loop is at its end."""
         self._loader, self._state, self.skipped = loader, state, 0
         self._reader = loader.wrapper = Reader()  # type: ignore[assignment]
 
@@ -67,7 +67,7 @@ class TrainerLoader:
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Of what draws the order."""
+        """Set the epoch of the objects that draw the order."""
         for each in (self.batch_sampler, self.sampler, self.dataset):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
@@ -102,7 +102,7 @@ class _Epoch:
 
 
 def skip_batches(otherwise: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
-    """accelerate's `skip_first_batches`, which `otherwise` is, for our loaders too: the next loop begins behind."""
+    """Skip batches of our loaders, as `otherwise`, accelerate's `skip_first_batches`, does of its own."""
     if not isinstance(loader, TrainerLoader):
         return otherwise(loader, num_batches)
     loader.skipped = num_batches

@@ -27,10 +27,10 @@ MIXED = "a sum over num_items_in_batch and more"
 
 @dataclass(eq=False)
 class Ranks:
-    """What a Trainer and its Accelerator share. share: `mw.distribute` of one thing.
+    """The state that a Trainer and its Accelerator share. share: `mw.distribute` of one thing.
 
-    loss: of all ranks, of the newest backward. weight: what the newest loss is a mean over. computed: whether Trainer's
-    `compute_loss` gave it, and items: with `num_items_in_batch`. kinds: of losses, by `items`; each is found once.
+    loss: over all ranks, of the newest backward. weight: number of items the newest loss is a mean over. computed:
+    whether Trainer's `compute_loss` returned it, and items: with `num_items_in_batch`. kinds: of losses, by `items`.
     """
 
     engine: Engine
@@ -55,19 +55,19 @@ class Ranks:
 
     @property
     def samples(self) -> int:
-        """Of this rank's part of the batch; 1 outside of loops."""
+        """Samples of this rank's part of the batch; 1 outside of loops."""
         part = self.engine.part
         return 1 if part is None else part.samples
 
     def backward(self, loss: Tensor) -> None:
-        """`mw.backward` of a loss of this rank's part of the batch."""
+        """Run `mw.backward` on a loss of this rank's part of the batch."""
         if self.kind == SUM:
             self.loss = steps.backward(self.engine, loss, None, "sum")
         else:
             self.loss = steps.backward(self.engine, loss, self.weight if self.kind == ITEMS else None, "mean")
 
     def whole_loss(self, loss: Tensor) -> Tensor:
-        """That of the whole batch, of an evaluation's on this rank's part. Collective."""
+        """Return the loss of a whole evaluation batch from that of this rank's part. Collective."""
         own = loss.detach().double().reshape(())
         weight = torch.as_tensor(1.0 if self.kind == SUM else self.samples if self.weight is None else self.weight)
         weight = weight.to(own) * (self.samples > 0)
@@ -76,7 +76,7 @@ class Ranks:
 
 
 def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any, options: dict[str, Any]) -> Any:
-    """The first loss of its kind; what it is a mean over is seen in its derivative and its graph. Collective."""
+    """Compute the first loss of its kind, and find what it is a mean over from its derivative and graph. Collective."""
     if items is not None:
         items = torch.as_tensor(items).detach()
         items = (items if items.is_floating_point() else items.double()).clone().requires_grad_()
@@ -107,7 +107,7 @@ def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any,
 
 
 def loss_of(result: Any) -> Tensor:
-    """The loss that `compute_loss` gave, maybe with the outputs."""
+    """Return the loss from the result of `compute_loss`, which may include outputs."""
     loss: Tensor = result[0] if isinstance(result, tuple) else result
     return loss
 
