@@ -75,7 +75,7 @@ class Program:
         """Averages gradients over the ranks; None where that is not needed, or no model is left."""
         self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; where nothing is reduced
         self.joined_at: int | None = None
-        """Number of the backward before which the program has reduced a term of its loss over the ranks."""
+        """How many backwards there were when the program last reduced a term of its loss over the ranks."""
         self.coupled_gradients = False
         """Whether gradients of a rank depend on other ranks inside the backward (see `Setup`)."""
         self.pipeline: Pipeline | None = None

@@ -175,7 +175,7 @@ def _check_best(job: str, best: str, test: Any) -> None:
 
 
 def _is_dataset(given: Any) -> bool:
-    """Check whether this is a data set itself, not a function that returns one, such as a class of data sets."""
+    """Check whether this is a data set itself, and not a function or class that returns one."""
     return not isinstance(given, type) and hasattr(type(given), "__getitem__")
 
 

@@ -109,7 +109,7 @@ class Writer:
 def gathered(
     rows: Sequence[Outputs], nan: Sequence[int], group: collectives.Group = None
 ) -> tuple[list[Outputs], list[int]]:
-    """Gather, on the group's rank 0, the rows of all its ranks, batch by batch, in the order of ranks; and all `nan`.
+    """Gather, on the group's rank 0, the rows of all its ranks, batch by batch, in the order of ranks; and their `nan`.
 
     Collective. Tensors travel as bytes, whatever their shapes; lists are pickled.
     """

@@ -61,7 +61,7 @@ OTHERS: tuple[tuple[Any, str, int, str], ...] = (
 )
 LISTS = vars(glob).values()  # from Python 3.13 on, pathlib's scandir lies in a class there
 CLASSES = {owner for owner in (*LISTS, *(owner for owner, *_ in OTHERS)) if isinstance(owner, type)}
-"""Classes among the owners of functions that open files."""
+"""Classes that own such functions. OTHERS open files in C++ or Rust: owner, name, position of the path, and its use."""
 PATHS = ("f", "filename", "path", "database")  # names of that argument
 
 

@@ -215,8 +215,8 @@ class DistributedLoader:
         return pairs if self.wrapper is None else self.wrapper.pairs(pairs)
 
     def _draws(self) -> Draws:
-        """Return how the order of this epoch is drawn; if at random, from rank 0's generators. Then it is collective
-        the first time in an epoch."""
+        """Return how the order of this epoch is drawn; if at random, from rank 0's generators, which is collective the
+        first time in an epoch."""
         if self._order is not None:
             return self._generators.draws(self._order, again=True)
         together = self._spec.drawn and not self._spec.own
