@@ -31,7 +31,7 @@ CAPACITY = 200_000  # spans that are kept for a log that does not drain: about 4
 
 
 class Pulse(Protocol):
-    """Who hears at once what this rank does. In `words` a phase is its number, beside how many beats there were."""
+    """Is told at once what this rank does. `words` holds the number of its phase, beside the count of beats."""
 
     words: memoryview
     beats: int

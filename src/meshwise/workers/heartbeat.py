@@ -124,7 +124,7 @@ def steps_of(folder: Path, ranks: Iterable[int], rank: int) -> tuple[int | None,
 
 
 class Heartbeat:
-    """A rank's end."""
+    """A rank's end: reports what the rank does."""
 
     def __init__(self, path: Path, *, overlaps: bool = False) -> None:
         self._path = path
@@ -138,7 +138,7 @@ class Heartbeat:
         self.beats = self._recent = self._step = self._began = self._timed = 0
 
     def phase(self, kind: str) -> None:
-        """This rank comes into a phase."""
+        """Report that this rank enters a phase."""
         words = self.words
         words[PHASE] = self.names.get(kind) or self.name(kind)
         words[BEATS] = self.beats = self.beats + 1
@@ -146,7 +146,7 @@ class Heartbeat:
             self._began = 0
 
     def step(self, number: int) -> None:
-        """This rank begins a step."""
+        """Report that this rank begins a step."""
         now, words = time.perf_counter_ns(), self.words
         if self._began and number == self._step + 1:
             self._timed += 1
@@ -158,12 +158,12 @@ class Heartbeat:
         words[BEATS] = self.beats = self.beats + 1
 
     def loop(self, *, ours: bool, compiles: bool) -> None:
-        """Whether the loop that this rank is in is a job's: nothing but its phases takes long then. compiles: its first
-        steps may."""
+        """Report whether this rank's loop is a job's: then only its phases take long. compiles: its first
+        steps may take long."""
         self.words[COMPILES], self.words[OURS] = compiles, ours
 
     def enter(self, name: str, group: str) -> int:
-        """This rank comes to a collective of a group; what is returned goes to `leave`."""
+        """Report that this rank enters a collective of a group; pass the result to `leave`."""
         words, at = self.words, self._groups.get(group) or self._group(group)
         words[at + 1] = number = words[at + 1] + 1
         row = RECENT + 4 * (self._recent % MOST_RECENT)
@@ -174,14 +174,14 @@ class Heartbeat:
         return at
 
     def leave(self, at: int) -> None:
-        """The collective is over on this rank."""
+        """Report that the collective has ended on this rank."""
         words = self.words
         with self._lock:
             words[at + 2] += 1
             words[BEATS] = self.beats = self.beats + 1
 
     def let_go(self) -> None:
-        """In a process that was forked: write where nobody reads."""
+        """Stop reporting in a forked process: write where nobody reads."""
         self.words, self._lock = memoryview(bytearray(8 * WORDS)).cast("Q"), threading.Lock()
 
     def _group(self, text: str) -> int:
@@ -191,7 +191,7 @@ class Heartbeat:
         return at
 
     def name(self, text: str) -> int:
-        """The number that stands for a text, which is written down if it is new."""
+        """Return the number that stands for a text, which is written to the file if it is new."""
         number = self.names.get(text)
         if number is None:
             with self._path.open("ab") as file:
@@ -201,11 +201,11 @@ class Heartbeat:
 
 
 beat: Heartbeat | None = None
-"""That of this process; None where no launcher of ours looks."""
+"""The heartbeat of this process; None if no launcher of ours watches it."""
 
 
 def begin(folder: Path, rank: int, *, overlaps: bool) -> None:
-    """Beat from now on, and write down the Python stack when asked."""
+    """Beat from now on, and write the Python stack to a file when asked."""
     global beat
     beat = Heartbeat(beat_path(folder, rank), overlaps=overlaps)
     if SIGNAL is not None:
@@ -215,7 +215,7 @@ def begin(folder: Path, rank: int, *, overlaps: bool) -> None:
 
 @contextlib.contextmanager
 def watched_loop(*, compiles: bool) -> Iterator[None]:
-    """The body is the loop of a job: that it goes on is known from its phases."""
+    """Mark the body as the loop of a job, whose phases show its progress."""
     if beat is not None:
         beat.loop(ours=True, compiles=compiles)
     yield
@@ -224,18 +224,18 @@ def watched_loop(*, compiles: bool) -> Iterator[None]:
 
 
 def enter(name: str, group: str) -> int:
-    """This rank comes to a collective; what is returned goes to `leave`."""
+    """Report that this rank enters a collective; pass the result to `leave`."""
     return 0 if beat is None else beat.enter(name, group)
 
 
 def leave(at: int) -> None:
-    """The collective is over."""
+    """Report that the collective has ended."""
     if at and beat is not None:
         beat.leave(at)
 
 
 def _forked() -> None:
-    """A process that this one forks (a loader's worker) is no rank."""
+    """Stop beating in a process that this one forks (a loader's worker), which is no rank."""
     global beat
     if beat is not None:
         beat.let_go()

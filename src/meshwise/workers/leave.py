@@ -22,13 +22,13 @@ _codes: list[int] = []
 
 
 def prepare() -> None:
-    """Let this process end so, once it is told by `leave`. Call it before anything registers an exit function, so that
-    ours is the last."""
+    """Make this process end like that once `leave` is called. Call it before anything registers an exit function, so
+    that ours runs last."""
     atexit.register(_end)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code. The work is done."""
+    """End this process with an exit code, after its work is done."""
     _codes.append(code)
     sys.exit(code)
 

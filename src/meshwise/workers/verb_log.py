@@ -148,10 +148,10 @@ def end() -> None:
 
 
 def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
-    """This process calls `verb`, as every rank does. Nothing where no launcher of ours looks. One call, for each verb
-    of each step.
+    """Log that this process calls `verb`, as every rank does. Does nothing without a launcher of ours. One call, for
+    each verb of each step.
 
-    which: what else must be the same on all ranks; the last is given as its number. log: the process's own without.
+    which: values that must also be the same on all ranks; the last is the verb's number. log: by default the process's.
     """
     log = log or _log
     if log is None or (threading.get_ident() != log._thread and not log._is_first()):
