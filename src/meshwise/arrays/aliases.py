@@ -22,28 +22,28 @@ from meshwise.arrays.strides import Strides, is_descending, of, of_result
 
 Rule = Callable[[Array], Array]
 FOREIGN = ViewedMemory()
-"""What arrays of other libraries show, too: any two of these may show the same."""
+"""The memory of arrays of other libraries. Any two of them may share memory, so all count as one."""
 
 
 def is_number(x: Array) -> bool:
-    """Whether NumPy would have a number here, not an array without dims: what is computed, and one element read."""
+    """Return whether NumPy would give a scalar here instead of an array without dims: a result, or one element read."""
     return x.alias is None and not x.shape
 
 
 def as_array_without_dims(x: Array) -> Array:
-    """`x`, whose `+=` is seen by all that refers to it, though it may have no dims."""
+    """Make `x` an array even if it has no dims, so that `+=` changes it in place for everyone who refers to it."""
     if is_number(x):
         x.alias = Alias(ViewedMemory())
     return x
 
 
 def strides_of(x: Array) -> Strides:
-    """NumPy's strides of the array; None: row-major order."""
+    """Return NumPy's strides of the array; None means row-major order."""
     return None if x.alias is None else x.alias.strides
 
 
 def shown(x: Array) -> Alias:
-    """The alias of an array of which there is to be a view, or which is to be written."""
+    """Return the alias of an array that is about to be written or viewed; create it if there is none."""
     if x.alias is not None and x.alias.source is not None:
         fetched(x)  # after which it may have what it shows for its own
     if x.alias is None:
@@ -67,8 +67,8 @@ def viewed(
     read_only: bool = False,
     found: Array | None = None,
 ) -> Array:
-    """`rule(x)` as a view of `x`. back: given where its parts are copies; and moves: see `Alias`. found: `rule(x)`, if
-    it is known by now. The rules do not keep `x`."""
+    """Return `rule(x)` as a view of `x`. back, moves: see `Alias`; back is given where the parts of `rule(x)` are
+    copies. found: `rule(x)`, if already known. The rules must not keep `x`."""
     if is_number(x):  # which never changes
         found = rule(copied(x))
         found.alias = Alias(ViewedMemory(), strides, read_only) if found.shape else None
@@ -84,12 +84,12 @@ def viewed(
 
 
 def copied(x: Array) -> Array:
-    """The same elements in memory of their own."""
+    """Copy the elements into new memory."""
     return like(x, [part.clone(memory_format=torch.contiguous_format) for part in x.parts])
 
 
 def fetched(x: Array) -> tuple[Tensor, ...]:
-    """`x.parts` of a view that has none of its own."""
+    """Return the parts of a view that has no tensors of its own; compute them if the memory was written since."""
     alias = x.alias
     if alias is None or alias.source is None or alias.rule is None:
         raise AttributeError("parts")
@@ -102,7 +102,7 @@ def fetched(x: Array) -> tuple[Tensor, ...]:
 
 
 def is_last(x: Array) -> bool:
-    """Whether nobody has another array that shows this memory: what `x` is a copy of is kept by nothing but `x`."""
+    """Return whether no other array shares this memory: only `x` itself keeps the arrays that it is a view of."""
     alias, aliases = x.alias, 1
     while alias is not None and alias.source is not None:
         if getrefcount(alias.source) > 2:  # the alias, and the call
@@ -112,13 +112,13 @@ def is_last(x: Array) -> bool:
 
 
 def _let_go(x: Array) -> None:
-    """What `x` holds is its own from here."""
+    """Turn the view `x` into an array with memory of its own."""
     if x.alias is not None:
         x.parts, x.alias = x.alias.kept, Alias(ViewedMemory(), x.alias.strides, x.alias.read_only)
 
 
 def writable(x: Array) -> tuple[Tensor, ...]:
-    """The parts of `x`, to be written; `written(x)` follows. ValueError where it must not be."""
+    """Return the parts of `x` for writing; call `written(x)` afterwards. ValueError for a read-only array."""
     alias = shown(x)
     if alias.read_only:
         raise ValueError(
@@ -134,7 +134,7 @@ def writable(x: Array) -> tuple[Tensor, ...]:
 
 
 def written(x: Array) -> None:
-    """After the parts of `x` were written: all else that shows its memory shows that."""
+    """Pass on a write: after the parts of `x` were written, every array that shares its memory shows the new values."""
     alias = shown(x)
     if alias.source is None:
         alias.memory.writes += 1
@@ -147,7 +147,7 @@ def written(x: Array) -> None:
 
 
 def fill(x: Array, values: Array, operation: str) -> None:
-    """The elements of `x` become those of an array of its shape and dtype."""
+    """Overwrite the elements of `x` with those of an array of the same shape and dtype."""
     there = reshard(values, x.sharding, operation)
     for part, value in zip(writable(x), there.parts, strict=True):
         part.copy_(value)
@@ -155,20 +155,20 @@ def fill(x: Array, values: Array, operation: str) -> None:
 
 
 def entangled(x: Array, other: object) -> bool:
-    """Whether an array may show memory that `x` shows."""
+    """Return whether another array may share memory with `x`."""
     if not isinstance(other, Array) or other.alias is None:
         return False
     return other.alias.memory is FOREIGN or (x.alias is not None and other.alias.memory is x.alias.memory)
 
 
 def apart(term: Any, target: Tensor) -> Any:
-    """An operand whose result is written over `target`: copied where an element of it is at another's place."""
+    """Return an operand of a result that is written over `target`: a copy if the two overlap but do not coincide."""
     meets = isinstance(term, Tensor) and not EXPLAINED and _meet(term, target) and not _same(term, target)
     return term.clone() if meets else term
 
 
 def put(target: Tensor, value: Tensor) -> None:
-    """Write a value whose memory may be the target's: nothing where it is all of it, a copy where it is some."""
+    """Write a value that may share the target's memory: skip it if both are the same, copy it if they overlap."""
     if EXPLAINED:
         return
     if not _meet(value, target):
@@ -188,14 +188,14 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from the first element to behind the last."""
+    """Return the address of the first element and the one behind the last."""
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return (begin, begin + (last + 1) * tensor.element_size()) if tensor.numel() else (0, 0)
 
 
 def in_order_of(found: Array, operands: Sequence[Array]) -> Array:
-    """A result that NumPy makes in the order of its operands, which is not row-major in all of them."""
+    """Give a result the memory order of its operands, as NumPy does where that is not row-major."""
     first = operands[0]
     if first.shape == found.shape and is_descending(first.shape, strides_of(first)):
         return found
@@ -206,7 +206,7 @@ def in_order_of(found: Array, operands: Sequence[Array]) -> Array:
 
 
 def in_order_left(found: Array, x: Array, axes: Collection[int], keepdims: bool) -> Array:
-    """A reduction of `x`, whose dims lie in the order that those of `x` have."""
+    """Give a reduction of `x` the memory order of the dims of `x`."""
     if x.alias is None or x.alias.strides is None:
         return found
     own = [0 if dim in axes else stride for dim, stride in enumerate(x.alias.strides) if keepdims or dim not in axes]
@@ -216,7 +216,7 @@ def in_order_left(found: Array, x: Array, axes: Collection[int], keepdims: bool)
 
 
 def _seen(x: Array, shape: Shape) -> tuple[int, ...]:
-    """The strides of an operand in the dims of the result; 0 where it is repeated."""
+    """Return the strides of an operand broadcast to the result's shape; 0 where it is repeated."""
     strides = of(x.shape, strides_of(x))
     own = tuple(stride if length > 1 else 0 for length, stride in zip(x.shape, strides, strict=True))
     return (0,) * (len(shape) - len(own)) + own

@@ -20,11 +20,11 @@ from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
 
 Held = tuple[Shape, Sharding, int]
-"""The shape of an operand, where it lies, and the bytes of an element."""
+"""The shape of an operand, its sharding, and the bytes of an element."""
 
 
 def broadcast_shape(name: str, shapes: Sequence[Shape]) -> Shape:
-    """The shape that these broadcast to. ValueError where they do not."""
+    """Return the shape that these shapes broadcast to. ValueError if they do not."""
     if len(set(shapes)) < 2:
         return shapes[0] if shapes else ()
     dims = max(map(len, shapes))
@@ -39,7 +39,7 @@ def broadcast_shape(name: str, shapes: Sequence[Shape]) -> Shape:
 
 
 def common_space(name: str, arrays: Sequence[Array]) -> Space:
-    """The space of all of them. UsageError where they are of two namespaces."""
+    """Return the space that all of the arrays share. UsageError if they belong to two namespaces."""
     space = arrays[0].space
     for other in arrays[1:]:
         if other.space is not space and other.space != space:
@@ -53,9 +53,9 @@ def common_space(name: str, arrays: Sequence[Array]) -> Space:
 def aligned(
     name: str, arrays: Sequence[Array], onto: Sharding | None = None
 ) -> tuple[Shape, Sharding, list[tuple[Tensor, ...]]]:
-    """(shape they broadcast to, where the result lies, the parts of each that are here). Parts broadcast, too.
+    """Return the common shape, the result's sharding, and the local parts of each array. Parts broadcast, too.
 
-    onto: where the result must lie, if that is given.
+    onto: where the result must lie, if given.
     """
     common_space(name, arrays)
     shape, placed, wanted = _planned(name, tuple([(x.shape, x.sharding, x.dtype.itemsize) for x in arrays]), onto)
@@ -69,7 +69,7 @@ def _planned(name: str, held: tuple[Held, ...], onto: Sharding | None) -> tuple[
 
 
 def plan(shape: Shape, held: tuple[Held, ...], onto: Sharding | None = None) -> tuple[Sharding, tuple[Sharding, ...]]:
-    """Where a result of this shape lies, and how each operand is laid out for it."""
+    """Choose the sharding of a result of this shape, and of each operand, so that the fewest bytes move."""
     found = [onto] if onto is not None else [each for each in (_grown(shape, *one) for one in held) if each]
     candidates = found or [evenly(shape[0], held[0][1].places) if shape else held[0][1]]
 
@@ -82,8 +82,8 @@ def plan(shape: Shape, held: tuple[Held, ...], onto: Sharding | None = None) -> 
 
 
 def _grown(shape: Shape, own: Shape, lies: Sharding, size: int) -> Sharding | None:
-    """How a result of this shape lies if it stays where this operand does; None where the operand is broadcast along
-    the dim that is divided."""
+    """Return the result's sharding if this operand stays where it is; None if the operand is broadcast along its
+    divided dim."""
     if lies.dim is None:
         return sharding(lies.places)
     dim = lies.dim + len(shape) - len(own)
@@ -91,7 +91,7 @@ def _grown(shape: Shape, own: Shape, lies: Sharding, size: int) -> Sharding | No
 
 
 def lies_for(shape: Shape, own: Shape, placed: Sharding) -> Sharding:
-    """How an operand must lie for a result that lies as `placed`."""
+    """Return how an operand must lie for a result that lies as `placed`."""
     if placed.dim is not None:
         dim = placed.dim - (len(shape) - len(own))
         if dim >= 0 and own[dim] == shape[placed.dim]:

@@ -24,7 +24,7 @@ INSTEAD = {
     "like": "Leave it out: arrays belong to their namespace.",
     "subok": "Leave it out: there are no subclasses.",
 }
-"""What to write instead of an argument of NumPy's."""
+"""What to write instead of an argument of NumPy's that we do not have."""
 INSTEAD_OF_NAMES = {
     **{name: f"Write xp.{name[3:]}(x[~xp.isnan(x)])." for name in ("nanmedian", "nanquantile", "nanpercentile")},
     **dict.fromkeys(("vectorize", "frompyfunc", "apply_along_axis"), "Write the function over whole arrays."),
@@ -37,12 +37,12 @@ INSTEAD_OF_NAMES = {
     "put": "Write x[indices] = values.",
     "putmask": "Write x[mask] = values.",
 }
-"""What to write instead of a name of NumPy's."""
+"""What to write instead of a name of NumPy's that we do not have."""
 _ASKED = re.compile(r"\(\) (got an unexpected keyword argument '(\w+)'|takes .* positional|missing |got multiple)")
 
 
 def missing(where: str, name: str, known: Iterable[str]) -> str:
-    """The sentence for a name that a namespace does not have."""
+    """Return the message for a name that a namespace does not have."""
     begin, last = f"{where} has no {name!r}", where.rpartition(".")[2]
     if name.startswith("_"):
         return f"{begin}."
@@ -62,8 +62,8 @@ def missing(where: str, name: str, known: Iterable[str]) -> str:
 
 
 def told(error: TypeError, name: str, function: Callable[..., Any], first: int = 0) -> TypeError:
-    """The sentence for a call that does not fit `function`; any other error as it is. first: its first parameter that
-    a user gives."""
+    """Return a clearer error for a call that does not fit `function`; any other error unchanged. first: the index of
+    the first parameter that a user gives."""
     said = str(error)
     match = _ASKED.search(said)
     if match is None or not said.startswith(f"{inspect.unwrap(function).__qualname__}()"):
@@ -79,7 +79,7 @@ def told(error: TypeError, name: str, function: Callable[..., Any], first: int =
 
 
 def checked(name: str, function: Callable[..., Any], space: Any = None) -> Callable[..., Any]:
-    """A method, or of a space a function that makes arrays on it, whose wrong calls get a helpful error."""
+    """Wrap a method, or a function that creates arrays on `space`, so that a wrong call gets a helpful error."""
     bound = function if space is None else functools.partial(function, space)
 
     @functools.wraps(function)

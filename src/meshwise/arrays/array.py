@@ -20,8 +20,8 @@ from meshwise.arrays.space import Space
 class Array:
     """An array on the devices of a namespace. Made by its functions, such as `xp.asarray` and `xp.zeros`.
 
-    parts: the tensors of the places that are here, in the order of `sharding.places`. In one process these are all.
-    alias: how others show its memory; None where none does, and of a number, whose `+=` makes a new one as NumPy's.
+    parts: the local tensors, in the order of `sharding.places`. In one process these are all. alias: how it shares
+    memory with others; None if it does not, and for a number, as `+=` makes a new one in NumPy.
     """
 
     __slots__ = ("__weakref__", "_dtype", "_shape", "alias", "parts", "sharding", "space")
@@ -38,7 +38,7 @@ class Array:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The data type: torch's, as `xp.float64`. It stays: `x.astype` makes another array."""
+        """The data type: torch's, as `xp.float64`. It is fixed: `x.astype` makes another array."""
         return self._dtype
 
     @property
@@ -93,19 +93,19 @@ class Array:
 
 @dataclass(slots=True, eq=False)
 class ViewedMemory:
-    """What arrays that are views of each other show. writes: how often it was written, the same number on all ranks."""
+    """Memory that several arrays share as views. writes: how often it was written, the same number on all ranks."""
 
     writes: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Alias:
-    """How an array shows a memory. strides: NumPy's, in elements; None: row-major order.
+    """How an array shares memory with others. strides: NumPy's, in elements; None: row-major order.
 
-    A view that no tensor shows has no parts of its own: `kept` are those that `rule` made of `source` when the memory
-    had been `seen` written so often. back: what it holds as `source` holds it; None where the parts of `rule` show
-    those of `source`. flips: along which dims the entries are those of `source` in descending order, if that is all.
-    moves: by which operation what is written goes back to other places; empty where it stays.
+    If torch cannot express the view, the array has no parts of its own: `kept` holds the parts that `rule` made of
+    `source` when the memory had been written `seen` times. back: turns values of the view into values of `source`; None
+    if the parts of `rule` share memory with `source`. flips: the reversed dims, if the view only reverses dims. moves:
+    the operation that sends written values back to other places; empty if they stay.
     """
 
     memory: ViewedMemory
@@ -121,5 +121,5 @@ class Alias:
 
 
 def like(x: Array, parts: list[Tensor] | tuple[Tensor, ...], dtype: torch.dtype | None = None) -> Array:
-    """An array of these parts that lies and is shaped as `x`."""
+    """Return an array of these parts with the shape, dtype and sharding of `x`."""
     return Array(tuple(parts), x.sharding, x.shape, dtype or x.dtype, x.space)

@@ -30,11 +30,11 @@ from meshwise.arrays.views import SIGNED, as_bits, made, undivided
 
 Number = bool | int | float | complex
 Value = Number | Array | Tensor
-"""A number, an array, or what every process has in its host's memory."""
+"""A number, an array, or a tensor that every process has in host memory."""
 
 
 def set_item(x: Array, given: Any, value: Any, /) -> None:
-    """`x[given] = value`. The value is cast to the array's type; TypeError where that would lose an imaginary part."""
+    """Write `x[given] = value`, cast to the array's type; TypeError if that would lose an imaginary part."""
     key = read_key(given, x.shape)
     value = _value(x, value)
     alias = shown(x)
@@ -49,7 +49,7 @@ def set_item(x: Array, given: Any, value: Any, /) -> None:
 
 
 def _of_its_own(x: Array, other: Array | Tensor) -> Array | Tensor:
-    """What is read while `x` is written, in memory of its own."""
+    """Copy a value that may share memory with `x`, as it is read while `x` is written."""
     return (
         like(other, [part.clone() for part in other.parts])
         if isinstance(other, Array) and entangled(x, other)
@@ -99,7 +99,7 @@ def _value(x: Array, value: Any) -> Value:
 
 
 def _bits_of(value: Value, dtype: torch.dtype) -> Value:
-    """A value for an array of this dtype as what `as_bits` makes of it."""
+    """Convert a value for an array of this dtype as `as_bits` does."""
     kind = SIGNED.get(dtype)
     if kind is None:
         return value
@@ -126,9 +126,9 @@ def _number(dtype: torch.dtype, value: Number) -> Number:
 
 
 def _turned(value: Array | Tensor, key: Key, common: Shape, shape: Shape, flips: Sequence[int]) -> Array | Tensor:
-    """The value with its dims as the region's: those of arrays in front, then the others; repeated ones have length 1.
+    """Reorder the dims of the value: those of index arrays first, then the region's; repeated dims have length 1.
 
-    common: the shape of the arrays. shape: that of the region without the dims of arrays.
+    common: the shape of the index arrays. shape: that of the region without their dims.
     """
     depth = len(common)
     rest = iter(range(depth, depth + len(shape)))
@@ -161,7 +161,7 @@ def _turned(value: Array | Tensor, key: Key, common: Shape, shape: Shape, flips:
 
 
 def _laid(x: Array, value: Array | Tensor, shape: Shape, placed: Sharding) -> tuple[Tensor, ...]:
-    """The parts of the value, repeated to `shape`, where those of `placed` lie."""
+    """Return the parts of the value, repeated to `shape` and laid out as `placed`."""
     if isinstance(value, Array):
         if x.dtype.itemsize < value.dtype.itemsize:  # then fewer bytes move
             value = Array(
@@ -177,7 +177,7 @@ def _copy(target: Array, value: Array | Tensor) -> None:
 
 
 def _set_masked(target: Array, dim: int, mask: Array, value: Value, key: Key, flips: Sequence[int]) -> None:
-    """Where the mask covers the divided dim it is laid out as the array; else each place gets it."""
+    """Write through a mask: laid out as the array if it covers the divided dim, else whole on each place."""
     depth, placed = len(mask.shape), target.sharding
     inside = placed.dim is not None and dim <= placed.dim < dim + depth
     lies = placed.along(placed.dim - dim) if inside and placed.dim is not None else sharding(placed.places)
@@ -214,7 +214,7 @@ def _put(
     key: Key | None,
     flips: Sequence[int],
 ) -> None:
-    """Write what index arrays name. key: None where the value's dims are turned already."""
+    """Write the entries that index arrays select. key: None if the value's dims are in order already."""
     target = undivided(target)
     rest = [dim for dim in range(len(target.shape)) if dim not in dims]
     tail = tuple(target.shape[dim] for dim in rest)

@@ -30,7 +30,7 @@ from meshwise.arrays.space import ALL, Space
 
 
 def astype(x: Any, dtype: Any, /, *, copy: bool = True, device: Any = None) -> Array:
-    """`x` with its elements as another data type. TypeError of complex numbers as real ones: it would lose a part."""
+    """Cast `x` to another data type. TypeError from complex to real, which would lose the imaginary part."""
     x = as_array("astype", x)
     kind = as_dtype(dtype)
     if x.dtype in COMPLEXES and kind not in COMPLEXES and kind is not torch.bool:
@@ -40,7 +40,7 @@ def astype(x: Any, dtype: Any, /, *, copy: bool = True, device: Any = None) -> A
 
 @dataclass(frozen=True)
 class FloatLimits:
-    """What `xp.finfo` gives."""
+    """The result of `xp.finfo`."""
 
     bits: int
     eps: float
@@ -56,7 +56,7 @@ class FloatLimits:
 
 @dataclass(frozen=True)
 class IntegerLimits:
-    """What `xp.iinfo` gives."""
+    """The result of `xp.iinfo`."""
 
     bits: int
     max: int
@@ -65,7 +65,7 @@ class IntegerLimits:
 
 
 def finfo(type: Any, /) -> FloatLimits:
-    """The limits of a float type, or of an array's; of a complex type those of its parts."""
+    """Return the limits of a float type, or of an array's; for a complex type those of its real type."""
     kind = real_of(type.dtype if isinstance(type, Array) else as_dtype(type))
     if not kind.is_floating_point:
         raise TypeError(f"finfo of {kind}: not a float type. Write xp.iinfo.")
@@ -74,7 +74,7 @@ def finfo(type: Any, /) -> FloatLimits:
 
 
 def iinfo(type: Any, /) -> IntegerLimits:
-    """The limits of an integer type, or of an array's."""
+    """Return the limits of an integer type, or of an array's."""
     kind = type.dtype if isinstance(type, Array) else as_dtype(type)
     if kind not in KINDS["integral"]:
         raise TypeError(f"iinfo of {kind}: not an integer type. Write xp.finfo.")
@@ -83,25 +83,25 @@ def iinfo(type: Any, /) -> IntegerLimits:
 
 
 class Info:
-    """What `xp.__array_namespace_info__()` gives: devices, data types and capabilities of the namespace."""
+    """The result of `xp.__array_namespace_info__()`: devices, data types and capabilities of the namespace."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
 
     def capabilities(self) -> dict[str, Any]:
-        """Shapes may depend on data, and dims are at most torch's 64."""
+        """Return that shapes may depend on data, and that arrays have at most 64 dims, as in torch."""
         return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
 
     def default_device(self) -> str:
-        """All devices: arrays are divided along their first dim."""
+        """Return the name for all devices: by default arrays are divided along their first dim."""
         return ALL if len(self._space.names) > 1 else self._space.names[0]
 
     def devices(self) -> tuple[str, ...]:
-        """The devices by their names, and `all`."""
+        """Return the names of the devices, and `all`."""
         return (*self._space.names, *([ALL] if len(self._space.names) > 1 else []))
 
     def default_dtypes(self, *, device: Any = None) -> dict[str, torch.dtype]:
-        """The data types of what is made of Python's numbers."""
+        """Return the data types that Python's numbers become."""
         real = self._space.default_float
         whole = torch.int64
         return {
@@ -112,8 +112,8 @@ class Info:
         }
 
     def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, torch.dtype]:
-        """The data types of a kind, or of some, by name. torch calculates little with wide unsigned integers: these
-        are not among them."""
+        """Return the data types of one kind or several, by name, without wide unsigned integers: torch has few
+        operations for them."""
         listed = {torch.bool, *SIGNED, UNSIGNED[0], *REAL, *COMPLEX}
         kinds = kind if isinstance(kind, tuple) else (kind,)
         for each in kinds:

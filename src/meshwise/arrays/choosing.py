@@ -20,8 +20,8 @@ from meshwise.arrays.views import SIGNED, axis_of, by_bits, made
 
 
 def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
-    """`x1` where the condition is true, else `x2`: arrays that broadcast, or numbers. What moves is as in elementwise
-    operations. Of the condition alone, as `nonzero`."""
+    """Choose from `x1` where the condition is true, else from `x2`: arrays that broadcast, or numbers. Moves bytes as
+    elementwise operations do. With the condition alone, the same as `nonzero`."""
     if x1 is None and x2 is None and isinstance(condition, Array):
         return nonzero(condition)
     if not isinstance(condition, Array) or any(not isinstance(x, Array) and not is_python_number(x) for x in (x1, x2)):
@@ -45,7 +45,7 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
 
 @by_bits
 def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
-    """The entries of a dim that the indices name, in their shape. What moves is as in `x[indices]`."""
+    """Take the entries of a dim at the given indices, in the shape of the indices. Moves bytes as `x[indices]` does."""
     if axis is None:
         if len(x.shape) != 1:
             raise ValueError(f"take of {len(x.shape)} dims without an axis: say which, or flatten the array.")
@@ -62,9 +62,9 @@ def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
 
 @by_bits
 def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
-    """Of each row along a dim the entries that its row of indices names.
+    """Take from each row along a dim the entries at that row's indices.
 
-    Lower bound, and moved: the indices that do not lie with their rows; along the divided dim as in `x[indices]`.
+    Moves the least: indices that do not lie with their rows, and along the divided dim what `x[indices]` moves.
     """
     if not isinstance(indices, Array):
         raise NoArrayGiven("take_along_axis: indices must be an array. Write xp.asarray(indices).")
@@ -90,13 +90,13 @@ def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
 
 @by_bits
 def tril(x: Array, /, k: int = 0) -> Array:
-    """The matrices with zeros above diagonal number `k`. Moves nothing."""
+    """Keep the matrices up to diagonal number `k`, with zeros above it. Moves nothing."""
     return _triangle("tril", x, k)
 
 
 @by_bits
 def triu(x: Array, /, k: int = 0) -> Array:
-    """The matrices with zeros below diagonal number `k`. Moves nothing."""
+    """Keep the matrices from diagonal number `k` on, with zeros below it. Moves nothing."""
     return _triangle("triu", x, k)
 
 
@@ -113,8 +113,8 @@ def _triangle(name: str, x: Array, k: int) -> Array:
 
 
 def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays in the shape that they broadcast to, laid out alike, repeated without memory: views that are not
-    written. Moved: what is repeated, to each place; what is divided differently from the one whose layout is taken."""
+    """Broadcast arrays to a common shape, laid out alike: read-only views that repeat without memory. Moves to each
+    place what is repeated, and arrays that are divided differently from the one whose layout is used."""
     given = list(arrays)
     if len({(x.shape, x.sharding) for x in given}) < 2:
         return tuple(given)
@@ -131,9 +131,9 @@ def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
 
 
 def meshgrid(*arrays: Array, indexing: str = "xy") -> tuple[Array, ...]:
-    """The coordinates of each point of a grid, laid out alike, repeated without memory.
+    """Return the coordinates of each point of a grid, laid out alike, repeated without memory.
 
-    The grid is divided as the array of its first dim that is divided at all; of the others all goes to each place.
+    The grid is divided along the first dim whose vector is divided; each place gets all of the other vectors.
     """
     given = list(arrays)
     if indexing not in ("xy", "ij"):

@@ -17,13 +17,13 @@ from meshwise.arrays.strides import named, of
 
 
 def real(x: Any, /) -> Array:
-    """The real parts; of real numbers the array itself."""
+    """Return the real parts; for real numbers the array itself."""
     x = as_array("real", x)
     return _part(x, torch.real) if x.dtype.is_complex else x
 
 
 def imag(x: Any, /) -> Array:
-    """The imaginary parts; of real numbers zeros, which are not written since they are of no part of `x`."""
+    """Return the imaginary parts; for real numbers read-only zeros, as `x` has no memory for them."""
     x = as_array("imag", x)
     if x.dtype.is_complex:
         return _part(x, torch.imag)
@@ -38,7 +38,7 @@ def _part(x: Array, part_of: Callable[[Tensor], Tensor]) -> Array:
 
 
 def conjugated(x: Array, /) -> Array:
-    """The complex conjugates; of real numbers the array itself."""
+    """Return the complex conjugates; for real numbers the array itself."""
     return ELEMENTWISE["conj"](x) if x.dtype.is_complex else x
 
 

@@ -15,7 +15,7 @@ from meshwise.arrays.reductions import as_array, together
 def histogram(
     x: Any, /, bins: Any = 10, range: tuple[float, float] | None = None, weights: Any = None, density: bool = False
 ) -> tuple[Array, Array]:
-    """(how many elements, or which sum of weights, lie in each bin, the edges of the bins); the last bin is closed."""
+    """Return the count (or the sum of weights) of each bin, and the bins' edges; the last bin includes its end."""
     x = as_array("histogram", x).reshape(-1)
     xp = x.__array_namespace__()
     if isinstance(bins, int):
@@ -32,7 +32,7 @@ def histogram(
 
 
 def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> Array:
-    """How often each whole number occurs, or the sum of its weights. Waits for the greatest."""
+    """Count how often each whole number occurs, or sum its weights. Waits for the largest number."""
     x = as_array("bincount", x)
     xp = x.__array_namespace__()
     if x.size and int(x.min()) < 0:
@@ -44,7 +44,7 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> Array:
 
 
 def counted(x: Array, edges: Array, weights: Array | None) -> Array:
-    """Sums of weights in bins: each place counts its own, then they are added."""
+    """Sum the weights in each bin: each place counts its own elements, then the counts are added."""
     from_each, dtype = [], torch.int64 if weights is None else weights.dtype
     bins = edges.shape[0] - 1
     for at, part in enumerate(x.parts):

@@ -30,7 +30,7 @@ from meshwise.transfer.interop import from_array, is_array
 
 Placement = Layout | Sharding | None
 Make = Callable[[Shape, tuple[slice, ...], torch.device], Tensor]
-"""(shape of the part, what of the array it is, its device) -> the part."""
+"""(shape of the part, its slices in the array, its device) -> the part."""
 
 
 def asarray(
@@ -43,10 +43,10 @@ def asarray(
     sharding: Placement = None,
     copy: bool | None = None,
 ) -> Array:
-    """An array of numbers, nested lists, or an array of this or another library.
+    """Make an array of numbers, nested lists, or an array of this or another library.
 
-    Each place gets its part, in memory of its own unless all lies on one place already. An array of this namespace
-    stays where it lies, unless `device` or `sharding` is given.
+    Each place gets its part, copied unless all of it lies on one place already. An array of this namespace stays where
+    it lies, unless `device` or `sharding` is given.
     """
     wanted = None if dtype is None else as_dtype(dtype)
     if isinstance(obj, Array) and (obj.space is space or obj.space == space):
@@ -84,10 +84,10 @@ def of_user(
     sharding: Placement = None,
     copy: bool | None = None,
 ) -> Array:
-    """An array of numbers, nested lists, or an array of this or another library.
+    """Make an array of numbers, nested lists, or an array of this or another library.
 
-    An array of this namespace stays what it is, unless `device` or `sharding` is given. Of another library's each place
-    gets its part, in memory of its own; with copy=False its memory is shared, where all lies on one place already.
+    An array of this namespace is returned as it is, unless `device` or `sharding` is given. Of another library's array
+    each place gets a copy of its part; with copy=False the memory is shared, if all of it lies on one place already.
     """
     foreign = isinstance(obj, Tensor) or (is_array(obj) and not isinstance(obj, Array))
     own = True if foreign and copy is None else copy  # on one device as on several
@@ -99,7 +99,7 @@ def of_user(
 
 
 def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, copy: bool | None) -> Array:
-    """`asarray` of an array of the same namespace."""
+    """Apply `asarray` to an array of the same namespace."""
     stays = wanted is None and device in (None, x.space.device_name(x.sharding))
     placed = x.sharding if stays else x.space.placed(x.shape, device, wanted)
     cast = dtype is not None and dtype is not x.dtype
@@ -117,7 +117,7 @@ def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, 
 
 
 def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Tensor:
-    """The values as a tensor, wherever they lie; Python's floats as the default float. wanted: what it is to become."""
+    """Convert values to a tensor, wherever they lie; Python's floats become the default float. wanted: the dtype."""
     if isinstance(obj, Array):
         raise UsageError(
             f"asarray of an array on {', '.join(obj.space.names)}: of another namespace. Write xp.asarray(x.numpy())."
@@ -146,7 +146,7 @@ def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Ten
 
 
 def _read(obj: Any) -> Any:
-    """Nested lists with the arrays in them read."""
+    """Replace the arrays in nested lists by their values."""
     if isinstance(obj, list | tuple):
         return [_read(each) for each in obj]
     return obj.numpy() if isinstance(obj, Array | Tensor) else obj
@@ -159,7 +159,7 @@ def _has_numpy(obj: Any) -> bool:
 
 
 def made(space: Space, shape: Any, dtype: torch.dtype, placement: tuple[Any, Placement], make: Make) -> Array:
-    """An array whose parts `make` makes where they lie. placement: device and sharding, as users give them."""
+    """Make an array by calling `make` for each part. placement: device and sharding, as users give them."""
     whole = as_shape(shape)
     placed = space.placed(whole, *placement)
     parts = tuple(
@@ -170,12 +170,12 @@ def made(space: Space, shape: Any, dtype: torch.dtype, placement: tuple[Any, Pla
 
 
 def _lengths(shape: Any) -> Any:
-    """Of one length, or of what else has several."""
+    """Return a shape as a sequence: one length becomes a tuple."""
     return shape if hasattr(shape, "__iter__") and getattr(shape, "shape", True) else (shape,)
 
 
 def as_shape(shape: Any) -> Shape:
-    """A length or a sequence of lengths as a shape. ValueError for a negative one."""
+    """Convert a length or a sequence of lengths to a shape. ValueError for a negative length."""
     try:
         lengths = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else _lengths(shape)))
     except TypeError as error:
@@ -186,7 +186,7 @@ def as_shape(shape: Any) -> Shape:
 
 
 def empty(space: Space, shape: Any, dtype: Any = None, *, device: Any = None, sharding: Placement = None) -> Array:
-    """An array whose values are what was in memory."""
+    """Make an array with uninitialized values."""
     kind = space.default_float if dtype is None else as_dtype(dtype)
     return made(space, shape, kind, (device, sharding), lambda own, _, at: torch.empty(own, dtype=kind, device=at))
 
@@ -194,7 +194,7 @@ def empty(space: Space, shape: Any, dtype: Any = None, *, device: Any = None, sh
 def full(
     space: Space, shape: Any, fill_value: Any, dtype: Any = None, *, device: Any = None, sharding: Placement = None
 ) -> Array:
-    """An array of one value: a number, or an array without dims."""
+    """Make an array filled with one value: a number, or an array without dims."""
     if isinstance(fill_value, Array):
         dtype, fill_value = dtype or fill_value.dtype, fill_value.numpy()[()]
     if dtype is None:
@@ -209,12 +209,12 @@ def full(
 
 
 def zeros(space: Space, shape: Any, dtype: Any = None, *, device: Any = None, sharding: Placement = None) -> Array:
-    """An array of zeros."""
+    """Make an array of zeros."""
     return full(space, shape, 0, dtype or space.default_float, device=device, sharding=sharding)
 
 
 def ones(space: Space, shape: Any, dtype: Any = None, *, device: Any = None, sharding: Placement = None) -> Array:
-    """An array of ones."""
+    """Make an array of ones."""
     return full(space, shape, 1, dtype or space.default_float, device=device, sharding=sharding)
 
 
@@ -229,7 +229,7 @@ def arange(
     device: Any = None,
     sharding: Placement = None,
 ) -> Array:
-    """Numbers from `start`, of `step` each, that are below `stop`; with one number, from 0 to below it."""
+    """Make numbers from `start` up to, not including, `stop`, in steps of `step`; with one number, from 0 up to it."""
     start, stop = (0, start) if stop is None else (start, stop)
     start, stop, step = (value.item() if hasattr(value, "item") else value for value in (start, stop, step))
     if step == 0:
@@ -258,7 +258,7 @@ def linspace(
     sharding: Placement = None,
     endpoint: bool = True,
 ) -> Array:
-    """`num` numbers at equal distances from `start` to `stop`, the last of which is `stop` itself if `endpoint`."""
+    """Make `num` evenly spaced numbers from `start` to `stop`; `stop` is included if `endpoint`."""
     start, stop = (value.item() if hasattr(value, "item") else value for value in (start, stop))
     is_complex = isinstance(start, complex) or isinstance(stop, complex)
     default = dtypes.complex_of(space.default_float) if is_complex else space.default_float
@@ -286,7 +286,7 @@ def eye(
     device: Any = None,
     sharding: Placement = None,
 ) -> Array:
-    """A matrix with ones on its diagonal number `k`, and zeros elsewhere."""
+    """Make a matrix with ones on its diagonal number `k`, and zeros elsewhere."""
     kind = space.default_float if dtype is None else as_dtype(dtype)
     n_cols = n_rows if n_cols is None else n_cols
     k = max(-n_rows, min(k, n_cols))  # torch's integers have 64 bits
@@ -302,14 +302,14 @@ def eye(
 def full_like(
     space: Space, x: Any, /, fill_value: Any, dtype: Any = None, *, device: Any = None, sharding: Placement = None
 ) -> Array:
-    """As `full`, in the shape, dtype and placement of `x`."""
+    """Apply `full` with the shape, dtype and sharding of `x`."""
     x = x if isinstance(x, Array) else asarray(space, x)
     kept = x.sharding if device is None and sharding is None else sharding
     return in_order_of(full(x.space, x.shape, fill_value, dtype or x.dtype, device=device, sharding=kept), [x])
 
 
 def _like(make: Callable[..., Array]) -> Callable[..., Array]:
-    """`zeros_like` of `zeros` and so on: placed as `x` is, unless told otherwise."""
+    """Make `zeros_like` from `zeros`, and so on: placed as `x` is, unless told otherwise."""
 
     def made_like(
         space: Space, x: Any, /, dtype: Any = None, *, device: Any = None, sharding: Placement = None
@@ -324,7 +324,7 @@ def _like(make: Callable[..., Array]) -> Callable[..., Array]:
 
 
 CREATION: dict[str, Callable[..., Array]] = {"asarray": of_user, "arange": arange, "linspace": linspace, "eye": eye}
-"""The functions that make arrays of a namespace, by name: their first parameter is its space."""
+"""The functions that create arrays, by name. Their first parameter is the space."""
 CREATION |= {"full": full, "full_like": full_like}
 for _make in (empty, zeros, ones):
     CREATION |= {_make.__name__: _make, f"{_make.__name__}_like": _like(_make)}

@@ -23,16 +23,16 @@ from meshwise.arrays.sharding import sharding
 from meshwise.arrays.views import axis_of
 
 Carried = Callable[[Tensor | None], tuple[Tensor, Tensor]]
-"""Of what comes before a part (None: nothing): the part's values, and what comes before the next."""
+"""The total before a part (None: no part before) -> (the part's values, the total for the next part)."""
 
 
 def cumulative_sum(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
-    """Sums of the first 1, 2, ... entries along `axis`. include_initial: the sum of none, 0, comes first."""
+    """Sum the first 1, 2, ... entries along `axis`. include_initial: begin with 0, the sum of no entries."""
     return _cumulative(x, axis, dtype, include_initial, "cumulative_sum")
 
 
 def cumulative_prod(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
-    """Products of the first 1, 2, ... entries along `axis`. include_initial: the product of none, 1, comes first."""
+    """Multiply the first 1, 2, ... entries along `axis`. include_initial: begin with 1, the product of no entries."""
     return _cumulative(x, axis, dtype, include_initial, "cumulative_prod")
 
 
@@ -67,14 +67,14 @@ def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, n
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of a dtype are calculated in: integers in the longest of their kind."""
+    """Return the dtype in which sums are calculated: for integers the widest of their kind."""
     if dtype in UNSIGNED:
         return torch.uint64
     return torch.int64 if dtype in WHOLE else dtype
 
 
 def _chained(x: Array, parts: list[Tensor], axis: int, how: tuple[Any, torch.dtype], name: str) -> list[Tensor]:
-    """The parts in their order, each from what comes before it. how: the scan of a part, and its dtype."""
+    """Scan the parts one after another, each from the total before it. how: the scan of a part, and its dtype."""
     (scan, dtype), held, space = how, x.sharding, x.space
     here = {part: at for at, (part, _) in enumerate(space.local(held))}
     slab = (*x.shape[:axis], 1, *x.shape[axis + 1 :])

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def to_dtensor(x: Array, mesh: DeviceMesh, /) -> DTensor:
-    """`x` as a DTensor on a mesh of one axis over all ranks: divided along the same dim, or replicated.
+    """Convert `x` to a DTensor on a mesh of one axis over all ranks: divided along the same dim, or replicated.
 
-    Parts are laid out as `torch.chunk` cuts, which DTensor assumes of them; nothing moves where they are so.
+    Parts are laid out as `torch.chunk` cuts, which DTensor expects; nothing moves if they already are.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -44,7 +44,7 @@ def to_dtensor(x: Array, mesh: DeviceMesh, /) -> DTensor:
 
 
 def from_dtensor(space: Space, x: Any, /) -> Array:
-    """An array of a DTensor on a mesh of one axis over all ranks, whose parts it shares."""
+    """Convert a DTensor on a mesh of one axis over all ranks to an array that shares its parts."""
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(x, DTensor):
@@ -74,7 +74,7 @@ def _check(space: Space, mesh: DeviceMesh, verb: str) -> None:
 
 
 def _stride(shape: tuple[int, ...]) -> list[int]:
-    """Of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides = [1]
     for length in reversed(shape[1:]):
         strides.insert(0, strides[0] * max(length, 1))

@@ -38,13 +38,13 @@ KINDS = {
     "numeric": (*SIGNED, *UNSIGNED, *REAL, torch.float16, torch.bfloat16, *COMPLEX),
 }
 WIDE = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
-"""The unsigned types that torch has almost no kernels of, and the signed ones to calculate in."""
+"""The unsigned types for which torch has few kernels, and the signed types that we calculate in instead."""
 _COMPARABLE = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def as_dtype(given: Any) -> torch.dtype:
-    """A torch dtype, one of NumPy's, a Python type or a name as a torch dtype. TypeError for what is none."""
+    """Convert a torch or NumPy dtype, a Python type or a name to a torch dtype. TypeError for anything else."""
     if isinstance(given, torch.dtype):
         return given
     try:
@@ -65,13 +65,13 @@ def _as_dtype(given: Any) -> torch.dtype:
 
 @functools.cache
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """NumPy's dtype of the same name. TypeError where it has none, as of bfloat16."""
+    """Return NumPy's dtype of the same name. TypeError if there is none, as for bfloat16."""
     return np.dtype(str(dtype).removeprefix("torch."))
 
 
 @functools.cache
 def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """The type that arrays of these two are calculated in."""
+    """Return the type in which arrays of these two types are calculated."""
     if one is other:
         return one
     try:
@@ -81,7 +81,7 @@ def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def comparable(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `dtype`, or as one in the same order, where torch compares and searches no values of it."""
+    """Cast values to `dtype`, or to a type in the same order if torch cannot compare and search `dtype`."""
     values = values.to(dtype)
     if dtype is torch.uint64:
         return values.view(torch.int64) ^ torch.iinfo(torch.int64).min
@@ -89,18 +89,18 @@ def comparable(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def complex_of(dtype: torch.dtype) -> torch.dtype:
-    """The complex type whose parts are of this real one."""
+    """Return the complex type whose parts have this real type."""
     return torch.complex64 if dtype is torch.float32 else torch.complex128
 
 
 def real_of(dtype: torch.dtype) -> torch.dtype:
-    """The type of the parts of a complex one; any other itself."""
+    """Return the type of the parts of a complex type; any other type unchanged."""
     return {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
 
 
 def of_scalar(value: bool | int | float | complex, dtype: torch.dtype, default_float: torch.dtype) -> torch.dtype:
-    """What an array of `dtype` and one of Python's numbers are calculated in. OverflowError for an integer that the
-    array's type has not."""
+    """Return the type in which an array of `dtype` and a Python number are calculated. OverflowError for an integer
+    outside the range of the array's type."""
     if isinstance(value, bool):
         return dtype
     if isinstance(value, int):
@@ -117,20 +117,20 @@ def of_scalar(value: bool | int | float | complex, dtype: torch.dtype, default_f
 
 @functools.cache
 def limits(dtype: torch.dtype) -> tuple[int, int]:
-    """The least and the greatest integer of a type."""
+    """Return the least and the greatest integer of a type."""
     info = torch.iinfo(dtype)
     return int(info.min), int(info.max)
 
 
 def compared(x: Any, dtype: torch.dtype) -> Any:
-    """An integer that the type has not as what compares with all of its values as it does."""
+    """Replace an integer outside the range of the type by an infinity, which compares with all of its values alike."""
     if type(x) is not int or dtype not in INTEGERS or limits(dtype)[0] <= x <= limits(dtype)[1]:
         return x
     return math.copysign(math.inf, x)
 
 
 def result_type(*given: Any) -> torch.dtype:
-    """The type that these arrays, dtypes and Python numbers promote to."""
+    """Return the type that these arrays, dtypes and Python numbers promote to."""
     found: torch.dtype | None = None
     default = torch.float64
     numbers = []
@@ -153,13 +153,13 @@ def result_type(*given: Any) -> torch.dtype:
 
 
 def can_cast(given: Any, to: Any, /) -> bool:
-    """Whether values of a type can be cast to another by the rules of promotion."""
+    """Return whether a type can be cast to another by the rules of promotion."""
     dtype = given.dtype if isinstance(given, Array) else as_dtype(given)
     return promoted(dtype, as_dtype(to)) is as_dtype(to)
 
 
 def isdtype(dtype: Any, kind: Any) -> bool:
-    """Whether a dtype is one, or of a kind, such as "real floating"; of a tuple, any of them."""
+    """Return whether a dtype equals another or is of a kind, such as "real floating"; for a tuple, of any of them."""
     if isinstance(kind, tuple):
         return any(isdtype(dtype, each) for each in kind)
     if isinstance(kind, str) and kind in KINDS:
@@ -170,6 +170,6 @@ def isdtype(dtype: Any, kind: Any) -> bool:
 
 
 def refuse_gradients(what: str, requires_grad: bool) -> None:
-    """UsageError for a tensor that requires gradients: arrays have none."""
+    """Raise UsageError for a tensor that requires gradients: arrays have none."""
     if requires_grad:
         raise UsageError(f"{what} of a tensor that requires gradients: arrays have none. Pass tensor.detach().")

@@ -36,9 +36,9 @@ from meshwise.arrays.unsigned import of_wide
 Op = Callable[..., Tensor]
 Rule = Callable[..., Array]
 FUNCTIONS: dict[str, Rule] = {}
-"""The functions of the namespace that this file has, by name."""
+"""The namespace's functions that are defined in this file, by name."""
 BINARY: list[str] = []
-"""Those of two arrays."""
+"""The names of those that take two arrays."""
 
 ANY = WHOLE | FLOATS
 NUMBERS = INTEGERS | FLOATS
@@ -50,17 +50,17 @@ HOST = torch.device("cpu")
 
 
 class NoArrayGiven(TypeError):
-    """A function of arrays was given none; the namespace then makes them of what it was given."""
+    """A function of arrays was called without one; the namespace then converts its arguments to arrays."""
 
 
 def is_python_number(value: Any) -> bool:
-    """One of Python's own numbers, which is weak. NumPy's scalars, some of which inherit from these, are not."""
+    """Return whether the value has one of Python's own number types, which are weak. NumPy's scalars do not count."""
     return type(value) in PYTHON
 
 
 def unary(name: str, op: Op, takes: frozenset[torch.dtype], result: torch.dtype | None = None) -> Rule:
-    """A function of one array. takes: dtypes that `op` is for; integers become floats if it is not for them.
-    result: the dtype of the result; None: that of the operand."""
+    """Make a function of one array. takes: the dtypes that `op` supports; integers become floats if it does not support
+    them. result: the dtype of the result; None: that of the operand."""
 
     wide = of_wide(name, op)
 
@@ -87,8 +87,8 @@ def binary(
     numbers: bool = True,
     otherwise: tuple[frozenset[torch.dtype], Op] | None = None,
 ) -> Rule:
-    """A function of two arrays, or of one and a number. numbers: `op` takes a Python number on its right. otherwise:
-    dtypes that another operator is for."""
+    """Make a function of two arrays, or of an array and a number. numbers: `op` takes a Python number on its right.
+    otherwise: dtypes for which another operator is used."""
     at_once = (takes - otherwise[0] if otherwise else takes) - WIDE.keys()
     wide = of_wide(name, otherwise[1] if otherwise and otherwise[0] & INTEGERS else op)
 
@@ -136,7 +136,7 @@ _TOGETHER: dict[tuple[torch.dtype, torch.dtype], torch.dtype | None] = {}
 
 
 def _together(one: torch.dtype, other: torch.dtype) -> torch.dtype | None:
-    """What torch's operators calculate two tensors of equal shape in, where that is what it should be; else None."""
+    """Return the dtype in which torch's operators calculate these two, if that is the promoted type; else None."""
     try:
         return _TOGETHER[one, other]
     except KeyError:
@@ -155,7 +155,7 @@ def _in_general(
     result: torch.dtype | None,
     given: tuple[Any, ...],
 ) -> Array:
-    """Operands of any placement and dtype, of which at least one is an array. choose: the operator for a dtype."""
+    """Compute for any placement and dtype; at least one operand is an array. choose: gives the operator for a dtype."""
     arrays = operands(name, given)
     real = [x for x in arrays if isinstance(x, Array)]
     space = real[0].space
@@ -179,7 +179,7 @@ def _in_general(
 
 
 def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
-    """Arrays and Python numbers as they are. NoArrayGiven for what the namespace may make an array of."""
+    """Return arrays and Python numbers unchanged. NoArrayGiven for values that the namespace can convert to arrays."""
     some = False
     for value in given:
         if type(value) is Array:
@@ -192,7 +192,7 @@ def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
 
 
 def _lifted(name: str, dtype: torch.dtype, takes: frozenset[torch.dtype], default_float: torch.dtype) -> torch.dtype:
-    """The dtype that an operation is calculated in. TypeError for one that it is not for."""
+    """Return the dtype in which an operation is calculated. TypeError for a dtype that it does not support."""
     if dtype in takes:
         return dtype
     if dtype in WHOLE and not takes & INTEGERS and torch.float64 in takes:
@@ -207,7 +207,7 @@ def _named(name: str, rule: Rule) -> Rule:
 
 
 def _rounding(op: Op) -> Op:
-    """Integers are whole already."""
+    """Leave integers as they are, since they are whole already."""
     return lambda part: op(part) if part.is_floating_point() else part.clone()
 
 
@@ -223,7 +223,7 @@ def _sign(part: Tensor) -> Tensor:
 
 
 def _by_parts(op: Op) -> Op:
-    """A sum of complex numbers: torch's own multiplies the second by 1, which makes nan of an infinity."""
+    """Add complex numbers part by part. torch multiplies the second by 1, which turns an infinity into nan."""
 
     def of_parts(a: Tensor, b: Tensor) -> Tensor:
         if a.dim() and b.dim():
@@ -234,7 +234,7 @@ def _by_parts(op: Op) -> Op:
 
 
 def _also_infinite(op: Op, other: Op) -> Op:
-    """Of complex numbers that are not finite torch's own makes nan in both parts; `other` is as exact for these."""
+    """Use `other` for complex numbers that are not finite: there torch's own `op` gives nan in both parts."""
 
     def of_part(part: Tensor) -> Tensor:
         return torch.where(torch.isfinite(part), op(part), other(part)) if part.is_complex() else op(part)
@@ -243,12 +243,12 @@ def _also_infinite(op: Op, other: Op) -> Op:
 
 
 def by_no_zero(op: Op) -> Op:
-    """A division of integers in which by zero is 0, as in NumPy: torch's raises on a CPU, and is arbitrary on a GPU."""
+    """Make integer division by zero give 0, as in NumPy; torch raises on a CPU and is arbitrary on a GPU."""
     return lambda a, b: op(a, b + (b == 0)) * (b != 0)
 
 
 def _remainder(a: Tensor, b: Tensor) -> Tensor:
-    """Of the sign of the divisor, zeros too."""
+    """Return the remainder with the sign of the divisor, also if it is zero."""
     if not a.is_floating_point():
         return by_no_zero(torch.remainder)(a, b)
     rest = torch.remainder(a, b)
@@ -256,12 +256,12 @@ def _remainder(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _power(a: Tensor, b: Tensor) -> Tensor:
-    """Of complex numbers to the power of 0 it is 1, of which torch's own makes nan where the base is 0."""
+    """Return the power; a complex number to the power of 0 is 1, where torch gives nan for base 0."""
     return torch.where(b == 0, torch.ones((), dtype=a.dtype), torch.pow(a, b)) if b.dim() else torch.pow(a, b)
 
 
 def _absolute(x: Any, /) -> Array:
-    """abs: of complex numbers the result is of the type of their parts."""
+    """Return absolute values; those of complex numbers have the type of their parts."""
     if type(x) is not Array:
         raise NoArrayGiven(f"abs of {type(x).__name__}: no array. Write xp.asarray(value) first.")
     parts = [part.clone() if part.dtype in (BOOL, *UNSIGNED) else torch.abs(part) for part in x.parts]
@@ -322,7 +322,7 @@ for _name, _op in {
 
 
 def clip(x: Array, /, min: Any = None, max: Any = None, *, a_min: Any = None, a_max: Any = None) -> Array:
-    """The elements of `x`, those below `min` and above `max` replaced by these: numbers, or arrays that broadcast."""
+    """Clip the elements of `x` to the range from `min` to `max`: numbers, or arrays that broadcast."""
     (given, *_) = operands("clip", (x,))
     x = given
     min, max = a_min if min is None else min, a_max if max is None else max

@@ -26,13 +26,13 @@ from meshwise.spec.units import bytes_text
 from meshwise.transfer.comm_log import CommLog, Transfer, comm_log, table
 
 MOST_ARRAYS = 4
-"""Of so many arrays other placements are tried, in all combinations."""
+"""For up to this many arrays other placements are tried, in all combinations."""
 
 
 @dataclass(frozen=True)
 class Placing:
-    """A way to lay out the arrays that an operation reads, and what it then moves. layout: by name of the array.
-    memory: the bytes that these arrays then take on all places together."""
+    """A layout of the arrays that an operation reads, and the bytes that it then moves. layout: by name of the array.
+    memory: the bytes of these arrays on all places together."""
 
     layout: dict[str, str]
     bytes: int
@@ -41,14 +41,14 @@ class Placing:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `mw.explain` found. moves: what would move. better: other placements that move less, best first."""
+    """The result of `mw.explain`. moves: what would move. better: other placements that move less, best first."""
 
     moves: Sequence[Transfer]
     better: list[Placing]
 
     @property
     def bytes(self) -> int:
-        """All bytes that would move."""
+        """The total of bytes that would move."""
         return sum(move.bytes for move in self.moves)
 
     def __str__(self) -> str:
@@ -60,9 +60,9 @@ class Explanation:
 
 
 def explain(operation: Callable[[], Any]) -> Explanation:
-    """What an operation on arrays moves, and which placements of these would move less: `mw.explain(lambda: x @ y)`.
+    """Explain what an operation on arrays moves, and which placements would move less: `mw.explain(lambda: x @ y)`.
 
-    It is not carried out: shapes are enough. UsageError where they are not, because it reads values.
+    It does not run: shapes are enough. UsageError if the operation reads values.
     """
     arrays = _arrays_of(operation)
     if not arrays:
@@ -89,14 +89,14 @@ def explain(operation: Callable[[], Any]) -> Explanation:
 
 
 def _arrays_of(operation: Callable[[], Any]) -> dict[str, Array]:
-    """The arrays that a function reads of what is around it, by name."""
+    """Return the arrays that a function reads from its closure and globals, by name."""
     found = inspect.getclosurevars(operation)
     return {name: value for name, value in {**found.globals, **found.nonlocals}.items() if isinstance(value, Array)}
 
 
 @contextmanager
 def _without_memory(arrays: Any) -> Iterator[Callable[[Array, Sharding], None]]:
-    """Meanwhile the arrays have parts without memory. Gives what lays one of them out otherwise."""
+    """Give the arrays parts without memory inside the block. Yields a function that lays one of them out anew."""
     before = [(x, x.parts, x.sharding, x.alias) for x in arrays]
 
     def lay(x: Array, placed: Sharding) -> None:
@@ -136,7 +136,7 @@ def _moved(operation: Callable[[], Any]) -> CommLog:
 
 
 def _choices(arrays: dict[str, Array]) -> Iterator[tuple[Sharding, ...]]:
-    """Other placements: each array as it is, divided along another dim, or whole on all places."""
+    """Yield other placements: each array as it is, divided along another dim, or whole on all places."""
     options = []
     for x in arrays.values():
         places = x.space.places

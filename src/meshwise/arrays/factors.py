@@ -27,11 +27,11 @@ from meshwise.arrays.moves import Move, exchange, reshard
 from meshwise.arrays.sharding import evenly, sharding
 
 Own = dict[int, Tensor]
-"""Tensors of the parts that are here, by the part's number."""
+"""Tensors of the local parts, by the part's number."""
 
 
 class _Moves:
-    """Tensors sent between the parts of a split matrix, in the name of an operation."""
+    """Sends tensors between the parts of a split matrix, in the name of an operation."""
 
     def __init__(self, x: Array, name: str) -> None:
         self.x, self.held, self.name = x, x.sharding, name
@@ -46,21 +46,21 @@ class _Moves:
         targets: Iterable[int],
         dtype: torch.dtype | None = None,
     ) -> Own:
-        """A tensor of part `source`, at those of `targets` that are here. None where the source is not here."""
+        """Send a tensor of part `source` to `targets`; return the copies of local targets. tensor: the source's own."""
         places = self.held.places
         pieces = [Move(places[source], places[k], k, shape, dtype or self.x.dtype, tensor) for k in targets]
         found = exchange(self.x.space, pieces, self.name)
         return {k: found[k] for k in self.here if k in found}
 
     def check(self, bad: Own, why: str) -> None:
-        """LinAlgError on all places if the status of any part is not 0. Waits for it."""
+        """Raise LinAlgError on all places if the status of any part is not 0. Waits for it."""
         told = [int(bad[k]) if k in bad else 0 for k in self.here]
         if any(counted(self.x, self.held, told)):
             raise np.linalg.LinAlgError(f"{self.name}: {why}")
 
 
 def cholesky(x: Array) -> Array:
-    """The lower factor of a Hermitian matrix, split by rows; only its lower triangle is read."""
+    """Return the lower factor of a Hermitian matrix split by rows; only its lower triangle is read."""
     n = x.shape[0]
     x = x if x.sharding.dim == 0 else reshard(x, evenly(n, x.sharding.places), "cholesky")
     held, moves = x.sharding, _Moves(x, "cholesky")
@@ -90,12 +90,12 @@ def cholesky(x: Array) -> Array:
 class LU:
     """A square matrix factored by columns with partial pivoting, and right-hand sides solved with it.
 
-    own: parts of the factors, as LAPACK packs them. pivots: the rows that the columns of a part were exchanged with,
+    own: parts of the factors, packed as in LAPACK. pivots: for each part, the rows that were swapped with its own,
     counted from 1 at the part's first row.
     """
 
     def __init__(self, x: Array, name: str, right: Array | None = None) -> None:
-        """right: right-hand sides, split by columns over the places of `x`; they are brought as far as the factors."""
+        """right: right-hand sides, split by columns over the places of `x`; each factoring step updates them, too."""
         x = x if x.sharding.dim == 1 else reshard(x, evenly(x.shape[0], x.sharding.places, 1), name)
         self.x, self.held, self.moves, self.n = x, x.sharding, _Moves(x, name), x.shape[0]
         self.filled = self.moves.filled
@@ -111,7 +111,7 @@ class LU:
             self._panel(k)
 
     def _panel(self, k: int) -> None:
-        """Factor the columns of part k, and bring those after it, and right-hand sides, as far."""
+        """Factor the columns of part k, and update the columns after it and the right-hand sides."""
         begin, width = self.held.offsets[k], self.held.sizes[k]
         if k in self.own:
             factor, self.pivots[k], self.bad[k] = torch.linalg.lu_factor_ex(self.own[k][begin:])
@@ -128,11 +128,11 @@ class LU:
                 self.right[j][begin:] = _forward(self.right[j][begin:], factor, order)
 
     def invertible(self) -> None:
-        """LinAlgError where it is singular. Waits for the factors."""
+        """Raise LinAlgError for a singular matrix. Waits for the factors."""
         self.moves.check(self.bad, "the matrix is singular.")
 
     def solution(self) -> list[Tensor]:
-        """The solutions of `right`, of the parts that are here: the factors come to their places, from the last."""
+        """Solve for the local parts of `right`: the factors are sent to them one after another, the last first."""
         for k in reversed(self.filled):
             begin, width = self.held.offsets[k], self.held.sizes[k]
             upper = self.own[k][: begin + width] if k in self.own else None
@@ -143,8 +143,8 @@ class LU:
         return [self.right[k] for k in self.moves.here]
 
     def solve_travelling(self, right: Array) -> list[Tensor]:
-        """The solution of a few right-hand sides, all on the place of the first part, split by rows as the matrix is
-        by columns: what is left of them goes from place to place, forth and back."""
+        """Solve for a few right-hand sides that all lie on the place of the first part; the result is split by rows as
+        the matrix is by columns. What remains to be solved travels from place to place, forward and back."""
         count, kept = right.shape[1], {}
         left = right.parts[0] if right.parts else None
         for k, after in zip_longest(self.filled, self.filled[1:]):
@@ -167,7 +167,7 @@ class LU:
         return [kept.get(k, part.new_zeros(0, count)) for k, part in zip(self.moves.here, self.x.parts, strict=True)]
 
     def signs_and_logs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each part that is here: sign and logarithm of what it contributes to the determinant."""
+        """Return, for each local part, the sign and the logarithm of its factor of the determinant."""
         signs, logs = [], []
         for k in self.moves.here:
             begin, width = self.held.offsets[k], self.held.sizes[k]
@@ -180,7 +180,7 @@ class LU:
 
 
 def _exchanged(pivots: Tensor, rows: int) -> Tensor:
-    """The order of `rows` rows after LAPACK's exchanges. Waits for the pivots."""
+    """Return the order of `rows` rows after LAPACK's exchanges. Waits for the pivots."""
     order = list(range(rows))
     for at, other in enumerate(pivots.tolist()):
         order[at], order[other - 1] = order[other - 1], order[at]
@@ -188,7 +188,7 @@ def _exchanged(pivots: Tensor, rows: int) -> Tensor:
 
 
 def _forward(columns: Tensor, factor: Tensor, order: Tensor) -> Tensor:
-    """Columns brought as far as a panel: exchanged, solved with its lower factor, and the rest reduced."""
+    """Apply a panel to later columns: exchange rows, solve with its lower factor, and reduce the rest."""
     width, columns = factor.shape[1], columns[order]
     top = torch.linalg.solve_triangular(factor[:width], columns[:width], upper=False, unitriangular=True)
     columns[:width] = top
@@ -205,7 +205,7 @@ def _upper(factor: Tensor, columns: Tensor) -> Tensor:
 class Tall:
     """A matrix with at least as many rows as columns, split by rows, as Q times a small matrix on one place.
 
-    tops: at that place, for each part the rows that its own Q is multiplied with; small: R, of n x n.
+    tops: on that place, the rows that the Q of each part is multiplied with; small: R, of n x n.
     """
 
     x: Array
@@ -215,7 +215,7 @@ class Tall:
     small: Array
 
     def q(self, turn: Tensor | None = None) -> Array:
-        """Q, split as the matrix is; turn: at the place of `small`, a matrix that it is multiplied with."""
+        """Return Q, split as the matrix is. turn: a matrix that Q is multiplied with, on the place of `small`."""
         x, moves = self.x, _Moves(self.x, self.name)
         n, centre = x.shape[1], x.sharding.places.index(self.small.sharding.places[0])
         parts = dict(zip(moves.here, self.owns, strict=True))
@@ -230,7 +230,7 @@ class Tall:
 
 
 def tall_qr(x: Array, name: str) -> Tall:
-    """QR of a matrix split by rows: each part alone, then of their R on the place of the longest part."""
+    """Compute the QR of a matrix split by rows: of each part, then of all their R on the place of the longest part."""
     held, moves, n = x.sharding, _Moves(x, name), x.shape[1]
     place = fullest(held)
     centre = held.places.index(place)

@@ -32,10 +32,10 @@ OPERATION = "index"
 
 @dataclass(frozen=True)
 class Asked:
-    """Which entries are asked for. dims: those that are indexed. shape: that of the indices; placed: where they lie.
+    """The entries that index arrays ask for. dims: the indexed dims. shape, placed: the indices' shape and sharding.
 
-    flat: for each part of `placed` that is here, its entries as numbers over `dims` in row-major order.
-    known: every place has all of them, in `every`.
+    flat: for each local part of `placed`, its entries as numbers over `dims` in row-major order. every: the numbers of
+    all entries, by local place, if every place knows them.
     """
 
     dims: tuple[int, ...]
@@ -46,7 +46,7 @@ class Asked:
 
 
 def hosted(space: Space, values: Tensor, placed: Sharding) -> Array:
-    """What every process has in its host's memory, as an array: no place sends it to another."""
+    """Make an array of a tensor that every process has in host memory: nothing is sent between places."""
     shape = tuple(values.shape)
     parts = tuple(
         values[placed.interval(shape, part)].to(space.devices[place], copy=True) for part, place in space.local(placed)
@@ -55,7 +55,7 @@ def hosted(space: Space, values: Tensor, placed: Sharding) -> Array:
 
 
 def common_shape(indices: Sequence[Array | Tensor]) -> Shape:
-    """What index arrays broadcast to. IndexError where they do not."""
+    """Return the shape that index arrays broadcast to. IndexError if they do not."""
     try:
         return broadcast_shape("index arrays", [tuple(each.shape) for each in indices])
     except ValueError as error:
@@ -63,9 +63,9 @@ def common_shape(indices: Sequence[Array | Tensor]) -> Shape:
 
 
 def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor], *, in_order: bool = False) -> Asked:
-    """Read index arrays for these dims of `x`. IndexError where they do not broadcast.
+    """Read index arrays for these dims of `x`. IndexError if they do not broadcast.
 
-    in_order: the parts of the indices follow each other in row-major order, so that it is known which comes last.
+    in_order: the parts of the indices follow each other in row-major order, so that the last of equal ones is known.
     """
     places = x.sharding.places
     everywhere = sharding(places)
@@ -94,7 +94,7 @@ def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor], *, i
 
 
 def _rows_that_stay(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Sharding | None:
-    """Where entries that the host names in ascending order along the divided dim lie already."""
+    """Return the sharding of entries that the host names in ascending order along the divided dim: none moves."""
     if len(indices) > 1 and any(each.ndim != 1 for each in indices if isinstance(each, Tensor)):
         return None
     if x.sharding.dim not in dims:
@@ -112,13 +112,13 @@ def _rows_that_stay(x: Array, dims: tuple[int, ...], indices: Sequence[Array | T
 
 
 def _owners(entries: Tensor, placed: Sharding) -> Tensor:
-    """The number of the part that holds each entry of the divided dim."""
+    """Return the number of the part that holds each entry of the divided dim."""
     ends = torch.tensor(list(itertools.accumulate(placed.sizes)), device=entries.device)
     return torch.bucketize(entries, ends, right=True)
 
 
 def _flat(indices: Sequence[Array], lengths: Sequence[int]) -> list[Tensor]:
-    """For each part: numbers over the indexed dims; -1 and below for what is out of bounds."""
+    """Return, for each part, numbers over the indexed dims; negative for an index out of bounds."""
     flat = []
     for parts in zip(*(each.parts for each in indices), strict=True):
         number = torch.zeros_like(parts[0], dtype=torch.int64).reshape(-1)
@@ -132,7 +132,7 @@ def _flat(indices: Sequence[Array], lengths: Sequence[int]) -> list[Tensor]:
 
 
 def _coordinates(number: Tensor, lengths: Sequence[int], at: int | None, offset: int) -> tuple[Tensor, ...]:
-    """The entries of each indexed dim; of dim number `at`, counted from `offset`."""
+    """Return the entries of each indexed dim; those of dim number `at` are counted from `offset`."""
     found = []
     for dim in reversed(range(len(lengths))):
         entry = number % lengths[dim]
@@ -143,8 +143,8 @@ def _coordinates(number: Tensor, lengths: Sequence[int], at: int | None, offset:
 
 @dataclass(frozen=True)
 class Routes:
-    """orders: for each part of the indices that is here, the order that sorts its entries by who holds them.
-    counts[t][s]: how many part t of the indices asks of part s of the array. requests[t, s]: the numbers, at s."""
+    """Who asks whom for entries. orders: for each local part of the indices, the order that sorts its entries by owner.
+    counts[t][s]: how many part t of the indices asks of part s. requests[t, s]: their numbers, at s."""
 
     orders: list[Tensor]
     counts: list[list[int]]
@@ -152,7 +152,7 @@ class Routes:
 
 
 def route(x: Array, asked: Asked) -> Routes:
-    """Tell each place which of its entries are asked for. IndexError on every rank for what is out of bounds."""
+    """Tell each place which of its entries are asked for. IndexError on every rank for an index out of bounds."""
     space, held, placed = x.space, x.sharding, asked.placed
     at = asked.dims.index(held.dim) if held.dim is not None else 0
     below = math.prod(x.shape[dim] for dim in asked.dims[at + 1 :])
@@ -186,7 +186,7 @@ def route(x: Array, asked: Asked) -> Routes:
 
 
 def fetch(x: Array, asked: Asked) -> Array:
-    """The entries that are asked for, of all their other dims: (shape of the indices, other dims of `x`)."""
+    """Fetch the requested entries with all of their other dims: (shape of the indices, other dims of `x`)."""
     space, held, placed = x.space, x.sharding, asked.placed
     routes = route(x, asked)
     rest = [dim for dim in range(len(x.shape)) if dim not in asked.dims]
@@ -217,9 +217,9 @@ def fetch(x: Array, asked: Asked) -> Array:
 
 
 def store(x: Array, views: Sequence[Tensor], asked: Asked, values: Array | complex) -> None:
-    """Write the entries that are asked for: of one that is named twice, the last value stays.
+    """Write the requested entries; the last value wins for an entry that is named twice.
 
-    views: the parts of `x`, to be written. values: of the shape that `fetch` gives, laid out as `asked.placed`; or one.
+    views: the parts of `x` to write. values: one number, or shaped and laid out as the result of `fetch`.
     """
     space, held, placed = x.space, x.sharding, asked.placed
     routes = route(x, asked)
@@ -258,8 +258,8 @@ def _local(x: Array, asked: Asked, part: int, numbers: Tensor) -> tuple[Tensor, 
 
 
 def last_of_each(numbers: Tensor, size: int) -> Tensor:
-    """For each entry, where its number, from 0 to below `size`, stands last: writing those values, one that is named
-    twice gets the last."""
+    """Return for each entry the last position of its number, which is from 0 to below `size`. With it, the last value
+    of an entry that is named twice is written."""
     if size <= 8 * len(numbers):  # then a table of all numbers costs less than sorting those that are there
         last = torch.zeros(size, dtype=torch.int64, device=numbers.device)
         at = torch.arange(len(numbers), device=numbers.device)
@@ -270,7 +270,7 @@ def last_of_each(numbers: Tensor, size: int) -> Tensor:
 
 
 def everywhere(x: Array, indices: Sequence[Array | Tensor]) -> list[Array]:
-    """Index arrays with all of their entries on each place of `x`."""
+    """Return index arrays with all of their entries on each place of `x`."""
     places = x.sharding.places
     return [
         replicate(each, places, OPERATION) if isinstance(each, Array) else hosted(x.space, each, sharding(places))

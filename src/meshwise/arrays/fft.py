@@ -40,7 +40,7 @@ OF_REAL = {"rfft", "ihfft"}
 
 
 def _one(name: str) -> Callable[..., Array]:
-    """A transform along one axis."""
+    """Make a transform along one axis."""
 
     def rule(x: Array, /, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
         x = _floats(x, name, norm)
@@ -54,21 +54,21 @@ def _one(name: str) -> Callable[..., Array]:
 def fftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """The transform along several axes, or all. s: lengths of the axes, cut or padded to; -1 as they are."""
+    """Transform along several axes, or all. s: the lengths to cut or pad the axes to; -1 leaves one as it is."""
     return _several(x, "fft", s, axes, norm)
 
 
 def ifftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """The inverse transform along several axes, or all. s: lengths of the axes, cut or padded to; -1 as they are."""
+    """Invert `fftn`. s: the lengths to cut or pad the axes to; -1 leaves one as it is."""
     return _several(x, "ifft", s, axes, norm)
 
 
 def rfftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """The transform of real values along several axes, or all; along the last it is `rfft`."""
+    """Transform real values along several axes, or all; along the last axis with `rfft`."""
     x = _floats(x, "rfft", norm)
     lengths, dims = _lengths(x, "rfftn", s, axes)
     x = along(x, "rfft", dims[-1], lengths[-1], norm, dims)
@@ -78,7 +78,7 @@ def rfftn(
 def irfftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """The inverse of `rfftn`. The last of `s`: how long the last axis becomes, 2 (length - 1) if not given."""
+    """Invert `rfftn`. The last of `s` is the new length of the last axis; by default 2 (length - 1)."""
     x = _floats(x, "irfft", norm)
     lengths, dims = _lengths(x, "irfftn", s, axes)
     x = _complex_ones(x, "ifft", lengths[:-1], dims[:-1], norm)
@@ -91,7 +91,7 @@ def _several(x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] |
 
 
 def _complex_ones(x: Array, name: str, lengths: list[int | None], dims: list[int], norm: str) -> Array:
-    """fft or ifft along several axes: the split one last, or first if a dim that is none of them can be split."""
+    """Apply fft or ifft along several axes: the split one last, but first if a dim outside the axes can be split."""
     order = sorted(range(len(dims)), key=lambda k: (dims[k] == x.sharding.dim, k))
     others = [dim for dim in range(len(x.shape)) if dim not in dims]
     if others and max(x.shape[dim] for dim in others) >= len(x.sharding.places):
@@ -104,7 +104,7 @@ def _complex_ones(x: Array, name: str, lengths: list[int | None], dims: list[int
 def _lengths(
     x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] | None
 ) -> tuple[list[int | None], list[int]]:
-    """The length to cut or pad each axis to (None: as it is), and the axes."""
+    """Return the length to cut or pad each axis to (None: unchanged), and the axes."""
     count = len(x.shape)
     if axes is None:
         axes = range(count) if s is None else range(count - len(s), count)
@@ -130,7 +130,7 @@ def _floats(given: Any, name: str, norm: str) -> Array:
 
 
 def along(x: Array, name: str, axis: int, n: int | None, norm: str, avoid: Sequence[int] = ()) -> Array:
-    """`torch.fft.<name>` along one axis. avoid: dims that are rather not split, if it has to move."""
+    """Apply `torch.fft.<name>` along one axis. avoid: dims that it prefers not to split, if bytes have to move."""
     x = _apart(x, axis, avoid, name)
     if x.sharding.dim == axis:
         return _vector(x, name, axis, n, norm)
@@ -141,7 +141,7 @@ def along(x: Array, name: str, axis: int, n: int | None, norm: str, avoid: Seque
 
 
 def _apart(x: Array, axis: int, avoid: Sequence[int], name: str) -> Array:
-    """`x` split along another dim than `axis`, if it has one."""
+    """Split `x` along a dim other than `axis`, if it has one."""
     held = x.sharding
     if held.dim != axis:
         return x
@@ -152,7 +152,7 @@ def _apart(x: Array, axis: int, avoid: Sequence[int], name: str) -> Array:
 
 
 def _checked(function: Transform, part: Tensor, axis: int) -> Tensor:
-    """The transform of a part, which may be empty. ValueError where the axis has no entries."""
+    """Transform a part, which may be empty. ValueError if the axis has no entries."""
     try:
         if part.numel() or not part.shape[axis]:
             return function(part).resolve_conj()
@@ -164,7 +164,7 @@ def _checked(function: Transform, part: Tensor, axis: int) -> Tensor:
 
 
 def _vector(x: Array, name: str, axis: int, n: int | None, norm: str) -> Array:
-    """The only lane of a split dim."""
+    """Transform a single vector that is split."""
     held, length = x.sharding, x.shape[axis]
     if name in ("fft", "ifft") and n in (None, length) and length >= LONG and _divisor(length, len(held.places)):
         return _in_parts(x, name, axis, norm)
@@ -182,14 +182,14 @@ def _vector(x: Array, name: str, axis: int, n: int | None, norm: str) -> Array:
 
 
 def _result(name: str, length: int, n: int | None, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-    """Length and dtype of a transform of `length` entries."""
+    """Return the length and dtype of a transform of `length` entries."""
     meta = torch.empty(length, dtype=dtype, device="meta")
     found = getattr(torch.fft, name)(meta, n=n)
     return len(found), found.dtype
 
 
 def _divisor(length: int, places: int) -> int | None:
-    """The divisor nearest below the root, where each place gets some of it and of the other factor."""
+    """Return the largest divisor up to the square root that gives each place some of it and of the other factor."""
     for one in range(math.isqrt(length), places - 1, -1):
         if length % one == 0:
             return one
@@ -197,7 +197,7 @@ def _divisor(length: int, places: int) -> int | None:
 
 
 def _in_parts(x: Array, name: str, axis: int, norm: str) -> Array:
-    """A long vector as rows x columns: columns transformed, turned by twiddle factors, rows transformed, transposed."""
+    """Transform a long vector as rows x columns: columns first, then twiddle factors, rows, and a transpose."""
     held, space, length = x.sharding, x.space, x.shape[axis]
     rows = _divisor(length, len(held.places))
     assert rows is not None
@@ -223,7 +223,7 @@ def _in_parts(x: Array, name: str, axis: int, norm: str) -> Array:
 
 
 def _twiddles(rows: int, begin: int, part: Tensor, length: int, sign: int) -> Tensor:
-    """exp(2 pi i sign row column / length), exact to the last bits: the product is taken modulo the length first."""
+    """Return exp(2 pi i sign row column / length), exact to the last bits: the product is reduced modulo the length."""
     row = torch.arange(rows, device=part.device)[:, None]
     column = torch.arange(begin, begin + part.shape[1], device=part.device)
     angle = (row * column % length).to(torch.float64) * (sign * 2 * math.pi / length)
@@ -233,19 +233,19 @@ def _twiddles(rows: int, begin: int, part: Tensor, length: int, sign: int) -> Te
 def fftfreq(
     space: Space, n: int, /, *, d: float = 1.0, dtype: Any = None, device: Any = None, sharding: Placement = None
 ) -> Array:
-    """The frequencies of the entries of `fft`, of a signal with a sample every `d`."""
+    """Return the frequencies of the entries of `fft`, for a signal with a sample every `d`."""
     return _frequencies(space, n, d, dtype, (device, sharding), n)
 
 
 def rfftfreq(
     space: Space, n: int, /, *, d: float = 1.0, dtype: Any = None, device: Any = None, sharding: Placement = None
 ) -> Array:
-    """The frequencies of the entries of `rfft`, of a signal with a sample every `d`."""
+    """Return the frequencies of the entries of `rfft`, for a signal with a sample every `d`."""
     return _frequencies(space, n, d, dtype, (device, sharding), n // 2 + 1)
 
 
 def _frequencies(space: Space, n: int, d: float, dtype: Any, placement: tuple[Any, Placement], count: int) -> Array:
-    """The first `count` frequencies; from the middle of n on they are those below 0."""
+    """Return the first `count` frequencies; from the middle of n on they are the negative ones."""
     kind = space.default_float if dtype is None else as_dtype(dtype)
 
     def make(_: Any, within: tuple[slice, ...], device: torch.device) -> Tensor:
@@ -258,12 +258,12 @@ def _frequencies(space: Space, n: int, d: float, dtype: Any, placement: tuple[An
 
 
 def fftshift(x: Array, /, axes: int | Sequence[int] | None = None) -> Array:
-    """The entry of frequency 0 moved to the middle of the axes, or of all."""
+    """Move the entry of frequency 0 to the middle of the axes, or of all."""
     return _shifted(as_array("fftshift", x), axes, 1)
 
 
 def ifftshift(x: Array, /, axes: int | Sequence[int] | None = None) -> Array:
-    """The inverse of `fftshift`."""
+    """Invert `fftshift`."""
     return _shifted(as_array("ifftshift", x), axes, -1)
 
 

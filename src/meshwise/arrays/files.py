@@ -45,9 +45,9 @@ _RAW = {torch.bfloat16: np.dtype(np.int16)}
 
 
 def load(space: Space, path: Any, *, device: Any = None, sharding: Placement = None) -> Any:
-    """The array of a `.npy` file, or the arrays of a safetensors file by their names, each place its own part.
+    """Load the array of a `.npy` file, or the arrays of a safetensors file by name; each place reads its own part.
 
-    sharding: how they are to lie, of one array or of all. DataError for a file that is missing or damaged.
+    sharding: how one array or all of them are to lie. DataError for a file that is missing or damaged.
     """
     file = _kind(path, "load")
     if not file.is_file():
@@ -89,9 +89,9 @@ def _of_slice(space: Space, stored: Any, placement: tuple[Any, Placement]) -> Ar
 
 
 def save(path: Any, given: Any) -> None:
-    """Write an array to a `.npy` file, or a dict of arrays to a safetensors file, each place its own part.
+    """Write an array to a `.npy` file, or a dict of arrays to a safetensors file; each place writes its own part.
 
-    The file has its name only once all of it is written.
+    The file gets its name only when all of it is written.
     """
     file = _kind(path, "save")
     named: Mapping[str, Array] = given if isinstance(given, Mapping) else {"": given}
@@ -121,7 +121,7 @@ def save(path: Any, given: Any) -> None:
 
 
 def _wait(space: Space) -> None:
-    """Over ranks until all are here."""
+    """Wait for all ranks, if the array lies over ranks."""
     agreed(space, [0] * len(space.here), "save")
 
 
@@ -148,7 +148,7 @@ def _safetensors_header(named: Mapping[str, Array]) -> tuple[bytes, list[int]]:
 
 
 def _write(file: Path, begin: int, x: Array) -> None:
-    """The parts that are here, of what all have the first place's."""
+    """Write the local parts; of an array that each place holds whole, the first place writes it."""
     if not math.prod(x.shape):
         return
     kind = _RAW.get(x.dtype) or numpy_dtype(x.dtype)

@@ -24,23 +24,23 @@ from meshwise.spec.units import bytes_text
 from meshwise.spec.user_code import user_place
 
 WITHOUT_RULE: set[str] = set()
-"""The functions that gather what they are given on one place."""
+"""The names of functions that gather their arguments on one place."""
 MODES = ("warn", "error", "allow")
 _mode: ContextVar[str] = ContextVar("guard", default="warn")
 _told: set[str] = set()
 
 
 class GatherWarning(UserWarning):
-    """An operation gathers a whole array on one place, since it has no rule for parts."""
+    """An operation without a rule for parts gathers a whole array on one place."""
 
 
 @contextmanager
 def guard(mode: str) -> Iterator[None]:
-    """What happens in the block where an operation would gather a whole array on one device without being asked to, or
-    where a write to a view has to send all of it back to other devices.
+    """Choose what happens in the block when an operation without a rule would gather a whole array on one device, or
+    when a write to a view would send all of it back to other devices.
 
-    mode: `error` raises UsageError; `warn`, as outside of all blocks, tells it once an operation, of writes once a
-    line; `allow` is silent. It holds in the thread that opened it: one that is started in the block opens its own.
+    mode: `error` raises UsageError; `warn`, the default outside of all blocks, warns once per operation, for writes
+    once per line; `allow` is silent. It holds for the current thread only: a thread started in the block opens its own.
     """
     check_known("mode", mode, MODES)
     token = _mode.set(mode)
@@ -51,7 +51,7 @@ def guard(mode: str) -> Iterator[None]:
 
 
 def tell(x: Array, operation: str, wanted: Sharding) -> None:
-    """Warn of, or refuse, the move of `x` to `wanted`, which nobody asked for; nothing where no byte moves."""
+    """Warn of, or refuse, moving `x` to `wanted` when nobody asked for it; do nothing if no byte moves."""
     size = elements_moved(x.shape, x.sharding, wanted) * x.dtype.itemsize
     if not size or _mode.get() == "allow":
         return
@@ -64,7 +64,7 @@ def tell(x: Array, operation: str, wanted: Sharding) -> None:
 
 
 def tell_return(x: Array, operation: str) -> None:
-    """Warn of, or refuse, a write to a view whose elements lie elsewhere than those of its array, and go back there."""
+    """Warn of, or refuse, a write to a view on other devices than its array, to which all of it must go back."""
     if _mode.get() == "allow" or EXPLAINED:
         return
     at, size = user_place(), bytes_text(math.prod(x.shape) * x.dtype.itemsize)
@@ -77,9 +77,9 @@ def tell_return(x: Array, operation: str) -> None:
 
 
 def gathered(x: Array, operation: str, place: int | None = None) -> Array:
-    """All of `x` on one place, the first where it lies unless another is named, told or refused as `guard` says.
+    """Gather all of `x` on one place, by default the first where it lies; warn or refuse as `guard` says.
 
-    Over ranks on each of them: every rank then calculates the same, and keeps its part.
+    Over ranks each of them gets it: every rank then calculates the same, and keeps its part.
     """
     if x.space.over_ranks:
         tell(x, operation, sharding(x.space.places))
@@ -90,8 +90,8 @@ def gathered(x: Array, operation: str, place: int | None = None) -> Array:
 
 
 def placed_as(whole: Tensor, place: int, space: Space, lies: Sharding, operation: str) -> Array:
-    """A tensor on one place, over ranks on each, as an array: divided along the dim along which another is that lies
-    so, if there is such a dim."""
+    """Make an array of a tensor on one place (over ranks: on each), divided along the same dim as `lies` if it has that
+    dim."""
     shape = tuple(whole.shape)
     if lies.dim is None:
         wanted = lies

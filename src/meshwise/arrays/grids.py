@@ -14,8 +14,8 @@ from meshwise.spec.errors import UsageError
 
 
 class Grid:
-    """`xp.mgrid[0:2, 0:3]`: the coordinates of a grid, an array for each of its dims, stacked; with `1j` as a step, as
-    many numbers as that says. Sparse, `xp.ogrid`: each with lengths of 1 along the other dims."""
+    """`xp.mgrid[0:2, 0:3]`: the coordinates of a grid, one array per dim, stacked; a step of `5j` means five numbers.
+    `xp.ogrid` is sparse: an array per dim, with length 1 along the other dims."""
 
     def __init__(self, xp: Any, *, sparse: bool) -> None:
         self._xp, self._sparse = xp, sparse
@@ -32,7 +32,7 @@ class Grid:
 
 
 def line_of(xp: Any, key: Any) -> Array:
-    """The numbers of a range as it is written in brackets; a step of `5j` is as many numbers, with both ends."""
+    """Return the numbers of a range as written in brackets; a step of `5j` means five numbers, with both ends."""
     if not isinstance(key, slice) or key.stop is None:
         raise UsageError(f"a range of {key!r}: write start:stop or start:stop:step, as in xp.mgrid[0:5, 0:3].")
     start = key.start or 0
@@ -44,7 +44,7 @@ def line_of(xp: Any, key: Any) -> Array:
 
 
 class Joined:
-    """`xp.r_[0:3, 7, x]`: ranges, numbers and vectors one after another; `xp.c_[x, y]`: as columns, side by side."""
+    """`xp.r_[0:3, 7, x]` joins ranges, numbers and vectors end to end; `xp.c_[x, y]` joins them as columns."""
 
     def __init__(self, xp: Any, *, columns: bool) -> None:
         self._xp, self._columns = xp, columns
@@ -62,7 +62,7 @@ class Joined:
 
 
 def ix_(space: Space, *vectors: Any) -> tuple[Array, ...]:
-    """Index arrays for what lies in these rows and these columns: `x[xp.ix_([0, 2], [1, 3])]`."""
+    """Make index arrays that select these rows and these columns: `x[xp.ix_([0, 2], [1, 3])]`."""
     found = []
     for at, each in enumerate(vectors):
         x = asarray(space, each)
@@ -74,8 +74,8 @@ def ix_(space: Space, *vectors: Any) -> tuple[Array, ...]:
 
 
 def indices(space: Space, dimensions: Sequence[int], dtype: Any = int, sparse: bool = False) -> Any:
-    """The coordinates of each element of such a shape, an array for each dim, stacked; sparse: with lengths of 1 along
-    the other dims, in a tuple."""
+    """Return the coordinates of each element of a shape, one array per dim, stacked; sparse: in a tuple, with length 1
+    along the other dims."""
     shape = as_shape(dimensions)
     xp = asarray(space, 0).__array_namespace__()
     lines = [
@@ -89,25 +89,25 @@ def indices(space: Space, dimensions: Sequence[int], dtype: Any = int, sparse: b
 
 
 def fromfunction(space: Space, function: Callable[..., Any], shape: Sequence[int], *, dtype: Any = float) -> Any:
-    """What `function` makes of the coordinates of all elements: it is called once, with an array for each dim."""
+    """Call `function` once with the coordinates of all elements, one array per dim, and return its result."""
     return function(*indices(space, shape, dtype))
 
 
 def tri(space: Space, n: int, m: int | None = None, k: int = 0, dtype: Any = None) -> Array:
-    """A matrix of ones up to its diagonal number `k`, and zeros above it."""
+    """Return a matrix of ones up to its diagonal number `k`, and zeros above it."""
     xp = asarray(space, 0).__array_namespace__()
     found: Array = xp.tril(xp.ones((n, n if m is None else m), dtype=dtype), k=k)
     return found
 
 
 def tril_indices(space: Space, n: int, k: int = 0, m: int | None = None) -> tuple[Array, ...]:
-    """The indices of a matrix up to its diagonal number `k`."""
+    """Return the indices of a matrix up to its diagonal number `k`."""
     found: tuple[Array, ...] = tri(space, n, m, k, BOOL).nonzero()
     return found
 
 
 def triu_indices(space: Space, n: int, k: int = 0, m: int | None = None) -> tuple[Array, ...]:
-    """The indices of a matrix from its diagonal number `k` on."""
+    """Return the indices of a matrix from its diagonal number `k` on."""
     found: tuple[Array, ...] = ELEMENTWISE["logical_not"](tri(space, n, m, k - 1, BOOL)).nonzero()
     return found
 

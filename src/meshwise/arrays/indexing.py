@@ -31,7 +31,7 @@ from meshwise.arrays.views import as_bits, by_bits, first_divided, made, undivid
 
 
 def get_item(x: Array, given: Any, /) -> Array:
-    """`x[given]`: a view where the key has no arrays; one element is a number, and no view."""
+    """Read `x[given]`: a view if the key has no arrays. A single element is a number, not a view."""
     key = read_key(given, x.shape)
     if key.arrays:
         chosen: Array = _chosen(x, key)
@@ -44,7 +44,7 @@ def get_item(x: Array, given: Any, /) -> Array:
 
 @by_bits
 def _chosen(x: Array, key: Key) -> Array:
-    """What a key with arrays chooses, copied."""
+    """Copy the entries that a key with arrays selects."""
     found = cut(x, key.cuts)
     dims_before = [sum(isinstance(each, range) for each in key.cuts[:dim]) for dim, _ in key.arrays]
     first = key.arrays[0][1]
@@ -58,7 +58,7 @@ def _chosen(x: Array, key: Key) -> Array:
 
 
 def _shown(found: Array, key: Key, depth: int) -> Array:
-    """The dims of the result in the order of the key. depth: how many dims, in front, are those of arrays."""
+    """Reorder the dims of the result as in the key. depth: how many dims, in front, belong to index arrays."""
     order: list[int | None] = []
     dim = depth
     for each in key.out:
@@ -85,7 +85,7 @@ class Region:
 
 
 def region(x: Array, cuts: Sequence[Cut]) -> Region:
-    """The views of its parts that a cut of each dim leaves: what is written there is written into `x`."""
+    """Return views of the parts after a cut of each dim; writing to them writes to `x`."""
     keys, placed, shape, flipped = _plan(x.sharding, tuple(cuts))
     here = zip(x.space.local(x.sharding), x.parts, strict=True)
     return Region([part[keys[number]] for (number, _), part in here if number in keys], placed, shape, flipped)
@@ -95,7 +95,7 @@ def region(x: Array, cuts: Sequence[Cut]) -> Region:
 def _plan(
     placed: Sharding, cuts: tuple[Cut, ...]
 ) -> tuple[dict[int, tuple[int | slice, ...]], Sharding, Shape, tuple[int, ...]]:
-    """What is cut out of each part, by its number; how that lies; its shape; its dims that are wanted descending."""
+    """Return each part's slices by its number, their sharding and shape, and the dims listed in descending order."""
     kept = [each for each in cuts if isinstance(each, range)]
     shape = tuple(len(each) for each in kept)
     flipped = tuple(dim for dim, each in enumerate(kept) if each.step < 0 and len(each) > 1)
@@ -116,8 +116,8 @@ def _plan(
 
 
 def _ascending(each: Cut) -> Cut:
-    """The same entries in ascending order. Ranges of the same entries are equal, and may be taken for each other: of
-    fewer than two the step says nothing."""
+    """Sort a range in ascending order. Ranges of the same entries become equal: below two entries the step is dropped,
+    as it has no meaning."""
     if isinstance(each, int):
         return each
     if len(each) < 2:
@@ -126,7 +126,7 @@ def _ascending(each: Cut) -> Cut:
 
 
 def _within(entries: range, begin: int, size: int) -> range:
-    """Those of the entries that lie in a part of `size` from `begin`, counted from there. entries: ascending."""
+    """Return the entries that lie in a part of `size` from `begin`, counted from there. entries: ascending."""
     first = max(0, -(-(begin - entries.start) // entries.step))
     last = min(len(entries), max(first, -(-(begin + size - entries.start) // entries.step)))
     if first >= last:
@@ -135,7 +135,7 @@ def _within(entries: range, begin: int, size: int) -> range:
 
 
 def cut(x: Array, cuts: Sequence[Cut]) -> Array:
-    """`x` with an entry, or some entries, of each dim. Nothing moves."""
+    """Select one entry or some entries of each dim of `x`. Nothing moves."""
     alias = x.alias
     if alias is not None and alias.flips and alias.source is not None:
         x, cuts = alias.source, mirrored(cuts, alias.flips, x.shape)
@@ -152,7 +152,7 @@ def cut(x: Array, cuts: Sequence[Cut]) -> Array:
 
 
 def mirrored(cuts: Sequence[Cut], dims: Collection[int], shape: Shape) -> list[Cut]:
-    """The same entries, where those of these dims are counted from the end."""
+    """Return the same cuts, counted from the end in these dims."""
     found: list[Cut] = []
     for dim, (each, last) in enumerate(zip(cuts, (n - 1 for n in shape), strict=True)):
         turned = last - each if isinstance(each, int) else range(last - each.start, last - each.stop, -each.step)
@@ -161,7 +161,7 @@ def mirrored(cuts: Sequence[Cut], dims: Collection[int], shape: Shape) -> list[C
 
 
 def as_indices(dims: Sequence[int], arrays: Sequence[Array | Tensor]) -> tuple[tuple[int, ...], list[Array | Tensor]]:
-    """Index arrays, one a dim: a mask as the indices of what is true in it."""
+    """Return index arrays, one per dim: a mask becomes the indices of its true elements."""
     covered: list[int] = []
     indices: list[Array | Tensor] = []
     for dim, array in zip(dims, arrays, strict=True):
@@ -178,7 +178,7 @@ def as_indices(dims: Sequence[int], arrays: Sequence[Array | Tensor]) -> tuple[t
 
 
 def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Array:
-    """(common shape of the indices, other dims of `x`): the entries of `dims` that the indices name."""
+    """Select the entries of `dims` that the indices name: (common shape of the indices, other dims of `x`)."""
     x = undivided(x)
     if x.sharding.dim in dims:
         return fetch(x, ask(x, dims, indices))
@@ -197,7 +197,7 @@ def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> 
 
 
 def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
-    """(how many are true, other dims of `x`): what the mask shows of the dims from `dim` on. Waits for their number."""
+    """Select by a mask over the dims from `dim` on: (how many are true, other dims of `x`). Waits for their number."""
     depth = len(mask.shape)
     if not depth:
         return (
@@ -224,16 +224,16 @@ def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
 
 
 def counted(x: Array, placed: Sharding, here: Sequence[int]) -> list[int]:
-    """The numbers of all parts, from those of the parts that are here."""
+    """Return the numbers of all parts, given those of the local parts."""
     at = {place: count for (_, place), count in zip(x.space.local(placed), here, strict=True)}
     every = agreed(x.space, [at.get(place, 0) for place in x.space.here], OPERATION)
     return [every[place] for place in placed.places]
 
 
 def nonzero(x: Array, /) -> tuple[Array, ...]:
-    """The indices of what is not zero, an array for each dim, in row-major order. Waits for their number.
+    """Return the indices of elements that are not zero, one array per dim, in row-major order. Waits for their number.
 
-    Lower bound: 0 bytes where `x` is divided along its first dim; else a byte an element that is not where it must be.
+    Lower bound: 0 bytes if `x` is divided along its first dim; else one byte for each element that must move.
     """
     if not x.shape:
         raise ValueError("nonzero of an array without dims: write xp.reshape(x, (1,)) first.")

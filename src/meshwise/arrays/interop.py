@@ -39,9 +39,9 @@ def dlpack(
     dl_device: Any = None,
     copy: bool | None = None,
 ) -> Any:
-    """The standard's `x.__dlpack__()`: without a copy where the array lies on one place. Else all of it is gathered on
-    the first, over ranks on each, with a warning or an error, as `mw.guard` says; if it must not be copied, the array
-    itself moves there."""
+    """Implement the standard's `x.__dlpack__()`: without a copy if the array lies on one place. Otherwise gather it on
+    the first place, over ranks on each, with a warning or an error as `mw.guard` says; if copying is forbidden, the
+    array itself moves there."""
     whole = x if x.sharding.single and not x.space.over_ranks else gathered(x, "__dlpack__")
     if copy is False and whole is not x:
         if x.alias is not None and not is_last(x):
@@ -52,13 +52,13 @@ def dlpack(
 
 
 def dlpack_device(x: Array, /) -> Any:
-    """The standard's `x.__dlpack_device__()`: of the first place."""
+    """Implement the standard's `x.__dlpack_device__()`: the device of the first place."""
     device = x.space.devices[x.sharding.places[0] if not x.space.over_ranks else x.space.here[0]]
     return torch.empty(0, device=device).__dlpack_device__()
 
 
 def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | None = None) -> Array:
-    """An array of what has `__dlpack__`, on the place where it lies, without a copy if none is asked for."""
+    """Make an array of an object that has `__dlpack__`, on the place where it lies; copied only if asked for."""
     if isinstance(x, Array):
         return asarray(space, x, device=device, copy=copy)
     if not hasattr(type(x), "__dlpack__"):
@@ -79,9 +79,9 @@ def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | Non
 
 
 def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
-    """An array whose parts are these tensors or arrays, one a place in order, without a copy where they lie there.
+    """Make an array whose parts are these tensors or arrays, one per place in order, without a copy if they lie there.
 
-    Over ranks each gives its own: a list of one.
+    Over ranks each rank gives its own: a list of one.
     """
     parts = [from_array(part) for part in shards]
     if len(parts) != len(space.here):
@@ -105,8 +105,8 @@ def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
 
 
 def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-    """`np.asarray(x)`: all values, shared where the array lies on one CPU place; else a copy that is not written, since
-    that would not be seen in `x`. Waits for them."""
+    """Return `np.asarray(x)`: shared memory if the array lies on one CPU place; else a read-only copy, since writes to
+    it would not reach `x`. Waits for the values."""
     here = x.sharding.single and x.parts and x.parts[0].is_cpu and not x.space.over_ranks
     shown = here and (x.alias is None or (x.alias.source is None and not x.alias.read_only))
     if here and not copy and not OPEN_DEVICES:  # which are as far from the host as a GPU is
@@ -121,7 +121,7 @@ def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarra
 
 
 def from_array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A tensor of the host as NumPy's array, sharing its memory."""
+    """Convert a tensor of the host to a NumPy array that shares its memory."""
     try:
         return tensor.numpy()
     except TypeError as error:
@@ -129,14 +129,14 @@ def from_array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def cuda_interface(x: Array) -> Any:
-    """What CuPy and Numba ask an array on one GPU for. AttributeError for any other, so that they ask no further."""
+    """Return the interface that CuPy and Numba read, for an array on one GPU. AttributeError for any other array."""
     if x.sharding.single and x.parts and x.parts[0].is_cuda:
         return x.parts[0].__cuda_array_interface__
     raise AttributeError(f"__cuda_array_interface__ of an array with {reading.where(x)}: only of one on a single GPU.")
 
 
 def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """The methods by which NumPy's own functions, `np.sqrt(x)` and `np.concatenate([x, y])`, become ours."""
+    """Return the methods through which NumPy's own functions, `np.sqrt(x)` and `np.concatenate([x, y])`, call ours."""
 
     def ufunc(self: Array, called: Any, method: str, *given: Any, **kwargs: Any) -> Any:
         rule = functions.get(called.__name__)

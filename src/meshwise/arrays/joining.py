@@ -28,10 +28,10 @@ from meshwise.arrays.views import as_before, as_bits, axis_of, by_bits, made
 
 
 def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
-    """Arrays one after another along a dim; None: flattened first.
+    """Join arrays along a dim; None: flatten them first.
 
-    The result is divided as the longest of them; along `axis`, each place has as many entries as it had of all.
-    Moved: the entries that then lie elsewhere.
+    The result is divided as the largest of them; along `axis`, each place keeps as many entries as it had in all. Moves
+    the entries that then lie elsewhere.
     """
     given = _of_one_type("concat", arrays)
     if axis is None:
@@ -47,7 +47,7 @@ def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
 
 
 def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
-    """Arrays one after another along a new dim. Arrays that are divided alike stay so: nothing moves."""
+    """Join arrays along a new dim. Arrays that are divided alike stay so: nothing moves."""
     given = _of_one_type("stack", arrays)
     if len({x.shape for x in given}) > 1:
         raise ValueError(f"stack of shapes {', '.join(str(x.shape) for x in given)}: all must be equal.")
@@ -56,7 +56,7 @@ def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
 
 
 def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
-    """The entries of a dim, a view each, of a vector a number: those of a divided dim lie where they lay."""
+    """Split a dim into its entries: views, or numbers for a vector. Entries of a divided dim stay where they lie."""
     dim = axis_of(axis, len(x.shape), "unstack")
     whole = [range(length) for length in x.shape]
     entries = tuple(cut(x, [*whole[:dim], at, *whole[dim + 1 :]]) for at in range(x.shape[dim]))
@@ -64,8 +64,7 @@ def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
 
 
 def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
-    """Entries in the other order, along dims or all. Nothing moves: the places of a divided dim are in the other order,
-    too."""
+    """Reverse the entries along dims, or all dims. Nothing moves: the places of a divided dim are reversed, too."""
     given = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
     if not x.shape:
         return copied(x)
@@ -74,8 +73,8 @@ def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
 
 @by_bits
 def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Array:
-    """Entries moved on by `shift` along a dim, those that fall off at the end come in again at the start; None: of the
-    flattened array. It stays divided as it is: of each part the entries that pass its end move."""
+    """Shift the entries by `shift` along a dim; those that fall off the end come in again at the start. None: shift the
+    flattened array. It stays divided as it is: the entries that pass the end of their part move."""
     if axis is None:
         if not isinstance(shift, int):
             raise ValueError(f"roll(shift={shift}) without an axis: give one number, or axes.")
@@ -97,7 +96,7 @@ def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | No
 
 @by_bits
 def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
-    """The array so many times along each dim. Along the divided one each place has as many times what it had."""
+    """Repeat the array so many times along each dim. Along the divided dim each place repeats what it had."""
     times = [repetitions] if isinstance(repetitions, int) else list(repetitions)
     times = [1] * (len(x.shape) - len(times)) + times
     if min(times, default=0) < 0:
@@ -113,8 +112,8 @@ def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
 
 @by_bits
 def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
-    """Each entry of a dim so many times, next to itself; None: of the flattened array. Nothing moves but an array of
-    numbers of times, to where `x` is divided; its sum is waited for."""
+    """Repeat each entry of a dim in place; None: of the flattened array. Nothing moves but an array of repeat counts,
+    to where `x` is divided; its sum is waited for."""
     x = flat(x) if axis is None else x
     repeats = asarray(x.space, repeats) if isinstance(repeats, list | tuple) else repeats
     dim = axis_of(axis or 0, len(x.shape), "repeat")
@@ -143,7 +142,7 @@ def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
 def diff(
     x: Array, /, n: int = 1, axis: int = -1, *, prepend: Array | None = None, append: Array | None = None
 ) -> Array:
-    """Differences of neighbours along a dim, `n` times over. Moved: one entry at each border of two parts, a time."""
+    """Return differences of neighbours along a dim, `n` times. Moves one entry per border of two parts, each time."""
     dim = axis_of(axis, len(x.shape), "diff")
     if n < 0:
         raise ValueError(f"diff(n={n}): it must be 0 or more.")
@@ -164,11 +163,11 @@ def diff(
 def halo(
     x: Array, before: int, after: int, /, *, dim: int | None = None, wrap: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """The parts that are here, each with the last `before` entries ahead of it and the first `after` behind it.
+    """Return the local parts, each with `before` entries of its neighbours ahead of it and `after` behind it.
 
-    dim: the divided one. wrap: entries ahead of the first are the last ones, as in a ring; else the parts at the ends
-    have only what there is. Moved: those entries, from as many places as hold them; an empty part gets none. What is
-    given has memory of its own.
+    dim: the divided one. wrap: the array is a ring, so the last entries come before the first; else the parts at the
+    ends have fewer. Moves those entries, from as many places as hold them; an empty part gets none. The result has
+    memory of its own.
     """
     dim = x.sharding.dim if dim is None else axis_of(dim, len(x.shape), "halo")
     if min(before, after) < 0:
@@ -193,16 +192,16 @@ def halo(
 
 
 def _ring(x: Array, length: int, before: int) -> list[Run]:
-    """The `before` entries ahead of the first, going round."""
+    """Return the `before` entries ahead of the first, as in a ring."""
     rounds, rest = divmod(before, length)
     return [Run(x, length - rest, rest), *[Run(x, 0, length)] * rounds]
 
 
 def pad(x: Array, pad_width: Any, mode: str = "constant", *, constant_values: Any = 0) -> Array:
-    """`x` with entries ahead of it and behind it along each dim, as NumPy's.
+    """Add entries before and after `x` along each dim, as NumPy's `pad`.
 
     pad_width: a number, (before, after), or such a pair for each dim. mode: constant, edge, wrap, reflect, symmetric.
-    Along the divided dim, a constant is made where the ends lie; other entries move there where they are not.
+    Along the divided dim, constants are made on the first and last places; other entries move there if need be.
     """
     if mode not in ("constant", "edge", "wrap", "reflect", "symmetric"):
         raise ValueError(f"pad(mode={mode!r}): write constant, edge, wrap, reflect or symmetric.")
@@ -247,7 +246,7 @@ def _ends(x: Array, dim: int, before: int, after: int, mode: str) -> list[Run]:
 
 
 def _of_one_type(name: str, arrays: Sequence[Array]) -> list[Array]:
-    """At least one array, of one namespace, cast to what they promote to."""
+    """Cast arrays of one namespace, at least one, to the type that they promote to."""
     if isinstance(arrays, Array):
         raise TypeError(f"{name} of one array: give a list of arrays.")
     given = list(arrays)

@@ -20,14 +20,14 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.sharding import Shape
 
 Cut = int | range
-"""Of one dim: the entry, or the entries that are kept."""
+"""In one dim: the entry to select, or the entries to keep."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """cuts: one for each dim. arrays: (first dim, index array or mask), by dims; a mask may cover several.
-    out: what the dims of the result are, in order: a dim that is cut, None for a new one, ADVANCED for those of arrays.
-    """
+    """A parsed index. cuts: one for each dim. arrays: (first dim, index array or mask), by dim; a mask may cover
+    several. out: the dims of the result in order: a dim that is cut, None for a new one, ADVANCED for those of index
+    arrays."""
 
     cuts: tuple[Cut, ...]
     arrays: tuple[tuple[int, Array | Tensor], ...]
@@ -38,7 +38,7 @@ ADVANCED = -1
 
 
 def read_key(given: Any, shape: Shape) -> Key:
-    """The key of an array of this shape. IndexError for what cannot be one."""
+    """Read an index key for an array of this shape. IndexError for an invalid key."""
     if not isinstance(given, tuple):
         given = (given,)
     try:
@@ -53,7 +53,7 @@ _BASIC: dict[type, Callable[[Any], Any]] = {
     type(None): lambda each: each,
     type(...): lambda each: each,
 }
-"""Keys without arrays, as what can be kept by: slices cannot."""
+"""The items of keys without arrays, as hashable values: slices are not hashable."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -95,7 +95,7 @@ def _read(items: list[Any], shape: Shape) -> Key:
 
 
 def _item(given: Any) -> Any:
-    """None, Ellipsis, a slice, an int, or an array of indices or truth values: an `Array`, or a host tensor."""
+    """Convert an item of a key: None, Ellipsis, a slice, an int, or an index array or mask (`Array` or host tensor)."""
     if given is None or given is Ellipsis or isinstance(given, slice):
         return given
     if type(given) is int:
@@ -115,7 +115,7 @@ def _item(given: Any) -> Any:
 
 
 def on_host(given: Any) -> Any:
-    """Lists, NumPy arrays and tensors of indices or truth values as a tensor of the host; without dims, a number."""
+    """Convert lists, NumPy arrays and tensors of indices or truths to a host tensor; without dims, to a number."""
     values = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
     if values.size == 0 and not isinstance(given, np.ndarray | Tensor):
         values = values.astype(np.int64)
@@ -131,7 +131,7 @@ def _is_array(item: Any) -> bool:
 
 
 def _with_all_dims(items: list[Any], ndim: int) -> list[Any]:
-    """With a slice for each dim that is not named. An ellipsis stays: it parts the arrays at its sides."""
+    """Add a slice for each dim that is not named. An ellipsis stays, as it separates the arrays at its sides."""
     used = sum(_dims_of(item) for item in items)
     at = [k for k, item in enumerate(items) if item is Ellipsis]
     if len(at) > 1:

@@ -15,13 +15,13 @@ from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
 
 def free_dim(shape: Shape, taken: Collection[int]) -> int | None:
-    """The dim to split instead of those that are taken: the longest other; None where all others are shorter than 2."""
+    """Return the longest dim outside `taken`, to split along; None if all others are shorter than 2."""
     others = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] > 1]
     return max(others, key=lambda dim: shape[dim], default=None)
 
 
 def freed(x: Array, axes: Collection[int], operation: str) -> Array:
-    """`x` where none of `axes` is split: as it is, or split along the longest other dim, or on one place."""
+    """Return `x` with none of `axes` split: unchanged, split along the longest other dim, or on one place."""
     held = x.sharding
     if held.dim is None or held.dim not in axes:
         return x
@@ -29,7 +29,7 @@ def freed(x: Array, axes: Collection[int], operation: str) -> Array:
 
 
 def freely(held: Sharding, shape: Shape, axes: Collection[int]) -> Sharding:
-    """Where `freed` lays an array that has to move."""
+    """Return the sharding that `freed` gives an array that has to move."""
     dim = free_dim(shape, axes)
     if dim is None:
         return sharding((fullest(held),))
@@ -37,5 +37,5 @@ def freely(held: Sharding, shape: Shape, axes: Collection[int]) -> Sharding:
 
 
 def fullest(held: Sharding) -> int:
-    """The place that holds the most: moving the others' parts there moves the fewest bytes."""
+    """Return the place that holds the most; moving the other parts there moves the fewest bytes."""
     return held.places[held.sizes.index(max(held.sizes))] if held.sizes else held.places[0]

@@ -17,7 +17,7 @@ from meshwise.arrays.views import as_before, as_bits, axis_of, made
 
 
 def arranged(x: Array, order: Sequence[int | None]) -> Array:
-    """The dims of `x` in this order; None: a new dim of length 1. Lower bound, and moved: 0 bytes."""
+    """Permute the dims of `x`; None in `order` adds a dim of length 1. Moves nothing."""
     if x.alias is not None and x.alias.flips and x.alias.source is not None:
         flips = [at for at, dim in enumerate(order) if dim in x.alias.flips]
         return flipped(arranged(x.alias.source, order), flips)
@@ -38,7 +38,7 @@ def arranged(x: Array, order: Sequence[int | None]) -> Array:
 
 
 def flipped(x: Array, dims: Sequence[int]) -> Array:
-    """The entries of these dims in the other order. Along the divided one the places are in the other order, too."""
+    """Reverse the entries of these dims. Along the divided dim the places are reversed, too."""
     if x.alias is not None and x.alias.flips and x.alias.source is not None:
         dims, x = sorted(x.alias.flips.symmetric_difference(dims)), x.alias.source
     dims = [dim for dim in dims if x.shape[dim] > 1]
@@ -56,7 +56,7 @@ def flipped(x: Array, dims: Sequence[int]) -> Array:
 
 
 def turned(x: Array, dims: Sequence[int]) -> Array:
-    """As `flipped`, copied."""
+    """Copy the result of `flipped`."""
     bits, placed = as_bits(x), x.sharding
     parts = [part.flip(tuple(dims)) for part in bits.parts]
     if placed.dim in dims:
@@ -66,7 +66,7 @@ def turned(x: Array, dims: Sequence[int]) -> Array:
 
 
 def permute_dims(x: Array, /, axes: Sequence[int]) -> Array:
-    """The dims in another order. Moves nothing: it is divided along the same dim, wherever that goes."""
+    """Permute the dims. Moves nothing: the array stays divided along the same dim, at its new position."""
     order = [axis_of(axis, len(x.shape), "permute_dims") for axis in axes]
     if sorted(order) != list(range(len(x.shape))):
         raise ValueError(f"permute_dims(axes={tuple(axes)}) of {len(x.shape)} dims: name each of them once.")
@@ -74,7 +74,7 @@ def permute_dims(x: Array, /, axes: Sequence[int]) -> Array:
 
 
 def matrix_transpose(x: Array, /) -> Array:
-    """The last two dims swapped."""
+    """Swap the last two dims."""
     ndim = len(x.shape)
     if ndim < 2:
         raise ValueError(f"matrix_transpose of shape {x.shape}: it needs two dims or more.")
@@ -82,7 +82,7 @@ def matrix_transpose(x: Array, /) -> Array:
 
 
 def moveaxis(x: Array, source: int | Sequence[int], destination: int | Sequence[int], /) -> Array:
-    """Dims taken from `source` and put at `destination`; the others keep their order."""
+    """Move dims from `source` to `destination`; the others keep their order."""
     ndim = len(x.shape)
     here = [axis_of(axis, ndim, "moveaxis") for axis in ([source] if isinstance(source, int) else source)]
     there = [
@@ -97,7 +97,7 @@ def moveaxis(x: Array, source: int | Sequence[int], destination: int | Sequence[
 
 
 def expand_dims(x: Array, /, axis: int | Sequence[int] = 0) -> Array:
-    """New dims of length 1 at these positions of the result."""
+    """Add dims of length 1 at these positions of the result."""
     given = [axis] if isinstance(axis, int) else list(axis)
     ndim = len(x.shape) + len(given)
     new = [axis_of(each, ndim, "expand_dims") for each in given]
@@ -108,7 +108,7 @@ def expand_dims(x: Array, /, axis: int | Sequence[int] = 0) -> Array:
 
 
 def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
-    """Without these dims of length 1; None: without all of them. What was divided along one lies on one place."""
+    """Remove these dims of length 1; None: all of them. An array divided along one of them lies on one place."""
     shape = x.shape
     if axis is None:
         gone = [dim for dim, length in enumerate(shape) if length == 1]
@@ -132,8 +132,8 @@ def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
 
 
 def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
-    """`x` repeated along new dims and those of length 1, without memory for it: a view that is not written. Moves
-    nothing: what lies on one place stays there."""
+    """Repeat `x` along new dims and those of length 1, without memory for it: a read-only view. Moves nothing: an array
+    on one place stays there."""
     wanted = tuple(int(length) for length in shape)
     more = len(wanted) - len(x.shape)
     own = (1,) * more + x.shape
@@ -150,7 +150,7 @@ def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
 
 
 def of_repeated(x: Array, shape: Shape) -> Strides:
-    """The strides of `x` repeated to this shape."""
+    """Return the strides of `x` repeated to this shape."""
     own = zip(x.shape, of(x.shape, strides_of(x)), strict=True)
     more = len(shape) - len(x.shape)
     strides = [0] * more + [
@@ -168,8 +168,8 @@ def _repeated(x: Array, shape: Shape, placed: Sharding) -> Array:
 
 
 def spread(x: Array, shape: Shape, placed: Sharding, operation: str) -> Array:
-    """`x` broadcast to `shape` and laid out as `placed`: where it is repeated, what is repeated goes to each place.
+    """Broadcast `x` to `shape` and lay it out as `placed`; entries that are repeated go to each place.
 
-    Lower bound, and moved: what a place's part of `x` has that is not there; all of `x` where the divided dim repeats.
+    Moves the least: what a place needs of `x` and does not hold; all of `x` if the divided dim is a repeated one.
     """
     return _repeated(reshard(x, lies_for(shape, x.shape, placed), operation), shape, placed)

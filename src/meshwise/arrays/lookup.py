@@ -29,8 +29,8 @@ Look = Callable[[Tensor, Tensor], Tensor]  # (values, part of the table) -> the 
 
 
 def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None) -> Array:
-    """Where each of `x2` would go into the sorted vector `x1`, so that it stays sorted. side: before what is equal, or
-    after it ("right"). sorter: what sorts `x1`, as argsort gives it. nan is greater than all numbers."""
+    """Find where each of `x2` goes into the sorted vector `x1`. side: before equal elements, or after them ("right").
+    sorter: indices that sort `x1`, as from argsort. nan counts as greater than all numbers."""
     if type(x1) is not Array or len(x1.shape) != 1:
         raise NoArrayGiven("searchsorted: the first array is a sorted vector. Write xp.sort(xp.reshape(x, (-1,))).")
     if side not in ("left", "right"):
@@ -44,7 +44,7 @@ def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | N
 
 
 def isin(x1: Any, x2: Any, /, *, assume_unique: bool = False, invert: bool = False) -> Array:
-    """Which of `x1` are in `x2`; `invert`: which are not. nan is in nothing."""
+    """Return which elements of `x1` are in `x2`; `invert`: which are not. nan equals nothing."""
     if type(x2) is not Array:
         x1, x2 = (x1, _operand(x2, x1)[0]) if type(x1) is Array else (x1, x2)
     values, dtype = _operand(x1, x2)
@@ -58,7 +58,7 @@ def _but_parts(x: Array) -> tuple[Any, ...]:
 
 
 def _operand(value: Any, other: Any) -> tuple[Array, torch.dtype]:
-    """`value` as an array beside `other`, and what both are compared as."""
+    """Convert `value` to an array beside `other`; return it with the dtype in which both are compared."""
     if type(other) is not Array or not (type(value) is Array or is_python_number(value)):
         raise NoArrayGiven(f"{type(value).__name__} and {type(other).__name__}: write xp.asarray(value) first.")
     dtype = result_type(value, other)

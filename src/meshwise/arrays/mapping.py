@@ -24,13 +24,13 @@ from meshwise.workers.verb_log import came_to
 def map_shards(
     function: Callable[..., Any], x: Array, /, *others: Any, halo: int | tuple[int, int] = 0, wrap: bool = False
 ) -> Any:
-    """`function` of each part of `x`, a torch tensor where it lies, as one array; several, where it returns a tuple.
+    """Call `function` on each part of `x`, a torch tensor on its device, and join the results; a tuple gives several
+    arrays.
 
-    others: arrays, of which each call gets the same part, or all of one that has not the divided dim, as dims broadcast
-    (the last beside the last); and anything else, as it is. halo: how many entries of its neighbours a part has on
-    each side, or (before, after); at the ends of the array there are none, unless `wrap` takes those of the other end.
-    The result has the length of the part along the divided dim; one with the halo's entries too is cut. Not called for
-    an empty part.
+    others: arrays, of which each call gets the matching part, or all of one without the divided dim, as in
+    broadcasting; and other values, passed unchanged. halo: how many neighbouring entries a part gets on each side, or
+    (before, after); at the ends of the array there are none, unless `wrap` takes those of the other end. The result
+    keeps the part's length along the divided dim; a halo in it is cut off. Empty parts are skipped.
     """
     if not isinstance(x, Array):
         raise UsageError(f"map_shards of {type(x).__name__}: give the function, then an array of a namespace.")
@@ -57,7 +57,7 @@ def map_shards(
 
 
 def _beside(x: Array, other: Any) -> Callable[[int], Any]:
-    """What goes with part number k of `x`: of another array the same part, where it has the divided dim, else all."""
+    """Return a function from k to the argument for part k of `x`: of an array divided alike the same part, else all."""
     if not isinstance(other, Array):
         return lambda at: other
     wanted = sharding(x.sharding.places)
@@ -69,13 +69,13 @@ def _beside(x: Array, other: Any) -> Callable[[int], Any]:
 
 
 def _ahead(x: Array, at: int, before: int, wrap: bool) -> int:
-    """How many entries of its neighbours lie ahead of part number `at` of those that are here."""
+    """Return how many entries of its neighbours lie ahead of local part number `at`."""
     part, _ = x.space.local(x.sharding)[at]
     return before if wrap else min(before, x.sharding.offsets[part])
 
 
 def _cut(made: Any, dim: int | None, own: Tensor, given: Tensor, lead: int) -> Tensor:
-    """What the function made of a part, without the halo."""
+    """Cut the halo off a result."""
     if not isinstance(made, Tensor):
         raise UsageError(
             f"map_shards: the function returned {type(made).__name__}. Return a tensor, or a tuple of some."
@@ -94,7 +94,7 @@ def _cut(made: Any, dim: int | None, own: Tensor, given: Tensor, lead: int) -> T
 
 
 def _joined(x: Array, results: Sequence[list[Tensor] | None], placed: Sharding) -> list[Array]:
-    """The arrays of what was made of the parts; shapes and dtypes of empty ones are those of the others."""
+    """Join the results into arrays; empty parts get the shape and dtype of the others."""
     found = next((each for each in results if each is not None), None)
     forms = None if found is None else [(tuple(one.shape), one.dtype) for one in found]
     if x.space.over_ranks:

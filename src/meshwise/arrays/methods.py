@@ -48,12 +48,12 @@ UNARY = {"neg": "negative", "pos": "positive", "abs": "abs", "invert": "bitwise_
 
 
 def of_this_space(x: Array, value: Any) -> Array | None:
-    """An operand of NumPy or torch, or a list, as an array beside `x`; None for what is none."""
+    """Convert an operand of NumPy or torch, or a list, to an array beside `x`; None for any other type."""
     return asarray(x.space, value) if isinstance(value, np.ndarray | np.generic | Tensor | list | tuple) else None
 
 
 def operator(rule: Callable[..., Array], *, reflected: bool = False) -> Callable[[Array, Any], Any]:
-    """A function of two arrays as an operator, which leaves to the other operand what it does not know."""
+    """Make an operator from a function of two arrays. It returns NotImplemented for types that it does not know."""
 
     def apply(self: Array, other: Any) -> Any:
         try:
@@ -68,8 +68,8 @@ def operator(rule: Callable[..., Array], *, reflected: bool = False) -> Callable
 
 
 def _terms(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
-    """The right operands of `rule` for the parts of `x`, where the result has its shape, dtype and placement and may be
-    written over it; None where that is not sure."""
+    """Return the right operands of `rule` for the parts of `x`, if the result has the shape, dtype and placement of `x`
+    and can overwrite it; None if that is not certain."""
     if x.dtype not in getattr(rule, "takes", ()):
         return None
     if type(other) is Array:
@@ -90,7 +90,7 @@ def _terms(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
 
 
 def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
-    """`x += y`: the values of `x` change, and all that refers to it sees that. TypeError where its dtype would."""
+    """Implement `x += y` in place: everyone who refers to `x` sees it. TypeError if its dtype would change."""
     apply = operator(rule)
 
     def change(self: Array, other: Any) -> Any:
@@ -117,36 +117,36 @@ def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
 
 
 def resharded(x: Array, sharding: Placement = None, /, *, device: Any = None) -> Array:
-    """`x` laid out anew, in memory of its own. sharding: as `xp.shard(1)`; device: one that then holds it all."""
+    """Lay out `x` anew, in its own memory. sharding: as `xp.shard(1)`; device: the one that then holds all of it."""
     return asarray(x.space, x, device=device, sharding=sharding, copy=True)
 
 
 def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
-    """A copy of `x` on one device of the namespace."""
+    """Copy `x` to one device of the namespace."""
     if stream is not None:
         raise ValueError("to_device with a stream: meshwise orders copies itself. Leave it out.")
     return asarray(x.space, x, device=device, copy=True)
 
 
 def shards(x: Array) -> tuple[Tensor, ...]:
-    """The tensors of the places that are here, in order of the places of `x.sharding`; no copy."""
+    """The local tensors, in order of the places of `x.sharding`; not copied."""
     return x.parts
 
 
 def length(x: Array) -> int:
-    """`len(x)`."""
+    """Return `len(x)`."""
     if not x.shape:
         raise TypeError("len of an array without dims: it has no length.")
     return x.shape[0]
 
 
 def size(x: Array) -> int:
-    """How many elements the array has."""
+    """The number of elements of the array."""
     return int(np.prod(x.shape, dtype=np.int64))
 
 
 def no_such(x: Array, name: str) -> Any:
-    """What `x.name` says where there is none; the parts of a view that has none of its own."""
+    """Return the parts of a view that has none of its own; raise AttributeError for any other missing name."""
     if name == "parts":
         return fetched(x)
     if isinstance(own := Array.__dict__.get(name), property):
@@ -183,11 +183,11 @@ SETTERS: dict[str, Callable[[Array, Any], None]] = {
     "real": lambda x, value: x.real.__setitem__(..., value),
     "imag": lambda x, value: x.imag.__setitem__(..., value),
 }
-"""The properties that are assigned to."""
+"""The setters of properties that can be assigned."""
 
 
 def install(methods: dict[str, Callable[..., Any]], properties: dict[str, Callable[[Array], Any]]) -> None:
-    """Give `Array` these methods and properties."""
+    """Add these methods and properties to `Array`."""
     for name, method in methods.items():
         setattr(Array, name, method if name.startswith("__") else checked(f"x.{name}", method))
     for name, read in properties.items():
@@ -195,7 +195,7 @@ def install(methods: dict[str, Callable[..., Any]], properties: dict[str, Callab
 
 
 def install_operators() -> None:
-    """Give `Array` the operators of `elementwise.py`."""
+    """Add the operators of `elementwise.py` to `Array`."""
     rules = elementwise.FUNCTIONS
     for name, rule in BINARY.items():
         install_binary(name, rules[rule])
@@ -206,7 +206,7 @@ def install_operators() -> None:
 
 
 def install_binary(name: str, rule: Callable[..., Array]) -> None:
-    """Give `Array` an operator, its reflected one and the one in place."""
+    """Add an operator, its reflected form and its in-place form to `Array`."""
     setattr(Array, f"__{name}__", operator(rule))
     setattr(Array, f"__r{name}__", operator(rule, reflected=name not in ("add", "mul")))
     setattr(Array, f"__i{name}__", changing(rule))

@@ -27,12 +27,12 @@ from meshwise.transfer.path import choose
 from meshwise.workers.verb_log import came_to
 
 EXPLAINED: list[object] = []
-"""Not empty while `mw.explain` runs: moves are reported and not made."""
+"""Not empty while `mw.explain` runs: moves are then reported instead of made."""
 
 
 class Move(NamedTuple):
-    """What goes from one place to another. tensor: its values, None where the source is not here. into: where it is
-    written at its target, if there is memory for it already; a piece that stays at its place is copied only there."""
+    """A tensor to send from one place to another. tensor: its values; None if the source is not local. into: memory at
+    the target to write to, if there is some; a piece that stays at its place is copied only into this."""
 
     source: int
     target: int
@@ -44,8 +44,8 @@ class Move(NamedTuple):
 
 
 def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hashable, Tensor]:
-    """Move pieces, and give those whose target is here by their keys. One that stays where it is, is not copied and
-    not counted. Over ranks all ranks call it, with the same pieces in the same order."""
+    """Move pieces, and return those with local targets by their keys. A piece that stays where it is, is neither copied
+    nor counted. Over ranks all ranks call it, with the same pieces in the same order."""
     if space.over_ranks:
         return _over_ranks(space, list(pieces), operation)
     arrived = {}
@@ -70,7 +70,7 @@ def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hasha
 
 
 def _over_ranks(space: Space, pieces: Sequence[Move], operation: str) -> dict[Hashable, Tensor]:
-    """One batch of sends and receives. A rank's place is its rank."""
+    """Send and receive in one batch over ranks. A rank's place is its rank."""
     came_to(operation)
     (own,) = space.here
     arrived, sends, receives, copies = {}, [], [], []
@@ -95,9 +95,9 @@ def _over_ranks(space: Space, pieces: Sequence[Move], operation: str) -> dict[Ha
 
 
 def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool = False) -> Array:
-    """`x` laid out as wanted. What lies where it is wanted already is not copied: the result may share its memory.
+    """Lay out `x` as wanted. Parts that already lie there are not copied: the result may share memory with `x`.
 
-    own: the result is for a user, and has memory of its own.
+    own: the result is for a user, and needs memory of its own.
     """
     held, space, shape = x.sharding, x.space, x.shape
     if held is wanted or held == wanted:
@@ -125,12 +125,12 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
 
 
 Step = tuple[int, int, Shape, Slices | None, Slices | None]
-"""The part that holds a piece, the one that wants it, its shape, its slices in the one and in the other; None: all."""
+"""(part with a piece, part that wants it, the piece's shape, its slices in the first, in the second); None: all."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(shape: Shape, held: Sharding, wanted: Sharding, own: bool) -> tuple[list[Step], set[int]]:
-    """What `overlaps` gives; and the parts that are taken whole from another, so that they need no memory first."""
+    """Return the result of `overlaps`, and the parts that are whole copies of another: they need no memory first."""
     steps: list[Step] = []
     whole = set()
     for source, target, theirs, ours in overlaps(shape, held, wanted):
@@ -148,7 +148,7 @@ def _covers(within: tuple[slice, ...], shape: Shape) -> bool:
 
 
 def elements_moved(shape: Shape, held: Sharding, wanted: Sharding) -> int:
-    """How many elements leave their place when an array that is `held` is laid out as `wanted`."""
+    """Count the elements that change their place when an array laid out as `held` becomes `wanted`."""
     if held is wanted or held == wanted:
         return 0
     moved = 0
@@ -162,26 +162,26 @@ def elements_moved(shape: Shape, held: Sharding, wanted: Sharding) -> int:
 
 
 def to_single(x: Array, place: int, operation: str = "to one place") -> Array:
-    """All of `x` on one place."""
+    """Move all of `x` to one place."""
     return reshard(x, sharding((place,)), operation)
 
 
 def replicate(x: Array, places: tuple[int, ...] | None = None, operation: str = "replicate") -> Array:
-    """All of `x` on each of the places; of none named, on all."""
+    """Copy all of `x` to each of the places; by default to all."""
     return reshard(x, sharding(places or x.space.places), operation)
 
 
 def stacked(x: Array, places: Sequence[int], parts: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Array:
-    """Partial results of one shape, one a place, as an array whose first dim counts them: `combined` reduces it.
+    """Make an array from one partial result per place, counted by its first dim; `combined` reduces it.
 
-    parts: those of the places that are here. x: of whose space they are.
+    parts: those of the local places. x: an array of the same space.
     """
     partials = tuple(part.unsqueeze(0) for part in parts)
     return Array(partials, sharding(tuple(places), 0, (1,) * len(places)), (len(places), *shape), dtype, x.space)
 
 
 def plainly(space: Space) -> bool:
-    """Places are memory of this process's host, and nobody watches what moves between them."""
+    """Return whether all places are host memory of this process, and nobody records moves between them."""
     return not (OPEN or OPEN_DEVICES or EXPLAINED or space.over_ranks or not space.on_host)
 
 
@@ -193,10 +193,10 @@ def combined(
     operation: str,
     shape: Shape | None = None,
 ) -> Array:
-    """The first dim of `partials` reduced, at the places of `wanted`: each gets what all places have of its part.
+    """Reduce the first dim of `partials` on the places of `wanted`: each reduces all partial results for its part.
 
-    reduce: (places, ...) -> (...), in the order of the places, so that the same bits come every time. shape: of the
-    result, where that is not what is left of the partials'.
+    reduce: (places, ...) -> (...), in the order of the places, so that the bits are always the same. shape: of the
+    result, if it differs from the remaining dims of the partials.
     """
     above = sharding(wanted.places, None if wanted.dim is None else wanted.dim + 1, wanted.sizes)
     there = reshard(partials, above, operation)
@@ -205,8 +205,8 @@ def combined(
 
 
 def agreed(space: Space, values: Sequence[int], operation: str = "agree") -> list[int]:
-    """Whole numbers of each place, known to all: what shapes depend on. values: those of the places that are here, as
-    many for each. Waits for them."""
+    """Share whole numbers of each place with all places, as shapes depend on them. values: those of the local places,
+    equally many for each. Waits for them."""
     if not space.over_ranks:
         return list(values)
     came_to(operation)

@@ -70,7 +70,7 @@ MAKERS: list[dict[str, Callable[..., Any]]] = [
 ]
 """Functions whose first parameter is the space."""
 EXTENSIONS = numerics.EXTENSIONS
-"""`linalg` and `fft`: functions of arrays by name, in a namespace below."""
+"""`linalg` and `fft`: functions of arrays by name, in a namespace of their own."""
 PLAIN: dict[str, Any] = {
     **dtypes.NAMES,
     "bool": dtypes.BOOL,
@@ -84,7 +84,7 @@ PLAIN: dict[str, Any] = {
     "isdtype": dtypes.isdtype,
     "broadcast_shapes": lambda *shapes: broadcast_shape("broadcast_shapes", shapes),
 }
-"""What is the same in every namespace."""
+"""Names that are the same in every namespace."""
 
 
 class Names:
@@ -127,29 +127,29 @@ class Namespace(Names):
     def shard(
         self, dim: int = 0, sizes: Sequence[int] | None = None, weights: Sequence[float] | Machine | None = None
     ) -> Layout:
-        """A dim divided over the devices: in parts that differ by at most one, of these sizes, or by these weights.
+        """Divide a dim over the devices: in parts that differ by at most one, of these sizes, or by these weights.
 
-        weights: a number for each device, or a machine (`mw.find_machine()`, a measured one), for its memory's speed.
+        weights: a number per device, or a machine (`mw.find_machine()`, a measured one) for its memory's speed.
         """
         if isinstance(weights, Machine):
             weights = self.space.speeds(weights)
         return as_layout(self.space.places, dim, sizes, weights)
 
     def __array_namespace_info__(self) -> casting.Info:
-        """Devices, data types and capabilities, as the standard asks for them."""
+        """Return devices, data types and capabilities, as the standard's inspection API asks for them."""
         return casting.Info(self.space)
 
     def replicated(self) -> Layout:
-        """All of it on each device."""
+        """Place all of it on each device."""
         return Layout(self.space.places)
 
     def single(self, place: Any = 0) -> Layout:
-        """All of it on one device: its name, or its number in the namespace's list."""
+        """Place all of it on one device: its name, or its number in the namespace's list."""
         return Layout((self.space.place(place),))
 
 
 def _bound(space: Space, rule: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function of arrays that also takes NumPy's arrays and scalars, tensors, lists, or Python's numbers alone."""
+    """Let a function of arrays also take NumPy's arrays and scalars, tensors, lists, or Python numbers alone."""
 
     @functools.wraps(rule)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def _bound(space: Space, rule: Callable[..., Any], name: str) -> Callable[..., A
 
 
 def _into(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """NumPy's `out=`: the result is written there; and of elementwise functions `where=`: only where that is true."""
+    """Implement NumPy's `out=`, and `where=` of elementwise functions: only where it is true, `out` is written."""
     out, shown = kwargs.pop("out", None), kwargs.pop("where", True)
     found = call(*args, **kwargs)
     if out is None and shown is True:
@@ -212,16 +212,16 @@ def _arrays_of(space: Space, given: tuple[Any, ...]) -> list[Any]:
 
 @functools.cache
 def namespace_of(space: Space) -> Namespace:
-    """The one namespace of a space."""
+    """Return the one namespace of a space."""
     return Namespace(space)
 
 
 def array_namespace(devices: Any = None, *, default_float: Any = "float64") -> Namespace:
-    """The Python array API, and NumPy's spelling of it, for arrays whose parts lie on several devices.
+    """Make a namespace with the Python array API and NumPy's names, for arrays whose parts lie on several devices.
 
     devices: `"4xcpu"` for virtual ones, `"cuda"` for all GPUs, `["cuda:0", "cuda:1"]`; a device named twice is two
-    places. Of none given all GPUs, else one CPU. On the ranks of a run (`meshwise run`, torchrun) arrays lie on the
-    ranks, and all of them must make the same calls. default_float: the dtype of what is made of Python's floats.
+    places. By default all GPUs, else one CPU. In a run (`meshwise run`, torchrun) arrays lie on the ranks, and all of
+    them must make the same calls. default_float: the dtype that Python's floats become.
     """
     kind = as_dtype(default_float)
     if not kind.is_floating_point:
@@ -232,7 +232,7 @@ def array_namespace(devices: Any = None, *, default_float: Any = "float64") -> N
 
 
 def of_array(x: Array, /, *, api_version: str | None = None) -> Namespace:
-    """The standard's `x.__array_namespace__()`."""
+    """Return the standard's `x.__array_namespace__()`."""
     if api_version is not None and api_version > VERSION:
         raise ValueError(f"array API {api_version}: this is {VERSION}. Ask for that, or for none.")
     return namespace_of(x.space)

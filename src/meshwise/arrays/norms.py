@@ -29,7 +29,7 @@ from meshwise.arrays.strides import named, of
 
 
 def vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> Array:
-    """The norm of vectors along axes, or of all elements. ord: sum(abs(x)^ord)^(1/ord), inf, -inf, or 0 for a count."""
+    """Return the norm of vectors along axes, or of all elements. ord: sum(abs(x)^ord)^(1/ord); inf, -inf; 0 counts."""
     x = as_floats("vector_norm", x)
     size = x if ord == 2 and not x.dtype.is_complex else _mapped(x, torch.abs, real_of(x.dtype))
     words: Any = {"axis": axis, "keepdims": keepdims}
@@ -46,7 +46,7 @@ def vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: f
 
 
 def matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Array:
-    """The norm of matrices: "fro", "nuc", 1, -1, 2, -2, inf or -inf."""
+    """Return the norm of matrices: "fro", "nuc", 1, -1, 2, -2, inf or -inf."""
     x = as_matrices("matrix_norm", x)
     if ord == "fro":
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
@@ -62,14 +62,14 @@ def matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Arr
 
 
 def _extreme(values: Array, ord: float) -> Array:
-    """The greatest of the last dim, the least where `ord` is below 0; of no values 0 is the greatest."""
+    """Return the greatest of the last dim, or the least if `ord` is below 0; the greatest of no values is 0."""
     if ord > 0 and not values.shape[-1]:
         return reductions.total(values, axis=-1)
     return reductions.FUNCTIONS["max" if ord > 0 else "min"](values, axis=-1)
 
 
 def diagonal(x: Array, /, *, offset: int = 0) -> Array:
-    """The diagonals of matrices, `offset` above the main one; split as what they are of: a view that is not written."""
+    """Return the diagonals of matrices, `offset` above the main one: a read-only view, split as `x` is."""
     x = as_array("diagonal", x)
     if len(x.shape) < 2:
         raise ValueError(f"diagonal of shape {x.shape}: it needs matrices in the last two dims.")
@@ -77,7 +77,7 @@ def diagonal(x: Array, /, *, offset: int = 0) -> Array:
 
 
 def diagonal_of(x: Array, offset: int, *, read_only: bool) -> Array:
-    """The diagonals of matrices as a view."""
+    """Return the diagonals of matrices as a view."""
     *stack, rows, columns = of(x.shape, strides_of(x))
     found = _diagonal(x, offset)
     strides = named(found.shape, (*stack, rows + columns))
@@ -103,12 +103,12 @@ def _diagonal(x: Array, offset: int) -> Array:
 
 
 def trace(x: Array, /, *, offset: int = 0, dtype: Any = None) -> Array:
-    """The sum along the diagonals of matrices; of integers in 64 bits."""
+    """Sum the diagonals of matrices; integers in 64 bits."""
     return reductions.total(diagonal(x, offset=offset), axis=-1, dtype=dtype)
 
 
 def cross(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
-    """The cross products of vectors of 3 along `axis`, which is counted from the end; the other dims are broadcast."""
+    """Return the cross products of vectors of 3 along `axis`, counted from the end; the other dims are broadcast."""
     x, y = as_array("cross", x1), as_array("cross", x2)
     if not -min(len(x.shape), len(y.shape)) <= axis < 0 or x.shape[axis] != 3 or y.shape[axis] != 3:
         raise ValueError(f"cross of shapes {x.shape} and {y.shape} along axis {axis}: count a common axis of 3, as -1.")

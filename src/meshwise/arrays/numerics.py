@@ -45,7 +45,7 @@ EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
         **numpy_products.LINALG,
     },
 }
-"""Functions of arrays in a namespace below."""
+"""Functions of arrays, in a namespace of their own."""
 EXTENSION_MAKERS: dict[str, dict[str, Callable[..., Any]]] = {"fft": fft.MAKERS}
-"""Those of them whose first parameter is the space."""
+"""Functions of these namespaces whose first parameter is the space."""
 install_binary("matmul", products.matmul)

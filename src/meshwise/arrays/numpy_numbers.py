@@ -29,13 +29,13 @@ from meshwise.spec.errors import UsageError
 
 
 def _entries(x: Array, axis: int, *bounds: int | None) -> Array:
-    """`x[bounds]` along an axis."""
+    """Return `x[bounds]` along an axis."""
     return x[(slice(None),) * axis + (slice(*bounds),)]
 
 
 def digitize(x: Any, bins: Any, /, right: bool = False) -> Any:
-    """The number of the bin of each element: of ascending `bins` how many are not above it, with `right` below it.
-    Reads the bins."""
+    """Return the number of the bin of each element: how many of the ascending `bins` are not above it, or with `right`
+    below it. Reads the bins."""
     x = as_array("digitize", x)
     xp, borders = x.__array_namespace__(), np.asarray(bins)
     steps = np.diff(borders)
@@ -48,8 +48,8 @@ def digitize(x: Any, bins: Any, /, right: bool = False) -> Any:
 
 
 def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, period: None = None) -> Array:
-    """The values at `x` of the line through the points `xs`, which ascend, and `ys`; before and behind these `left` and
-    `right`, if not given those of the ends."""
+    """Interpolate linearly at `x` between the points `xs`, in ascending order, and `ys`. Outside of them the result is
+    `left` or `right`, by default the value of the first or last point."""
     if period is not None:
         raise UsageError(
             "interp(period=...): no such rule. Write xp.interp(x % period, xs, ys) with points of a period."
@@ -79,8 +79,8 @@ def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, per
 
 
 def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
-    """The sums of products of one vector and the other turned round, at each offset. mode: `full`, all that overlap;
-    `same`, as many as the longer has; `valid`, where all of the shorter overlaps."""
+    """Convolve two vectors. mode: `full`, every offset at which they overlap; `same`, as many as the longer vector has;
+    `valid`, only where all of the shorter one overlaps."""
     a = as_array("convolve", a)
     xp = a.__array_namespace__()
     v = xp.asarray(v)
@@ -101,7 +101,7 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
 
 
 def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
-    """The sums of products of one vector and the conjugate of the other, at each offset. mode: as of `convolve`."""
+    """Correlate one vector with the conjugate of the other, at each offset. mode: as of `convolve`."""
     a = as_array("correlate", a)
     xp = a.__array_namespace__()
     v = xp.asarray(v)
@@ -111,7 +111,7 @@ def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
 
 
 def _slid(a: Array, weights: Array, length: int, count: int) -> Array:
-    """Sums over `count` entries from each of the first `length` on, times weights from the last to the first."""
+    """Sum `count` entries from each of the first `length` on, weighted, the last weight first."""
     held = a.sharding
     spans = [(0, a.shape[0])] if held.dim is None else zip(held.offsets, held.sizes, strict=True)
     lies = sharding(held.places, 0, tuple(max(0, min(begin + size, length) - begin) for begin, size in spans))
@@ -126,8 +126,8 @@ def _slid(a: Array, weights: Array, length: int, count: int) -> Array:
 
 
 def gradient(x: Any, /, *spacing: Any, axis: Any = None, edge_order: int = 1) -> Any:
-    """The slopes of `x` along each axis, from both neighbours, at the ends from one. spacing: a number, or the
-    coordinates along the axis; one for all axes, or one for each. Of several axes a list."""
+    """Return the slopes of `x` along each axis, from both neighbours; at the ends from one. spacing: a number, or the
+    coordinates along the axis; one for all axes, or one for each. Several axes give a list."""
     x = as_floats("gradient", x)
     if edge_order != 1:
         raise UsageError(f"gradient(edge_order={edge_order}): slopes at the ends are of two entries. Leave it out.")
@@ -164,7 +164,7 @@ def _slope(x: Array, dim: int, step: Any) -> Array:
 
 
 def trapezoid(y: Any, x: Any = None, dx: float = 1.0, axis: int = -1) -> Array:
-    """The area below `y` along an axis, by straight lines; `x`: its coordinates, at distances of `dx` if not given."""
+    """Integrate `y` along an axis by the trapezoidal rule. `x`: its coordinates; by default at distances of `dx`."""
     y = as_array("trapezoid", y)
     dim = axis_of(axis, len(y.shape), "trapezoid")
     width: Any = dx
@@ -177,7 +177,7 @@ def trapezoid(y: Any, x: Any = None, dx: float = 1.0, axis: int = -1) -> Array:
 
 
 def cov(m: Any, y: Any = None, /, rowvar: bool = True, bias: bool = False, ddof: int | None = None) -> Any:
-    """The covariances of variables, a row each with its observations, without `rowvar` a column; y: more of them."""
+    """Return the covariances of variables: a row each, or without `rowvar` a column each. y: more of them."""
     m = as_floats("cov", m)
     xp = m.__array_namespace__()
     if len(m.shape) > 2:
@@ -196,7 +196,7 @@ def cov(m: Any, y: Any = None, /, rowvar: bool = True, bias: bool = False, ddof:
 
 
 def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Any:
-    """The correlations of variables, a row each with its observations, without `rowvar` a column; y: more of them."""
+    """Return the correlations of variables: a row each, or without `rowvar` a column each. y: more of them."""
     found = cov(x, y, rowvar)
     xp = found.__array_namespace__()
     if not found.shape:
@@ -207,7 +207,7 @@ def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Any:
 
 
 def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 0) -> Any:
-    """For each element the choice of the first condition that is true there."""
+    """Choose for each element the value of the first condition that is true."""
     if not conditions or len(conditions) != len(choices):
         raise ValueError(f"select of {len(conditions)} conditions, {len(choices)} choices: give as many, one or more.")
     as_array("select", conditions[0])
@@ -218,7 +218,7 @@ def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 
 
 
 def polyval(coefficients: Any, x: Any, /) -> Any:
-    """The values at `x` of a polynomial, whose highest coefficient comes first. Reads the coefficients."""
+    """Evaluate a polynomial at `x`; the highest coefficient comes first. Reads the coefficients."""
     x = as_array("polyval", x)
     found = x * 0
     for each in np.asarray(coefficients):

@@ -29,7 +29,7 @@ from meshwise.spec.errors import UsageError
 
 
 def einsum(subscripts: str, /, *operands: Any, optimize: Any = False) -> Any:
-    """Sums of products over labelled dims, as in `xp.einsum("ik,kj->ij", a, b)`. optimize: the order stays."""
+    """Sum products over labelled dims, as in `xp.einsum("ik,kj->ij", a, b)`. optimize: ignored, the order is fixed."""
     if not isinstance(subscripts, str) or not operands:
         raise UsageError("einsum: labels come first, then arrays, as in xp.einsum('ik,kj->ij', a, b).")
     first = as_array("einsum", next((x for x in operands if isinstance(x, Array)), operands[0]))
@@ -49,7 +49,7 @@ def einsum(subscripts: str, /, *operands: Any, optimize: Any = False) -> Any:
 
 
 def _read(subscripts: str, arrays: Sequence[Array]) -> tuple[list[str], str]:
-    """The labels of each array and of the result, a letter a dim. ValueError where they do not fit."""
+    """Return the labels of each array and of the result, one letter per dim. ValueError if they do not fit."""
     given, arrow, result = subscripts.replace(" ", "").partition("->")
     inputs = given.split(",")
     free = "".join(letter for letter in ascii_letters if letter not in subscripts)  # for dims behind `...`
@@ -89,7 +89,7 @@ def _lengths(asked: str, inputs: Sequence[str], arrays: Sequence[Array]) -> None
 
 
 def _alone(x: Array, labels: str) -> tuple[Array, str]:
-    """`x` with each label once: of two dims that have the same, the diagonal."""
+    """Reduce `x` to one dim per label: for two dims with the same label take the diagonal."""
     while twice := next((label for label in labels if labels.count(label) > 1), None):
         one, other = labels.index(twice), labels.rindex(twice)
         x = diagonal_of(moveaxis(x, (one, other), (-2, -1)), 0, read_only=False)
@@ -98,7 +98,7 @@ def _alone(x: Array, labels: str) -> tuple[Array, str]:
 
 
 def _summed(x: Array, labels: str, needed: set[str]) -> tuple[Array, str]:
-    """`x` summed over the labels that nothing needs any more."""
+    """Sum `x` over the labels that are not needed any more."""
     over = tuple(dim for dim, label in enumerate(labels) if label not in needed)
     kept = "".join(label for label in labels if label in needed)
     return (total(x, axis=over, dtype=x.dtype) if over else x), kept
@@ -123,7 +123,7 @@ def _pair(x: Array, ours: str, y: Array, theirs: str, out: str) -> Array:
 
 
 def inner(x1: Any, x2: Any, /) -> Any:
-    """The sums of products over the last dims of both."""
+    """Sum products over the last dims of both."""
     x1 = as_array("inner", x1)
     x2 = x1.__array_namespace__().asarray(x2)
     found = x1 * x2 if not x1.shape or not x2.shape else tensordot(x1, x2, axes=((-1,), (-1,)))
@@ -131,13 +131,13 @@ def inner(x1: Any, x2: Any, /) -> Any:
 
 
 def vdot(x1: Any, x2: Any, /) -> Any:
-    """The sum of `conj(x1) * x2` over all elements."""
+    """Sum `conj(x1) * x2` over all elements."""
     x1 = as_array("vdot", x1)
     return vecdot(x1.reshape(-1), x1.__array_namespace__().asarray(x2).reshape(-1))
 
 
 def kron(x1: Any, x2: Any, /) -> Any:
-    """Blocks: the second array times each element of the first."""
+    """Return the Kronecker product: the second array times each element of the first, as blocks."""
     x1 = as_array("kron", x1)
     x2 = x1.__array_namespace__().asarray(x2)
     dims = max(len(x1.shape), len(x2.shape))
@@ -149,7 +149,7 @@ def kron(x1: Any, x2: Any, /) -> Any:
 
 
 def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
-    """The norm of vectors along an axis, of matrices along two, of all elements: `vector_norm` or `matrix_norm`."""
+    """Return the norm of vectors along one axis, of matrices along two, or of all elements."""
     x = as_array("norm", x)
     if axis is None and ord is None:
         return vector_norm(x, keepdims=keepdims)
@@ -164,8 +164,8 @@ def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -
 
 
 def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int, Any]:
-    """(x for which `a @ x` is nearest to `b`, the least such; the squared distances; the rank of `a`; its singular
-    values). rcond: of the largest singular value, below which one is 0. Waits for the rank."""
+    """Solve `a @ x = b` by least squares: the smallest such x, the squared distances, the rank of `a` and its singular
+    values. rcond: singular values below this share of the largest count as 0. Waits for the rank."""
     a = as_array("lstsq", a)
     xp = a.__array_namespace__()
     b = xp.asarray(b)
@@ -185,7 +185,7 @@ def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int,
 
 
 def cond(x: Any, /, p: Any = None) -> Any:
-    """How much a matrix may enlarge an error: its norm times that of its inverse; p: which norm, 2 if not given."""
+    """Return the condition number of a matrix: its norm times that of its inverse. p: the norm, 2 by default."""
     x = as_array("cond", x)
     if p in (None, 2, -2):
         s = svdvals(x)
@@ -194,14 +194,14 @@ def cond(x: Any, /, p: Any = None) -> Any:
 
 
 def vander(x: Any, /, N: int | None = None, increasing: bool = False) -> Any:
-    """The powers of a vector as columns, from that of `N - 1` down to 0, or up."""
+    """Return the powers of a vector as columns, from `N - 1` down to 0, or up."""
     x = as_array("vander", x)
     powers = range(x.shape[0] if N is None else N)
     return x.__array_namespace__().stack([x**power for power in (powers if increasing else reversed(powers))], axis=1)
 
 
 def polyfit(x: Any, y: Any, deg: int, /, rcond: float | None = None) -> Any:
-    """The coefficients of the polynomial of a degree that is nearest to the points, the highest first."""
+    """Fit a polynomial of a degree to the points by least squares; the highest coefficient comes first."""
     x = as_array("polyfit", x)
     xp = x.__array_namespace__()
     x, y = x + 0.0, xp.asarray(y)

@@ -21,7 +21,7 @@ from meshwise.arrays.views import axis_of
 
 
 def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
-    """The array cut along a dim: into so many parts, the first longer by one where need be, or ahead of entries."""
+    """Split the array along a dim: into so many parts, the first longer by one if need be, or before these entries."""
     dim = axis_of(axis, len(x.shape), "array_split")
     length = x.shape[dim]
     if isinstance(sections, int):
@@ -36,7 +36,7 @@ def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> li
 
 
 def split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
-    """As `array_split`, into parts of one length. ValueError where there are none."""
+    """Split as `array_split`, into parts of equal length. ValueError if that is impossible."""
     dim = axis_of(axis, len(x.shape), "split")
     if isinstance(sections, int) and sections > 0 and x.shape[dim] % sections:
         raise ValueError(f"split of {x.shape[dim]} entries into {sections}: not parts of one length. Use array_split.")
@@ -44,17 +44,17 @@ def split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Arr
 
 
 def atleast_1d(x: Array, /) -> Array:
-    """The array; what has no dims with one."""
+    """Return the array with at least one dim."""
     return x if x.shape else arranged(x, [None])
 
 
 def atleast_2d(x: Array, /) -> Array:
-    """The array; a vector as a row."""
+    """Return the array with at least two dims; a vector becomes a row."""
     return x if len(x.shape) > 1 else arranged(x, [None, 0] if x.shape else [None, None])
 
 
 def atleast_3d(x: Array, /) -> Array:
-    """The array; a vector as (1, n, 1), a matrix as (m, n, 1)."""
+    """Return the array with at least three dims: a vector as (1, n, 1), a matrix as (m, n, 1)."""
     if len(x.shape) > 2:
         return x
     orders: list[list[int | None]] = [[None, None, None], [None, 0, None], [0, 1, None]]
@@ -62,17 +62,17 @@ def atleast_3d(x: Array, /) -> Array:
 
 
 def fliplr(x: Array, /) -> Array:
-    """The columns in the other order."""
+    """Reverse the columns."""
     return flipped(x, [axis_of(1, len(x.shape), "fliplr")])
 
 
 def flipud(x: Array, /) -> Array:
-    """The rows in the other order."""
+    """Reverse the rows."""
     return flipped(x, [axis_of(0, len(x.shape), "flipud")])
 
 
 def rot90(x: Array, /, k: int = 1, axes: Sequence[int] = (0, 1)) -> Array:
-    """Turned by so many quarters in the plane of two dims, from the first towards the second."""
+    """Rotate by so many quarter turns in the plane of two dims, from the first towards the second."""
     first, second = (axis_of(each, len(x.shape), "rot90") for each in axes)
     order = list(range(len(x.shape)))
     order[first], order[second] = second, first
@@ -81,30 +81,30 @@ def rot90(x: Array, /, k: int = 1, axes: Sequence[int] = (0, 1)) -> Array:
 
 
 def append(x: Array, values: Array, /, axis: int | None = None) -> Array:
-    """Arrays after one another, flattened without an axis."""
+    """Join two arrays; without an axis, flatten them first."""
     return concat([x, values], axis=axis)
 
 
 def argwhere(x: Array, /) -> Array:
-    """The indices of what is not zero, a row for each."""
+    """Return the indices of elements that are not zero, one row for each."""
     columns = [arranged(each, [0, None]) for each in nonzero(x)]
     return concat(columns, axis=1)
 
 
 def flatnonzero(x: Array, /) -> Array:
-    """The indices of what is not zero in the flattened array."""
+    """Return the indices of elements that are not zero in the flattened array."""
     return nonzero(flat(x))[0]
 
 
 def rollaxis(x: Array, /, axis: int, start: int = 0) -> Array:
-    """A dim moved to ahead of `start`, as NumPy's."""
+    """Move a dim to the position before `start`, as NumPy's `rollaxis`."""
     dim = axis_of(axis, len(x.shape), "rollaxis")
     before = start + len(x.shape) if start < 0 else start
     return moveaxis(x, dim, before - 1 if dim < before else before)
 
 
 def insert(x: Array, at: Any, values: Any, /, axis: int | None = None) -> Array:
-    """`x` with values ahead of the entries that `at` names along a dim; None: of the flattened array. Reads `at`."""
+    """Insert values into `x` before the entries `at` along a dim; None: into the flattened array. Reads `at`."""
     x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, len(x.shape), "insert"))
     xp = x.__array_namespace__()
     added = xp.asarray(values).astype(x.dtype)
@@ -124,13 +124,13 @@ def insert(x: Array, at: Any, values: Any, /, axis: int | None = None) -> Array:
 
 
 def _where(at: Any) -> Any:
-    """What NumPy is to read: a slice, or numbers; those of an empty list are whole."""
+    """Convert positions for NumPy: a slice, or numbers; those of an empty list are whole."""
     found: Any = at if isinstance(at, slice) else np.asarray(at)
     return found if isinstance(found, slice) or found.size else found.astype(np.int64)
 
 
 def _named(name: str, dim: int, call: Callable[[], Any]) -> Any:
-    """The order that NumPy finds, or its error with the name of the function that was called."""
+    """Return the order that NumPy finds; its error names the function that the user called."""
     try:
         return call()
     except (IndexError, ValueError) as error:
@@ -138,7 +138,7 @@ def _named(name: str, dim: int, call: Callable[[], Any]) -> Any:
 
 
 def delete(x: Array, at: Any, /, axis: int | None = None) -> Array:
-    """`x` without the entries that `at` names along a dim; None: of the flattened array. Reads `at`; moves nothing."""
+    """Return `x` without the entries `at` along a dim; None: of the flattened array. Reads `at`; moves nothing."""
     x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, len(x.shape), "delete"))
     where = _where(at)
     kept = _named("delete", dim, lambda: np.delete(np.arange(x.shape[dim]), where))
@@ -156,7 +156,7 @@ def _split_along(name: str, dim: int) -> Callable[..., list[Array]]:
 
 
 def extract(condition: Array, x: Any, /) -> Array:
-    """The elements of `x` where the condition is true."""
+    """Return the elements of `x` where the condition is true."""
     found: Array = condition.__array_namespace__().asarray(x)[condition]
     return found
 

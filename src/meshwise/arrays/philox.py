@@ -18,7 +18,7 @@ _ROUNDS = 10
 
 
 def words(low: Tensor, high: Tensor, stream: int, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of 32 bits for each count, whose lower and upper word are given, in int64."""
+    """Return four words of 32 bits, in int64, for each count, which is given by its lower and upper word."""
     a, b = low, high
     c, d = torch.full_like(low, stream & _LOW), torch.full_like(low, stream >> 32 & _LOW)
     k0, k1 = key & _LOW, key >> 32 & _LOW
@@ -30,15 +30,15 @@ def words(low: Tensor, high: Tensor, stream: int, key: int) -> tuple[Tensor, Ten
 
 
 def _product(words: Tensor, by: int) -> tuple[Tensor, Tensor]:
-    """(lower, upper) word of a product of words."""
+    """Return the (lower, upper) word of a product of two words."""
     found = words * by
     return found & _LOW, (found >> 32) & _LOW
 
 
 def bits(first: int, count: int, stream: int, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(upper, lower) 32 bits of the elements from `first` on: each a function of its index, stream and key alone.
+    """Return (upper, lower) 32 bits of the elements from `first` on; each depends only on its index, stream and key.
 
-    Two elements share a count: the even one has its first two words, the odd one the other two.
+    Two elements share a count: the even one uses its first two words, the odd one the other two.
     """
     begin, end = first // 2, (first + count + 1) // 2
     counts = torch.arange(begin, end, dtype=torch.int64, device=device)
@@ -49,7 +49,7 @@ def bits(first: int, count: int, stream: int, key: int, device: torch.device) ->
 
 
 def bits_at(index: Tensor, stream: int, key: int) -> tuple[Tensor, Tensor]:
-    """(upper, lower) 32 bits of the elements of these indices, in any order."""
+    """Return (upper, lower) 32 bits of the elements at these indices, in any order."""
     counts, odd = index >> 1, (index & 1).bool()
     a, b, c, d = words(counts & _LOW, (counts >> 32) & _LOW, stream, key)
     return torch.where(odd, c, a), torch.where(odd, d, b)

@@ -45,7 +45,7 @@ Local = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Terms:
-    """A product but for its values: labels of the dims of x, y and the result, and the shape of the result."""
+    """A product without its values: labels of the dims of x, y and the result, and the result's shape."""
 
     x: Labels
     y: Labels
@@ -55,7 +55,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class _Division:
-    """Along which label a product is divided, where its operands lie then, and its result: None for partial sums."""
+    """The label that a product is divided along; shardings of operands and result. result None: partial sums."""
 
     label: int | None
     x: Sharding
@@ -64,14 +64,14 @@ class _Division:
 
 
 def matmul(x1: Array, x2: Array, /) -> Array:
-    """The matrix product: of vectors, matrices, and stacks of matrices, whose leading dims are broadcast."""
+    """Multiply vectors, matrices or stacks of matrices, whose leading dims are broadcast."""
     x1, x2 = as_array("matmul", x1), as_array("matmul", x2)
     return product(x1, x2, _matmul_terms(x1.shape, x2.shape), torch.matmul, "matmul")
 
 
 @lru_cache(maxsize=1024)
 def _matmul_terms(a: Shape, b: Shape) -> Terms:
-    """The terms of a matrix product of these shapes. ValueError where there is none."""
+    """Return the terms of a matrix product of these shapes. ValueError if they do not fit."""
     if not a or not b:
         raise ValueError(f"matmul of shapes {a} and {b}: both need at least one dim. Write x1 * x2.")
     if a[-1] != b[-2 if len(b) > 1 else 0]:
@@ -87,7 +87,7 @@ def _matmul_terms(a: Shape, b: Shape) -> Terms:
 
 
 def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
-    """The sum of `conj(x1) * x2` along an axis that is counted from the end; the other dims are broadcast."""
+    """Sum `conj(x1) * x2` along an axis counted from the end; the other dims are broadcast."""
     x1, x2 = as_array("vecdot", x1), as_array("vecdot", x2)
     a, b = x1.shape, x2.shape
     if not -min(len(a), len(b)) <= axis < 0:
@@ -105,7 +105,7 @@ def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
 
 
 def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:
-    """The sum of products over pairs of axes: the last ones of `x1` with the first of `x2`, or those that are named."""
+    """Sum products over pairs of axes: the last ones of `x1` with the first of `x2`, or the named ones."""
     x1, x2 = as_array("tensordot", x1), as_array("tensordot", x2)
     a, b = x1.shape, x2.shape
     asked = f"tensordot of shapes {a} and {b} over {axes!r}"
@@ -132,7 +132,7 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
 
 
 def outer(x1: Array, x2: Array, /) -> Array:
-    """All products of an entry of one vector and one of another."""
+    """Multiply each entry of one vector with each entry of the other."""
     x1, x2 = as_array("outer", x1), as_array("outer", x2)
     if len(x1.shape) != 1 or len(x2.shape) != 1:
         raise ValueError(f"outer of shapes {x1.shape} and {x2.shape}: both must be vectors. Write reshape(x, (-1,)).")
@@ -140,7 +140,7 @@ def outer(x1: Array, x2: Array, /) -> Array:
 
 
 def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> Array:
-    """The product that `terms` describe, of dtype `result_type(x, y)`; `local` computes it of parts of that dtype."""
+    """Compute the product that `terms` describe, of dtype `result_type(x, y)`; `local` multiplies parts of it."""
     space = common_space(operation, [x, y])
     dtype = promoted(x.dtype, y.dtype)
     if dtype is BOOL:
@@ -169,7 +169,7 @@ def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> A
 def _divided(
     a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms, x_size: int, y_size: int, size: int
 ) -> _Division:
-    """The division that moves the fewest bytes; of equal ones the first: where x is split, where y is, others."""
+    """Choose the division that moves the fewest bytes; of equal ones the first: as `x` is split, as `y` is, others."""
     if not (x.divided or y.divided):
         common = tuple(place for place in x.places if place in y.places)
         if not common:  # the smaller goes to the other
@@ -191,7 +191,7 @@ def _divided(
 
 
 def _labels(a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The labels that a product can be divided along, with sizes of the parts."""
+    """Yield the labels along which a product can be divided, with the sizes of the parts."""
     places = x.places if x.divided else y.places
     seen = set()
     for labels, lies in ((terms.x, x), (terms.y, y)):
@@ -206,16 +206,16 @@ def _labels(a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms) -> Itera
 
 
 def _in_blocks(x: Array, labels: Labels, wanted: Sharding) -> bool:
-    """Whether `x` is needed whole on several places, and is too large for that."""
+    """Return whether `x` is needed whole on several places, but is too large for that."""
     if wanted.dim is not None or len(wanted.places) == 1 or x.sharding.dim is None:
         return False
     return labels[x.sharding.dim] is not None and prod(x.shape) * x.dtype.itemsize >= BLOCKS_FROM
 
 
 def _by_blocks(x: Array, y: Array, terms: Terms, compute: Local, how: Sharding, operation: str) -> Array:
-    """The product of `x`, which lies as it has to, and `y`, whose parts come to every place of `x` one after another.
+    """Multiply `x`, which stays as it lies, and `y`, whose parts come to every place of `x` one after another.
 
-    Each place holds one part of `y` at a time. Bytes: as if it were replicated.
+    Each place holds one part of `y` at a time. As many bytes move as if `y` were replicated.
     """
     space, held = x.space, y.sharding
     assert held.dim is not None
@@ -242,13 +242,13 @@ def _by_blocks(x: Array, y: Array, terms: Terms, compute: Local, how: Sharding, 
 
 
 def _cast(a: Tensor, b: Tensor, local: Local, dtype: torch.dtype) -> Tensor:
-    """`local` of parts as `dtype`; as int64 where torch has no product of it."""
+    """Apply `local` to parts cast to `dtype`, or to int64 if torch cannot multiply it."""
     inner = torch.int64 if dtype in UNMULTIPLIED else dtype
     return local(a.to(inner), b.to(inner))
 
 
 def added(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Partial sums added over their first dim."""
+    """Add partial sums over their first dim."""
     inner = torch.int64 if dtype in UNMULTIPLIED else dtype
     return partials.to(inner).sum(0, dtype=inner).to(dtype)
 
@@ -262,7 +262,7 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def stack_labels(own: Shape, stack: Shape) -> Labels:
-    """Labels of leading dims that are broadcast to `stack`: its dims from 0; None for a dim of 1 that is repeated."""
+    """Return the labels of leading dims broadcast to `stack`: its dims from 0; None for a repeated dim of length 1."""
     first = len(stack) - len(own)
     return tuple(first + k if length == stack[first + k] else None for k, length in enumerate(own))
 

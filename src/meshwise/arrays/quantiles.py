@@ -26,28 +26,28 @@ METHODS = ("linear", "lower", "higher", "midpoint", "nearest")
 
 
 class TopK(NamedTuple):
-    """What `topk` gives: the values, in order, and where along the axis they are."""
+    """The result of `topk`: the values, in order, and their positions along the axis."""
 
     values: Array
     indices: Array
 
 
 def quantile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear", keepdims: bool = False) -> Array:
-    """The value below which the share `q` of the elements lies, over `axis` or all; nan where an element is nan.
+    """Return the value below which the share `q` of the elements lies, over `axis` or all; nan if an element is nan.
 
-    q: a number from 0 to 1, or several, which are the first dim of the result then.
-    method: between two elements "linear", "lower", "higher", "midpoint" or "nearest".
+    q: a number from 0 to 1; several become the first dim of the result. method: what to return between two elements:
+    "linear", "lower", "higher", "midpoint" or "nearest".
     """
     return _quantile(x, q, axis, method, keepdims, "quantile")
 
 
 def percentile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear", keepdims: bool = False) -> Array:
-    """`quantile` with `q` from 0 to 100."""
+    """Return `quantile` with `q` from 0 to 100."""
     return _quantile(x, torch.as_tensor(q, dtype=torch.float64) / 100, axis, method, keepdims, "percentile")
 
 
 def median(x: Array, /, axis: Any = None, *, keepdims: bool = False) -> Array:
-    """The element in the middle of the sorted ones, or the mean of the two there, over `axis` or all."""
+    """Return the middle element of the sorted ones, or the mean of the middle two, over `axis` or all."""
     return _quantile(x, 0.5, axis, "midpoint", keepdims, "median")
 
 
@@ -89,12 +89,12 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
 
 
 def _ranks(at: Tensor, length: int) -> Tensor:
-    """The ranks that are asked for: those below and those above, and the last, which is nan if any element is."""
+    """Return the ranks to read: those below and above each position, and the last, which is nan if any element is."""
     return torch.cat([at.floor(), at.ceil(), at.new_tensor([length - 1])]).to(torch.int64)
 
 
 def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
-    """The values between the elements of `_ranks`, which are the first dim of `found`; `rest` dims come after it."""
+    """Interpolate between the elements of `_ranks`, the first dim of `found`; `rest` dims follow it."""
     found = found if found.is_floating_point() else found.to(torch.float64)
     count = len(at)
     low, high, last = found[:count], found[count : 2 * count], found[2 * count :]
@@ -113,7 +113,7 @@ def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
 
 
 def _of_all(x: Array, at: Tensor) -> Tensor:
-    """The elements of `_ranks` of all of a split array, in the host's memory."""
+    """Return the elements at `_ranks` of all of a split array, in host memory."""
     space, held, length = x.space, x.sharding, math.prod(x.shape)
     sizes = tuple(math.prod(held.part_shape(x.shape, k)) for k in range(len(held.places)))
     parts = tuple(sort_values(part.reshape(-1)) for part in x.parts)
@@ -128,9 +128,9 @@ def _of_all(x: Array, at: Tensor) -> Tensor:
 
 
 def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
-    """The `k` largest elements along `axis`, or the smallest, in order, and where they are; of equal ones the first.
+    """Return the `k` largest elements along `axis`, or the smallest, in order, with positions; of equal ones the first.
 
-    Along a split dim each place sends no more than its own k, and those of one lane meet on one place.
+    Along a split dim each place sends at most its own k elements to one place per lane.
     """
     x = as_array("topk", x)
     axis = axis_of(axis, len(x.shape), "topk")

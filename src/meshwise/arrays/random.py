@@ -32,7 +32,7 @@ Draw = Callable[[Tensor, Tensor], Tensor]
 
 
 class Generator:
-    """Random arrays of one seed: `rng = xp.random.default_rng(7)`. Each call draws anew.
+    """A generator of random arrays: `rng = xp.random.default_rng(7)`. Each call draws new numbers.
 
     Over ranks all ranks make the same calls, and each makes its part.
     """
@@ -42,7 +42,7 @@ class Generator:
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> None:
-        """Begin anew with this seed; with none, with one of the system's, the same on all ranks."""
+        """Start again with this seed; without one, with a seed of the system, the same on all ranks."""
         if seed is None:
             seed = secrets.randbits(63)
             if self._space.over_ranks:
@@ -53,7 +53,7 @@ class Generator:
         self.key, self._streams = seed, itertools.count()
 
     def random(self, size: Any = None, dtype: Any = None, *, device: Any = None, sharding: Placement = None) -> Array:
-        """Uniform numbers from 0 to below 1, of the default float or another float type."""
+        """Draw uniform numbers from 0 to below 1, of the default float or another float type."""
         kind = self._float(dtype)
         return self._drawn(size, kind, (device, sharding), lambda u, v: _uniform(u, v, kind))
 
@@ -67,7 +67,7 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Uniform numbers from `low` to below `high`."""
+        """Draw uniform numbers from `low` to below `high`."""
         kind = self._float(dtype)
         return self._drawn(size, kind, (device, sharding), lambda u, v: _uniform(u, v, kind).mul_(high - low).add_(low))
 
@@ -81,8 +81,8 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Normal numbers of mean `loc` and standard deviation `scale`: the inverse of their distribution, of uniform
-        ones in 53 bits."""
+        """Draw normal numbers of mean `loc` and standard deviation `scale`: the inverse of the distribution function at
+        uniform numbers of 53 bits."""
         if scale < 0:
             raise ValueError(f"normal(scale={scale}): a standard deviation is 0 or more.")
         kind = self._float(dtype)
@@ -97,13 +97,13 @@ class Generator:
     def standard_normal(
         self, size: Any = None, dtype: Any = None, *, device: Any = None, sharding: Placement = None
     ) -> Array:
-        """Normal numbers of mean 0 and standard deviation 1."""
+        """Draw normal numbers of mean 0 and standard deviation 1."""
         return self.normal(0.0, 1.0, size, dtype, device=device, sharding=sharding)
 
     def exponential(
         self, scale: float = 1.0, size: Any = None, dtype: Any = None, *, device: Any = None, sharding: Placement = None
     ) -> Array:
-        """Exponential numbers of this mean."""
+        """Draw exponential numbers of this mean."""
         kind = self._float(dtype)
 
         def draw(upper: Tensor, lower: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Whole numbers from `low` to below `high`; with one number, from 0 to below it."""
+        """Draw whole numbers from `low` to below `high`; with one number, from 0 to below it."""
         begin, end = (0, int(low)) if high is None else (int(low), int(high))
         kind = torch.int64 if dtype is None else as_dtype(dtype)
         least, most = limits(kind)
@@ -137,8 +137,8 @@ class Generator:
         return self._drawn(size, kind, (device, sharding), draw)
 
     def permutation(self, x: Any, *, device: Any = None, sharding: Placement = None) -> Array:
-        """The whole numbers below `x` in a random order, or the entries of an array. One place, over ranks each, finds
-        the order of all."""
+        """Return the whole numbers below `x`, or the entries of an array, in a random order. One place, over ranks
+        each, computes the order of all of them."""
         if not isinstance(x, int):
             entries = asarray(self._space, x, device=device, sharding=sharding)
             found: Array = entries[self.permutation(len(entries))]
@@ -149,7 +149,7 @@ class Generator:
         return asarray(self._space, order, device=device, sharding=sharding, copy=True)
 
     def shuffle(self, x: Array) -> None:
-        """The entries of `x` in a random order, in place."""
+        """Shuffle the entries of `x` in place."""
         x[...] = self.permutation(x)
 
     def choice(
@@ -162,7 +162,7 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Entries of `a`, or whole numbers below it. replace: an entry may come again. p: how likely each is."""
+        """Draw entries of `a`, or whole numbers below it. replace: an entry may come again. p: their probabilities."""
         count = a if isinstance(a, int) else len(a)
         shape = () if size is None else as_shape(size)
         placement: dict[str, Any] = {"device": device, "sharding": sharding}
@@ -203,12 +203,12 @@ class Generator:
 
 
 BLOCKS = {"cpu": 1 << 15}
-"""Elements that are drawn at a time, by the kind of device: their words stay in a processor's cache, and take little
-memory on a GPU."""
+"""How many elements are drawn at a time, by the kind of device: their words stay in a processor's cache, and take
+little memory on a GPU."""
 
 
 def draw_part(shape: Shape, where: tuple[slice, ...], at: torch.device, source: tuple[int, int], draw: Draw) -> Tensor:
-    """The values of a part: runs of elements, in the order of the whole array's. source: stream and key."""
+    """Return the values of a part: runs of elements, in the order of the whole array. source: stream and key."""
     own = tuple(each.stop - each.start for each in where)
     divided = next((dim for dim in range(len(shape)) if own[dim] != shape[dim]), 0)
     size, after = math.prod(own), math.prod(shape[divided:])
@@ -233,12 +233,12 @@ def draw_part(shape: Shape, where: tuple[slice, ...], at: torch.device, source: 
 
 
 def _whole(upper: Tensor, lower: Tensor) -> Tensor:
-    """63 bits as a number that is not negative."""
+    """Return 63 bits as a non-negative number."""
     return (upper & 0x7FFFFFFF) << 32 | lower
 
 
 def _uniform(upper: Tensor, lower: Tensor, dtype: torch.dtype) -> Tensor:
-    """From 0 to below 1, in the bits that the type has."""
+    """Return numbers from 0 to below 1, with as many bits as the type has."""
     if dtype is torch.float64:
         return ((upper << 21) | (lower >> 11)).to(dtype).mul_(2.0**-53)
     kept = {torch.float32: 24, torch.float16: 11}.get(dtype, 8)
@@ -246,20 +246,20 @@ def _uniform(upper: Tensor, lower: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Random(Generator):
-    """`xp.random`: NumPy's functions of these names, with a generator of its own, and `default_rng`."""
+    """`xp.random`: NumPy's functions of these names, which share one generator, and `default_rng`."""
 
     def default_rng(self, seed: int | None = None) -> Generator:
-        """A generator of this seed."""
+        """Make a generator with this seed."""
         return Generator(self._space, seed)
 
     def rand(self, *shape: int) -> Array:
-        """`random(shape)`."""
+        """Draw as `random(shape)`."""
         return self.random(shape)
 
     def randn(self, *shape: int) -> Array:
-        """`standard_normal(shape)`."""
+        """Draw as `standard_normal(shape)`."""
         return self.standard_normal(shape)
 
     def randint(self, low: int, high: int | None = None, size: Any = None, dtype: Any = None) -> Array:
-        """`integers(low, high, size)`."""
+        """Draw as `integers(low, high, size)`."""
         return self.integers(low, high, size, dtype)

@@ -23,7 +23,7 @@ HOST_DEVICE = torch.device("cpu")
 
 
 def to_host(x: Array, operation: str = "read") -> Tensor:
-    """All of `x` in the host's memory, in a tensor of its own. Over ranks, on each of them."""
+    """Return all of `x` in host memory, as a new tensor. Over ranks each of them gets it."""
     if EXPLAINED:
         raise UsageError(f"explain: the operation reads values ({operation}). Explain the part before it.")
     if x.space.over_ranks:
@@ -37,7 +37,7 @@ def to_host(x: Array, operation: str = "read") -> Tensor:
 
 
 def numpy(x: Array) -> np.ndarray[Any, Any]:
-    """All of `x` as a NumPy array of its own memory. Waits for it."""
+    """Return all of `x` as a NumPy array with memory of its own. Waits for it."""
     try:
         return to_host(x, "numpy").numpy()
     except TypeError as error:
@@ -45,7 +45,7 @@ def numpy(x: Array) -> np.ndarray[Any, Any]:
 
 
 def tensor(x: Array, device: Any = None) -> Tensor:
-    """All of `x` as one torch tensor on a device of the namespace, or of the host where none is named."""
+    """Return all of `x` as one torch tensor on a device of the namespace; by default on the host."""
     if device is None:
         return to_host(x, "torch")
     place = x.space.place(device)
@@ -56,7 +56,7 @@ def tensor(x: Array, device: Any = None) -> Tensor:
 
 
 def number(x: Array) -> Any:
-    """The one element of `x` as a Python number. Waits for it. TypeError where it has more or none."""
+    """Return the only element of `x` as a Python number. Waits for it. TypeError if there is not exactly one."""
     if x.shape and any(length != 1 for length in x.shape):
         raise TypeError(
             f"a Python number of an array of shape {x.shape}: it must have one element. Write x[0], x.sum()."
@@ -68,7 +68,7 @@ def number(x: Array) -> Any:
 
 
 def as_float(x: Array) -> float:
-    """`float(x)`."""
+    """Return `float(x)`."""
     value = number(x)
     if isinstance(value, complex):
         raise TypeError("float of a complex array: write xp.real(x) or abs(x).")
@@ -76,7 +76,7 @@ def as_float(x: Array) -> float:
 
 
 def as_int(x: Array) -> int:
-    """`int(x)`."""
+    """Return `int(x)`."""
     value = number(x)
     if isinstance(value, complex):
         raise TypeError("int of a complex array: write xp.real(x) or abs(x).")
@@ -84,7 +84,7 @@ def as_int(x: Array) -> int:
 
 
 def as_index(x: Array) -> int:
-    """`operator.index(x)`, as in `range(x)`: of integers only."""
+    """Return `operator.index(x)`, as in `range(x)`, for integers only."""
     value = number(x)
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{x.dtype} as an index: only integers are. Write int(x).")
@@ -92,24 +92,24 @@ def as_index(x: Array) -> int:
 
 
 def as_complex(x: Array) -> complex:
-    """`complex(x)`."""
+    """Return `complex(x)`."""
     return complex(number(x))
 
 
 def as_bool(x: Array) -> bool:
-    """`bool(x)`. ValueError where it has more elements than one."""
+    """Return `bool(x)`. ValueError if it has more than one element."""
     if x.shape and any(length != 1 for length in x.shape):
         raise ValueError(f"the truth of an array of shape {x.shape} is not one. Write x.any() or x.all().")
     return bool(number(x))
 
 
 EDGE = 3
-"""Elements that are shown at each end of a dim of a large array."""
+"""How many elements are shown at each end of a dim of a large array."""
 MOST_SHOWN = 1000
 
 
 def text(x: Array) -> str:
-    """`repr(x)`: values, of a large array those at the ends, and where they lie. Waits for these."""
+    """Return `repr(x)`: the values, for a large array only those at the ends, and where they lie. Waits for them."""
     many = x.shape and int(np.prod(x.shape)) > MOST_SHOWN
     values = _values(x) if not many else _ends(x)
     kind = str(x.dtype).removeprefix("torch.")
@@ -118,7 +118,7 @@ def text(x: Array) -> str:
 
 
 def where(x: Array) -> str:
-    """Where the array lies, in words: `dim 0 over cpu:0 (3), cpu:1 (2)`."""
+    """Say where the array lies: `dim 0 over cpu:0 (3), cpu:1 (2)`."""
     names = [x.space.names[place] for place in x.sharding.places]
     if x.sharding.dim is None:
         return f"on {names[0]}" if len(names) == 1 else f"on each of {', '.join(names)}"
@@ -133,7 +133,7 @@ def _values(x: Array) -> str:
 
 
 def _ends(x: Array) -> str:
-    """The elements at the ends of each dim: only these are read."""
+    """Return the elements at the ends of each dim; only these are read."""
     shown = x
     gaps = []
     for dim, length in enumerate(x.shape):
@@ -144,7 +144,7 @@ def _ends(x: Array) -> str:
 
 
 def _ends_of(x: Array, dim: int) -> Array:
-    """The first and the last elements of a dim, where they lie."""
+    """Return the first and last elements of a dim, where they lie."""
     length, placed = x.shape[dim], x.sharding
     wanted = [*range(EDGE), *range(length - EDGE, length)]
     shape = (*x.shape[:dim], 2 * EDGE, *x.shape[dim + 1 :])

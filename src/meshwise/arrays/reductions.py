@@ -23,20 +23,20 @@ from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 from meshwise.arrays.unsigned import extreme as of_ordered
 
 Reduce = Callable[[Tensor, tuple[int, ...]], Tensor]
-"""(tensor, dims) -> the tensor without these dims, which are at least one."""
+"""(tensor, dims) -> the tensor reduced over these dims, at least one."""
 IN_ORDER = frozenset((*REAL, *COMPLEX))
-"""The types whose few partial sums are added in themselves; narrower ones are added in float32."""
+"""The types whose few partial sums are added as they are; narrower ones are added in float32."""
 
 
 def as_array(name: str, x: Any) -> Array:
-    """`x`, which is an array; else NoArrayGiven, for the namespace to make one."""
+    """Return `x` if it is an array; else raise NoArrayGiven, so that the namespace converts it."""
     if type(x) is not Array:
         raise NoArrayGiven(f"{name} of {type(x).__name__}: no array. Write xp.asarray(value) first.")
     return x
 
 
 def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
-    """The dims that are meant, sorted; of None all. Raises IndexError for one that is not there, or is there twice."""
+    """Return the dims that `axis` means, sorted; None means all. Raises IndexError for a missing or repeated one."""
     if axis is None:
         return tuple(range(dims))
     try:
@@ -55,21 +55,21 @@ def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
 
 
 def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
-    """The shape that is left."""
+    """Return the shape after a reduction."""
     if keepdims:
         return tuple(1 if dim in axes else length for dim, length in enumerate(shape))
     return tuple(length for dim, length in enumerate(shape) if dim not in axes)
 
 
 def left(placed: Sharding, axes: tuple[int, ...], keepdims: bool) -> Sharding:
-    """How the result lies where the divided dim, if any, is not reduced."""
+    """Return the sharding of the result if the divided dim, if any, is not reduced."""
     if placed.dim is None or keepdims:
         return placed
     return placed.along(placed.dim - sum(axis < placed.dim for axis in axes))
 
 
 def together(x: Array, shape: Shape) -> Sharding:
-    """Where partial results of this shape are combined: each place a part of it; what has no dims on the first."""
+    """Return where partial results are combined: a part of the shape on each place; without dims on the first place."""
     places = x.sharding.places
     return evenly(shape[0], places) if shape else sharding(places[:1])
 
@@ -84,9 +84,9 @@ def reduced(
     *,
     of_empty: bool = True,
 ) -> Array:
-    """`x` reduced over axes. reduce: of a part, and of partial results stacked along dim 0.
+    """Reduce `x` over axes. reduce: applied to each part, and to partial results stacked along dim 0.
 
-    of_empty: `reduce` takes a part without entries along the axes; else such parts are left out.
+    of_empty: `reduce` accepts parts without entries along the axes; else such parts are left out.
     """
     part_reduce, partial_reduce = reduce
     shape = reduced_shape(x.shape, axes, keepdims)
@@ -114,7 +114,7 @@ def _of_part(reduce: Reduce, part: Tensor, axes: tuple[int, ...], keepdims: bool
 
 
 def _has_some(part: Tensor, axes: tuple[int, ...]) -> bool:
-    """Each result of a reduction over axes is of one element or more."""
+    """Return whether each result of a reduction over axes has at least one element."""
     return all(part.shape[axis] for axis in axes)
 
 
@@ -136,7 +136,7 @@ def _sum_dtype(dtype: torch.dtype, given: Any) -> torch.dtype:
 
 
 def total(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-    """The sum over axes; of integers in 64 bits. The sum of no elements is 0."""
+    """Sum over axes; integers in 64 bits. The sum of no elements is 0."""
     x = as_array("sum", x)
     whole = axis is None and dtype is None and not keepdims
     if whole and x.dtype in IN_ORDER and x.sharding.dim is not None and plainly(x.space):
@@ -158,13 +158,13 @@ def total(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fa
 
 
 def _in_order(partials: Sequence[Tensor]) -> Tensor:
-    """One after the other: the same bits by each way on which they come."""
+    """Add partial results one after another, so that the bits never differ."""
     first, *others = partials
     return sum(others, first)
 
 
 def product(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-    """The product over axes; of integers in 64 bits. The product of no elements is 1."""
+    """Multiply over axes; integers in 64 bits. The product of no elements is 1."""
     x = as_array("prod", x)
     kind = _sum_dtype(x.dtype, dtype)
     run = _calculated(kind)
@@ -181,7 +181,7 @@ def product(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = 
 
 
 def _calculated(dtype: torch.dtype) -> torch.dtype:
-    """What torch sums this type in: it has no sums of wide unsigned integers, whose bits are those of signed ones."""
+    """Return the type in which torch sums: wide unsigned integers have the same sums, bit by bit, as signed ones."""
     return torch.int64 if dtype in UNSIGNED else dtype
 
 
@@ -203,7 +203,7 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
 
 
 def refuse_none(name: str, x: Array, axes: tuple[int, ...]) -> None:
-    """ValueError for a reduction over no elements which needs one."""
+    """Raise ValueError for a reduction over no elements that needs at least one."""
     if any(x.shape[axis] == 0 for axis in axes):
         raise ValueError(f"{name} over axes {axes} of shape {x.shape}: there are no elements. It needs one.")
 
@@ -227,7 +227,7 @@ def _logical(name: str, torch_name: str) -> Callable[..., Array]:
 
 
 def count_nonzero(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
-    """How many elements over axes are not zero."""
+    """Count the elements over axes that are not zero."""
     x = as_array("count_nonzero", x)
     parts = tuple(part != 0 for part in x.parts)
     return total(Array(parts, x.sharding, x.shape, BOOL, x.space), axis=axis, keepdims=keepdims)

@@ -27,10 +27,10 @@ from meshwise.arrays.views import made, size_of
 
 
 def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
-    """The elements in row-major order in another shape; one length may be -1. See the top of the file for what moves.
+    """Reshape in row-major order; one length may be -1. The top of the file says what moves.
 
-    A view where NumPy's is one. copy: True for memory of its own at once. ValueError with copy=False where elements
-    move or are put in order.
+    A view if NumPy's is one. copy: True copies at once; with copy=False ValueError if elements must move or be
+    reordered.
     """
     wanted = _lengths(x.shape, shape)
     x = on_its_place(x)
@@ -62,7 +62,7 @@ def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
 
 
 def on_its_place(x: Array) -> Array:
-    """A view of what is divided along a dim of one entry: on the place where all of it lies."""
+    """Return a view of an array that is divided along a dim of one entry, on the place that holds all of it."""
     held = x.sharding
     if held.dim is None or x.shape[held.dim] != 1:
         return x
@@ -71,12 +71,12 @@ def on_its_place(x: Array) -> Array:
 
 
 def _is_of(part: Tensor, whole: Tensor) -> bool:
-    """Whether a reshape of all of a part shows its memory."""
+    """Return whether a reshaped part shares the memory of the whole part."""
     return bool(EXPLAINED) or part.data_ptr() == whole.data_ptr()
 
 
 def _reshaped(x: Array, wanted: Shape) -> tuple[Array, bool]:
-    """(the elements in another shape, whether each place keeps what it has). x: divided along no dim of one entry."""
+    """Return the reshaped array, and whether each place keeps its elements. x: not divided along a dim of one entry."""
     placed = x.sharding
     if not size_of(wanted):
         placed = evenly(wanted[0], placed.places)
@@ -95,7 +95,7 @@ def _reshaped(x: Array, wanted: Shape) -> tuple[Array, bool]:
 
 
 def flat(x: Array) -> Array:
-    """All elements in row-major order, in one dim: a view where NumPy's is one."""
+    """Flatten all elements in row-major order: a view if NumPy's is one."""
     return reshape(x, (-1,), True if strides_of(x) is not None else None)
 
 
@@ -114,8 +114,8 @@ def _lengths(shape: Shape, given: Shape | int) -> Shape:
 
 @dataclass(frozen=True)
 class Rows:
-    """A divided array, seen in the group of its divided dim: (before, outer, length, after). Part k has of each of the
-    `outer` rows the entries from `begins[k]` to `ends[k]`."""
+    """A divided array as (before, outer, length, after), where the group of its divided dim is (outer, length). Part k
+    has the entries from `begins[k]` to `ends[k]` of each of the `outer` rows."""
 
     before: int
     outer: int
@@ -126,12 +126,12 @@ class Rows:
     placed: Sharding
 
     def seen(self, part: Tensor, k: int) -> Tensor:
-        """Part number k as (before, outer, its entries, after)."""
+        """Return part number k as (before, outer, its entries, after)."""
         return part.reshape(self.before, self.outer, self.ends[k] - self.begins[k], self.after)
 
 
 def _rows(shape: Shape, group: tuple[int, int], placed: Sharding) -> Rows:
-    """group: its first dim, and the one after its last."""
+    """Describe a divided array as rows. group: its first dim, and the one after its last."""
     assert placed.dim is not None
     first, last = group
     inner = math.prod(shape[placed.dim + 1 : last])
@@ -142,7 +142,7 @@ def _rows(shape: Shape, group: tuple[int, int], placed: Sharding) -> Rows:
 
 
 def _seen(old: Shape, new: Shape, placed: Sharding) -> tuple[Rows, Rows]:
-    """The array as it is divided, and as it will be in its new shape."""
+    """Return the rows of the array as it is divided now, and in its new shape."""
     assert placed.dim is not None
     group, (first, last) = _groups(old, new, placed.dim)
     places, whole = len(placed.places), old[placed.dim]
@@ -154,8 +154,8 @@ def _seen(old: Shape, new: Shape, placed: Sharding) -> tuple[Rows, Rows]:
 
 
 def _groups(old: Shape, new: Shape, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The dims of both shapes that belong together with `dim` of the old one: the first, and one after the last. No
-    length is 0."""
+    """Return the dims of both shapes that belong together with `dim` of the old one, each as (first, one after the
+    last). No length is 0."""
     i = j = 0
     while True:
         begin = i, j
@@ -171,7 +171,7 @@ def _groups(old: Shape, new: Shape, dim: int) -> tuple[tuple[int, int], tuple[in
 
 
 def _moved(x: Array, wanted: Shape, old: Rows, new: Rows) -> Array:
-    """`x`, which is divided as `old`, in the shape `wanted`, divided as `new`."""
+    """Reshape `x`, which is divided as `old`, to the shape `wanted`, divided as `new`."""
     if old.outer > 1 and new.outer > 1:
         shape = (old.before, old.outer * old.length, old.after)
         between = _rows(shape, (1, 2), evenly(shape[1], old.placed.places, 1))
@@ -200,7 +200,7 @@ def _moved(x: Array, wanted: Shape, old: Rows, new: Rows) -> Array:
 
 @dataclass(frozen=True)
 class Box:
-    """`count` rows from `row`, of each the entries from `low` to `high`."""
+    """A block of `count` rows from `row` on, with the entries from `low` to `high` of each."""
 
     row: int
     count: int
@@ -209,7 +209,7 @@ class Box:
 
 
 def _boxes(begin: int, end: int, rows: Rows, n: int) -> Iterator[Box]:
-    """What part n of the rows has of the elements from `begin` to `end`: of a first row, of whole ones, of a last."""
+    """Yield the elements from `begin` to `end` that part n holds: from a first row, whole rows, and a last row."""
     length, low, high = rows.length, rows.begins[n], rows.ends[n]
     if begin >= end:
         return
@@ -225,7 +225,7 @@ def _boxes(begin: int, end: int, rows: Rows, n: int) -> Iterator[Box]:
 
 
 def _of_line(tensor: Tensor, box: Box, line: Rows, k: int, length: int) -> Tensor:
-    """A box of a part of one row, (before, 1, entries, after), as (before, rows of the box, its entries, after)."""
+    """Read a box of a part with one row, (before, 1, entries, after), as (before, box rows, its entries, after)."""
     at = box.row * length - line.begins[k]
     if box.count == 1:
         return tensor[:, :, at + box.low : at + box.high]
@@ -235,5 +235,5 @@ def _of_line(tensor: Tensor, box: Box, line: Rows, k: int, length: int) -> Tenso
 
 
 def _of_rows(tensor: Tensor, box: Box, rows: Rows, n: int, length: int) -> Tensor:
-    """A box of a part that has some of each row."""
+    """Read a box from a part that holds some of each row."""
     return tensor[:, box.row : box.row + box.count, box.low - rows.begins[n] : box.high - rows.begins[n]]

@@ -23,7 +23,7 @@ from meshwise.arrays.views import SIGNED, made
 
 @dataclass(frozen=True)
 class Run:
-    """`count` entries of a dim of `source`, from `start` in steps of `step`; of step 0, one entry so many times."""
+    """A run of `count` entries along a dim of `source`, from `start` in steps of `step`; step 0 repeats one entry."""
 
     source: Array
     start: int
@@ -32,18 +32,18 @@ class Run:
 
 
 Interval = tuple[int, int, int]
-"""(place, first entry of the result, the one after the last) that a place wants."""
+"""(place that wants the entries, the first entry of the result, the one after the last)."""
 
 
 def whole(x: Array, dim: int) -> Run:
-    """All entries of a dim."""
+    """Return a run of all entries of a dim."""
     return Run(x, 0, x.shape[dim])
 
 
 def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | None = None) -> Array:
-    """The runs, in their order along `dim`. placed: where the result lies; None: a place has as much as it held.
+    """Join the runs along `dim`. placed: the sharding of the result; None: each place keeps as much as it held.
 
-    All sources have one dtype, and one shape but along `dim`.
+    All sources have the same dtype, and the same shape except along `dim`.
     """
     first, sources = runs[0].source, [run.source for run in runs]
     shape = (*first.shape[:dim], sum(run.count for run in runs), *first.shape[dim + 1 :])
@@ -63,7 +63,7 @@ def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | Non
 
 
 def _best(runs: Sequence[Run], dim: int) -> Sharding:
-    """As most of the entries lie, if that is divided along another dim, or not divided; else as they are held."""
+    """Choose the sharding of most entries if that is another dim or undivided; else keep entries where they lie."""
     lies = runs[0].source.sharding
     if lies.dim is None and all(run.source.sharding == lies for run in runs):
         return lies
@@ -76,8 +76,8 @@ def _best(runs: Sequence[Run], dim: int) -> Sharding:
 
 
 def as_held(runs: Sequence[Run], dim: int) -> Sharding:
-    """The dim divided so that a place has as many entries as it has of the runs. Places are in the order in which the
-    runs name them; what all places have is divided evenly, what is divided along another dim, too."""
+    """Divide the dim so that each place has as many entries as it holds of the runs. Places are in the order of the
+    runs; what all places hold, or what is divided along another dim, is divided evenly."""
     sizes: dict[int, int] = {}
     for run in runs:
         lies = run.source.sharding
@@ -93,7 +93,7 @@ def as_held(runs: Sequence[Run], dim: int) -> Sharding:
 
 
 def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operation: str) -> list[Tensor]:
-    """What of the runs, joined along `dim`, each interval asks for; of those whose place is here. They may overlap."""
+    """Return the entries of the joined runs in each interval whose place is local. Intervals may overlap."""
     space, dtype = runs[0].source.space, runs[0].source.dtype
     shape = runs[0].source.shape
     pieces: list[Move] = []
@@ -130,7 +130,7 @@ def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operati
 
 
 def _divided(run: Run, dim: int, at: int, wanted: Sequence[Interval], operation: str) -> Run:
-    """A run whose source is divided along another dim, laid out along `dim` as it is wanted."""
+    """Lay out along `dim`, as it is wanted, a run whose source is divided along another dim."""
     if run.source.sharding.dim in (None, dim) or run.step != 1 or run.count != run.source.shape[dim]:
         return run
     places = tuple(dict.fromkeys(place for place, _, _ in wanted))
@@ -141,8 +141,8 @@ def _divided(run: Run, dim: int, at: int, wanted: Sequence[Interval], operation:
 
 
 def _meetings(run: Run, dim: int, at: int, wanted: Sequence[Interval]) -> Iterator[tuple[int, int, int, int, int]]:
-    """(place that hands over, offset of its part, number of the interval, first entry of the result, one after the
-    last) of a run whose first entry is number `at` of the result."""
+    """Yield (sending place, offset of its part, number of the interval, first entry of the result, one after the last)
+    for a run that begins at entry `at` of the result."""
     lies, length = run.source.sharding, run.source.shape[dim]
     for number, (target, begin, end) in enumerate(wanted):
         if lies.dim is None:
@@ -158,7 +158,7 @@ def _meetings(run: Run, dim: int, at: int, wanted: Sequence[Interval]) -> Iterat
 
 
 def _held(run: Run, offset: int, size: int) -> tuple[int, int]:
-    """Which entries of the run, counted from its first, lie in a part of `size` from `offset`."""
+    """Return the range of the run's entries, counted from its first, that lie in a part of `size` from `offset`."""
     start, step, end = run.start, run.step, offset + size
     if step == 0:
         first, last = (0, run.count) if offset <= start < end else (0, 0)
@@ -171,7 +171,7 @@ def _held(run: Run, offset: int, size: int) -> tuple[int, int]:
 
 
 def _entries(part: Tensor, dim: int, start: int, count: int, step: int) -> Tensor:
-    """Entries of a part, counted in it."""
+    """Return entries of a part, counted within it."""
     if step == 0:
         return part.narrow(dim, start, 1).expand(*part.shape[:dim], count, *part.shape[dim + 1 :])
     if step == 1 or count <= 1:
@@ -183,6 +183,6 @@ def _entries(part: Tensor, dim: int, start: int, count: int, step: int) -> Tenso
 
 
 def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """In memory of their own."""
+    """Join tensors in new memory."""
     found = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(list(tensors), dim)
     return found.clone() if found is tensors[0] else found

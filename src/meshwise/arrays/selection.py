@@ -26,8 +26,8 @@ FEWEST_A_PART = 8  # so that a round narrows, however many parts there are
 
 
 def order(values: Tensor, dim: int = 0, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Values sorted along `dim`, and where each was; equal ones stay in order, nan is greater than all. Complex ones by
-    real part, then imaginary part."""
+    """Sort values along `dim`, and return where each was. Stable; nan is greater than all. Complex numbers are sorted
+    by real part, then imaginary part."""
     if not values.is_complex():
         return torch.sort(values, dim=dim, descending=descending, stable=True)
     at = torch.sort(values.imag, dim=dim, descending=descending, stable=True).indices
@@ -37,7 +37,7 @@ def order(values: Tensor, dim: int = 0, descending: bool = False) -> tuple[Tenso
 
 
 def sort_values(values: Tensor, descending: bool = False) -> Tensor:
-    """The values of `order` alone, of a vector."""
+    """Return only the values of `order`, for a vector."""
     if not _by_numpy(values):
         return order(values, 0, descending)[0]
     made = np.sort(values.numpy())
@@ -45,7 +45,7 @@ def sort_values(values: Tensor, descending: bool = False) -> Tensor:
 
 
 def merge(runs: Sequence[Tensor], descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Sorted vectors as one, and where each element was in them, one after another."""
+    """Merge sorted vectors, and return where each element was in their concatenation."""
     joined = torch.cat(list(runs))
     if descending or not _by_numpy(joined):
         return order(joined, 0, descending)
@@ -54,7 +54,7 @@ def merge(runs: Sequence[Tensor], descending: bool = False) -> tuple[Tensor, Ten
 
 
 def merge_values(runs: Sequence[Tensor], descending: bool = False) -> Tensor:
-    """The values of `merge` alone."""
+    """Return only the values of `merge`."""
     joined = torch.cat(list(runs))
     if descending or not _by_numpy(joined):
         return order(joined, 0, descending)[0]
@@ -62,13 +62,13 @@ def merge_values(runs: Sequence[Tensor], descending: bool = False) -> Tensor:
 
 
 def _by_numpy(values: Tensor) -> bool:
-    """Whether NumPy sorts it: on the host, where it is several times as fast as torch, and merges runs in one go."""
+    """Return whether NumPy sorts it: on the host it is several times as fast as torch, and merges runs in one go."""
     return values.is_cpu and not OPEN_DEVICES and not values.is_complex() and values.dtype is not torch.bfloat16
 
 
 @dataclass
 class _Window:
-    """What is undecided for one cut: of part k the elements from low[k] to high[k]; `wanted` of them are before it."""
+    """The undecided elements of one cut: low[k] to high[k] of part k; `wanted` of them come before the cut."""
 
     low: list[int]
     high: list[int]
@@ -80,13 +80,13 @@ class _Window:
         return max(1, -(-left // max(SAMPLES, FEWEST_A_PART * len(self.low))))
 
     def positions(self, part: int) -> range:
-        """The elements that are read: the last of each step."""
+        """Return the elements to read: the last of each step."""
         return range(self.low[part] + self.step - 1, self.high[part], self.step)
 
     def narrow(self, parts: Tensor, step: int) -> None:
-        """parts: of the samples in their order, which part each is of.
+        """Narrow the window. parts: for each sample, in order, the part that it is from.
 
-        The sample number t (from 1) has at least t steps up to it, and fewer than (parts - 1) steps more.
+        At least t steps of elements lie up to sample t (from 1), and fewer than (parts - 1) steps more.
         """
         count = len(self.low)
         if step == 1:
@@ -108,7 +108,7 @@ def _tally(parts: Tensor, count: int) -> list[int]:
 
 
 def cuts(x: Array, ranks: Sequence[int], *, descending: bool = False) -> list[list[int]]:
-    """For each rank r: how many elements of each part are among the first r of all. Waits for the parts.
+    """Return for each rank r how many elements of each part are among the first r of all. Waits for the parts.
 
     x: a vector of which each part is sorted by `order`.
     """
@@ -137,7 +137,7 @@ def cuts(x: Array, ranks: Sequence[int], *, descending: bool = False) -> list[li
 
 
 def picked(x: Array, asked: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """The elements at these positions of each part, in the host's memory; over ranks on all of them. Waits for them."""
+    """Return the elements at these positions of each part, in host memory (on all ranks). Waits for them."""
     here = zip(x.parts, x.space.local(x.sharding), strict=True)
     chosen = tuple(part[torch.tensor(asked[k], dtype=torch.int64)] for part, (k, _) in here)
     counts = tuple(map(len, asked))

@@ -27,7 +27,7 @@ from meshwise.arrays.sorting import SortedParts, indices, sort_parts, swapped
 
 
 class UniqueAll(NamedTuple):
-    """What `unique_all` gives."""
+    """The result of `unique_all`."""
 
     values: Array
     indices: Array
@@ -36,21 +36,21 @@ class UniqueAll(NamedTuple):
 
 
 class UniqueCounts(NamedTuple):
-    """What `unique_counts` gives."""
+    """The result of `unique_counts`."""
 
     values: Array
     counts: Array
 
 
 class UniqueInverse(NamedTuple):
-    """What `unique_inverse` gives."""
+    """The result of `unique_inverse`."""
 
     values: Array
     inverse_indices: Array
 
 
 def unique_all(x: Array, /) -> UniqueAll:
-    """The different elements of `x`, sorted; where each is first; which of them each element is; how many of each.
+    """Return the distinct elements of `x`, sorted; the first position, the inverse, and the count of each.
 
     Each nan is an element of its own. Waits for the values: the shapes depend on them.
     """
@@ -60,26 +60,26 @@ def unique_all(x: Array, /) -> UniqueAll:
 
 
 def unique_inverse(x: Array, /) -> UniqueInverse:
-    """The different elements of `x`, sorted, and which of them each element of `x` is. Waits for the values."""
+    """Return the distinct elements of `x`, sorted, and the number among them of each element of `x`. Waits for them."""
     found = _found(x, "unique_inverse", where=True)
     return UniqueInverse(_values(found), _inverse(x, found))
 
 
 def unique_counts(x: Array, /) -> UniqueCounts:
-    """The different elements of `x`, sorted, and how many there are of each. Waits for the values."""
+    """Return the distinct elements of `x`, sorted, and how often each occurs. Waits for the values."""
     found = _found(x, "unique_counts")
     return UniqueCounts(_values(found), _counts(found))
 
 
 def unique_values(x: Array, /) -> Array:
-    """The different elements of `x`, sorted. Waits for the values."""
+    """Return the distinct elements of `x`, sorted. Waits for the values."""
     return _values(_found(x, "unique_values", alone=True))
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A flat array sorted. begins: of each part that is here, which elements differ from the one before them.
-    counts: of every part, how many do. first: of every part, where the first such is, if any."""
+    """A flat array, sorted. begins: for each local part, which elements differ from the one before them. counts: how
+    many do, for every part. first: where the first one is, for every part."""
 
     flat: Array
     sorted: SortedParts
@@ -89,13 +89,13 @@ class _Found:
     name: str
 
     def spread(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Array:
-        """A vector of one entry for each different element, from its parts."""
+        """Make a vector with one entry for each distinct element, from its parts."""
         lies = sharding(self.flat.sharding.places, 0, tuple(self.counts))
         return Array(tuple(parts), lies, (sum(self.counts),), dtype, self.flat.space)
 
 
 def _found(x: Array, name: str, *, where: bool = False, alone: bool = False) -> _Found:
-    """alone: only the values are asked for, so that what one place has twice need not move."""
+    """Sort and find distinct elements. alone: only the values are needed, so duplicates on one place need not move."""
     x = as_array(name, x)
     flat = flattened(x, name)
     if alone:
@@ -116,7 +116,7 @@ def _found(x: Array, name: str, *, where: bool = False, alone: bool = False) -> 
 
 
 def _begins(values: Tensor) -> Tensor:
-    """Which of sorted elements differ from the one before them; the first does."""
+    """Mark the sorted elements that differ from the one before them; the first one does."""
     new = torch.ones(values.shape, dtype=torch.bool, device=values.device)
     new[1:] = values[1:] != values[:-1]
     return new
@@ -128,7 +128,7 @@ def _unique(part: Tensor) -> Tensor:
 
 
 def flattened(x: Array, name: str) -> Array:
-    """`x` in one dim, split; in the order of its elements. Of what lies on each place, that of the first."""
+    """Flatten `x`, split in the order of its elements. If each place holds all of it, the first place's is used."""
     if x.sharding.dim is None:
         x = reshard(x, sharding(x.sharding.places[:1]), name)
     found = reshape(x, (-1,))
@@ -138,7 +138,7 @@ def flattened(x: Array, name: str) -> Array:
 
 
 def _lasts(flat: Array, values: Sequence[Tensor], name: str) -> list[Tensor | None]:
-    """For each part that is here, the last element before it, if any."""
+    """Return, for each local part, the last element before it, if any."""
     places, sizes = flat.sharding.places, flat.sharding.sizes
     filled = [k for k, size in enumerate(sizes) if size]
     own = {k: part[-1:] for (k, _), part in zip(flat.space.local(flat.sharding), values, strict=True)}
@@ -156,7 +156,7 @@ def _values(found: _Found) -> Array:
 
 
 def _counts(found: _Found) -> Array:
-    """From where one begins to where the next does, which may be in a later part."""
+    """Return the distance from each first occurrence to the next, which may be in a later part."""
     held = found.flat.sharding
     parts = []
     for (k, _), new in zip(found.flat.space.local(held), found.begins, strict=True):
@@ -168,7 +168,7 @@ def _counts(found: _Found) -> Array:
 
 
 def _inverse(x: Array, found: _Found) -> Array:
-    """The number of each element among the different ones, back where the element came from."""
+    """Return the number of each element among the distinct ones, at the element's own place."""
     flat, done = found.flat, found.sorted
     held, space = flat.sharding, flat.space
     numbers = []
@@ -184,7 +184,7 @@ def _inverse(x: Array, found: _Found) -> Array:
 
 
 def _of_two(name: str, says: str, rule: Callable[[Any, Array, Array], Array]) -> Callable[..., Array]:
-    """A set function of two arrays, of whose distinct elements it gives some, in ascending order."""
+    """Make a set function of two arrays that returns some of their distinct elements, in ascending order."""
 
     def of_two(x1: Any, x2: Any, /) -> Array:
         x1 = as_array(name, x1)
@@ -197,7 +197,7 @@ def _of_two(name: str, says: str, rule: Callable[[Any, Array, Array], Array]) ->
 
 
 def _either(xp: Any, a: Array, b: Array) -> Array:
-    """Those of one alone."""
+    """Return the elements that are in only one of the two."""
     return unique_values(xp.concat([a[~xp.isin(a, b)], b[~xp.isin(b, a)]]))
 
 

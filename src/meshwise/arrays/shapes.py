@@ -15,7 +15,7 @@ from meshwise.arrays.views import axis_of
 
 
 def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of an array, of what may be none: then NoArrayGiven, for the namespace to make one."""
+    """Wrap a function of an array: if it is given none, it raises NoArrayGiven, so that the namespace makes one."""
 
     @functools.wraps(rule)
     def call(x: Any, /, *given: Any, **named: Any) -> Any:
@@ -45,19 +45,19 @@ FUNCTIONS: dict[str, Callable[..., Any]] = (
 
 
 def reshaped(x: Array, /, *shape: Any, copy: bool | None = None) -> Array:
-    """`x.reshape(2, 3)`, or with a shape, as `xp.reshape`."""
+    """Implement `x.reshape(2, 3)`, or with a shape, as `xp.reshape`."""
     return reshaping.reshape(x, shape[0] if len(shape) == 1 else shape, copy)
 
 
 def transposed(x: Array, /, *axes: Any) -> Array:
-    """The dims in the reverse order, or in that of `axes`, as NumPy's method."""
+    """Permute the dims: reversed, or in the order of `axes`, as NumPy's method."""
     if len(axes) == 1 and not isinstance(axes[0], int):
         axes = tuple(axes[0] or ())
     return layout.permute_dims(x, axes or tuple(reversed(range(len(x.shape)))))
 
 
 def swapped(x: Array, axis1: int, axis2: int, /) -> Array:
-    """Two dims exchanged."""
+    """Swap two dims."""
     order = list(range(len(x.shape)))
     one, other = (axis_of(axis, len(order), "swapaxes") for axis in (axis1, axis2))
     order[one], order[other] = other, one
@@ -65,19 +65,19 @@ def swapped(x: Array, axis1: int, axis2: int, /) -> Array:
 
 
 def flattened(x: Array, /) -> Array:
-    """A copy of the elements, in row-major order, in one dim."""
+    """Copy the elements, in row-major order, to one dim."""
     return reshaping.reshape(x, (-1,), copy=True)
 
 
 def iterated(x: Array, /) -> Iterator[Array]:
-    """`for row in x`: the entries of the first dim, where they lie."""
+    """Implement `for row in x`: yield the entries of the first dim, where they lie."""
     if not x.shape:
         raise TypeError("iteration over an array without dims: write x[...] or float(x).")
     return iter(joining.unstack(x))
 
 
 def contains(x: Array, value: Any, /) -> bool:
-    """`value in x`: whether any element equals it. Waits for the answer."""
+    """Implement `value in x`: whether any element equals it. Waits for the answer."""
     return bool((x == value).any())
 
 

@@ -18,8 +18,8 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Sharding:
-    """`dim` None: each of `places` holds all of the array. Else part k has `sizes[k]` entries of `dim`, and lies on
-    `places[k]`, in their order; a part may be empty."""
+    """Where an array lies. `dim` None: each of `places` holds all of it. Else part k has `sizes[k]` entries of `dim`,
+    and lies on `places[k]`, in their order; a part may be empty."""
 
     places: tuple[int, ...]
     dim: int | None = None
@@ -39,7 +39,7 @@ class Sharding:
 
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each part begins along `dim`."""
+        """The first entry of each part along `dim`."""
         return tuple(sum(self.sizes[:part]) for part in range(len(self.sizes)))
 
     @property
@@ -48,17 +48,17 @@ class Sharding:
 
     @property
     def single(self) -> bool:
-        """All of it lies on one place."""
+        """Whether all of it lies on one place."""
         return len(self.places) == 1
 
     def part_shape(self, shape: Shape, part: int) -> Shape:
-        """The shape of part number `part` of an array of this shape."""
+        """Return the shape of part number `part` of an array of this shape."""
         if self.dim is None:
             return shape
         return (*shape[: self.dim], self.sizes[part], *shape[self.dim + 1 :])
 
     def interval(self, shape: Shape, part: int) -> Slices:
-        """What of the array lies in part number `part`: a slice for each dim."""
+        """Return the slices of part number `part` in the array, one for each dim."""
         whole = [slice(0, length) for length in shape]
         if self.dim is not None:
             begin = self.offsets[part]
@@ -66,26 +66,26 @@ class Sharding:
         return tuple(whole)
 
     def along(self, dim: int | None) -> Sharding:
-        """The same parts, of another dim."""
+        """Return the same parts along another dim."""
         return self if dim == self.dim else sharding(self.places, dim, self.sizes)
 
 
 @functools.lru_cache(maxsize=4096)
 def sharding(places: tuple[int, ...], dim: int | None = None, sizes: tuple[int, ...] = ()) -> Sharding:
-    """The one `Sharding` of these values: `is` mostly tells whether two are equal."""
+    """Return the shared `Sharding` of these values, so that `is` mostly tells whether two are equal."""
     return Sharding(places, dim, sizes)
 
 
 @functools.lru_cache(maxsize=4096)
 def evenly(length: int, places: tuple[int, ...], dim: int = 0) -> Sharding:
-    """`length` entries of `dim` over `places` as `tensor_split` divides: the first parts are the longer ones."""
+    """Divide `length` entries of `dim` over `places` as `tensor_split` does: the first parts are the longer ones."""
     each, more = divmod(length, len(places))
     return sharding(places, dim, tuple(each + (part < more) for part in range(len(places))))
 
 
 @functools.lru_cache(maxsize=4096)
 def by_weights(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Sizes in proportion to the weights that add up to `length`: what is left over goes to the largest remainders."""
+    """Return sizes in proportion to the weights that add up to `length`; largest remainders get what is left."""
     total = math.fsum(weights)
     shares = [length * weight / total for weight in weights]
     sizes = [int(share) for share in shares]
@@ -97,10 +97,10 @@ def by_weights(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a user asks for before the shape is known. Made by `xp.shard`, `xp.replicated` and `xp.single`.
+    """A layout that a user asks for before the shape is known. Made by `xp.shard`, `xp.replicated` and `xp.single`.
 
-    dim: the dim that is divided; None for none. sizes: how many of its entries each place gets; weights: in which
-    proportion, such as the devices' speeds. Neither: parts that differ by at most one.
+    dim: the divided dim; None for none. sizes: the entries of each place; weights: their proportions, such as the
+    devices' speeds. Without both: parts that differ by at most one.
     """
 
     places: tuple[int, ...]
@@ -109,7 +109,7 @@ class Layout:
     weights: tuple[float, ...] | None = None
 
     def of(self, shape: Shape) -> Sharding:
-        """The sharding of an array of this shape. UsageError where it does not fit."""
+        """Return the sharding of an array of this shape. UsageError if it does not fit."""
         if self.dim is None:
             return sharding(self.places)
         if not -len(shape) <= self.dim < len(shape):
@@ -126,7 +126,7 @@ class Layout:
 
 
 def fitting(wanted: Sharding, shape: Shape) -> Sharding:
-    """`wanted`, where an array of this shape can lie so. UsageError where it cannot."""
+    """Return `wanted` if an array of this shape can lie so. UsageError if it cannot."""
     dim, sizes = wanted.dim, wanted.sizes
     if dim is None:
         return sharding(wanted.places)
@@ -143,7 +143,7 @@ def fitting(wanted: Sharding, shape: Shape) -> Sharding:
 def as_layout(
     places: tuple[int, ...], dim: int, sizes: Sequence[int] | None, weights: Sequence[float] | None
 ) -> Layout:
-    """`xp.shard`: a dim divided over places. UsageError for sizes or weights that cannot be."""
+    """Make `xp.shard`'s layout: a dim divided over places. UsageError for invalid sizes or weights."""
     if sizes is not None and weights is not None:
         raise UsageError("shard with sizes and weights: both say how long the parts are. Give one.")
     for what, given in (("sizes", sizes), ("weights", weights)):
@@ -160,10 +160,10 @@ def as_layout(
 
 
 def overlaps(shape: Shape, held: Sharding, wanted: Sharding) -> Iterator[tuple[int, int, Slices, Slices]]:
-    """What has to go where, that an array which is `held` becomes one as `wanted`, without what is empty.
+    """Yield the pieces that turn an array laid out as `held` into one laid out as `wanted`, without empty ones.
 
-    Gives (part that holds it, part that wants it, its slices in the one, its slices in the other). Of what several
-    places hold, a place takes its own.
+    Each is (part that holds it, part that wants it, its slices in the first, its slices in the second). If several
+    places hold a piece, a place takes its own.
     """
     for target, place in enumerate(wanted.places):
         wants = wanted.interval(shape, target)

@@ -41,14 +41,14 @@ from meshwise.arrays.statistics import as_floats
 
 
 class SlogDet(NamedTuple):
-    """What `slogdet` gives."""
+    """The result of `slogdet`."""
 
     sign: Array
     logabsdet: Array
 
 
 def cholesky(x: Array, /, *, upper: bool = False) -> Array:
-    """The lower factor L of a positive-definite matrix L L^H; `upper`: its adjoint. LinAlgError where it is not."""
+    """Return the lower factor L of a positive-definite matrix L L^H; `upper`: its adjoint. LinAlgError for others."""
     x = as_matrices("cholesky", x, square=True)
     if not (is_one_split(x) and is_large(x)):
         return matrix_of_each(x, "cholesky", partial(torch.linalg.cholesky, upper=upper))
@@ -58,7 +58,7 @@ def cholesky(x: Array, /, *, upper: bool = False) -> Array:
 
 
 def inv(x: Array, /) -> Array:
-    """The inverse. LinAlgError for a singular matrix. Of a large divided matrix it is split by columns."""
+    """Invert a matrix. LinAlgError for a singular one. The inverse of a large divided matrix is split by columns."""
     x = as_matrices("inv", x, square=True)
     if not (is_one_split(x) and is_large(x)):
         return matrix_of_each(x, "inv", torch.linalg.inv)
@@ -69,7 +69,7 @@ def inv(x: Array, /) -> Array:
 
 
 def det(x: Array, /) -> Array:
-    """The determinant."""
+    """Return the determinant."""
     x = as_matrices("det", x, square=True)
     if not (is_one_split(x) and is_large(x)):
         return matrix_of_each(x, "det", torch.linalg.det)
@@ -78,7 +78,7 @@ def det(x: Array, /) -> Array:
 
 
 def slogdet(x: Array, /) -> SlogDet:
-    """The sign of the determinant, or its complex direction, and the logarithm of its absolute value."""
+    """Return the sign of the determinant, or its complex direction, and the logarithm of its absolute value."""
     x = as_matrices("slogdet", x, square=True)
     if not (is_one_split(x) and is_large(x)):
         return SlogDet(*of_each(x, "slogdet", torch.linalg.slogdet))
@@ -93,10 +93,10 @@ def slogdet(x: Array, /) -> SlogDet:
 
 
 def solve(x1: Array, x2: Array, /) -> Array:
-    """The solution y of x1 y = x2, a vector or right-hand sides by columns. LinAlgError for a singular matrix.
+    """Solve x1 y = x2 for y, for a vector or right-hand sides by columns. LinAlgError for a singular matrix.
 
-    A large divided matrix is factored by columns; the solution of few right-hand sides is split by rows then, of many
-    by columns. Otherwise right-hand sides and stacks are solved where they lie, and the matrix comes to them.
+    A large divided matrix is factored by columns; the solution is then split by rows for few right-hand sides, by
+    columns for many. Otherwise right-hand sides and stacks are solved where they lie, and the matrix is sent there.
     """
     a, given = as_matrices("solve", x1, square=True), as_floats("solve", x2)
     if not given.shape or given.shape[-2 if len(given.shape) > 1 else 0] != a.shape[-1]:
@@ -117,14 +117,14 @@ def solve(x1: Array, x2: Array, /) -> Array:
 
 
 def _solved(a: Tensor, b: Tensor) -> Tensor:
-    """Of matrices alone: torch takes some shapes for stacks of vectors."""
+    """Solve for matrices only: torch takes some shapes for stacks of vectors."""
     b = b[None] if b.dim() == a.dim() - 1 else b
     solved: Tensor = called("solve", torch.linalg.solve, a, b)
     return solved
 
 
 def _rather_on_one(a: Array, b: Array) -> bool:
-    """Whether a divided problem moves less to one place than its matrix does to all that have right-hand sides."""
+    """Return whether solving on one place moves less than sending the matrix to all right-hand sides."""
     if not (a.sharding.divided or b.sharding.divided):
         return False
     places = len((a if a.sharding.divided else b).sharding.places)
@@ -140,7 +140,7 @@ def _solved_on_one(a: Array, b: Array) -> Array:
 
 
 def _solved_by_columns(a: Array, b: Array) -> Array:
-    """Of a large divided matrix."""
+    """Solve with a large divided matrix."""
     columns, count = _by_columns(a, "solve"), b.shape[1]
     held = columns.sharding
     if count * len(held.places) > a.shape[0]:
@@ -155,7 +155,7 @@ def _solved_by_columns(a: Array, b: Array) -> Array:
 
 
 def matrix_power(x: Array, n: int, /) -> Array:
-    """The product of `n` times the matrix; of its inverse for n below 0."""
+    """Multiply the matrix `n` times with itself; its inverse for n below 0."""
     x = as_matrices("matrix_power", x, square=True)
     x = inv(x) if n < 0 else x
     found: Array | None = None
@@ -167,7 +167,7 @@ def matrix_power(x: Array, n: int, /) -> Array:
 
 
 def _identity(x: Array) -> Array:
-    """Identity matrices in the shape of `x`, lying so."""
+    """Return identity matrices with the shape and sharding of `x`."""
     parts = []
     for part, (k, _) in zip(x.parts, x.space.local(x.sharding), strict=True):
         rows, columns = x.sharding.interval(x.shape, k)[-2:]
@@ -182,7 +182,7 @@ def _by_columns(x: Array, name: str) -> Array:
 
 
 def _squeezed(found: Array, given: Array, stack: tuple[int, ...]) -> Array:
-    """A solution in the shape that the right-hand side asks for."""
+    """Return a solution in the shape that the right-hand side asks for."""
     if len(found.shape) < 2 + len(stack):
         found = with_stack(found, Array((), found.sharding, (*stack, 0, 0), found.dtype, found.space))
     return layout.squeeze(found, -1) if len(given.shape) == 1 else found

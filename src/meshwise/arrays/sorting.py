@@ -28,12 +28,12 @@ from meshwise.arrays.views import axis_of
 
 
 def sort(x: Array, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
-    """`x` sorted along `axis`, of None flattened; nan is greater than all numbers. It is always stable."""
+    """Sort `x` along `axis`, or flattened for None; nan is greater than all numbers. Always stable."""
     return _along(x, axis, descending, 0, "sort")
 
 
 def argsort(x: Array, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
-    """Where along `axis` the elements of the sorted array are in `x`. It is always stable."""
+    """Return the indices in `x` that sort it along `axis`. Always stable."""
     return _along(x, axis, descending, 1, "argsort")
 
 
@@ -56,7 +56,7 @@ def _along(x: Array, axis: int | None, descending: bool, wanted: int, name: str)
 
 
 def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Array:
-    """The only lane of a split dim."""
+    """Sort a single vector that is split."""
     flat = tuple(part.reshape(-1) for part in x.parts)
     line = Array(flat, x.sharding.along(0), (x.shape[axis],), x.dtype, x.space)
     done = sort_parts(line, name, descending=descending, where=bool(wanted))
@@ -68,11 +68,11 @@ def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Ar
 
 @dataclass(frozen=True)
 class SortedParts:
-    """A split vector sorted, lying as it did. Of the parts that are here, in their order:
+    """A sorted split vector with the layout it had. For each local part, in order:
 
-    values: sorted. local: where each element of the part, sorted alone, was in it. merge: where each element was among
-    those that came, part after part. Both are empty if not asked for. sent[k][j]: how many elements went from part k to
-    part j.
+    values: sorted. local: where each element was in the part, which is sorted alone first. merge: where each element
+    was among those received, part after part. Both are empty if not asked for. sent[k][j]: how many elements went from
+    part k to part j.
     """
 
     values: list[Tensor]
@@ -82,7 +82,7 @@ class SortedParts:
 
 
 def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool = False) -> SortedParts:
-    """Sort a vector that is split. where: tell where elements were, too."""
+    """Sort a split vector. where: also return where elements were."""
     space, held = x.space, x.sharding
     local: list[Tensor] = []
     if where:
@@ -101,7 +101,7 @@ def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool = F
 
 
 def indices(x: Array, done: SortedParts, name: str) -> list[Tensor]:
-    """Where each element of the sorted vector was in `x`, of the parts that are here."""
+    """Return where each element of the sorted vector was in `x`, for the local parts."""
     held = x.sharding
     small = torch.int32 if max(held.sizes) < 2**31 else torch.int64
     came = swapped(x, done.sent, [at.to(small) for at in done.local], small, name)
@@ -115,9 +115,9 @@ def indices(x: Array, done: SortedParts, name: str) -> list[Tensor]:
 def swapped(
     x: Array, sizes: Sequence[Sequence[int]], parts: Sequence[Tensor], dtype: torch.dtype, name: str
 ) -> list[list[Tensor]]:
-    """For each part that is here, what comes to it from each part, in their order.
+    """Exchange entries; return for each local part what it receives from each part, in their order.
 
-    parts: vectors, one a part of `x`; `sizes[k][j]` entries of part k, in the order of j, go to part j.
+    parts: vectors, one per part of `x`; `sizes[k][j]` entries of part k, in the order of j, go to part j.
     """
     space, places = x.space, x.sharding.places
     segments = {}

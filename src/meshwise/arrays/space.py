@@ -21,13 +21,13 @@ from meshwise.transfer.devices import as_device, open_devices
 from meshwise.workers.join import join, rank_context
 
 ALL = "all"
-"""The device of what lies on several places, as `device=` takes it: the default placement."""
+"""The device of an array on several places, as `device=` takes it: the default placement."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """devices: one a place. names: what users call the places. here: the places of this process, in order.
-    default_float: the dtype of what is made of Python's floats."""
+    """The places of a namespace. devices: one per place. names: what users call them. here: the local places, in order.
+    default_float: the dtype that Python's floats become."""
 
     devices: tuple[torch.device, ...]
     names: tuple[str, ...]
@@ -44,17 +44,17 @@ class Space:
 
     @functools.cached_property
     def on_host(self) -> bool:
-        """All places are the host's memory."""
+        """Whether all places are host memory."""
         return all(device.type == "cpu" for device in self.devices)
 
     def local(self, placed: Sharding) -> Sequence[tuple[int, int]]:
-        """(number of the part, its place) of the parts that are here, in the order of `Array.parts`."""
+        """Return (number of the part, its place) of the local parts, in the order of `Array.parts`."""
         if not self.over_ranks:
             return placed.numbered
         return [(part, place) for part, place in placed.numbered if place in self.here]
 
     def placed(self, shape: Shape, device: Any = None, wanted: Layout | Sharding | None = None) -> Sharding:
-        """Where an array of this shape lies: as wanted, on the device that is named, or divided along its first dim."""
+        """Return where an array of this shape lies: as wanted, on the named device, or divided along its first dim."""
         if isinstance(wanted, Layout):
             return self._known(wanted.of(shape))
         if wanted is not None and not isinstance(wanted, Sharding):
@@ -66,7 +66,7 @@ class Space:
         return evenly(shape[0], self.places) if shape else sharding((0,))
 
     def place(self, device: Any) -> int:
-        """The place of a device that a user names. UsageError where the namespace has none of that name."""
+        """Return the place of a device that a user names. UsageError if the namespace has none of that name."""
         if isinstance(device, int) and not isinstance(device, bool) and 0 <= device < len(self.names):
             return device
         name = str(device)
@@ -79,7 +79,7 @@ class Space:
         return alike[0]
 
     def speeds(self, machine: Machine) -> list[float]:
-        """Bytes per second of each place's memory, measured or else nominal. UsageError where they are not known."""
+        """Return bytes per second of each place's memory, measured or else nominal. UsageError if unknown."""
         known = {device.name: device.memory_rate or device.memory_bandwidth for device in machine.devices}
         pairs = zip(self.devices, self.names, strict=True)
         found = [known.get(str(device)) or known.get(name) for device, name in pairs]
@@ -92,7 +92,7 @@ class Space:
         return [rate for rate in found if rate]
 
     def device_name(self, placed: Sharding) -> str:
-        """The standard's `x.device`."""
+        """Return the standard's `x.device`."""
         return self.names[placed.places[0]] if placed.single else ALL
 
     def _known(self, placed: Sharding) -> Sharding:
@@ -102,8 +102,8 @@ class Space:
 
 
 def find_space(devices: Any, default_float: torch.dtype) -> Space:
-    """The one space of these devices; in a process of a run with several ranks, that of its ranks. UsageError for what
-    is not here, or what the ranks are not."""
+    """Return the one space of these devices; in a run with several ranks, the space of its ranks. UsageError for
+    devices that are missing, or are not those of the ranks."""
     world = rank_context().world
     if world.size == 1:
         found = find_devices(devices)
@@ -120,7 +120,7 @@ def find_space(devices: Any, default_float: torch.dtype) -> Space:
 
 
 def _asked_of_ranks(devices: Any) -> tuple[str, int | None]:
-    """(kind, how many) of the devices that are asked for; None for as many as there are."""
+    """Return (kind, count) of the devices that are asked for; None for as many as there are."""
     if isinstance(devices, str) and not devices.startswith("cpu:"):
         request = parse_devices(devices)
         return request.kind or str(accelerators()[0]), None if "x" not in devices else request.count
@@ -130,7 +130,7 @@ def _asked_of_ranks(devices: Any) -> tuple[str, int | None]:
 
 @functools.cache
 def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype, here: tuple[int, ...]) -> Space:
-    """The one space of these devices, one a place, of which some are here."""
+    """Return the one space of these devices, one per place, some of which are local."""
     if len(here) < len(devices):
         names = tuple(f"{devices[0].type}:{rank}" for rank in range(len(devices)))
         return Space(devices, names, here, default_float)
@@ -143,7 +143,7 @@ def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype, he
 
 
 def find_devices(devices: Any) -> tuple[torch.device, ...]:
-    """The torch devices that are meant. UsageError for what is not here, or says nothing."""
+    """Return the torch devices that are meant. UsageError for missing or unclear ones."""
     if devices is None:
         kind, count = accelerators()
         return _count(kind, count) if kind else _count("cpu", 1)

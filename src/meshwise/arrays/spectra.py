@@ -34,14 +34,14 @@ from meshwise.arrays.stacks import (
 
 
 class QR(NamedTuple):
-    """What `qr` gives."""
+    """The result of `qr`."""
 
     Q: Array
     R: Array
 
 
 class SVD(NamedTuple):
-    """What `svd` gives."""
+    """The result of `svd`."""
 
     U: Array
     S: Array
@@ -49,14 +49,14 @@ class SVD(NamedTuple):
 
 
 class Eigen(NamedTuple):
-    """What `eigh` and `eig` give."""
+    """The result of `eigh` and `eig`."""
 
     eigenvalues: Array
     eigenvectors: Array
 
 
 def qr(x: Array, /, *, mode: str = "reduced") -> QR:
-    """Q with orthonormal columns and an upper triangular R. mode: "reduced" or "complete"."""
+    """Return Q with orthonormal columns and an upper triangular R. mode: "reduced" or "complete"."""
     if mode not in ("reduced", "complete"):
         raise ValueError(f"qr with mode={mode!r}: it is 'reduced' or 'complete'.")
     x = as_matrices("qr", x)
@@ -67,7 +67,7 @@ def qr(x: Array, /, *, mode: str = "reduced") -> QR:
 
 
 def svd(x: Array, /, *, full_matrices: bool = True) -> SVD:
-    """U, the singular values S from the largest, and the adjoint of V. full_matrices: U and V are square."""
+    """Return U, the singular values S from the largest, and the adjoint of V. full_matrices: U and V are square."""
     x = as_matrices("svd", x)
     wide = x.shape[-2] < x.shape[-1]
     tall = _tall(adjoint(x) if wide else x)
@@ -84,7 +84,7 @@ def svd(x: Array, /, *, full_matrices: bool = True) -> SVD:
 
 
 def svdvals(x: Array, /) -> Array:
-    """The singular values, from the largest."""
+    """Return the singular values, from the largest."""
     x = as_matrices("svdvals", x)
     tall = _tall(adjoint(x) if x.shape[-2] < x.shape[-1] else x)
     if tall is None:
@@ -95,7 +95,7 @@ def svdvals(x: Array, /) -> Array:
 
 
 def pinv(x: Array, /, *, rtol: Any = None) -> Array:
-    """The pseudo-inverse. rtol: singular values below this share of the largest are 0; max(M, N) eps if not given."""
+    """Return the pseudo-inverse. rtol: singular values below this share of the largest are 0; default max(M, N) eps."""
     x = as_matrices("pinv", x)
     u, s, vh = svd(x, full_matrices=False)
     kept = elementwise.FUNCTIONS["greater"](s, _cutoff(x, s, rtol))
@@ -106,14 +106,14 @@ def pinv(x: Array, /, *, rtol: Any = None) -> Array:
 
 
 def matrix_rank(x: Array, /, *, rtol: Any = None) -> Array:
-    """How many singular values are above `rtol` times the largest; max(M, N) eps if it is not given."""
+    """Count the singular values above `rtol` times the largest; by default max(M, N) eps."""
     x = as_matrices("matrix_rank", x)
     s = svdvals(x)
     return reductions.count_nonzero(elementwise.FUNCTIONS["greater"](s, _cutoff(x, s, rtol)), axis=-1)
 
 
 def _cutoff(x: Array, s: Array, rtol: Any) -> Array:
-    """Below what singular values count as 0, with a last dim of 1."""
+    """Return the limit below which singular values count as 0, with a last dim of 1."""
     if s.shape[-1] == 0:
         return s
     share = max(x.shape[-2:]) * torch.finfo(s.dtype).eps if rtol is None else rtol
@@ -124,7 +124,7 @@ def _cutoff(x: Array, s: Array, rtol: Any) -> Array:
 
 
 def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..., Any]:
-    """A function of eigenvalues, which has no rule for a divided matrix."""
+    """Make a function of eigenvalues; there is no rule for a divided matrix."""
     WITHOUT_RULE.add(f"linalg.{name}")
 
     def rule(x: Array, /) -> Any:
@@ -137,7 +137,7 @@ def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..
 
 
 def _tall(x: Array) -> Array | None:
-    """The one matrix that is split by rows, where its parts' R together are at most half of it; else None."""
+    """Return the one matrix split by rows, if the R of all parts are together at most half of it; else None."""
     if not is_one_split(x) or any(length != 1 for length in x.shape[:-2]):
         return None
     flat = one_matrix(x)

@@ -56,7 +56,7 @@ ALIASES = {
     "fix": "trunc",
     "row_stack": "vstack",
 }
-"""NumPy's name -> the standard's, where they mean the same."""
+"""NumPy's name -> the standard's, for functions that mean the same."""
 
 
 def array(
@@ -69,7 +69,7 @@ def array(
     device: Any = None,
     sharding: Any = None,
 ) -> Array:
-    """As `asarray`, in memory of its own; with dims of 1 in front, to `ndmin` dims at least."""
+    """Make a copy as `asarray` does, with dims of 1 in front up to `ndmin` dims."""
     if ndmin:
         found = asarray(space, obj, dtype)
         obj = found.reshape((1,) * max(0, ndmin - len(found.shape)) + found.shape)
@@ -77,24 +77,24 @@ def array(
 
 
 def identity(space: Space, n: int, dtype: Any = None) -> Any:
-    """The matrix of ones on the diagonal."""
+    """Return the identity matrix."""
     xp = _names_of(space)
     return xp.eye(n, dtype=dtype)
 
 
 def logspace(space: Space, start: float, stop: float, num: int = 50, *, base: float = 10.0, **how: Any) -> Any:
-    """`num` numbers from `base` to the power of `start` to that of `stop`, whose logarithms are at equal distances."""
+    """Return `num` numbers from `base**start` to `base**stop`, evenly spaced on a logarithmic scale."""
     return base ** _names_of(space).linspace(start, stop, num, **how)
 
 
 def _names_of(x: Any) -> Any:
-    """The namespace of an array or a space."""
+    """Return the namespace of an array or a space."""
     return x.__array_namespace__() if isinstance(x, Array) else asarray(x, 0).__array_namespace__()
 
 
 def dot(x1: Any, x2: Any, /) -> Any:
-    """NumPy's product: of vectors and matrices as `@`; with a number elementwise; else over the last dim of the one and
-    the last but one of the other."""
+    """Multiply as NumPy's `dot`: vectors and matrices as `@`; numbers elementwise; else over the last dim of the first
+    and the last but one of the second."""
     x1 = as_array("dot", x1)
     xp = _names_of(x1)
     x2 = xp.asarray(x2)
@@ -106,38 +106,38 @@ def dot(x1: Any, x2: Any, /) -> Any:
 
 
 def transpose(x: Any, /, axes: Any = None) -> Any:
-    """The dims in the reverse order, or in that of `axes`."""
+    """Permute the dims: reversed, or in the order of `axes`."""
     x = as_array("transpose", x)
     return x.T if axes is None and len(x.shape) < 3 else x.transpose(axes or tuple(reversed(range(len(x.shape)))))
 
 
 def swapaxes(x: Any, /, axis1: int, axis2: int) -> Any:
-    """Two dims exchanged."""
+    """Swap two dims."""
     return as_array("swapaxes", x).swapaxes(axis1, axis2)
 
 
 def ravel(x: Any, /) -> Any:
-    """The elements in one dim, in row-major order."""
+    """Flatten the elements to one dim, in row-major order."""
     return as_array("ravel", x).ravel()
 
 
 def vstack(arrays: Any, /) -> Any:
-    """Arrays below each other; vectors as rows."""
+    """Stack arrays below each other; vectors become rows."""
     return _stacked(arrays, lambda xp, x: xp.reshape(x, (1, -1)) if len(x.shape) < 2 else x, 0)
 
 
 def hstack(arrays: Any, /) -> Any:
-    """Arrays beside each other; vectors after each other."""
+    """Stack arrays beside each other; vectors are joined end to end."""
     return _stacked(arrays, lambda xp, x: xp.reshape(x, (-1,)) if not x.shape else x, -1)
 
 
 def dstack(arrays: Any, /) -> Any:
-    """Arrays after each other along the third dim; vectors as (1, n, 1)."""
+    """Stack arrays along the third dim; vectors become (1, n, 1)."""
     return _stacked(arrays, lambda xp, x: xp.atleast_3d(x), 2)
 
 
 def column_stack(arrays: Any, /) -> Array:
-    """Arrays beside each other; vectors as columns."""
+    """Stack arrays beside each other; vectors become columns."""
     return _stacked(arrays, lambda xp, x: xp.reshape(x, (-1, 1)) if len(x.shape) < 2 else x, 1)
 
 
@@ -150,7 +150,7 @@ def _stacked(arrays: Any, grown: Callable[[Any, Array], Array], axis: int) -> Ar
 
 
 def isclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> Any:
-    """Whether elements differ by at most `atol` plus `rtol` times the second."""
+    """Return whether elements differ by at most `atol` plus `rtol` times the second."""
     x1 = as_array("isclose", x1)
     xp = _names_of(x1)
     x2 = xp.asarray(x2)
@@ -160,25 +160,25 @@ def isclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equa
 
 
 def allclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> bool:
-    """Whether all elements are close. Waits for them."""
+    """Return whether all elements are close. Waits for them."""
     return bool(isclose(x1, x2, rtol, atol, equal_nan=equal_nan).all())
 
 
 def array_equal(x1: Any, x2: Any, /) -> Any:
-    """Whether shapes and elements are equal. Waits for them."""
+    """Return whether shapes and elements are equal. Waits for them."""
     x1 = as_array("array_equal", x1)
     x2 = _names_of(x1).asarray(x2)
     return x1.shape == x2.shape and bool((x1 == x2).all())
 
 
 def ptp(x: Any, /, axis: Any = None) -> Any:
-    """The greatest element less the least."""
+    """Return the greatest element minus the least."""
     x = as_array("ptp", x)
     return x.max(axis) - x.min(axis)
 
 
 def average(x: Any, /, axis: Any = None, weights: Any = None) -> Any:
-    """The mean, in which each element counts by its weight."""
+    """Return the mean, with a weight for each element."""
     x = as_array("average", x)
     if weights is None:
         return x.mean(axis)
@@ -189,7 +189,7 @@ def average(x: Any, /, axis: Any = None, weights: Any = None) -> Any:
 
 
 def diag(x: Any, /) -> Any:
-    """The matrix with `x` on its diagonal; of a matrix its diagonal."""
+    """Return the matrix with `x` on its diagonal, or the diagonal of a matrix."""
     x = as_array("diag", x)
     if len(x.shape) == 2:
         return diagonal(x)
@@ -201,8 +201,8 @@ def diag(x: Any, /) -> Any:
 def nan_to_num(
     x: Any, /, copy: bool = True, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> Array:
-    """`x` with numbers for what is none: the greatest and the least of the type for infinities, if not given; without
-    `copy` in its own memory."""
+    """Replace nan and infinities in `x` by numbers; by default infinities become the greatest and the least of the
+    type. `copy=False` changes `x` itself."""
     x = as_array("nan_to_num", x)
     found = in_order_of(like(x, [part.nan_to_num(nan, posinf, neginf) for part in x.parts]), [x])
     if copy:
@@ -212,7 +212,7 @@ def nan_to_num(
 
 
 def around(x: Any, /, decimals: int = 0) -> Any:
-    """Rounded to so many decimals, halves to even."""
+    """Round to so many decimals, halves to even."""
     x = as_array("round", x)
     rounded = elementwise.FUNCTIONS["round"]
     whole = x.dtype in WHOLE and decimals >= 0
@@ -220,13 +220,13 @@ def around(x: Any, /, decimals: int = 0) -> Any:
 
 
 def sort_in_place(x: Array, /, axis: int = -1) -> None:
-    """`x[...] = xp.sort(x)`."""
+    """Sort in place: `x[...] = xp.sort(x)`."""
     x[...] = _names_of(x).sort(x, axis=axis)
 
 
 def item(x: Array, /, *index: Any) -> Any:
-    """One element as a Python number: the only one, that of these indices, or of a number in the flattened array. Waits
-    for it."""
+    """Return one element as a Python number: the only one, the one at these indices, or that number of the flattened
+    array. Waits for it."""
     if not index:
         return number(x)
     if len(index) == 1 and not isinstance(index[0], tuple):
@@ -238,36 +238,36 @@ def item(x: Array, /, *index: Any) -> Any:
 
 
 def fill(x: Array, value: Any, /) -> None:
-    """`x[...] = value`."""
+    """Set all elements: `x[...] = value`."""
     x[...] = value
 
 
 def copy_of(x: Array, /) -> Array:
-    """The same elements in memory of their own, in row-major order."""
+    """Copy the elements to new memory, in row-major order."""
     found = copied(x)
     return found if is_number(x) else as_array_without_dims(found)
 
 
 def in_row_major_order(x: Any, /) -> Any:
-    """The array, of one dim at least; copied where NumPy's is not in row-major order."""
+    """Return the array with at least one dim; a copy if NumPy's would not be in row-major order."""
     x = as_array("ascontiguousarray", x)
     return copy_of(x) if strides_of(x) is not None else x if x.shape else x.reshape(1)
 
 
 def cumsum(x: Any, /, axis: int | None = None, dtype: Any = None) -> Any:
-    """The sums up to each element along an axis; of None in the flattened array."""
+    """Sum up to each element along an axis; None: in the flattened array."""
     x = as_array("cumsum", x)
     return _names_of(x).cumulative_sum(x.reshape(-1) if axis is None else x, axis=axis or 0, dtype=dtype)
 
 
 def cumprod(x: Any, /, axis: int | None = None, dtype: Any = None) -> Any:
-    """The products up to each element along an axis; of None in the flattened array."""
+    """Multiply up to each element along an axis; None: in the flattened array."""
     x = as_array("cumprod", x)
     return _names_of(x).cumulative_prod(x.reshape(-1) if axis is None else x, axis=axis or 0, dtype=dtype)
 
 
 def float_power(x1: Any, x2: Any, /) -> Any:
-    """`x1 ** x2` in float64 at least."""
+    """Return `x1 ** x2` in at least float64."""
     x1 = as_array("float_power", x1)
     return x1.astype(promoted(x1.dtype, torch.float64)) ** x2
 
@@ -275,8 +275,8 @@ def float_power(x1: Any, x2: Any, /) -> Any:
 def unique(
     x: Any, /, return_index: bool = False, return_inverse: bool = False, return_counts: bool = False, axis: Any = None
 ) -> Any:
-    """The distinct elements in ascending order; where asked for, where each is first, which each element is, how often
-    each is there."""
+    """Return the distinct elements in ascending order; if asked for, their first positions, the number of each element
+    among them, and their counts."""
     x = as_array("unique", x)
     if axis is not None:
         raise UsageError(f"unique(axis={axis}): rows are not compared. Without an axis it finds distinct elements.")
@@ -288,12 +288,12 @@ def unique(
 
 
 def formatted(x: Array, how: str, /) -> str:
-    """What f-strings write: of an array without dims its number."""
+    """Format for f-strings: an array without dims as its number."""
     return format(x.item() if how and not x.shape else str(x), how)
 
 
 def sized(x: Any, /, axis: int | None = None) -> Any:
-    """How many elements the array has, or entries along an axis."""
+    """Return the number of elements, or of entries along an axis."""
     return as_array("size", x).size if axis is None else x.shape[axis]
 
 

@@ -28,7 +28,7 @@ Function = Callable[[Tensor], Any]
 
 
 def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
-    """Floats of at least two dims. ValueError for fewer, or for matrices that are not square where they must be."""
+    """Return floats of at least two dims. ValueError for fewer, or for matrices that must be square and are not."""
     x = as_floats(name, given)
     if len(x.shape) < 2 or (square and x.shape[-1] != x.shape[-2]):
         raise ValueError(
@@ -38,7 +38,7 @@ def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
 
 
 def called(name: str, function: Callable[..., Any], *given: Any) -> Any:
-    """`function` of tensors, with NumPy's LinAlgError where torch raises its own."""
+    """Call `function` on tensors, and raise NumPy's LinAlgError where torch raises its own."""
     try:
         return function(*given)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
@@ -46,19 +46,19 @@ def called(name: str, function: Callable[..., Any], *given: Any) -> Any:
 
 
 def is_large(x: Array) -> bool:
-    """Whether its factors are divided over the places."""
+    """Return whether the factors of the matrix are divided over the places."""
     size = math.prod(x.shape) * x.dtype.itemsize
     return size > 0 and size >= LARGE
 
 
 def is_one_split(x: Array) -> bool:
-    """Whether it is one matrix that is divided along its rows or columns, and not a stack of several."""
+    """Return whether it is one matrix divided along its rows or columns, not a stack of several."""
     dim, stack = x.sharding.dim, x.shape[:-2]
     return dim is not None and dim >= len(stack) and all(length <= 1 for length in stack)
 
 
 def by_stack(x: Array, name: str, function: Function) -> Any:
-    """`function` of each matrix of a stack, or of one that lies undivided: an array, or a tuple of them."""
+    """Apply `function` to each matrix of a stack, or to an undivided one; it returns an array or a tuple of arrays."""
     stack = len(x.shape) - 2
     x = freed(x, {stack, stack + 1}, name)
     made = [called(name, function, part) for part in x.parts]
@@ -80,9 +80,9 @@ def _arrays(made: list[Any], array: Callable[[list[Tensor]], Array]) -> Any:
 
 
 def on_one(x: Array, name: str, function: Function, *, told: bool = False) -> Any:
-    """`function` of a divided matrix, gathered, and its results divided again along the same dim, if they have it.
+    """Gather a divided matrix, apply `function`, and divide the results along the same dim, if they have it.
 
-    told: as a gather without a rule, which a large matrix always is.
+    told: warn as for an operation without a rule; a large matrix always warns.
     """
     place = fullest(x.sharding)
     if told or is_large(x):
@@ -96,18 +96,18 @@ def on_one(x: Array, name: str, function: Function, *, told: bool = False) -> An
 
 
 def of_each(x: Array, name: str, function: Function, *, told: bool = False) -> tuple[Array, ...]:
-    """The results of `function`, of one matrix or of each of a stack, where there is no rule for a divided one."""
+    """Apply `function`, which has no rule for a divided matrix, to one matrix or to each of a stack."""
     made = on_one(x, name, function, told=told) if is_one_split(x) else by_stack(x, name, function)
     return (made,) if isinstance(made, Array) else tuple(made)
 
 
 def matrix_of_each(x: Array, name: str, function: Function) -> Array:
-    """`of_each` of a function with one result."""
+    """Apply `of_each` with a function of one result."""
     return of_each(x, name, function)[0]
 
 
 def adjoint(x: Array) -> Array:
-    """The conjugate transpose, where it lies; it may share memory with `x`."""
+    """Return the conjugate transpose, where it lies; it may share memory with `x`."""
     held, last = x.sharding, len(x.shape) - 1
     dim = {last: last - 1, last - 1: last}.get(-1 if held.dim is None else held.dim, held.dim)
     parts = tuple(part.mH.resolve_conj() for part in x.parts)
@@ -115,14 +115,14 @@ def adjoint(x: Array) -> Array:
 
 
 def one_matrix(x: Array) -> Array:
-    """A stack of one as a matrix."""
+    """Return a stack of one matrix as that matrix."""
     held, more = x.sharding, len(x.shape) - 2
     parts = tuple(part.reshape(part.shape[-2:]) for part in x.parts)
     return Array(parts, held.along(held.dim - more) if held.dim is not None else held, x.shape[-2:], x.dtype, x.space)
 
 
 def with_stack(found: Array, x: Array) -> Array:
-    """What was found of `one_matrix(x)` with the leading dims of `x`."""
+    """Give a result for `one_matrix(x)` the leading dims of `x`."""
     more = x.shape[:-2]
     if not more:
         return found

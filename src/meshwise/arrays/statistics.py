@@ -23,7 +23,7 @@ from meshwise.arrays.sharding import Shape, sharding
 
 
 def as_floats(name: str, x: Any) -> Array:
-    """`x` with its integers as default floats."""
+    """Convert integers to the default float; leave other types."""
     found = as_array(name, x)
     if found.dtype in FLOATS:
         return found
@@ -32,7 +32,7 @@ def as_floats(name: str, x: Any) -> Array:
 
 
 def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-    """The mean over axes; of no elements nan. Integers become the default float."""
+    """Return the mean over axes; nan without elements. Integers become the default float."""
     x = as_floats("mean", x if dtype is None else astype(x, dtype, copy=False))
     axes = as_axes("mean", axis, len(x.shape))
     count = math.prod(x.shape[each] for each in axes)
@@ -41,7 +41,7 @@ def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fal
 
 
 def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
-    """The variance over axes, divided by their elements less `correction`, which NumPy calls `ddof`."""
+    """Return the variance over axes: divided by the number of elements less `correction`, which NumPy calls `ddof`."""
     x = as_floats("var", x)
     axes, dim = as_axes("var", axis, len(x.shape)), x.sharding.dim
     kind, shape = real_of(x.dtype), reduced_shape(x.shape, axes, keepdims)
@@ -60,7 +60,7 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
     counts = [size * (count // x.shape[dim]) for size in rows.values()]
 
     def combine(partials: Tensor) -> Tensor:
-        """(places, ..., 2): the mean and the squared distances from it, of each place."""
+        """Combine, of shape (places, ..., 2), the mean and the sum of squared distances of each place."""
         means, squares = partials.unbind(-1)
         centre = torch.zeros_like(means[0])
         for number, own in zip(counts, means, strict=True):
@@ -76,12 +76,12 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
 
 
 def real_of_nan(part: Tensor) -> Tensor:
-    """What there is of no elements: nan."""
+    """Return the real part of an empty result, which is nan."""
     return part.real.clone() if part.is_complex() else part
 
 
 def _spread(part: Tensor, axes: tuple[int, ...], keepdims: bool) -> tuple[Tensor, Tensor]:
-    """The mean of a part over axes, and the sum of the squared distances from it, in the part's dtype."""
+    """Return the mean of a part over axes, and the sum of squared distances from it, in the part's dtype."""
     if not axes:
         return part, (part - part).abs()  # nan of nan
     centre = part.mean(axes, keepdim=True)
@@ -91,13 +91,13 @@ def _spread(part: Tensor, axes: tuple[int, ...], keepdims: bool) -> tuple[Tensor
 
 
 def std(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
-    """The standard deviation over axes: the square root of `var`."""
+    """Return the standard deviation over axes: the square root of `var`."""
     spread = var(x, axis=axis, correction=correction or ddof, keepdims=keepdims)
     return in_order_of(like(spread, list(map(torch.sqrt, spread.parts))), [spread])
 
 
 def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor]) -> Callable[..., Array]:
-    """argmax or argmin. pick: torch's own, which takes the first of equal ones, nan before all. best: amax, amin."""
+    """Make argmax or argmin. pick: torch's, which takes the first of equal ones, nan before all. best: amax, amin."""
 
     def argument(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
         x = as_array(name, x)
@@ -132,7 +132,7 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
 
 
 def _first(pick: Callable[..., Tensor], part: Tensor, axis: int | None, keepdims: bool) -> tuple[Tensor, Tensor]:
-    """The value and the index within a part; an empty part, which is left out later, gives what is in memory."""
+    """Return the value and its index within a part; arbitrary for an empty part, which is left out later."""
     run = part.to(torch.uint8) if part.dtype is BOOL else part
     if axis is None:
         index = pick(run) if part.numel() else torch.zeros((), dtype=torch.int64, device=part.device)
@@ -147,7 +147,7 @@ def _first(pick: Callable[..., Tensor], part: Tensor, axis: int | None, keepdims
 
 
 def _global(index: Tensor, part: int, x: Array, flat: bool) -> Tensor:
-    """An index within a part as one of the array."""
+    """Convert an index within a part to one within the array."""
     dim, placed = x.sharding.dim or 0, x.sharding
     if not flat:
         return index + placed.offsets[part]
@@ -158,7 +158,7 @@ def _global(index: Tensor, part: int, x: Array, flat: bool) -> Tensor:
 
 
 def _choose(best: Callable[..., Tensor], values: Tensor, indices: Tensor) -> Tensor:
-    """Of (places, ...) the index of the best value; of equal ones the lowest."""
+    """Return the index of the best value, from (places, ...); the lowest of equal ones."""
     run = values.to(torch.uint8) if values.dtype is BOOL else values
     top = best(run, 0)
     equal = (run == top) | (run.isnan() & top.isnan() if run.is_floating_point() else False)

@@ -16,18 +16,18 @@ Strides = tuple[int, ...] | None
 
 @functools.lru_cache(maxsize=4096)
 def row_major(shape: Shape) -> tuple[int, ...]:
-    """The strides of row-major order."""
+    """Return the strides of row-major order."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def of(shape: Shape, strides: Strides) -> tuple[int, ...]:
-    """The strides, written out."""
+    """Return the strides as numbers, also if they are None."""
     return row_major(shape) if strides is None else strides
 
 
 @functools.lru_cache(maxsize=4096)
 def named(shape: Shape, strides: tuple[int, ...]) -> Strides:
-    """The strides; None where they are those of row-major order, to which dims of one entry say nothing."""
+    """Return the strides, or None for row-major order; dims of one entry do not count."""
     expected = 1
     for length, stride in zip(reversed(shape), reversed(strides), strict=True):
         if 0 not in shape and length > 1 and stride != expected:
@@ -38,21 +38,21 @@ def named(shape: Shape, strides: tuple[int, ...]) -> Strides:
 
 @functools.lru_cache(maxsize=4096)
 def is_descending(shape: Shape, strides: Strides) -> bool:
-    """Whether the dims follow each other as in row-major order, though entries may lie apart."""
+    """Return whether the dims are in row-major order, though entries may have gaps between them."""
     own = [abs(each) for length, each in zip(shape, strides or (), strict=False) if length > 1]
     return all(outer >= inner > 0 for outer, inner in itertools.pairwise((*own, 1)))
 
 
 @functools.lru_cache(maxsize=4096)
 def of_cut(shape: Shape, strides: Strides, cuts: tuple[int | range, ...]) -> Strides:
-    """Of what a cut of each dim leaves: entries of a range, or one."""
+    """Return the strides after a cut of each dim to a range or to one entry."""
     kept = [(each, stride) for each, stride in zip(cuts, of(shape, strides), strict=True) if isinstance(each, range)]
     return named(tuple(len(each) for each, _ in kept), tuple(stride * each.step for each, stride in kept))
 
 
 @functools.lru_cache(maxsize=4096)
 def of_order(shape: Shape, strides: Strides, order: tuple[int | None, ...]) -> Strides:
-    """Of the dims in this order; None: a new dim of length 1."""
+    """Return the strides of the dims in this order; None: a new dim of length 1."""
     own = of(shape, strides)
     lengths = tuple(1 if dim is None else shape[dim] for dim in order)
     return named(lengths, tuple(0 if dim is None else own[dim] for dim in order))
@@ -60,7 +60,7 @@ def of_order(shape: Shape, strides: Strides, order: tuple[int | None, ...]) -> S
 
 @functools.lru_cache(maxsize=4096)
 def of_reshape(shape: Shape, strides: Strides, wanted: Shape) -> tuple[bool, Strides]:
-    """(whether another shape can show the same memory, its strides then)."""
+    """Return whether a view can have another shape, and its strides."""
     if strides is None:
         return True, None
     old = [(length, stride) for length, stride in zip(shape, strides, strict=True) if length != 1]
@@ -87,10 +87,10 @@ def of_reshape(shape: Shape, strides: Strides, wanted: Shape) -> tuple[bool, Str
 
 @functools.lru_cache(maxsize=4096)
 def of_result(shape: Shape, operands: tuple[tuple[int, ...], ...]) -> Strides:
-    """Of an array that a function makes in the order of its operands (NumPy's order K): the dims from that with the
-    shortest strides to that with the longest, as all operands have them, else in row-major order.
+    """Return the strides of a result in the order of its operands (NumPy's order K): dims from the shortest strides to
+    the longest if all operands agree, else in row-major order.
 
-    operands: the strides of each, as many as `shape` has dims; 0 where it is repeated or has one entry.
+    operands: the strides of each, padded to the result's dims; 0 for a repeated dim or one of length 1.
     """
     inner_first: list[int] = []
     for dim in reversed(range(len(shape))):

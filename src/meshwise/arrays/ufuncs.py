@@ -35,7 +35,7 @@ METHODS = {
     "at": ({}, "Write x[i] = f(x[i], v) where no index is twice, or x += xp.bincount(i, weights=v, minlength=len(x))."),
     "reduceat": ({}, "Write xp.cumsum(x), and differences at the borders."),
 }
-"""What `xp.add.reduce` and its like are by the name of the function, and what to write instead of one that is not."""
+"""The function for each ufunc method, such as `xp.add.reduce`, and what to write instead of a missing one."""
 
 
 def _of_floats(name: str, op: Callable[..., Any]) -> Callable[..., Array]:
@@ -53,21 +53,21 @@ def _of_floats(name: str, op: Callable[..., Any]) -> Callable[..., Array]:
 
 
 def _cube_root(part: Tensor) -> Tensor:
-    """A power, and a step of Newton's, which makes the roots of cubes exact."""
+    """Return a cube root: a power and one Newton step, which makes roots of cubes exact."""
     root = torch.copysign(part.abs().pow(1 / 3), part)
     step = (root * root * root - part) / (3 * root * root)
     return torch.where(step.isfinite(), root - step, root)
 
 
 def angle(x: Any, /, deg: bool = False) -> Any:
-    """The angle of complex numbers with the axis of real ones, from -pi to pi; deg: in degrees."""
+    """Return the angle of complex numbers from the real axis, from -pi to pi; deg: in degrees."""
     x = as_array("angle", x)
     found = ELEMENTWISE["atan2"](imag(x), real(x))
     return found * (180 / math.pi) if deg else found
 
 
 def quotient_and_rest(x1: Any, x2: Any, /) -> tuple[Array, Array]:
-    """`(x1 // x2, x1 % x2)`."""
+    """Return `(x1 // x2, x1 % x2)`."""
     return ELEMENTWISE["floor_divide"](x1, x2), ELEMENTWISE["remainder"](x1, x2)
 
 
@@ -89,8 +89,8 @@ def _outer(x1: Array, x2: Any, name: str) -> Any:
 
 
 def as_ufunc(xp: Any, name: str, call: Any) -> None:
-    """Give a function of two arrays what NumPy's has: `outer`; `reduce` and `accumulate` where there is such a
-    function; a sentence for the rest."""
+    """Add NumPy's methods to a function of two arrays: `outer`; `reduce` and `accumulate` if there is such a function;
+    others raise an error that says what to write."""
     call.outer = lambda x1, x2: _outer(xp.asarray(x1), x2, name)
     for method, (names, instead) in METHODS.items():
         rule = getattr(xp, names[name]) if name in names else None

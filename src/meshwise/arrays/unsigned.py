@@ -20,7 +20,7 @@ LOWEST = torch.iinfo(torch.int64).min
 
 
 def of_wide(name: str, op: Op) -> Op:
-    """`op` for one or two tensors of a wide unsigned type. The result is of that type, or of truth values."""
+    """Wrap `op` for one or two tensors of a wide unsigned type. The result has that type, or is of truth values."""
     of_64 = _by_order(op) if name in _ORDERS else _OF_64.get(name, op)
 
     def run(*given: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def of_wide(name: str, op: Op) -> Op:
 
 
 def extreme(op: Op) -> Op:
-    """A greatest or a least element over dims, also of wide unsigned integers."""
+    """Return the greatest or least element over dims, also for wide unsigned integers."""
 
     def run(part: Tensor, dims: tuple[int, ...]) -> Tensor:
         if part.dtype not in WIDE:
@@ -47,7 +47,7 @@ def extreme(op: Op) -> Op:
 
 
 def _by_order(op: Op) -> Op:
-    """Of what has unsigned order. A comparison gives truth values, a choice one of the two."""
+    """Apply an operation in unsigned order: a comparison gives truth values, a choice one of the two."""
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         found = op(a ^ LOWEST, b ^ LOWEST)
@@ -57,14 +57,14 @@ def _by_order(op: Op) -> Op:
 
 
 def _shifted(a: Tensor, by: Tensor | int) -> Tensor:
-    """To the right, zeros from the left."""
+    """Shift to the right, with zeros from the left."""
     kept = (a >> by) & ~((LOWEST >> by) << 1)
     return kept * ((by >= 0) & (by < 64)) if isinstance(by, Tensor) else kept
 
 
 def _divided(a: Tensor, b: Tensor) -> Tensor:
-    """By zero it is 0, as in NumPy. Half the dividend fits a signed integer: its quotient is twice too small, and lacks
-    at most one. A divisor above half the range goes in once or never."""
+    """Divide unsigned integers; by zero it is 0, as in NumPy. Half the dividend fits a signed integer: twice its
+    quotient is too small by at most one. A divisor above half the range goes in once or never."""
     small = b.clamp(min=1)
     near = torch.div(_shifted(a, 1), small, rounding_mode="trunc") << 1
     near = near + ((a - near * small) ^ LOWEST).ge(small ^ LOWEST)
@@ -72,7 +72,7 @@ def _divided(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _power(a: Tensor, b: Tensor) -> Tensor:
-    """Odd numbers to the power of 2**62 are 1 in 64 bits, even ones 0 beyond a power of 63."""
+    """Return powers in 64 bits. An odd number to the power of 2**62 is 1, an even one to a power above 63 is 0."""
     return torch.pow(a, torch.where(b < 0, (b & (2**62 - 1)) + 2**62, b))
 
 
@@ -87,4 +87,4 @@ _OF_64: dict[str, Op] = {
     "remainder": lambda a, b: (a - _divided(a, b) * b) * (b != 0),
     "pow": _power,
 }
-"""Of the bits of uint64 as int64, which are to give those of the result."""
+"""Operations on the bits of uint64, held in int64, that return the bits of the result."""

@@ -15,12 +15,12 @@ from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
 
 def made(parts: list[Tensor], placed: Sharding, x: Array, shape: Shape | list[int]) -> Array:
-    """An array of these parts, of the dtype and the space of `x`."""
+    """Return an array of these parts, with the dtype and the space of `x`."""
     return Array(tuple(parts), placed, tuple(shape), x.dtype, x.space)
 
 
 def undivided(x: Array) -> Array:
-    """What is divided over one place lies there whole."""
+    """Describe an array that is divided over a single place as whole on it."""
     return (
         x
         if x.sharding.dim is None or not x.sharding.single
@@ -29,24 +29,24 @@ def undivided(x: Array) -> Array:
 
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""The types of which torch moves few, and those of the same bits, of which it moves all."""
+"""Types that torch can hardly move, and the signed types of the same size, which it can."""
 
 
 def as_bits(x: Array) -> Array:
-    """An array whose elements only move, in a type that torch can move; `as_before` undoes it."""
+    """View an array whose elements only move in a type that torch can move; `as_before` undoes it."""
     kind = SIGNED.get(x.dtype)
     return x if kind is None else Array(tuple(part.view(kind) for part in x.parts), x.sharding, x.shape, kind, x.space)
 
 
 def as_before(x: Array, dtype: torch.dtype) -> Array:
-    """The elements of what `as_bits` gave, in their own type."""
+    """View the result of `as_bits` in its own type again."""
     if x.dtype is dtype:
         return x
     return Array(tuple(part.view(dtype) for part in x.parts), x.sharding, x.shape, dtype, x.space)
 
 
 def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that only moves elements of its first array, for unsigned integers, too."""
+    """Make a function that only moves elements of its first array work for unsigned integers, too."""
 
     @functools.wraps(rule)
     def call(x: Array, /, *given: Any, **named: Any) -> Any:
@@ -61,7 +61,7 @@ def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def axis_of(axis: int, ndim: int, what: str) -> int:
-    """`axis` counted from the front. IndexError (NumPy's AxisError is one) where there is none."""
+    """Return `axis` counted from the front. IndexError (NumPy's AxisError is one) if it does not exist."""
     if not hasattr(axis, "__index__"):
         raise TypeError(f"{what} along axis {axis!r}: write a whole number.")
     if not -ndim <= axis < ndim:
@@ -70,12 +70,12 @@ def axis_of(axis: int, ndim: int, what: str) -> int:
 
 
 def first_divided(shape: Shape, places: tuple[int, ...], dim: int = 0) -> Sharding:
-    """Divided over the places along the first dim from `dim` on that has more than one entry: in row-major order."""
+    """Divide over the places along the first dim, from `dim` on, that has more than one entry: in row-major order."""
     while shape[dim] == 1 and dim + 1 < len(shape):
         dim += 1
     return evenly(shape[dim], places, dim)
 
 
 def size_of(shape: Shape) -> int:
-    """The number of elements."""
+    """Return the number of elements."""
     return math.prod(shape)
