@@ -59,7 +59,7 @@ OPERATORS = {
     "recv_": ("receive", 0),
     "recv_any_source_": ("receive", 0),
 }
-"""The kind of each operator, and which of its arguments is what it moves."""
+"""The kind of each operator, and the index of the argument with the data."""
 _groups: dict[int, dist.ProcessGroup] = {}
 WAIT: Any = dist.Work.wait
 GLOO_THREADS = 2  # so many collectives run at a time
@@ -77,7 +77,7 @@ SOURCES = (
     ("distributed/optim/zero_redundancy_optimizer.py", "", "parameters"),
     ("distributed/checkpoint/", "", "the checkpoint"),
 )
-"""File, how the function's name begins, and what it sends."""
+"""File, the beginning of the function's name, and what it sends."""
 ENGINE = ("autograd/graph.py", "_engine_run_backward")
 IN_PYTHON = ("distributed/distributed_c10d.py", "torch/_ops.py")
 MOST_FRAMES = 60
@@ -87,7 +87,7 @@ TORCH = "torch/"
 @dataclass(frozen=True)
 class Call:
     """A collective that begins. of: what it sends, or the user's line that calls it. size: ranks of its group.
-    blocking: the caller waits for it at once; in_python: in a function that is written in Python."""
+    blocking: the caller waits for it at once; in_python: inside a Python function."""
 
     kind: str
     of: str
@@ -103,8 +103,8 @@ Ended = Callable[[], None]
 
 
 def watch(begin: Callable[[Call], Ended | None], waits: Callable[[], Ended | None]) -> Callable[[], None]:
-    """Call `begin` whenever a collective begins, and what it returns when that has ended, in any thread. waits: the
-    same around each wait of the program for one that runs beside it. Returns what ends all that."""
+    """Call `begin` whenever a collective begins, in any thread, and call the function it returns when that collective
+    has ended. waits: wraps each wait of the program for an asynchronous one. Returns a function that stops watching."""
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     ends = _Ends()
     library = torch.library.Library("c10d", "IMPL")
@@ -148,7 +148,7 @@ def _around(begin: Callable[[], Ended | None]) -> Iterator[None]:
 
 
 class _Ends:
-    """Sees the ends of collectives."""
+    """Detects the ends of collectives."""
 
     def __init__(self) -> None:
         self._blocking = threading.local()
@@ -173,7 +173,7 @@ class _Ends:
             self._running.put((work, ended))
 
     def take(self) -> Ended | None:
-        """What to call when the collective has ended for which this thread waits now."""
+        """Take the callback of the collective that this thread is waiting for."""
         ended: Ended | None = getattr(self._blocking, "ended", None)
         self._blocking.ended = None
         return ended
@@ -194,7 +194,7 @@ class _Ends:
 def _kernel(
     name: str, operator: Any, after: Any, begin: Callable[[Call], Ended | None], ends: _Ends
 ) -> Callable[..., Any]:
-    """What surrounds one operator."""
+    """Wrap one operator."""
     kind, moved = OPERATORS[name]
     names = [argument.name for argument in operator._schema.arguments]
 
@@ -211,7 +211,7 @@ def _kernel(
 
 
 def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType | None) -> Call | None:
-    """What begins; None for what has no end of its own, or is not carried out."""
+    """Describe the collective that begins; None if it has no end of its own, or does not run."""
     tensors = [] if moved is None else list(tensors_in([*given.values()][moved]))
     group, device = given["process_group"], tensors[0].device.type if tensors else ""
     if dist.distributed_c10d._world.pg_coalesce_state or device == "meta" or not isinstance(group, torch.ScriptObject):
@@ -226,7 +226,7 @@ def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType 
 
 
 def _kept(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
-    """The group, which from now on lives as long as the process, after its modules too."""
+    """Return the group, kept alive until the process ends, even after its modules are gone."""
     if not has_streams(device) and id(group) not in _groups:
         _groups[id(group)] = group
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -234,8 +234,8 @@ def _kept(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
 
 
 def _source(frame: FrameType | None) -> tuple[str, bool]:
-    """What a collective sends, by who calls it: a part of torch's, or the user's line. And whether it is begun by a
-    helper of torch's in C++, which waits for it."""
+    """Return what a collective sends, judged by its caller: a part of torch, or the user's line. Also return whether a
+    C++ helper of torch begins it and waits for it."""
     frames = list(_frames(frame))
     if not frames or _is(frames[0][0], *ENGINE):  # DDP's reducer; threads of the engine have no frame
         return "gradients", False
@@ -250,7 +250,7 @@ def _source(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
-    """From the caller outwards to the engine, or to the first of the user's."""
+    """Yield frames from the caller outwards, up to the autograd engine or the first of the user's."""
     for _ in range(MOST_FRAMES):
         if frame is None:
             return
@@ -261,5 +261,5 @@ def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
 
 
 def _is(code: CodeType, file: str, function: str) -> bool:
-    """Whether this is a function of torch's whose name begins so, in that file or folder."""
+    """Return whether the function is torch's, in this file or folder, and its name begins like this."""
     return code.co_name.startswith(function) and f"{TORCH}{file}" in code.co_filename

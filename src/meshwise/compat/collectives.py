@@ -26,7 +26,7 @@ from torch import Tensor
 
 Group = dist.ProcessGroup | None
 Pairs = Sequence[tuple[Tensor, int]]
-"""Tensors, each with the rank of the group to which it goes or from which it comes."""
+"""Tensors, each with the rank of the group that it is sent to or received from."""
 OPS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -34,12 +34,12 @@ OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 DIRECT_FROM = 1 << 20
-"""Bytes from which `direct` compositions are used: below, the latency of more messages costs more than they save."""
+"""The bytes from which `direct` compositions are used: below, the latency of more messages costs more."""
 CHUNK = 128 << 10  # of a chain broadcast; of 32 to 512 KiB it came nearest to links of 200 Mbit/s and 1 Gbit/s
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, **dict.fromkeys(_FLOAT8, torch.float32)}
 PLAIN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""What every backend adds as it lies in memory, where that is contiguous."""
+"""The dtypes that every backend adds without conversion, if the tensor is contiguous."""
 _REDUCE_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
     "max": lambda rows: rows.amax(0),
@@ -52,7 +52,7 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 
 
 def backend_of(device: torch.device, group: Group = None) -> str:
-    """The backend that carries tensors of `device` in this group: `gloo`, `nccl`."""
+    """Return the backend that carries tensors of `device` in this group: `gloo`, `nccl`."""
     for pair in dist.get_backend_config(group).split(","):
         kind, _, name = pair.partition(":")
         if kind == device.type:
@@ -61,7 +61,7 @@ def backend_of(device: torch.device, group: Group = None) -> str:
 
 
 def begun() -> int:
-    """How many collectives, sends and receives this process has begun, whoever called them: the backends count.
+    """Return how many collectives, sends and receives this process has begun, as counted by the backends.
 
     Read in torch 2.11, 2.13 and 2.15: the groups are those of `_world.pg_map` in `distributed_c10d.py`.
     """
@@ -82,7 +82,7 @@ def all_reduce(tensor: Tensor, op: str, group: Group) -> None:
 
 
 def begin_sum(tensor: Tensor, group: Group = None) -> torch.futures.Future[object]:
-    """Begin to sum `tensor` over the group; the future is done when it is. Waits where a copy has to follow."""
+    """Begin to sum `tensor` over the group; the future completes when the sum is there. Waits if a copy must follow."""
     buffer, op = _reducible(tensor, "sum")
     if not _same_memory(buffer, tensor):
         all_reduce(tensor, "sum", group)
@@ -96,7 +96,7 @@ def begin_sum(tensor: Tensor, group: Group = None) -> torch.futures.Future[objec
 
 
 def all_gather(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) -> None:
-    """Gather `tensor` of every rank in rank order into `out`, a contiguous tensor of so many times its bytes."""
+    """Gather `tensor` of every rank, in rank order, into the contiguous `out`, which has world size times its bytes."""
     blocks, own = as_bytes(out).view(dist.get_world_size(group), -1), as_bytes(tensor)
     if direct and dist.get_world_size(group) == 2 and _carries(out, group):
         rank = dist.get_rank(group)
@@ -107,7 +107,7 @@ def all_gather(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) 
 
 
 def reduce_scatter(out: Tensor, tensor: Tensor, op: str, group: Group, direct: bool = False) -> None:
-    """Reduce `tensor` over the group and leave this rank's part of its first dimension in `out`, contiguous."""
+    """Reduce `tensor` over the group and write this rank's part of its first dimension to the contiguous `out`."""
     source = _contiguous(tensor.detach())
     if direct and _carries(tensor, group):
         parts = torch.empty_like(source).view(dist.get_world_size(group), *out.shape)
@@ -131,7 +131,7 @@ def broadcast(tensor: Tensor, source: int, group: Group, direct: bool = False) -
 
 
 def all_to_all(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) -> None:
-    """Part i of `tensor` goes to rank i; part i of `out`, contiguous, is what rank i had for this one."""
+    """Send part i of `tensor` to rank i, and receive part i of the contiguous `out` from rank i."""
     source, into = as_bytes(tensor), as_bytes(out)
     if not (direct and _carries(tensor, group)):
         dist.all_to_all_single(into, source, group=group)
@@ -163,7 +163,7 @@ def send_receive(sends: Pairs, receives: Pairs, group: Group) -> None:
 
 
 def begin_send(tensor: Tensor, target: int, group: Group) -> Callable[[], None]:
-    """Begin to send to a rank of the group; what is returned waits for it, and holds what is sent until then."""
+    """Begin to send to a rank of the group. The returned handle waits for it, and keeps the data alive until then."""
     buffer = as_bytes(tensor)
     work = dist.isend(buffer, group=group, group_dst=target) if buffer.nbytes else None
 
@@ -175,8 +175,8 @@ def begin_send(tensor: Tensor, target: int, group: Group) -> Callable[[], None]:
 
 
 def one_way(sends: Pairs, receives: Pairs, group: Group) -> None:
-    """As `send_receive`, for an end of which the other is `begin_send`, or this: in a group that was made without
-    `device_id` nccl has a connection for those alone, and another for several at once."""
+    """Do as `send_receive`, where the other end calls `begin_send`, or this function: in a group made without
+    `device_id`, nccl has one connection for single messages and another for several at once."""
     for tensor, rank in sends:
         begin_send(tensor, rank, group)()
     for tensor, rank in receives:
@@ -188,14 +188,14 @@ def one_way(sends: Pairs, receives: Pairs, group: Group) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of `tensor`, flat; of a copy where its elements do not lie one after the other in memory."""
+    """Return the bytes of `tensor`, flat; copied if its elements are not contiguous in memory."""
     flat = _contiguous(tensor.detach()).reshape(-1)
     # One element is contiguous to torch whatever its stride, but not to `view`.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def _along_a_chain(buffer: Tensor, source: int, group: Group) -> None:
-    """From rank to rank in chunks: each sends on what it has while the next chunk comes, so every link is used once."""
+    """Send from rank to rank in chunks: each passes one on while the next arrives, so every link is used once."""
     size = dist.get_world_size(group)
     at = (dist.get_rank(group) - source) % size
     before, after = (source + at - 1) % size, (source + at + 1) % size
@@ -213,7 +213,7 @@ def _along_a_chain(buffer: Tensor, source: int, group: Group) -> None:
 
 
 def _reducible(tensor: Tensor, op: str) -> tuple[Tensor, str]:
-    """`tensor`, or its elements in a contiguous tensor of a dtype that every backend reduces; and by which op."""
+    """Return a contiguous tensor in a dtype that every backend reduces, `tensor` itself if possible, and the op."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bool:
         return _contiguous(tensor).view(torch.uint8), _BOOL_OPS[op]
@@ -226,7 +226,7 @@ def _copy_back(tensor: Tensor, buffer: Tensor) -> None:
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    """Also of fake tensors, which have no address."""
+    """Return whether two tensors share memory; also for fake tensors, which have no address."""
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
 
 

@@ -22,7 +22,7 @@ SWITCH = "TORCH_COMPILE_DISABLE"
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that torch.compile has wrapped; one that it has not is itself."""
+    """Return the module inside a torch.compile wrapper; any other module unchanged."""
     inner: Any = module
     while (frame := _frame()) is not None and isinstance(inner, frame.OptimizedModule):
         inner = inner._orig_mod
@@ -30,9 +30,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def uncompile(model: nn.Module) -> bool:
-    """Take off what torch.compile has laid around or into `model`, at any depth; returns whether there was such.
+    """Remove torch.compile from `model`, at any depth; return whether there was any.
 
-    A wrapper stays the object that it is, and calls what it wraps.
+    A wrapper object stays, and calls the module that it wraps.
     """
     frame, found = _frame(), False
     for module in model.modules() if frame is not None else ():
@@ -45,14 +45,14 @@ def uncompile(model: nn.Module) -> bool:
 
 
 def is_used() -> bool:
-    """Whether anything in this process was given to torch.compile, whether or not it has run."""
+    """Return whether anything in this process was given to torch.compile, whether or not it has run."""
     frame = _frame()
     return frame is not None and any(callable(backend) for backend in frame.cached_backends.values())
 
 
 def pass_by(modules: Iterable[str]) -> None:
-    """Let the compiler, where it is imported, leave the code of these modules as it is: what is compiled breaks its
-    graph around a call of it. Read in torch 2.13: `_dynamo/trace_rules.py`."""
+    """Tell the compiler, if it is imported, to leave the code of these modules alone: compiled code breaks its graph at
+    a call of it. Read in torch 2.13: `_dynamo/trace_rules.py`."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     for name in modules if rules is not None and not _passed_by else ():
         rules.add(name)
@@ -61,7 +61,7 @@ def pass_by(modules: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def without_compiling() -> Iterator[None]:
-    """Let what is compiled run as it is written; what is compiled in the body stays so where it is the first."""
+    """Run compiled code eagerly in the block; the first code that is compiled in it stays eager afterwards."""
     if _frame() is not None:
         with torch.compiler.set_stance("force_eager"):
             yield

@@ -17,22 +17,22 @@ WIDE = {
     torch.complex64: torch.complex128,
     torch.complex32: torch.complex128,
 }
-"""The dtype of a check, by those that it stands for."""
+"""The dtype that a check uses in place of each dtype."""
 
 
 def stored_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A floating tensor in `dtype`; a complex one as wide as float64 beside float64, and as it is beside narrow
-    dtypes, for which torch has no complex kernels."""
+    """Convert a floating tensor to `dtype`. A complex one gets parts of float64 if `dtype` is float64; with narrow
+    dtypes it stays as it is, as torch has no complex kernels for them."""
     if tensor.is_complex():
         return tensor.to(torch.complex128) if dtype == torch.float64 else tensor
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def store_model(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert parameters, their gradients and buffers, in place, as `stored_in` does."""
+    """Convert parameters, their gradients and buffers in place, as `stored_in` does."""
     model._apply(lambda tensor: stored_in(tensor, dtype))
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, in a last dimension of two; another tensor as it is."""
+    """View complex numbers as pairs of real ones, in a last dimension of two; return other tensors unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

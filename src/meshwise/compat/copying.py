@@ -12,6 +12,6 @@ from torch import Tensor
 
 
 def copy_all(into: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool = False) -> None:
-    """Copy each tensor into the one at its place. They have the same shapes."""
+    """Copy each tensor to the one at the same index. They have the same shapes."""
     if into:
         torch._foreach_copy_(list(into), list(sources), non_blocking)

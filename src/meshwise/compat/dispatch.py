@@ -24,7 +24,7 @@ except ImportError as error:  # pragma: no cover - no such torch is in range
     raise RuntimeError(f"torch {torch.__version__} has no dispatch mode; meshwise needs torch 2.11 to 2.15.") from error
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""(operator, positional arguments, keyword arguments) -> what the operator gives."""
+"""(operator, positional arguments, keyword arguments) -> the operator's result."""
 
 
 class _Through(TorchDispatchMode):
@@ -43,26 +43,26 @@ _Through.__torch_dispatch__ = _handled  # type: ignore[assignment]
 
 
 def intercept_operators(handler: Handler) -> AbstractContextManager[Any]:
-    """While it is entered, each operator of this thread calls `handler` instead; inside, operators run as always."""
+    """Inside the block, send each operator of this thread to `handler`; inside that, operators run as always."""
     return _Through(handler)
 
 
 def without_interception() -> AbstractContextManager[Any]:
-    """While it is entered, no dispatch mode sees an operator: what only looks on must not be taken for the program."""
+    """Hide the block's operators from all dispatch modes, so that an observer's are not taken for the program's."""
     return _disable_current_modes()
 
 
 def operator_name(operator: Any) -> str:
-    """`add_` of `aten.add_.Tensor`."""
+    """Return `add_` for `aten.add_.Tensor`."""
     return str(operator._schema.name).split("::")[-1]
 
 
 KEEP_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
-"""Operators that write the running statistics they are given, which torch's schemas do not say."""
+"""Operators that write the running statistics they are given, although torch's schemas do not say so."""
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that the operator writes: `self` of add_, `out`, the running statistics of a batch norm."""
+    """Return the arguments that the operator writes: `self` of add_, `out`, the running statistics of a batch norm."""
     schema = operator._schema
     untold = ("running_mean", "running_var") if schema.name in KEEP_STATISTICS else ()
     return [
@@ -73,20 +73,20 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def gives_view(operator: Any) -> bool:
-    """Whether what the operator gives shares the memory of an argument that it does not write."""
+    """Return whether the result shares memory with an argument that the operator does not write."""
     returned = (each.alias_info for each in operator._schema.returns)
     return any(alias is not None and not alias.is_write for alias in returned)
 
 
 def named_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The operator's arguments by name; those that are not given have their defaults."""
+    """Return the operator's arguments by name; missing ones have their defaults."""
     arguments = operator._schema.arguments
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     return defaults | {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
 
 
 class StorageMap:
-    """A value by storage, forgotten with it: views share it, and a new storage at the same address does not."""
+    """Keeps a value for a storage as long as it lives: views share it; a new storage at that address does not."""
 
     def __init__(self) -> None:
         # The weak reference keeps the storage's header, so that its address is not used again while it is a key.
@@ -94,7 +94,7 @@ class StorageMap:
         self._most = 1024
 
     def get(self, tensor: Tensor) -> Any:
-        """The value of the tensor's storage; None where there is none."""
+        """Return the value of the tensor's storage; None if there is none."""
         storage = _storage(tensor)
         found = None if storage is None else self._facts.get(storage._cdata)
         return None if found is None else found[1]
@@ -109,7 +109,7 @@ class StorageMap:
         self._facts[storage._cdata] = (StorageWeakRef(storage), value)
 
     def values(self) -> list[Any]:
-        """The values of all storages that are left."""
+        """Return the values of all living storages."""
         self._forget()
         return [value for _, value in self._facts.values()]
 

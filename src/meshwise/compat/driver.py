@@ -16,31 +16,31 @@ CYCLES_A_SECOND = 2_000_000_000  # of the fastest devices; on a slower one the s
 
 
 def shown_gpus() -> int:
-    """How many CUDA devices the driver shows this process, whatever the environment has named since it was asked."""
+    """Return how many CUDA devices the driver shows this process, even if the environment has since changed."""
     asked = getattr(torch._C, "_cuda_getDeviceCount", torch.cuda.device_count)  # a CPU build has no such count
     return int(asked())
 
 
 def lost_by_fork(kind: str) -> bool:
-    """Whether this process cannot use accelerators of `kind`, since the one that forked it had asked for some."""
+    """Return whether this process cannot use accelerators of `kind` because its parent used them before the fork."""
     check = getattr(getattr(torch, kind, None), "_is_in_bad_fork", None)
     return check is not None and bool(check())
 
 
 def computes_bf16(device: torch.device | str) -> bool:
-    """Whether the device has bf16 of its own: torch emulates it on GPUs that are older than it."""
+    """Return whether the device computes in bf16 itself: torch emulates it on older GPUs."""
     ask = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     return ask is None or bool(ask(including_emulation=False))
 
 
 def is_capturing() -> bool:
-    """Whether what this thread does is captured into a CUDA graph, and not done."""
+    """Return whether this thread's work is being captured into a CUDA graph instead of run."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def hold_stream(seconds: float) -> bool:
-    """Keep the current CUDA stream busy for about `seconds`, so that what is enqueued behind it does not wait for the
-    host; False where nothing in this process has used CUDA."""
+    """Keep the current CUDA stream busy for about `seconds`, so that later work in it does not wait for the host;
+    return False if nothing in this process has used CUDA."""
     if not torch.cuda.is_initialized():
         return False
     torch.cuda._sleep(int(seconds * CYCLES_A_SECOND))
@@ -48,8 +48,8 @@ def hold_stream(seconds: float) -> bool:
 
 
 def pin(memory: Tensor) -> bool:
-    """Pin host memory that is there already; whether that was done: files on a disk cannot be. Without it copies wait
-    for themselves."""
+    """Pin existing host memory, and return whether that worked: memory of files on a disk cannot be pinned. Copies from
+    unpinned memory are synchronous."""
     if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
         return True
     with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which would be the user's
@@ -58,5 +58,5 @@ def pin(memory: Tensor) -> bool:
 
 
 def unpin(memory: Tensor) -> None:
-    """Before pinned memory is let go."""
+    """Unpin memory; call it before pinned memory is freed."""
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

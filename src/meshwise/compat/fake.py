@@ -38,16 +38,16 @@ except ImportError as error:  # pragma: no cover - no such torch is in range
     raise RuntimeError(f"torch {torch.__version__} has no fake tensors; meshwise needs torch 2.11 to 2.15.") from error
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""Raised by an operator whose result depends on values, which a fake tensor has not."""
+"""Errors of an operator whose result depends on values, which a fake tensor does not have."""
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], "Call"], Any]
-"""(operator, positional arguments, keyword arguments, what runs it on fake tensors) -> what the operator gives."""
+"""(operator, arguments, keyword arguments, function that runs it on fake tensors) -> the operator's result."""
 
 
 class FakeTensors(FakeTensorMode):
     """While it is entered, new tensors are fake. Each operator on them goes to `handler`, later ones too."""
 
     def __init__(self, handler: Handler, owner: object = None, *, stands_for_real: bool = False) -> None:
-        """stands_for_real: its tensors are nothing that waits for its values: a program runs on them from its start."""
+        """stands_for_real: a program runs on the fake tensors from its start, so that none of them ever gets values."""
         super().__init__(allow_non_fake_inputs=True)
         self.handler, self.owner, self.stands_for_real = handler, owner, stands_for_real
         self.inside, self.calls = False, 0
@@ -60,7 +60,7 @@ class FakeTensors(FakeTensorMode):
 
 
 class Call:
-    """Runs an operator on fake tensors, once. alike: what is remembered of calls like this one, when it has run."""
+    """Runs an operator on fake tensors, once. alike: what is remembered of equal calls, once it has run."""
 
     __slots__ = ("alike", "args", "func", "kwargs", "mode", "types")
 
@@ -120,7 +120,7 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
 
 
 def _without_constants(out: Any) -> None:
-    """torch's own values of fake tensors are computed on their device, which is not there: ours are beside them."""
+    """Keep values of fake tensors beside them instead of in torch's constants, on a device that does not exist."""
     for tensor in tensors_in(out):
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             give_value(tensor, tensor.constant)
@@ -137,8 +137,8 @@ NORMS = (
 
 
 def _with_wide_statistics(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """Norms of narrow tensors keep their means in float32; torch's fake kernels give them as narrow as the input. On a
-    CPU kernels do so where the weight is float32."""
+    """Give the statistics of a norm on narrow tensors float32, as real kernels do; torch's fake kernels keep the narrow
+    dtype. On a CPU that holds if the weight is float32."""
     if operator_name(func) == "native_group_norm_backward":
         return (out[0] if out[0] is None else out[0].to(args[1].dtype), *out[1:])
     if operator_name(func) not in NORMS or out[1].dtype not in (torch.bfloat16, torch.float16):
@@ -158,34 +158,34 @@ _DEVICE = torch.ops.prim.device.default
 
 @functools.cache
 def plain_mode() -> FakeTensorMode:
-    """torch's own mode, whose operators go to no handler: DTensor computes in it the shapes of what a whole tensor
-    would give, which no rank does. The first mode of a process takes a second or two."""
+    """Return torch's own mode, whose operators go to no handler: DTensor uses it to compute the shape of a whole
+    tensor's result, which no rank computes. The first mode of a process takes a second or two."""
     return FakeTensorMode()
 
 
 def is_fake(value: object) -> bool:
-    """Whether `value` is a fake tensor that waits for its values: one of a rehearsal is not."""
+    """Return whether `value` is a fake tensor that gets values later; one of a rehearsal never does."""
     return isinstance(value, FakeTensor) and not getattr(value.fake_mode, "stands_for_real", False)
 
 
 def is_rehearsed(tensor: Tensor) -> bool:
-    """Whether it is a fake tensor of a rehearsal."""
+    """Return whether `value` is a fake tensor of a rehearsal."""
     return isinstance(tensor, FakeTensor) and not is_fake(tensor)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor is of no kind of its own: one of a rehearsal stands for a plain one."""
+    """Return whether the tensor is a plain one, not of a subclass; one of a rehearsal counts as plain."""
     return type(tensor) is Tensor or (type(tensor) is FakeTensor and is_rehearsed(tensor))
 
 
 def rehearsing() -> bool:
-    """Whether the program runs on fake tensors from its start to its end."""
+    """Return whether the program runs on fake tensors from its start to its end."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return getattr(mode, "stands_for_real", False)
 
 
 def calls_so_far() -> int:
-    """Operators on fake tensors since the mode began; 0 outside of one of ours."""
+    """Return the number of operators on fake tensors since our mode began; 0 outside of one."""
     return getattr(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE), "calls", 0)
 
 
@@ -221,7 +221,7 @@ def plain_for_optimizers() -> Iterator[None]:
 
 @functools.cache
 def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
-    """A class of plain tensors as one of tensors of `kind`: of fake ones, it is both."""
+    """Return `subclass`, or for fake tensors a class that derives from both it and `kind`."""
     if issubclass(kind, subclass):
         return kind
     return type(subclass.__name__, (subclass, kind), {}) if issubclass(kind, FakeTensor) else subclass
@@ -229,7 +229,7 @@ def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
 
 @contextlib.contextmanager
 def failing_quietly() -> Iterator[None]:
-    """torch logs each operator that fails on fake tensors, with its traceback: not those of the body, a trial."""
+    """Keep torch from logging a traceback for each operator that fails on fake tensors in the block, a trial."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
     try:
@@ -239,13 +239,13 @@ def failing_quietly() -> Iterator[None]:
 
 
 def real_values() -> contextlib.AbstractContextManager[Any]:
-    """What is computed in it has values, also in a rehearsal."""
+    """Compute real values in the block, also in a rehearsal."""
     return without_interception() if rehearsing() else contextlib.nullcontext()
 
 
 def as_rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """`(batch, facts)` pairs as they are; in a rehearsal they are read for real, and the batches' tensors become fake
-    ones."""
+    """Return `(batch, facts)` pairs unchanged; in a rehearsal they are read for real, and then the batches' tensors
+    become fake."""
     return _rehearsed(pairs) if rehearsing() else pairs
 
 
@@ -259,23 +259,23 @@ def _rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
 
 
 def owner_of(tensor: Tensor) -> object:
-    """Who made the mode that a fake tensor was made in; None for a mode that is not ours."""
+    """Return the owner of the mode that a fake tensor was made in; None if the mode is not ours."""
     return getattr(tensor.fake_mode, "owner", None)  # type: ignore[attr-defined]
 
 
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
-    """What a program has attached to a fake tensor."""
+    """Return the attributes that a program has set on a fake tensor."""
     usual = tensor.fake_mode.usual  # type: ignore[attr-defined]
     return {name: value for name, value in vars(tensor).items() if name not in usual}
 
 
 def is_random(operator: Any) -> bool:
-    """Whether the operator draws random numbers."""
+    """Return whether the operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def own_generator(device: torch.device) -> torch.Generator:
-    """The generator that operators on `device` draw from when they are given none."""
+    """Return the default generator of operators on `device`."""
     if has_streams(device):
         known = torch.get_device_module(device)
         index = known.current_device() if device.index is None else device.index

@@ -32,7 +32,7 @@ _records = [0]  # that were begun: a place is one of its own record
 
 
 class Stream:
-    """A stream by its name. Waiting is remembered for the next launch."""
+    """A stream with a name. It remembers what its next launch must wait for."""
 
     made = 0
 
@@ -65,7 +65,7 @@ class Stream:
         return True
 
     def is_capturing(self) -> bool:
-        """A graph: torch 2.15's optimizers ask."""
+        """Return False: optimizers of torch 2.15 ask whether a graph is being captured."""
         return False
 
     def _wait(self, place: int) -> None:
@@ -82,7 +82,7 @@ class Stream:
 
 
 class Event:
-    """A place in a stream: after its newest launch. It may outlive its record: FSDP2 keeps events for the next step."""
+    """A point in a stream, after its newest launch. It may outlive its record: FSDP2 keeps events for the next step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.at, self.of = -1, -1
@@ -102,7 +102,7 @@ class Event:
 
 
 class _Module:
-    """What torch looks for in `torch.sim`."""
+    """The functions that torch expects in `torch.sim`."""
 
     def __init__(self) -> None:
         self.Stream, self.Event = Stream, Event
@@ -151,34 +151,34 @@ class _Module:
 
 
 def is_there() -> bool:
-    """Whether a rehearsal has the device now."""
+    """Return whether a rehearsal has the device now."""
     return _users[0] > 0
 
 
 def current_stream() -> str:
-    """The name of the stream that operators go to."""
+    """Return the name of the stream that operators go to."""
     return _stream[-1].name
 
 
 def stream_of() -> Stream:
-    """The stream that operators go to."""
+    """Return the stream that operators go to."""
     return _stream[-1]
 
 
 def launched(stream: str, place: int) -> tuple[int, ...]:
-    """A launch at `place` of the record goes to the stream: gives the places that it must wait for."""
+    """Note a launch in the stream at `place` of the record; return the places that it must wait for."""
     _last[stream] = place
     return tuple(sorted(_pending.pop(stream, ())))
 
 
 def last_of(stream: str) -> int:
-    """The place of the newest launch of a stream, -1 where there is none."""
+    """Return the place of the newest launch of a stream; -1 if there is none."""
     return _last.get(stream, -1)
 
 
 @contextmanager
 def fake_device(main: str) -> Iterator[str]:
-    """The device, of which nothing has run yet: gives its name. main: the name of the stream that programs begin in."""
+    """Enter an unused fake device; yields its name. main: the name of the stream that programs begin in."""
     _register()
     _users[0] += 1
     _stream[:] = [Stream(name=main)]
@@ -197,7 +197,7 @@ def fake_device(main: str) -> Iterator[str]:
 
 
 def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Numbers become a tensor of the device by way of the host: torch would write into memory that is not there."""
+    """Make tensors from numbers on the host first: on the device torch would write into memory that does not exist."""
 
     @functools.wraps(make)
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -210,15 +210,15 @@ def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def begin_record() -> None:
-    """Places are counted anew: nothing waits."""
+    """Begin a new record: places count from 0, and nothing waits."""
     _records[0] += 1
     _pending.clear()
     _last.clear()
 
 
 def _save_pending() -> None:
-    """Torch asks its guard of a device while an error leaves a backward, where no answer may fail: one that is given
-    while an error is under way does. So that error is put aside: torch raises another one in its place."""
+    """Put aside an error that is leaving a backward: torch then asks its device guard, whose answers fail while an
+    error is set. torch raises another error in its place."""
     try:
         _raise_pending()
     except BaseException as error:
@@ -226,7 +226,7 @@ def _save_pending() -> None:
 
 
 def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that raises what was put aside."""
+    """Wrap a backward so that it raises the error that was put aside."""
 
     @functools.wraps(real)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -243,7 +243,7 @@ def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
 
 _put_aside: list[BaseException] = []
 _raise_pending = ctypes.pythonapi.Py_IsInitialized
-"""Any call by ctypes raises what is under way; looking the function up then would replace it."""
+"""Any call through ctypes raises the pending error; looking up the function at that time would replace it."""
 
 
 @functools.cache
@@ -287,7 +287,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The fused kernel that CUDA would take: flash where it can, else the memory-efficient one."""
+    """Return the fused kernel that CUDA would choose: flash if possible, else the memory-efficient one."""
     if enable_gqa and key.size(-3) != query.size(-3):
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)

@@ -23,19 +23,19 @@ from meshwise.compat.dispatch import StorageMap, operator_name, without_intercep
 from meshwise.compat.tree import map_tensors, tensors_in
 
 MOST = 1 << 16
-"""Elements of the largest tensor that keeps its value."""
+"""The number of elements of the largest tensor whose value is kept."""
 READS = ("_local_scalar_dense", "item")
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-"""What they give has no values before it is written."""
+"""Operators whose results have no values until they are written."""
 OVERWRITES = ("copy_", "fill_", "zero_", "random_")
 DRAWN = ("randperm", "randint", "random_")
-"""They draw whole numbers, which a program may index with: an order of samples, where a text is cut."""
+"""Operators that draw whole numbers, which a program may index with: an order of samples, a place to cut a text."""
 _VALUE = "_value_in_rehearsal"
 _lost = StorageMap()  # of values that a write has left unknown
 
 
 class _Value:
-    """A real tensor beside a fake one, with which it is copied."""
+    """The real tensor that belongs to a fake one; copying the fake one copies it."""
 
     def __init__(self, real: Tensor) -> None:
         self.real = real
@@ -51,19 +51,19 @@ def _beside(fake: Tensor) -> Tensor | None:
 
 
 def give_value(fake: Tensor, real: Tensor) -> None:
-    """The fake tensor has these values, if they are few."""
+    """Give the fake tensor these values, if they are few."""
     if real.numel() <= MOST and _is_real(real):
         setattr(fake, _VALUE, _Value(real))
 
 
 def value_of(fake: Tensor) -> Tensor | None:
-    """Its values, where they are known; a real tensor is its own."""
+    """Return the values of a fake tensor if they are known; a real tensor is its own value."""
     found = fake if _is_real(fake) else _beside(fake)
     return None if found is None or _lost.get(found) else found
 
 
 def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Any]) -> bool:
-    """Whether an operator on these may give values: all of theirs are known, or one is overwritten that has some."""
+    """Return whether an operator may give known values: its tensors' values are all known, or it overwrites one."""
     if not fakes:
         return _is_small(func, args, kwargs, fakes)
     if operator_name(func) in OVERWRITES and _beside(fakes[0]) is not None:
@@ -105,8 +105,8 @@ _guesses: list[Callable[[torch.dtype], float | None]] = []
 
 @contextmanager
 def guessing(guess: Callable[[torch.dtype], float | None]) -> Iterator[None]:
-    """During the body, a number that is read outside of a module's forward and is not known is what `guess(dtype)`
-    gives; None: it is refused as ever."""
+    """Inside the block, reading an unknown number outside of a module's forward gives `guess(dtype)`; None: it is
+    refused as usual."""
     _guesses.append(guess)
     try:
         yield
@@ -126,8 +126,8 @@ def _guessed(tensor: Tensor) -> float | None:
 def with_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any], mode: Any, needs: tuple[Any, ...]
 ) -> Any:
-    """What `run` gives of fake tensors of `mode`, with values where those of all arguments are known. needs: the errors
-    that an operator raises whose result depends on values; it is made of them then."""
+    """Return the result of `run` on fake tensors of `mode`, with values if those of all arguments are known. needs: the
+    errors of operators whose result depends on values; for these the result is made from the values."""
     given = list(tensors_in((args, kwargs)))
     if operator_name(func) in OVERWRITES:
         _find(given)
@@ -162,7 +162,7 @@ def with_values(
 
 
 def _is_small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> bool:
-    """Whether the operator is worth carrying out: neither large nor random, but for whole numbers."""
+    """Return whether the operator is cheap to run for real: not large; not random unless it draws integers."""
     if func.namespace != "aten":
         return False
     if torch.Tag.nondeterministic_seeded in func.tags and operator_name(func) not in DRAWN:
@@ -186,14 +186,14 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _find(given: list[Tensor]) -> None:
-    """The first of these is overwritten: as a whole, of which nothing has to be known."""
+    """Mark the first tensor as known again: it is overwritten as a whole."""
     value = _beside(given[0])
     if value is not None and value.nbytes == value.untyped_storage().nbytes():
         _lost.set(value, False)
 
 
 def lose(written: list[Any]) -> None:
-    """What an operator writes is not known any more."""
+    """Mark the values that an operator writes as unknown."""
     for tensor in tensors_in(written):
         value = _beside(tensor)
         if value is not None:

@@ -22,8 +22,8 @@ GETTERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 @dataclass(frozen=True)
 class GroupProgress:
-    """How far this rank has come in a group: numbers of its newest collectives, counted from 1. begun: None where that
-    is not known. name: of the first that is not completed, `all_reduce`; "" where none is left or it is not known."""
+    """A rank's progress in a group: numbers of its newest collectives, counted from 1. begun: None if unknown. name: of
+    the first incomplete collective, such as `all_reduce`; "" if there is none or it is unknown."""
 
     group: str
     enqueued: int
@@ -43,7 +43,7 @@ class GroupProgress:
 
 
 def progress() -> list[GroupProgress]:
-    """How far this rank has come in each group; nothing where torch does not tell."""
+    """Return this rank's progress in each group; nothing if torch does not tell."""
     for name in GETTERS:
         getter: Callable[[], bytes] | None = getattr(_distributed_c10d, name, None)
         if getter is not None:
@@ -52,7 +52,7 @@ def progress() -> list[GroupProgress]:
 
 
 def read_progress(dump: bytes) -> list[GroupProgress]:
-    """What a dump in the recorder's JSON tells; nothing of one that is of another form."""
+    """Read the progress from a dump in the recorder's JSON; nothing if the dump has another format."""
     try:
         told = json.loads(dump)
         return [_group(key, status, told.get("entries", [])) for key, status in told.get("pg_status", {}).items()]

@@ -19,7 +19,7 @@ _ALIKE = {
 
 
 def flops_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Multiplications and additions of this call, which gave `out`."""
+    """Count the multiplications and additions of this call, which returned `out`."""
     formula = _formulas().get(operator.overloadpacket)
     if formula is None:
         return 0
@@ -49,5 +49,5 @@ def _formulas() -> dict[Any, Callable[..., int]]:
 
 
 def _of_cpu(formula: Callable[..., int], *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """The backward of the CPU's attention takes fewer arguments: those that count are the same."""
+    """Adapt the CPU attention's backward, which takes fewer arguments: those that count are the same."""
     return formula(*args, out_val=out_val)

@@ -22,34 +22,34 @@ Place = tuple[int, int]
 
 
 class Listener(Protocol):
-    """Takes what happens, in any thread."""
+    """Receives events, in any thread."""
 
     def record(self, event: int, stream: Place) -> None:
-        """An event is recorded."""
+        """An event was recorded."""
 
     def wait(self, event: int, stream: Place) -> None:
         """A stream waits for an event."""
 
     def delete(self, event: int) -> None:
-        """An event is no more."""
+        """An event was deleted."""
 
     def await_event(self, event: int) -> None:
-        """The host waits for an event, or was told that it is over."""
+        """The host waits for an event, or was told that it has completed."""
 
     def await_stream(self, stream: Place) -> None:
-        """The same of a stream."""
+        """The host waits for a stream, or was told that it has completed."""
 
     def await_device(self, device: int) -> None:
-        """The same of all streams of a device."""
+        """The host waits for all streams of a device, or was told that they have completed."""
 
     def allocate(self, address: int, stream: Place) -> None:
-        """Memory is allocated for a stream."""
+        """Memory was allocated for a stream."""
 
     def free(self, address: int) -> None:
-        """Memory is free again."""
+        """Memory was freed."""
 
     def release(self) -> None:
-        """The memory that is free goes back to the device."""
+        """Free memory was returned to the device."""
 
 
 LATE = 0.02  # seconds
@@ -58,24 +58,24 @@ _told = threading.local()
 
 
 def can_listen() -> bool:
-    """Whether this torch knows CUDA, and tells of it."""
+    """Return whether this torch supports CUDA and reports its events."""
     return hasattr(torch._C, "_activate_gpu_trace") and torch.backends.cuda.is_built()
 
 
 def current_stream(device: int) -> Place:
-    """The stream that this thread's work on a device goes to."""
+    """Return the stream that this thread's work on a device goes to."""
     return device, torch._C._cuda_getCurrentRawStream(device)
 
 
 def node_of_backward() -> str:
-    """`MulBackward0` in a thread that runs it."""
+    """Return the autograd node that this thread runs, such as `MulBackward0`."""
     node = torch._C._current_autograd_node()
     return "" if node is None else node.name()
 
 
 @contextlib.contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Tell `listener` during the body."""
+    """Report events to `listener` during the body."""
     global _listener
     _begin_to_tell()
     changed: list[tuple[Any, str, Callable[[Any], Any]]]
@@ -95,9 +95,9 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def _around(tell: Callable[[Listener, Any], None]) -> Callable[[str], Callable[[Any], Any]]:
-    """A function of events or streams that tells what the host knows once it has come back: a wait in one thread orders
-    nothing for others before it is over. Among several threads it is late, so that who has to wait for this thread, and
-    does not, comes first."""
+    """Wrap a function of events or streams, to report what the host knows once the function returns: until then a wait
+    in one thread orders nothing for others. With several threads it delays the return, so that a thread that fails to
+    wait for this one runs first."""
 
     def named(name: str) -> Callable[[Any], Any]:
         def around(real: Any) -> Any:

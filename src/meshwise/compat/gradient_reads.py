@@ -25,14 +25,14 @@ WATCHING: list[Callable[[Tensor], None]] = []
 
 
 def watch(settle: Callable[[Tensor], None]) -> None:
-    """From now on, until `end`, `settle` is called with a parameter before somebody else reads or sets its `grad`."""
+    """Until `end`, call `settle` with a parameter before the program reads or sets its `grad`."""
     WATCHING[:] = [settle]
     for kind in _CLASSES:
         kind.grad = _WATCHED
 
 
 def end() -> None:
-    """Nothing waits any more."""
+    """Stop calling `settle`."""
     if WATCHING:
         WATCHING.clear()
         for kind in _CLASSES:

@@ -11,14 +11,14 @@ import torch
 
 
 def take_place(trainer: Any, device: str, *, signals: bool) -> None:
-    """Its strategy works on this device. signals: whether the Trainer comes around those of the process."""
+    """Set the device of the Trainer's strategy. signals: whether the Trainer handles the signals of the process."""
     trainer.strategy._root_device = torch.device(device)
     if not signals:
         trainer._signal_connector.register_signal_handlers = lambda: None
 
 
 def logs_with(trainer: Any) -> tuple[Any, list[Any]]:
-    """What hands on its logged values, and what its loops keep them in."""
+    """Return the connector that passes logged values on, and the result collections of its loops."""
     fit = trainer.fit_loop.epoch_loop
     return trainer._logger_connector, [
         loop._results for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop)
@@ -26,10 +26,10 @@ def logs_with(trainer: Any) -> tuple[Any, list[Any]]:
 
 
 def accumulates(trainer: Any) -> bool:
-    """Whether the gradients of this batch wait for the next."""
+    """Return whether the gradients of this batch wait for the next one."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
 def run_closure(plugin: Any, module: Any, optimizer: Any, closure: Any) -> Any:
-    """What an optimizer would call in its step: forward, backward, and the clipping behind it."""
+    """Run an optimizer's closure: forward, backward, and gradient clipping."""
     return plugin._wrap_closure(module, optimizer, closure)

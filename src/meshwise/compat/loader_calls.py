@@ -26,21 +26,21 @@ ALONE = {
     "worker_init_fn": None,
     "multiprocessing_context": None,
 }
-"""Arguments of a DataLoader that reads in its own process."""
+"""Arguments with which a DataLoader reads in its own process."""
 
 
 def choose_indices(choose: Callable[[Any], Any]) -> End:
-    """Let `choose(iterator)` give the indices of the next batch; it raises StopIteration where there is none."""
+    """Take the indices of each next batch from `choose(iterator)`; it raises StopIteration at the end."""
     return put([_BaseDataLoaderIter], "_next_index", lambda plain: lambda iterator: choose(iterator))
 
 
 def plain_indices(iterator: Any) -> Any:
-    """The indices that the sampler gives next."""
+    """Return the next indices of the sampler."""
     return next(iterator._sampler_iter)
 
 
 def rest_of(iterator: Any, most: int) -> tuple[list[Any], bool]:
-    """What the sampler gives from here on, and whether there may be more: of one without a length `most` batches."""
+    """Return the sampler's remaining batches, and whether there may be more; without a length it reads `most`."""
     try:
         most = len(iterator._index_sampler)
     except (TypeError, NotImplementedError):
@@ -50,12 +50,12 @@ def rest_of(iterator: Any, most: int) -> tuple[list[Any], bool]:
 
 
 def sampler_of(iterator: Any) -> Any:
-    """What gives the indices: one object for all iterators of a loader."""
+    """Return the object that gives the indices: one for all iterators of a loader."""
     return iterator._index_sampler
 
 
 def data_of(iterator: Any) -> tuple[Any, list[int]] | None:
-    """Its data set, and the indices in it of the samples that a `Subset` picks; None where it has no indices, or gives
+    """Return the data set, and the indices in it that a `Subset` picks; None if it has no indices, or the loader gives
     single samples."""
     if iterator._dataset_kind == _DatasetKind.Iterable or not iterator._auto_collation:
         return None
@@ -67,7 +67,7 @@ def data_of(iterator: Any) -> tuple[Any, list[int]] | None:
 
 
 def is_read_singly(data: Any) -> bool:
-    """Whether it gives single samples, and not batches alone (`__getitems__`)."""
+    """Return whether the data set can give single samples, not only batches (`__getitems__`)."""
     return type(data).__getitem__ is not Dataset.__getitem__
 
 
@@ -78,7 +78,7 @@ def _behind(data: Any) -> Any:
 
 
 def read_samples(read: Callable[[Callable[[int], Any], int], Any]) -> End:
-    """Let `read(get, index)` read each sample of a batch. The indices are those of the data set behind a `Subset`."""
+    """Read each sample of a batch with `read(get, index)`. The indices are those of the data set behind a `Subset`."""
 
     def reading(plain: Any) -> Any:
         @functools.wraps(plain)
@@ -95,7 +95,7 @@ def read_samples(read: Callable[[Callable[[int], Any], int], Any]) -> End:
 
 
 def without_workers(made: Callable[[Any], None]) -> End:
-    """Let each new DataLoader read in its own process. made: is told of it."""
+    """Make each new DataLoader read in its own process, and call `made` with it."""
 
     def making(plain: Any) -> Any:
         signature = inspect.signature(plain)

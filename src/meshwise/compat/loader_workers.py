@@ -27,7 +27,7 @@ SPARED = (*WARNINGS, signal.SIGINT)
 
 @dataclass(frozen=True)
 class Spared:
-    """A `worker_init_fn` that has the process take SIGTERM from its rank alone; then calls the user's."""
+    """A `worker_init_fn` that lets only the process's own rank stop it by SIGTERM, then calls the user's."""
 
     then: Callable[[int], Any] | None
 
@@ -38,7 +38,7 @@ class Spared:
 
 
 def spare() -> None:
-    """In a process that a rank started: only that rank ends it by SIGTERM. Called by its main thread."""
+    """Let only the rank that started this process stop it by SIGTERM. Call it in the main thread."""
     if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, SPARED)
         threading.Thread(target=_wait, args=(os.getppid(),), name="meshwise-signals", daemon=True).start()
@@ -52,7 +52,7 @@ def _wait(rank: int) -> None:
 
 
 def spare_loader_workers() -> None:
-    """Let all loaders of this process start their workers with `spare`."""
+    """Make all loaders of this process start their workers with `spare`."""
     kind: Any = dataloader._MultiProcessingDataLoaderIter
     if isinstance(getattr(kind.__init__, "__wrapped__", None), Callable):  # type: ignore[arg-type]
         return

@@ -24,12 +24,12 @@ from meshwise.compat.complex_numbers import as_real
 
 _before = WeakTensorKeyDictionary()
 SCALED: list[bool] = []
-"""Holds something once a loss was scaled: `unscaled` need not be asked before."""
+"""Not empty once a loss was scaled; until then `unscaled` need not be called."""
 
 
 @functools.cache
 def note_scaling() -> None:
-    """From now on `unscaled` knows what every GradScaler of this process scales."""
+    """From now on, record for `unscaled` what every GradScaler of this process scales."""
     scaler: Any = torch.amp.GradScaler
     real = scaler.scale
 
@@ -45,7 +45,7 @@ def note_scaling() -> None:
 
 
 class Scaler(torch.amp.GradScaler):
-    """torch's, which unscales the gradients of complex parameters too."""
+    """torch's GradScaler, which also unscales the gradients of complex parameters."""
 
     def _unscale_grads_(self, optimizer: Any, *facts: Any) -> Any:
         groups = [{"params": [_real_twin(p) for p in group["params"]]} for group in optimizer.param_groups]
@@ -53,7 +53,7 @@ class Scaler(torch.amp.GradScaler):
 
 
 def _real_twin(p: Tensor) -> Tensor:
-    """A parameter, or, of complex numbers, the same memory as real ones."""
+    """Return a parameter; if it is complex, a view of its memory as real numbers."""
     if not p.is_complex() or p.grad is None:
         return p
     p.grad, twin = p.grad.resolve_conj(), as_real(p.detach())
@@ -62,15 +62,15 @@ def _real_twin(p: Tensor) -> Tensor:
 
 
 def found_infinite(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[Tensor]:
-    """Above 0 where `scaler.unscale_(optimizer)` has found gradients that are not finite. Written in place, they decide
-    whether the step is taken and how the scale goes on."""
+    """Return tensors above 0 if `scaler.unscale_(optimizer)` has found gradients that are not finite. Written in place,
+    they decide whether the step is taken and how the scale changes."""
     state: Any = scaler._per_optimizer_states[id(optimizer)]
     return list(state["found_inf_per_device"].values())
 
 
 @contextlib.contextmanager
 def always_steps() -> Iterator[None]:
-    """Every gradient is finite: no GradScaler reads a value."""
+    """Make every GradScaler in the block take its step, as if gradients were finite, so that it reads no value."""
 
     def step(self: Any, optimizer: Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)
@@ -80,6 +80,6 @@ def always_steps() -> Iterator[None]:
 
 
 def unscaled(loss: Tensor) -> Tensor:
-    """The loss that a GradScaler made `loss` of; `loss` itself where none did."""
+    """Return the loss from before a GradScaler scaled it; `loss` itself if none did."""
     before: Tensor = _before.get(loss, loss)
     return before

@@ -18,59 +18,59 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 T = TypeVar("T")
 Around = Callable[[list[Any]], contextlib.AbstractContextManager[None] | None]
-"""Around a method of a model: enters what its forward enters, or gives None inside of that. The list gets the output
-when the method is over."""
+"""A context around a method of a model: it enters the same as the model's forward; None inside of that. The list gets
+the output when the method returns."""
 _AROUND = "_meshwise_around_methods"
 BatchNorm = nn.modules.batchnorm._BatchNorm
-"""The class of all batch norms; its forward is that of each."""
+"""The base class of all batch norms, whose forward they share."""
 
 
 def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own buffers by name. Written to, it changes the module without its `__setattr__`."""
+    """Return the module's own buffers by name. Writing to the dict changes the module without its `__setattr__`."""
     return module._buffers
 
 
 def parameters_in(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own parameters by name. Written to, it changes the module without its `__setattr__`."""
+    """Return the module's own parameters by name. Writing to the dict changes the module without its `__setattr__`."""
     return module._parameters  # type: ignore[return-value]
 
 
 def hooked_parameters(module: nn.Module) -> list[str]:
-    """The names of parameters whose gradient the program looks at or changes (`register_hook` and its like)."""
+    """Return the names of parameters with hooks that read or change their gradient (`register_hook` and its like)."""
     named = module.named_parameters()
     return [name for name, p in named if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
 
 
 def renew_flat_weights(module: nn.Module) -> None:
-    """Let a recurrent layer, which holds its parameters in a list too, see those that it has now."""
+    """Update the list of parameters that a recurrent layer keeps, so that it has the current ones."""
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own parameters and buffers that its `state_dict` has."""
+    """Return the module's own parameters and buffers that belong to its `state_dict`."""
     own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     left_out = module._non_persistent_buffers_set
     return {name: tensor for name, tensor in own.items() if tensor is not None and name not in left_out}
 
 
 def generates_together(model: nn.Module) -> None:
-    """Let `generate` of transformers go on, on every rank, until all have ended: its steps gather parameters."""
+    """Make `generate` of transformers run on every rank until all have finished, as its steps gather parameters."""
     for module in model.modules():
         if hasattr(module, "generate"):
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
 def twin_with(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
-    """`module` once more, with `child` of this name in it: attributes set on one are not set on the other."""
+    """Return a shallow copy of `module` with another `child`: attributes set on one are not set on the other."""
     twin = copy.copy(module)
     twin.__dict__.update(_modules={**module._modules, name: child})
     return twin
 
 
 def hooks_at_forward(module: nn.Module) -> None:
-    """Let who calls `module.forward(x)` itself (SqueezeBERT's encoder) come past the module's hooks, as module(x). One
-    whose forward something was put around (recompute) stays as it is."""
+    """Run the module's hooks also if somebody calls `module.forward(x)` directly (SqueezeBERT's encoder). A module with
+    a wrapped forward (recompute) stays as it is."""
     if "forward" in vars(module):
         return
     entered: list[bool] = []
@@ -98,7 +98,7 @@ def _with_hooks(
 
 
 def modules_called_around(frame: FrameType | None) -> Iterator[nn.Module]:
-    """The modules whose call is running around `frame`, the innermost first. Read in torch 2.13: `nn/modules`."""
+    """Yield the modules whose calls enclose `frame`, the innermost first. Read in torch 2.13: `nn/modules`."""
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__:
             yield frame.f_locals["self"]
@@ -107,7 +107,7 @@ def modules_called_around(frame: FrameType | None) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def without_hooks(module: nn.Module, taken: Callable[[Any], bool]) -> Iterator[None]:
-    """During the body no module in it has hooks of which `taken(hook)` is true; then they are where they were."""
+    """Remove the hooks for which `taken(hook)` is true from the module during the body; then put them back."""
     before: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for each in module.modules():
         every = [value for name, value in vars(each).items() if "_hooks" in name and isinstance(value, dict)]
@@ -125,12 +125,12 @@ def without_hooks(module: nn.Module, taken: Callable[[Any], bool]) -> Iterator[N
 
 
 def has_pre_hooks(module: nn.Module) -> bool:
-    """Whether something runs before the module's forward: a pruned weight, an old weight norm."""
+    """Return whether something runs before the module's forward, such as pruning or an old weight norm."""
     return bool(module._forward_pre_hooks)
 
 
 def around_pre_hooks(module: nn.Module, before: Callable[[], T], after: Callable[[T], None]) -> None:
-    """Call `before` before the hooks that run before the module's forward, and `after` of what it gave behind them."""
+    """Call `before` ahead of the module's forward pre-hooks, and `after` behind them, with the result of `before`."""
     found: list[T] = []
 
     def begin(*unused: Any) -> None:
@@ -144,8 +144,8 @@ def around_pre_hooks(module: nn.Module, before: Callable[[], T], after: Callable
 
 
 def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Let the module run `around(...)` for its forward, with the signature that its own has: programs ask for it, such
-    as `generate` of transformers, which gives `position_ids` to a model that takes them by name."""
+    """Replace the module's forward by `around(...)` with the same signature: programs inspect it, such as `generate` of
+    transformers, which passes `position_ids` to a model that takes them by name."""
     changed: Any = around
     with contextlib.suppress(ValueError, TypeError):  # TorchScript has none
         changed.__signature__ = inspect.signature(module.forward)
@@ -153,8 +153,8 @@ def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
 
 
 def put_around_methods(module: nn.Module, around: Around) -> None:
-    """Let other methods of the module's class that call parts of it (`encode`, `log_prob`) run as its forward does:
-    in `around`, from the first part that they call. What is put around last is entered first."""
+    """Run other methods of the module's class that call its parts (`encode`, `log_prob`) inside `around`, as its
+    forward runs, from the first part that they call. The last `around` is entered first."""
     if _AROUND in vars(module):
         vars(module)[_AROUND].insert(0, around)
         return

@@ -34,8 +34,8 @@ WAIT_TENSOR = "wait_tensor"
 
 @dataclass(frozen=True)
 class Moved:
-    """kind: of the collective, `wait` of what waits for one. tensors: the full ones. peer: the rank of the group at the
-    other end of a send or receive. beside: the caller does not wait for it. work: what can be waited for, if any."""
+    """What an operator moves. kind: the collective, or `wait`. tensors: the full ones. peer: the rank of the group at
+    the other end. beside: the caller does not wait for it. work: what can be waited for, if any."""
 
     kind: str
     tensors: tuple[Tensor, ...]
@@ -46,7 +46,7 @@ class Moved:
 
 
 def moved_by(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved | None:
-    """What a dispatched operator moves; None for one that is no collective."""
+    """Return what a dispatched operator moves; None if it is not a collective."""
     if operator.namespace == "c10d":
         return _of_group(operator, arguments, result)
     if operator.namespace == "_c10d_functional":
@@ -88,8 +88,8 @@ def _functional(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved
 
 @contextmanager
 def waiting(call: Callable[[Any], None]) -> Iterator[None]:
-    """Calls `call(work)` whenever the program waits in Python for a collective of the fake backend, whose class has a
-    `wait` of its own."""
+    """Call `call(work)` whenever the program waits in Python for a collective of the fake backend, whose class has its
+    own `wait`."""
     kind: Any = torch._C._distributed_c10d.FakeWork
     real = kind.wait
 

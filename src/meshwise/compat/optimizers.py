@@ -25,14 +25,14 @@ def _hooks_beside(hook: RemovableHandle) -> Any:
 
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The `step` of the optimizer's class, without the hooks that torch has put around it."""
+    """Run the `step` of the optimizer's class, without the hooks that torch has put around it."""
     step: Any = type(optimizer).step
     unhooked: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
     return unhooked
 
 
 def after_method(optimizer: Optimizer, name: str, then: Callable[[], None]) -> None:
-    """Call `then` after each call of this method of the optimizer, if it has such a method."""
+    """Call `then` after each call of this method of the optimizer, if it has the method."""
     method = getattr(optimizer, name, None)
     if not callable(method):
         return
@@ -47,10 +47,10 @@ def after_method(optimizer: Optimizer, name: str, then: Callable[[], None]) -> N
 
 
 def is_hooks(name: str) -> bool:
-    """Whether an optimizer keeps hooks in the attribute of this name."""
+    """Return whether the attribute of this name holds an optimizer's hooks."""
     return name.startswith("_optimizer_") and name.endswith("_hooks")
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:
-    """Whether torch knows the optimizer: one that wraps another may leave out `Optimizer.__init__`."""
+    """Return whether torch can add hooks to the optimizer: a wrapper of another may skip `Optimizer.__init__`."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")

@@ -41,14 +41,14 @@ WRITES_AND_READS: dict[str, tuple[int | None, int | None]] = {
     "irecv": (0, None),
     "barrier": (None, None),
 }
-"""Of each function, which argument is what it writes, and which what it reads."""
+"""For each function, the index of the argument that it writes, and of the one that it reads."""
 OFTEN, LATE = 0.2, 0.002  # every fifth exchange begins or ends up to 2 ms late
 SELDOM, VERY_LATE = 0.04, 0.05
 BYTE = 0xFF  # of what is moved as bytes: NaN in every floating dtype
 
 
 class Perturbed:
-    """What was found. seed, rank: of the delays."""
+    """Delays exchanges at random and collects races. seed, rank: the seed of the delays."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self.races: list[str] = []
@@ -56,12 +56,12 @@ class Perturbed:
         self._random, self._open = random.Random(f"{seed}/{rank}"), list[_Exchange]()
 
     def note(self, what: str) -> None:
-        """A race."""
+        """Record a race."""
         if what not in self.races:
             self.races.append(what)
 
     def delay(self) -> None:
-        """Be late, or not: this process, and its stream."""
+        """Delay this process and its stream, or not, at random."""
         draw, share = self._random.random(), self._random.random()
         seconds = share * (VERY_LATE if draw < SELDOM else LATE if draw < OFTEN else 0.0)
         if seconds:
@@ -69,7 +69,7 @@ class Perturbed:
             hold_stream(seconds)
 
     def call(self, name: str, real: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """One of the functions is called."""
+        """Handle a call of one of the functions."""
         self.delay()
         if name in ("isend", "irecv") or kwargs.get("async_op"):
             writes, reads = (None if at is None else args[at] for at in WRITES_AND_READS[name])
@@ -79,7 +79,7 @@ class Perturbed:
         return found
 
     def held(self, name: str, writes: Any, reads: Any, begin: Callable[[Any, Any], Any]) -> Any:
-        """Begin an exchange on copies of what it writes and reads."""
+        """Begin an exchange on copies of the tensors that it writes and reads."""
         exchange = _Exchange(self, f"{name} at {user_place() or 'meshwise'}", writes, reads)
         work = begin(exchange.hidden, exchange.sent)
         if work is None:  # this rank is in no group of it
@@ -90,11 +90,11 @@ class Perturbed:
         return exchange
 
     def under_way(self) -> list[_Exchange]:
-        """Exchanges that nobody has waited for yet."""
+        """Return the exchanges that nobody has waited for yet."""
         return [each for each in self._open if not each.settled]
 
     def end(self) -> None:
-        """The program is over: what nobody has waited for is a race."""
+        """Record a race for each exchange that nobody has waited for when the program ends."""
         for exchange in self._open:
             if not exchange.settled:
                 self.note(f"{exchange.name}: nobody has waited for it")
@@ -102,7 +102,7 @@ class Perturbed:
 
 
 class _Exchange:
-    """Stands for the work that an exchange gives."""
+    """Stands in for the work handle of an exchange."""
 
     def __init__(self, owner: Perturbed, name: str, writes: Any, reads: Any) -> None:
         self._owner, self.name, self.work, self.settled = owner, name, None, False
@@ -131,7 +131,7 @@ class _Exchange:
         return getattr(self.__dict__["work"], name)
 
     def settle(self) -> None:
-        """The exchange has ended: what it wrote is there."""
+        """Write the received data to the program's tensors: the exchange has ended."""
         if self.settled:
             return
         self.settled = True
@@ -181,7 +181,7 @@ def _instead(args: Sequence[Any], name: str, writes: Any, reads: Any) -> list[An
 
 
 def open_exchanges() -> list[str]:
-    """What is under way now, in this process: the function, and the line that began it."""
+    """Return the open exchanges of this process: the function, and the line that began it."""
     return [each.name for each in _now[-1].under_way()] if _now else []
 
 

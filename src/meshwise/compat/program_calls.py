@@ -22,12 +22,12 @@ End = Callable[[], None]
 
 
 def around_batches(around: Around) -> End:
-    """Enter `around()` while a DataLoader's next batch is waited for; StopIteration leaves it where none is left."""
+    """Enter `around()` while a DataLoader fetches its next batch; at the end StopIteration leaves it."""
     return _replace([_BaseDataLoaderIter], "__next__", around)
 
 
 def after_batches(given: Callable[[Any, Any], None]) -> End:
-    """Call `given(iterator, batch)` for each batch that a DataLoader gives, in the frame of who asked for it."""
+    """Call `given(iterator, batch)` for each batch that a DataLoader yields, in the frame of the caller."""
 
     def telling(plain: Any) -> Any:
         @functools.wraps(plain)
@@ -47,7 +47,7 @@ def around_backwards(around: Around) -> End:
 
 
 def around_process_groups(around: Around) -> End:
-    """Enter `around()` around the making of the process group."""
+    """Enter `around()` around the creation of the process group."""
     return _replace([dist, dist.distributed_c10d, device_mesh], "init_process_group", around)
 
 
@@ -57,7 +57,7 @@ def around_evals(around: Around) -> End:
 
 
 def around_trains(around: Around) -> End:
-    """Enter `around()` around each `module.train()`, which calls itself for the modules inside."""
+    """Enter `around()` around each `module.train()`, which calls itself for submodules."""
     return _replace([nn.Module], "train", around)
 
 
@@ -74,7 +74,7 @@ def _replace(owners: list[Any], name: str, around: Around) -> End:
 
 
 def put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
-    """Put what `made_of` makes of a function in its place, in all its owners, until `end`."""
+    """Replace a function by `made_of(function)` in all its owners, until `end`."""
     plain: Any = getattr(owners[0], name)
     put = made_of(plain)
     for owner in owners:
@@ -89,5 +89,5 @@ def put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
 
 
 def hooks_of(tensor: torch.Tensor) -> list[Any]:
-    """What its gradient is handed to before it is added to `.grad`."""
+    """Return the hooks that receive the tensor's gradient before it is added to `.grad`."""
     return list((tensor._backward_hooks or {}).values())

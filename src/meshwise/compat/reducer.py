@@ -24,14 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwise.compat.fake import rehearsing
 
 copy_each = torch._foreach_copy_
-"""Each tensor of a list over one of another."""
+"""Copy each tensor of one list over the tensor of another."""
 _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
 class PlainBucket:
-    """What a hook is given of a `GradBucket`; and all of a reducer, where the parameters fit one: it is full when the
-    backward is over, so that there is nothing to overlap, and DDP's hooks would cost more than a small sum."""
+    """Stands in for a `GradBucket`, and is the whole reducer if the parameters fit one bucket: it is full only when the
+    backward ends, so there is nothing to overlap, and DDP's hooks would cost more than a small sum."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
@@ -51,10 +51,10 @@ class PlainBucket:
 
 
 class PlainReducer:
-    """DDP's reducer in Python, for fake tensors, on which its C++ cannot run: the same buckets in the same order, the
-    same copies and collectives.
+    """DDP's reducer in Python, for fake tensors, which its C++ cannot handle: the same buckets in the same order, with
+    the same copies and collectives.
 
-    Held against DDP in tests/rehearsal/test_plain_reducer.py. Read in torch 2.13: `csrc/distributed/c10d/reducer.cpp`.
+    Compared with DDP in tests/rehearsal/test_plain_reducer.py. Read in torch 2.13: `csrc/distributed/c10d/reducer.cpp`.
     """
 
     def __init__(self, ready: Sequence[nn.Parameter], bucket_mb: int, hook: Hook) -> None:
@@ -91,7 +91,7 @@ class PlainReducer:
 
 
 def _assigned(ready: Sequence[Tensor], bucket_mb: int) -> list[list[int]]:
-    """The indices of the parameters of each bucket. A cap that is given holds for the first bucket too."""
+    """Return the indices of the parameters of each bucket. A given cap also holds for the first bucket."""
     found, _ = dist._compute_bucket_assignment_by_size(list(ready), [bucket_mb << 20])  # type: ignore[attr-defined]
     return found
 
@@ -99,9 +99,9 @@ def _assigned(ready: Sequence[Tensor], bucket_mb: int) -> list[list[int]]:
 def make_reducer(
     parameters: Sequence[nn.Parameter], bucket_mb: int, hook: Hook, group: Any = None
 ) -> DistributedDataParallel | PlainReducer | PlainBucket:
-    """What reduces `parameters` by `hook` over `group`: one bucket, or a DDP over them alone.
+    """Make a reducer that applies `hook` to `parameters` over `group`: one bucket, or a DDP over them alone.
 
-    Collective. Raises RuntimeError where this torch has no reducer to arm.
+    Collective. Raises RuntimeError if this version of torch has no reducer to arm.
     """
     if all(type(p.data) in (Tensor, FakeTensor) for p in parameters) and len(_assigned(parameters, bucket_mb)) == 1:
         if not rehearsing():
@@ -121,7 +121,7 @@ def make_reducer(
 
 
 def arm(ddp: DistributedDataParallel | PlainReducer) -> None:
-    """The coming backward reduces gradients as they become ready. Without it, gradients stay on their rank."""
+    """Make the next backward reduce gradients as they become ready. Without it, gradients stay on their rank."""
     if isinstance(ddp, PlainReducer):
         ddp.arm()
         return
@@ -132,26 +132,26 @@ def arm(ddp: DistributedDataParallel | PlainReducer) -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """How often `tensor` was written in place: autograd's own counter."""
+    """Return how often `tensor` was written in place: autograd's own counter."""
     return int(tensor._version)
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """`version` of each."""
+    """Return the `version` of each tensor."""
     return list(map(_VERSION, tensors))
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """The tensor that autograd knows `tensor` as a view of; one that is no view is itself."""
+    """Return the tensor that `tensor` is a view of, as autograd sees it; `tensor` itself if it is not a view."""
     return tensor if tensor._base is None else tensor._base
 
 
 def default_store() -> Store:
-    """The key-value store that the process group was made with: it agrees on facts without a collective."""
+    """Return the key-value store of the process group, through which ranks can agree on facts without a collective."""
     return dist.distributed_c10d._get_default_store()
 
 
 def own_connection_to_store() -> Store:
-    """The same store for another thread: a wait in one connection holds up everything else that uses it."""
+    """Connect to the same store for another thread: a wait in one connection blocks all its other users."""
     store: Store = default_store().clone()  # type: ignore[attr-defined]
     return store

@@ -22,7 +22,7 @@ Around = Callable[..., contextlib.AbstractContextManager[None]]
 
 
 class _Surrounded:
-    """What `fully_shard` communicates with, in a wrapper that reports it."""
+    """Wraps a collective that `fully_shard` calls, in order to report it."""
 
     def __init__(self, real: Any, kind: str, of: str, around: Around) -> None:
         self._real, self._kind, self._of, self._around = real, kind, of, around
@@ -53,11 +53,11 @@ class Group:
         return [part.sharded_param for part in self._group.fsdp_params]
 
     def made_from(self) -> dict[int, nn.Parameter]:
-        """The id of each parameter as it is gathered -> what this rank holds of it."""
+        """Return this rank's shard for the id of each gathered parameter."""
         return {id(whole): held for held, whole in self.wholes()}
 
     def wholes(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """What this rank holds of each parameter, and what that is gathered into, once it was."""
+        """Return (shard, whole parameter) for each parameter that has been gathered at least once."""
         parts = [part for part in self._group.fsdp_params if hasattr(part, "_unsharded_param")]
         return [(part.sharded_param, part._unsharded_param) for part in parts]
 
@@ -72,7 +72,7 @@ class Group:
                 setattr(self._group, name, _Surrounded(getattr(self._group, name), kind, of, around))
 
     def before_reducing(self, call: Before) -> None:
-        """Call `call(self)` whenever the group is about to reduce: once a backward for each forward that it ran."""
+        """Call `call(self)` before each reduction of the group: in a backward, once for each forward that it ran."""
         reduce = self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
@@ -84,7 +84,7 @@ class Group:
 
     @property
     def gathered(self) -> bool:
-        """Whether the group's parameters were ever whole on this rank: a forward ran through it."""
+        """Whether the group's parameters were ever whole on this rank, that is, whether a forward ran through it."""
         return any(hasattr(part, "_unsharded_param") for part in self._group.fsdp_params)
 
     @property
@@ -93,16 +93,16 @@ class Group:
         return bool(getattr(self._group.comm_ctx, "post_forward_order", ()))  # before the first there is none
 
     def reached(self) -> list[bool]:
-        """For each parameter, whether a gradient waits to be reduced."""
+        """Return for each parameter whether a gradient waits to be reduced."""
         return [_waiting(part) is not None for part in self._group.fsdp_params]
 
     def versions(self) -> int:
-        """A number that changes when a gathered parameter is written in place; `p.data` has a count of its own."""
+        """Return a number that changes when a gathered parameter is written in place; `p.data` has its own counter."""
         whole = [part._unsharded_param for part in self._group.fsdp_params if hasattr(part, "_unsharded_param")]
         return sum(p._version for p in whole if not p.is_inference())
 
     def written(self) -> nn.Parameter | None:
-        """A parameter that holds something else than it was gathered from, where this rank has its part."""
+        """Return a gathered parameter whose values differ from this rank's shard, if there is one."""
         rank = getattr(self._group.mesh_info, "shard_mesh_rank", 0)
         for part in self._group.fsdp_params:
             own, wholes = part._sharded_param_data, part.all_gather_outputs
@@ -115,17 +115,17 @@ class Group:
         return None
 
     def fill(self, index: int) -> None:
-        """Let the parameter take part in the reduction with a gradient of zero."""
+        """Give the parameter a zero gradient, so that it takes part in the reduction."""
         whole = self._group.fsdp_params[index]._unsharded_param
         whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
 
     def gather_as_stored(self, indices: Collection[int]) -> None:
-        """Parameters at `indices` are gathered as they are stored, whatever the policy says of the others."""
+        """Gather parameters at `indices` in their stored dtype, whatever the policy says of the others."""
         for index, part in enumerate(self._group.fsdp_params):
             part.init_dtype_attrs = functools.partial(_mixed_dtypes, part, part.init_dtype_attrs, index in indices)
 
     def in_one_dtype(self) -> None:
-        """Bring what waits to be reduced to the dtype in which it is reduced."""
+        """Cast waiting gradients to the dtype in which they are reduced."""
         if hasattr(self._group, "_set_unsharded_grad_dtypes"):  # torch 2.15
             self._group._set_unsharded_grad_dtypes(defer_upcast=False)
             return
@@ -134,13 +134,13 @@ class Group:
             part.to_accumulated_grad_if_needed()
 
     def waiting(self) -> list[Tensor]:
-        """The gradients of this rank alone that wait to be reduced; written in place, they are what is reduced."""
+        """Return this rank's gradients that wait to be reduced; writing them in place changes what is reduced."""
         found = [_waiting(part) for part in self._group.fsdp_params]
         return [g for g in found if g is not None]
 
     def let_go(self, places: Collection[int]) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]], nn.Parameter]]:
-        """The parameters at `places` are gathered and reduced no more. Of each: what this rank held of it, which is NaN
-        without memory now; its places, by module and name; and what its modules find there in a forward: NaN, too."""
+        """Stop gathering and reducing the parameters at `places`. Return for each: this rank's shard, now NaN without
+        memory; its places, by module and name; and the parameter that modules see in a forward, NaN too."""
         found = []
         for part in [self._group.fsdp_params[place] for place in places]:
             info, held = part._module_info, part.sharded_param
@@ -156,7 +156,7 @@ class Group:
         return found
 
     def reduce_now(self) -> None:
-        """Reduce what waits, outside a backward. Collective."""
+        """Reduce waiting gradients outside of a backward. Collective."""
         group = self._group
         group.reduce_grads = group.all_reduce_grads = True
         group.post_backward()
@@ -165,7 +165,7 @@ class Group:
 
 
 def groups_of(module: FSDPModule) -> list[Group]:
-    """The groups of one sharded module: those of its parameters that belong to no sharded module inside it."""
+    """Return the groups of one sharded module, without parameters of sharded modules inside it."""
     state: Any = module._get_fsdp_state()
     found = getattr(state, "_fsdp_param_groups", None)
     if found is None:  # torch 2.11: one group, or none
@@ -174,7 +174,7 @@ def groups_of(module: FSDPModule) -> list[Group]:
 
 
 def leave_forward(module: FSDPModule) -> None:
-    """The forward of a whole sharded model was left by an exception: let the next one begin as if it had ended."""
+    """Reset a whole sharded model after an exception left its forward, as if the forward had ended."""
     state: Any = module._get_fsdp_state()
     idle = type(state._training_state).IDLE
     state._training_state = idle
@@ -192,8 +192,8 @@ def leave_forward(module: FSDPModule) -> None:
 def around_method(
     root: FSDPModule, ran: Callable[[FSDPModule], None], output: list[Any]
 ) -> contextlib.AbstractContextManager[None] | None:
-    """Gather as the forward of a whole sharded model does, until a method of it has its `output`, and call `ran(root)`;
-    None while a forward or a backward runs."""
+    """Gather as the forward of a whole sharded model does, until a method of it has its `output`; then call
+    `ran(root)`. None while a forward or a backward runs."""
     state: Any = root._get_fsdp_state()
     if state._training_state != type(state._training_state).IDLE:
         return None
@@ -213,13 +213,13 @@ def _gathered(root: FSDPModule, state: Any, ran: Callable[[FSDPModule], None], o
 
 
 def begin_backward_at(root: FSDPModule, loss: Tensor) -> None:
-    """Gradients of `root` are reduced in the backward of `loss`, whatever its forward has given out."""
+    """Reduce the gradients of `root` in the backward of `loss`, whatever its forward has returned."""
     state: Any = root._get_fsdp_state()
     state._register_pre_backward_hook(loss)
 
 
 def without_empty_groups(module: FSDPModule) -> None:
-    """Forget groups of the module of which all parameters were let go."""
+    """Drop groups of the module whose parameters were all let go."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         state._fsdp_param_groups = [group for group in state._fsdp_param_groups if group.fsdp_params]
@@ -228,22 +228,22 @@ def without_empty_groups(module: FSDPModule) -> None:
 
 
 def place_in_memory(tensor: Tensor) -> tuple[int, int]:
-    """Where its elements begin: a storage, and a place in it. A fake tensor has one too."""
+    """Return where the elements begin: a storage, and an offset in it. A fake tensor has one too."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, in its own memory; any other tensor itself."""
+    """Return this rank's part of a DTensor, in its own memory; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """`local_of` each."""
+    """Return `local_of` each tensor."""
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Of each tensor that has elements the XOR of their bits, or of this rank's part of them."""
+    """Return for each tensor with elements the XOR of their bits; for a DTensor, of this rank's part."""
     real = [torch.view_as_real(t) if t.is_complex() else t for t in locals_of(t.detach() for t in tensors)]
     found = [torch.hash_tensor(t).view(torch.int64).cpu() for t in real if t.numel()]
     hashes: list[int] = torch.stack(found).tolist() if found else []
@@ -251,7 +251,7 @@ def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def empty(tensor: Tensor) -> None:
-    """Let go of a tensor's values, or of this rank's part of a DTensor: it is NaN, in the memory of one number."""
+    """Free a tensor's values, or this rank's part of a DTensor: it becomes NaN, in the memory of one number."""
     if isinstance(tensor, DTensor):
         tensor._local_tensor = _empty_like(tensor._local_tensor)
     else:
@@ -273,15 +273,15 @@ def _empty_like(tensor: Tensor) -> Tensor:
 
 
 def sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
-    """Every module of `model` that `fully_shard` was applied to, by name, outer ones first."""
+    """Return every module of `model` that `fully_shard` was applied to, by name, outer ones first."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             yield name, module
 
 
 def mend_sharded_class(module: nn.Module) -> None:
-    """`fully_shard` puts a subclass in the place of the module's class; let it bear the name of the class, and zero the
-    gradients of its parts too, between a forward and its backward as well."""
+    """Fix the subclass that `fully_shard` gives a module: it gets the class's name, and also zeroes the gradients of
+    its shards, even between a forward and its backward."""
     kind: Any = type(module)
     of = kind.__mro__[2]
     kind.__name__, kind.__qualname__, kind.__module__ = of.__name__, of.__qualname__, of.__module__
@@ -289,7 +289,7 @@ def mend_sharded_class(module: nn.Module) -> None:
 
 
 def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-    """As the module's own, also of the parts: gathered parameters have their place from a forward to its backward."""
+    """Zero gradients as the module does, and those of its shards, which gathered parameters may be hiding."""
     parts = [p for _, sharded in sharded_modules(module) for group in groups_of(sharded) for p in group.parameters]
     for p in parts:
         p.grad = None if set_to_none or p.grad is None else p.grad.detach().zero_()
@@ -299,7 +299,7 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
 def _mixed_dtypes(
     part: Any, init: Callable[[MixedPrecisionPolicy], None], as_stored: bool, policy: MixedPrecisionPolicy
 ) -> None:
-    """`init_dtype_attrs` of a parameter in a group whose parameters are not gathered in one dtype."""
+    """Call `init_dtype_attrs` of a parameter in a group whose parameters are gathered in several dtypes."""
     init(MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype) if as_stored else policy)
     part.reduce_dtype = policy.reduce_dtype
 
@@ -311,21 +311,21 @@ def _waiting(part: Any) -> Tensor | None:
 
 
 def packed(dim: int, sections: int) -> Placement:
-    """Of each of so many equal sections along a dim, one after the other, every rank has its part."""
+    """Return a placement that divides each of so many equal sections along a dim over the ranks."""
     strided: Placement = placement_types._StridedShard(dim, split_factor=sections) if sections > 1 else Shard(dim)
     return strided
 
 
 def division(placement: Placement) -> tuple[int, int] | None:
-    """(dim, sections) of what is sharded; None of what is not."""
+    """Return (dim, sections) for a sharded placement; None for any other."""
     if isinstance(placement, placement_types._StridedShard):
         return placement.dim, int(placement.split_factor)
     return (placement.dim, 1) if isinstance(placement, Shard) else None
 
 
 def in_order_of_division(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[tuple[int, int, int]]:
-    """(axis of the mesh, dim, sections) of what is sharded, in the order in which a whole tensor is cut: FSDP cuts the
-    part that an inner axis has of the same dim, which torch writes as a strided shard, as it does a packed one."""
+    """Return (mesh axis, dim, sections) of each sharded axis, in the order in which a whole tensor is cut: FSDP cuts
+    the part that an inner axis has of the same dim, which torch expresses as a strided shard, like a packed one."""
     found = [(axis, *divided) for axis, each in enumerate(placements) if (divided := division(each)) is not None]
     plain = [each for each in found if each[2] == 1]
     strided = []
@@ -336,7 +336,7 @@ def in_order_of_division(mesh: DeviceMesh, placements: Sequence[Placement]) -> l
 
 
 def with_local(tensor: Tensor, local: Tensor) -> Tensor:
-    """`tensor` with `local` as this rank's part, on whatever device that lies; `local` itself where it is no DTensor.
+    """Return `tensor` with `local` as this rank's part, on the device of `local`; `local` itself if it is no DTensor.
 
     `DTensor.from_local` would move it to the device of the mesh.
     """

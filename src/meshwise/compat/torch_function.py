@@ -20,13 +20,13 @@ from torch.utils import checkpoint
 
 
 def on_parts() -> AbstractContextManager[None]:
-    """Inside, a tensor subclass is the plain tensor that it is in memory."""
+    """Treat tensor subclasses in the block as the plain tensors that they are in memory."""
     off: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return off
 
 
 def called(func: Callable[..., Any]) -> str:
-    """The name of a function that `__torch_function__` is given; `.shape` of a property that is read."""
+    """Return the name of a function that `__torch_function__` is given; `.shape` for a property that is read."""
     name: str = getattr(func, "__name__", "")
     if name != "__get__":
         return name
@@ -37,8 +37,8 @@ def called(func: Callable[..., Any]) -> str:
 
 @functools.cache
 def written_out(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that torch wrote in Python, which calls its operators on subclasses instead of telling these of
-    itself."""
+    """Return a copy of a Python function of torch that calls its operators on subclasses, instead of passing itself to
+    their `__torch_function__`."""
     body = types.FunctionType(
         func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__, func.__defaults__
     )
@@ -47,8 +47,8 @@ def written_out(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def determinism_of_parts() -> str:
-    """The `determinism_check` of torch's checkpoint under which it compares tensors as they are in memory: it would
-    take the shape of the whole for that of a part. Its own where torch has no table of them (read in 2.11 to 2.15)."""
+    """Return a `determinism_check` for torch's checkpoint that compares tensors as they are in memory: torch would take
+    the shape of the whole for that of a part. torch's own if it has no table of checks (read in 2.11 to 2.15)."""
     table = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
     if "default" not in table:
         return "default"
@@ -63,8 +63,8 @@ def determinism_of_parts() -> str:
 
 
 def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequence[Any]]) -> None:
-    """Let `change(name, arguments)` change what autograd functions of the user are given: torch tells no subclass of
-    them, and their backward finds parts where their forward was given wholes. Torch's own, and ours, take parts."""
+    """Let `change(name, arguments)` change the arguments of the user's autograd functions: torch does not report these
+    to subclasses, so their backward would get parts and their forward wholes. torch's own and ours take parts."""
     own = inspect.getattr_static(Function, "apply")  # in Python, or since torch 2.15 in C
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

@@ -26,18 +26,18 @@ SENDS = {"send", "reduce_"}
 
 
 def has_parts(args: Any, kwargs: Any) -> bool:
-    """Whether a tensor is a wrapper, as a DTensor is: what it holds is given to the same operator afterwards."""
+    """Return whether a tensor is a wrapper, such as a DTensor: its inner tensors go through the operator later."""
     return any(is_traceable_wrapper_subclass(tensor) for tensor in tensors_in((args, list(kwargs.values()))))
 
 
 def is_collective(operator: Any) -> bool:
-    """Whether processes exchange something."""
+    """Return whether the operator exchanges data between processes."""
     return str(operator._schema.name).startswith(("c10d::", "_c10d_functional::"))
 
 
 def touched(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors whose memory an operator reads, and those that it writes (True). What has no storage of its
-    own is left out."""
+    """Yield the tensors whose memory an operator reads, and those that it writes (True). Tensors without storage are
+    left out."""
     yield from (each for each in _touched(operator, args, kwargs, result) if _storage(each[0]))
 
 
@@ -63,7 +63,7 @@ def _touched(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> I
 
 
 def _made(schema: Any, result: Any) -> Iterator[Tensor]:
-    """What an operator gives that is no argument and no view of one, as far as its schema says."""
+    """Yield the results of an operator that are neither arguments nor views of them, judging by its schema."""
     for returned, value in zip(schema.returns, result if len(schema.returns) > 1 else (result,), strict=False):
         if returned.alias_info is None:
             yield from tensors_in(value)

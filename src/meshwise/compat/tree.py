@@ -22,17 +22,17 @@ Build = Callable[[list[Any]], Any]
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """`tree` with `function` applied to every tensor in it; anything else stays as it is."""
+    """Apply `function` to every tensor in `tree`; anything else stays as it is."""
     return map_kind(Tensor, function, tree)
 
 
 def map_kind(kind: type | tuple[type, ...], function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with `function` applied to everything of this kind in it; anything else stays as it is."""
+    """Apply `function` to everything of this kind in `tree`; anything else stays as it is."""
     return map_leaves(function, tree, lambda item: isinstance(item, kind))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool]) -> Any:
-    """`tree` with `function` applied to each leaf in it; anything else stays as it is."""
+    """Apply `function` to each leaf of `tree`; anything else stays as it is."""
     if is_leaf(tree):
         return function(tree)
     parts, build = _opened(tree)
@@ -40,7 +40,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
 
 
 def leaves_of(kind: type[T], tree: Any) -> Iterator[T]:
-    """Everything of this kind in `tree`, depth first."""
+    """Yield everything of this kind in `tree`, depth first."""
     if isinstance(tree, kind):
         yield tree
     else:
@@ -49,7 +49,7 @@ def leaves_of(kind: type[T], tree: Any) -> Iterator[T]:
 
 
 def all_leaves(tree: Any) -> Iterator[Any]:
-    """Everything in `tree` that holds nothing itself, depth first."""
+    """Yield everything in `tree` that is not a container, depth first."""
     parts, build = _opened(tree)
     if build is None:
         yield tree
@@ -58,12 +58,12 @@ def all_leaves(tree: Any) -> Iterator[Any]:
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in `tree`, depth first."""
+    """Yield every tensor in `tree`, depth first."""
     return leaves_of(Tensor, tree)
 
 
 def _opened(tree: Any) -> tuple[Sequence[Any], Build | None]:
-    """The parts of a container, and what makes one of its kind from others; neither of what is none."""
+    """Return the parts of a container, and a function that makes one of its kind of others; None for other values."""
     if isinstance(tree, PackedSequence):  # its batch sizes have to stay on the CPU
         parts = [tree.data, tree.sorted_indices, tree.unsorted_indices]
         return parts, lambda new: PackedSequence(new[0], tree.batch_sizes, *new[1:])
@@ -79,7 +79,7 @@ def _opened(tree: Any) -> tuple[Sequence[Any], Build | None]:
 
 
 def _like_mapping(tree: Mapping[Any, Any], values: list[Any]) -> Any:
-    """A mapping of the same kind with other values: a dict, transformers' BatchEncoding and the like."""
+    """Make a mapping of the same kind with other values: a dict, transformers' BatchEncoding and the like."""
     copy: Any = tree.copy() if hasattr(tree, "copy") else dict(tree)
     for key, value in zip(tree, values, strict=True):
         copy[key] = value
@@ -87,7 +87,7 @@ def _like_mapping(tree: Mapping[Any, Any], values: list[Any]) -> Any:
 
 
 def _with_fields(tree: Any, values: list[Any]) -> Any:
-    """A dataclass of the same kind with other fields; itself where they are the same, frozen ones too."""
+    """Make a dataclass of the same kind, frozen or not, with other fields; return it unchanged if they are the same."""
     changed = [(f.name, new) for f, new in zip(fields(tree), values, strict=True) if new is not getattr(tree, f.name)]
     other = shallow_copy(tree) if changed else tree
     for name, value in changed:

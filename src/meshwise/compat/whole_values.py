@@ -28,7 +28,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import swa_utils
 
 Meet = Callable[[str], None]
-"""Called with what is about to be exchanged; returns when all ranks have come to it, or raises."""
+"""Called with the name of what is about to be exchanged; returns when all ranks have come to it, or raises."""
 _EXCHANGE, _TOTAL_NORM = "redistribute_local_tensor", "_get_total_norm"
 _GROUPED = "_group_tensors_by_device_and_dtype"
 _READERS = ("__array__", "__format__", "cpu", "numpy", "tolist")
@@ -40,9 +40,9 @@ _weighs: dict[DeviceMesh, weakref.WeakMethod[Callable[[Tensor], Tensor]]] = {}
 
 
 def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor] | None = None) -> None:
-    """From now on, tensors that are sharded over `mesh` are read whole, after `meet`.
+    """From now on, read tensors that are sharded over `mesh` as wholes, after calling `meet`.
 
-    weigh: a method, held weakly, that makes of a gradient what this rank's loss weighs in the mean over ranks.
+    weigh: a method, held weakly, that scales a gradient by the weight of this rank's loss in the mean over ranks.
     """
     _meets[mesh] = meet
     if weigh is not None:
@@ -53,8 +53,8 @@ def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor] |
 
 
 def whole(tensor: Any) -> Tensor:
-    """The whole of a DTensor. Collective. Backward, the mean over ranks of their gradients goes back: each rank weighs
-    its loss by itself."""
+    """Return the whole of a DTensor. Collective. The backward passes back the mean of the ranks' gradients: each rank
+    weighs its loss itself."""
     kind = tensor.device_mesh.device_type  # shards that are offloaded to the host are gathered on the devices
     there = tensor if tensor.device.type == kind else tensor.to(kind)
     gathered: Tensor = there.full_tensor()
@@ -64,15 +64,15 @@ def whole(tensor: Any) -> Tensor:
 
 
 def _mean(mesh: DeviceMesh, gradient: Tensor) -> Tensor:
-    """The mean over ranks of a gradient that each has made of its own loss."""
+    """Average the gradients that the ranks computed from their own losses."""
     weigh = _weighs[mesh]() if mesh in _weighs else None
     own = gradient if weigh is None else weigh(gradient)
     return DTensor.from_local(own, mesh, [Partial("avg")] * mesh.ndim, run_check=False).full_tensor()
 
 
 def plain_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor | None:
-    """A loss with terms that were made of DTensors (the norm of a parameter) as a plain tensor; None where it has none.
-    Collective, and so is its backward: see `_separate`."""
+    """Return a loss that contains terms of DTensors (such as a parameter's norm) as a plain tensor; None if it has
+    none. Collective, and so is its backward: see `_separate`."""
     if not isinstance(loss, DTensor) and not _mixed[0]:
         return None
     _mixed[0] = False
@@ -82,11 +82,11 @@ def plain_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor | None:
 
 
 def _separate(root: Any, mesh: DeviceMesh) -> None:
-    """Let a backward from `root` find plain gradients where plain tensors went into DTensors, and means over ranks
-    where it comes to what is made of DTensors alone.
+    """Prepare a backward from `root`: it gets plain gradients where plain tensors became DTensors, and means over ranks
+    where it reaches nodes that depend on DTensors only.
 
-    What a rank's own samples have made takes this rank's gradient; every rank finds the whole gradient of a parameter's
-    part, which must be the same on all. Both meet in single numbers only: DTensor mixes with no other plain tensors.
+    Terms of a rank's own samples take this rank's gradient; every rank takes the whole gradient of a parameter's part,
+    which must be the same on all. Both meet in single numbers only: DTensor mixes with no other plain tensors.
     """
     numbers, consumers = {root}, dict[Any, list[Any]]()
     open_nodes, sharded = [root], list[Any]()
@@ -116,7 +116,7 @@ def _is_number(node: Any, index: int) -> bool:
 
 
 def _is_made_of_shards(node: Any) -> bool:
-    """Whether a node that makes a number of a larger tensor makes it of a DTensor: so is what that is made of."""
+    """Return whether a node that reduces a larger tensor to a number reduces a DTensor; then its input is one, too."""
     larger = [n for n, index in node.next_functions if n is not None and not _is_number(n, index)]
     while larger:
         node = larger[0]
@@ -130,7 +130,7 @@ def _is_made_of_shards(node: Any) -> bool:
 
 
 def _upstream(nodes: Iterable[Any], consumers: dict[Any, list[Any]]) -> set[Any]:
-    """`nodes` and all that is made of them."""
+    """Return `nodes` and all nodes that they depend on."""
     found, open_nodes = set(nodes), list(nodes)
     while open_nodes:
         fresh = [node for node in consumers.get(open_nodes.pop(), ()) if node not in found]
@@ -152,7 +152,7 @@ def _averaged(mesh: DeviceMesh, gradients: tuple[Tensor | None, ...]) -> tuple[T
 
 
 def _replicated(gradient: DTensor) -> DTensor:
-    """Of this rank's own value: what would add parts of it up is a scalar that each rank holds whole."""
+    """Replicate a gradient of this rank's own value: a partial sum is here a scalar that each rank holds whole."""
     if any(p.is_partial() for p in gradient.placements):
         return gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
     return gradient
@@ -180,7 +180,7 @@ def _install() -> None:
 
 
 def _met(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What moves a tensor from one placement to another, with a meeting before it where ranks exchange something."""
+    """Wrap the function that moves a tensor between placements: ranks meet before they exchange something."""
 
     @functools.wraps(exchange)
     def exchanged(local: Tensor, now: Any, then: Any, **options: Any) -> Tensor:
@@ -198,7 +198,7 @@ def _text(spec: Any) -> str:
 
 
 def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """An operator that gives a number, which DTensor takes of this rank's part, or not at all."""
+    """Run an operator that returns a number on whole tensors: DTensor would take this rank's part, or fail."""
     first: Any = arguments[0]
     if operator is torch.ops.aten._local_scalar_dense.default and first.device_mesh not in _meets:
         return operator(first._local_tensor)  # as torch has it
@@ -206,7 +206,7 @@ def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, An
 
 
 def _on_parts(handler: Callable[..., Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """An operator whose handler exchanges by itself."""
+    """Run an operator whose handler exchanges data itself, after the ranks meet."""
     first: Any = arguments[0]
     if (meet := _meets.get(first.device_mesh)) is not None:
         meet(_text(first._spec))
@@ -216,8 +216,8 @@ def _on_parts(handler: Callable[..., Any], operator: Any, arguments: tuple[Any, 
 def _on_a_plain_number(
     handlers: dict[Any, Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """An operator on two tensors. Of a number that a rank has of its own samples and one that ranks hold in parts,
-    DTensor would make parts too, and the mean over ranks of the first: the parts are added before."""
+    """Run an operator on two tensors. DTensor would turn a rank's own number into a mean over ranks to combine it with
+    a number that ranks hold in parts: so the parts are added first."""
     first, second = arguments[:2]
     either: Any = first if isinstance(first, DTensor) else second
     if isinstance(second, Tensor) and either.device_mesh in _meets and _placements(first) != _placements(second):
@@ -261,7 +261,7 @@ def _as_one_device_has_it(name: str, original: Callable[..., Any]) -> Callable[.
 
 
 def _apart(grouped: Callable[..., Any]) -> Callable[..., Any]:
-    """What `AveragedModel` groups tensors by, so that each group is computed in one call: by their mesh too."""
+    """Extend the key by which `AveragedModel` groups tensors for one call: by their mesh, too."""
 
     @functools.wraps(grouped)
     def apart(lists: Any, *arguments: Any) -> dict[Any, Any]:
