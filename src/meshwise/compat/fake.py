@@ -190,8 +190,8 @@ def calls_so_far() -> int:
 
 
 def sums_in_place(args: tuple[Any, ...]) -> bool:
-    """Whether autograd adds these two gradients for its next node, and would write plain ones into the first: it does
-    not with subclasses. To be asked by a handler.
+    """Return whether autograd adds these gradients and would write their sum into the first if they were plain tensors,
+    as it does not with subclasses. For use by a handler.
 
     Read in torch 2.13: `csrc/autograd/input_buffer.cpp`, `accumulate`."""
     caller = sys._getframe(3).f_code  # behind the handler and `_handled`: C++ calls these
@@ -204,7 +204,7 @@ def sums_in_place(args: tuple[Any, ...]) -> bool:
 
 @contextlib.contextmanager
 def plain_for_optimizers() -> Iterator[None]:
-    """Optimizers take fake parameters for plain ones: subclasses are stepped one by one, plain ones together.
+    """Make optimizers step fake parameters as plain ones: together, not one by one as other subclasses.
 
     Read in torch 2.11, 2.13 and 2.15: `optim/optimizer.py`, `utils/_foreach_utils.py`."""
     lists = {
