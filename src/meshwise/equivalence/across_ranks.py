@@ -36,7 +36,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 class _Arrays(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """Tensors as arrays of the host; a dtype that numpy lacks, and all else, as ever."""
+        """Pickle tensors as NumPy arrays on the host; leave everything else, and dtypes that NumPy lacks, as usual."""
         plain = type(value) is Tensor and not value.requires_grad
         if plain and value.layout == torch.strided and value.dtype != torch.bfloat16:
             return torch.from_numpy, (value.numpy(force=True),)
@@ -44,7 +44,7 @@ class _Arrays(pickle.Pickler):
 
 
 def to_rank_0(value: Any, group: Group = None) -> list[Any]:
-    """`value` of every rank of a group, in rank order, on its rank 0; nothing on the others. Collective."""
+    """Send `value` of every rank of a group, in rank order, to its rank 0; other ranks get nothing. Collective."""
     written = io.BytesIO()
     _Arrays(written, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     parts = gather_objects(written.getvalue(), group)
@@ -52,7 +52,7 @@ def to_rank_0(value: Any, group: Group = None) -> list[Any]:
 
 
 def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
-    """What any rank has, by name, from the first that has it: a divided optimizer keeps its state on one rank."""
+    """Return by name the value of the first rank that has it: a divided optimizer keeps its state on one rank."""
     names = gather_objects(list(named), group)
     earlier = {name for others in names[: get_rank(group)] for name in others}
     parts = to_rank_0({name: value for name, value in named.items() if name not in earlier}, group)
@@ -62,9 +62,9 @@ def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
 def tensors_diverge(
     kind: str, named: Mapping[str, Tensor], *, divided: bool = False, group: Group = None
 ) -> Divergence:
-    """How much ranks differ from the first in each tensor, relative to its size there; those that agree are left out.
+    """Return how much ranks differ from the first in each tensor, relative to its size there; equal ones are left out.
 
-    divided: each rank may have some of them only. Collective; for rank 0.
+    divided: each rank may have only some of them. Collective; the result is for rank 0.
     """
     ranks = to_rank_0({name: sketch(value) for name, value in named.items()}, group)
     found = {}
@@ -80,7 +80,7 @@ def tensors_diverge(
 
 
 def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) -> Divergence:
-    """The same for numbers. Collective; every rank gets it."""
+    """Return how much ranks differ from the first in each number. Collective; every rank gets it."""
     ranks = gather_objects(dict(named), group)
     found = {}
     for name in {name for numbers in ranks for name in numbers}:
@@ -91,9 +91,9 @@ def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) 
 
 
 def start_diverges(trace: Trace) -> Divergence:
-    """How much ranks differ in what a side begins with: tied weights, classes of modules, parameters, buffers.
+    """Return how much ranks differ at the start of a side: tied weights, classes of modules, parameters, buffers.
 
-    Collective; what one of them lacks is known to every rank, the rest to rank 0.
+    Collective; every rank learns what one of them lacks, only rank 0 the rest.
     """
     found: Divergence = {}
     group = _alike()
@@ -107,24 +107,24 @@ def start_diverges(trace: Trace) -> Divergence:
 
 
 def _alike() -> Group:
-    """The ranks that must have the same parameters, gradients and numbers: all of the run, those that work on the same
-    samples too. Stages of a pipeline have others, and are joined afterwards."""
+    """Return the group of ranks that must have equal parameters, gradients and numbers: all of the run, also those that
+    work on the same samples. Stages of a pipeline have their own, and are joined afterwards."""
     return None if stages.pipe() is not None else everyone()
 
 
 def cannot_train(divergence: Divergence) -> bool:
-    """Whether ranks have other parameters than each other, so that they would wait for one another, or fail."""
+    """Return whether ranks have different parameters, so that they would wait for one another, or fail."""
     return any(far == LACKS and kind in ("tied weights", "initial parameters") for (kind, _), far in divergence.items())
 
 
 def low_precision_on_any(parameters: Named) -> dict[str, str]:
-    """Parameters that some rank has in values of 16 bits, and which. (32 bits hold the start.) Collective."""
+    """Return the parameters whose values fit 16 bits on some rank, and the dtype. (Starts keep 32 bits.) Collective."""
     ranks = gather_objects({name: precision_of(p) for name, p in parameters.items()})
     return {name: dtype for found in ranks for name, dtype in found.items() if dtype.endswith("16")}
 
 
 def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[list[list[int]]], list[Rows]]:
-    """Which samples count on which rank, a list a microbatch; and this rank's rows of each microbatch. Collective."""
+    """Return which samples count on which rank, for each microbatch, and this rank's rows of each. Collective."""
     ranks = gather_objects([(own.indices[: own.samples].tolist(), len(own.indices)) for own in slices])
     samples = [[own[k][0] if k < len(own) else [] for own in ranks] for k in range(len(slices))]
     rows = [
@@ -135,7 +135,7 @@ def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[li
 
 
 def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None, *, divided: bool) -> None:
-    """Complete `step`, of which each rank knows its own part, with what it has left behind. Collective.
+    """Complete `step`, of which each rank knows its own part, with the state after it. Collective.
 
     optimizer: None for an update by hand. divided: each rank has the optimizer's state of some parameters only.
     """
@@ -174,8 +174,8 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
 
 
 def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[Output]]], Divergence]:
-    """The outputs of all samples, in rank order, on rank 0; those of ranks that have the same samples; and how much
-    these differ in them. Collective."""
+    """Gather on rank 0, in rank order: the outputs of all samples; those of ranks with the same samples; and how much
+    these ranks differ. Collective."""
     found: dict[int, list[list[Output]]] = {}
     differ: Divergence = {}
     for rank, outputs in to_rank_0((get_rank(), own), _alike()):
@@ -192,7 +192,7 @@ def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[O
 
 
 def _contents_of_ranks(own: list[Contents]) -> list[Contents]:
-    """What the ranks have of the batches, in rank order, on rank 0: once where several have the same. Collective."""
+    """Gather the ranks' batches on rank 0, in rank order; equal samples of several ranks once. Collective."""
     found: dict[int, list[Contents]] = {}
     for rank, contents in to_rank_0((get_rank(), own), _alike()):
         found.setdefault(rank, contents)
@@ -200,7 +200,7 @@ def _contents_of_ranks(own: list[Contents]) -> list[Contents]:
 
 
 def _apart(first: Output, other: Output) -> float:
-    """How much the same calls on two ranks differ, relative to the size of what they gave."""
+    """Return how much the outputs of the same call on two ranks differ, relative to their size."""
     if first.sketches.keys() != other.sketches.keys():
         return LACKS
     pairs = [(first.sketches[layout], other.sketches[layout]) for layout in first.sketches]
@@ -214,7 +214,7 @@ def _length(sketch: Tensor) -> float:
 
 
 def _join_stages(step: StepTrace) -> None:
-    """Complete `step`, of which each stage of a pipeline has its own part, on the first. Collective."""
+    """Join the parts of `step` that pipeline stages hold, on the first stage. Collective."""
     pipe = stages.pipe()
     if pipe is None:
         return
@@ -233,7 +233,7 @@ def _join_stages(step: StepTrace) -> None:
 
 
 def collect_run(trace: Trace) -> None:
-    """Complete `trace` with what the whole run drew, and how ranks evaluate. Collective."""
+    """Complete `trace` with the draws of the whole run, and with the evaluation of each rank. Collective."""
     trace.unkeyed = set().union(*gather_objects(trace.unkeyed))
     trace.drawn_alike = set().union(*gather_objects(trace.drawn_alike))
     trace.random_modules = set().union(*gather_objects(trace.random_modules))

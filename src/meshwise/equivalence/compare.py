@@ -26,19 +26,19 @@ from meshwise.equivalence.tolerance import LIMIT, finite
 from meshwise.equivalence.trace import Divergence, Named, StepTrace, Trace
 
 MICROBATCHES = "number of microbatches"
-"""How that difference in the order of samples is called."""
+"""The name of a difference in the number of microbatches."""
 KINDS = (
     *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
     *("batch contents", "module outputs", "loss", "gradients", "gradient norm", "clipped gradients", "learning rate"),
     *("optimizer state", "parameters", "buffers", "scheduler", "steps", "evaluation"),
 )
-"""What is compared, in the order in which a step makes it."""
+"""The kinds of values that are compared, in the order in which a step produces them."""
 HARDLY = 1e-3  # of a difference: what is left of it where it was made up for
 
 
 @dataclass(frozen=True)
 class Compared:
-    """All comparisons of one kind: how many, how many of them are faults, and the largest difference."""
+    """All comparisons of one kind: how many there are, how many are faults, and the largest difference."""
 
     kind: str
     count: int
@@ -48,10 +48,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sides compared. first: the first fault in the order in which things happen; None when they are equal.
+    """Two sides compared. first: the first fault in the order of events; None if the sides are equal.
 
-    modules: class of each module. left_out: what could not be compared, with the reason, a sentence each. unseen: the
-    outputs among it.
+    modules: class of each module. left_out: what could not be compared, and why, a sentence each. unseen: the outputs
+    among it.
     """
 
     kinds: tuple[Compared, ...]
@@ -101,7 +101,7 @@ def _compared(kind: str, differences: Sequence[Difference]) -> Compared:
 
 
 def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> list[Difference]:
-    """Ranks that differ in what should be one value are a fault, even where rank 0 is right."""
+    """Count a value that differs between ranks as a fault, even if rank 0 has the right one."""
     found = []
     for d in differences:
         ranks = divergence.get((d.kind, d.name), 0.0)
@@ -114,8 +114,8 @@ def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> li
 
 
 def _reduced_by_hand(gradients: list[Difference]) -> list[Difference]:
-    """Gradients that a program adds up itself behind the backward differ as much as where the optimizer gets them. What
-    differs by a factor is left: a norm that they are clipped to hides it."""
+    """Excuse gradients that the program itself sums after the backward: judge them where the optimizer gets them. One
+    that differs by a factor stays a fault, as clipping to a norm may hide it."""
     got = {d.name: d.relative for d in gradients if d.kind == "clipped gradients"}
     made = {
         d.name: got.get(d.name, math.inf)
@@ -152,7 +152,7 @@ def _number_of_steps(one: int, plan: int) -> Iterator[Difference]:
 
 
 def _resumed(step: int, before: StepTrace, after: StepTrace) -> Iterator[Difference]:
-    """What a job goes on with, behind a resume, against what the plan itself had before it."""
+    """Compare the state of a job after a resume with the state of the plan before it."""
     for kind in ("parameters", "buffers", "optimizer_state"):
         yield from tensors("resumed state", step, getattr(before, kind), getattr(after, kind))
     yield from numbers("resumed state", step, before.scheduler, after.scheduler)
@@ -193,7 +193,7 @@ def _contents(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Differen
 
 
 def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
-    """The loss, and gradients in backward order: as they became ready on one device."""
+    """Compare the loss, and gradients in the order in which they became ready on one device."""
     yield from numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})
     order = dict.fromkeys([*mine.ready_order, *mine.gradients])
     wanted = {name: mine.gradients[name] for name in order if name in mine.gradients}
@@ -225,7 +225,7 @@ def _evaluation(reference: Trace, actual: Trace) -> Iterator[Difference]:
 
 
 def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
-    """The factor that `other` is of `mine`, and what is left when `mine` times it is taken away, of its length."""
+    """Return the factor between `other` and `mine`, and what remains of `other` without it, relative to its length."""
     square = float((mine * mine).sum())
     factor = float((mine * other).sum()) / square if square else math.nan
     length = float(other.norm())

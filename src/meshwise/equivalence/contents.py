@@ -43,7 +43,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Field:
-    """A tensor of a batch, compared. wrong: the samples that differ, in the order of one device, of `samples`."""
+    """A tensor of a batch, compared. wrong: the differing ones of `samples`, in the order of one device."""
 
     name: str
     relative: float
@@ -53,7 +53,7 @@ class Field:
 
 
 def reading_of(data: Any, collate: Any = None) -> Reading:
-    """What is known of a data set, and of what makes a batch of its samples."""
+    """Describe a data set, and the function that makes a batch of its samples."""
     read: Any = getattr(type(data), "__getitem__", None) or getattr(type(data), "__iter__", None)
     code = getattr(read, "__code__", None)
     named = [name for name in (() if code is None else code.co_names) if _is_generator(read.__globals__.get(name))]
@@ -67,7 +67,7 @@ def _is_generator(thing: Any) -> bool:
 
 
 def _held(thing: Any, name: str, deep: int = DEPTH) -> str:
-    """The name of a generator that is held by a thing, or by what that holds."""
+    """Return the name of a generator that an object holds, directly or deeper; empty if there is none."""
     if _is_generator(thing):
         return name
     if isinstance(thing, type | ModuleType | nn.Module | Tensor):
@@ -81,7 +81,7 @@ def _held(thing: Any, name: str, deep: int = DEPTH) -> str:
 
 
 def contents_of(microbatch: int, batch: Any, rows: int, reading: Reading) -> Contents:
-    """What a rank's part of so many samples holds."""
+    """Describe a rank's part of a batch with so many samples."""
     fields = {
         name: (tuple(tensor.shape[1:]), row_sketches(tensor.detach()))
         for name, tensor in _tensors(batch)
@@ -91,7 +91,7 @@ def contents_of(microbatch: int, batch: Any, rows: int, reading: Reading) -> Con
 
 
 def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch, by their places in it."""
+    """Return the tensors of a batch, by their places in it."""
     parts: list[tuple[str, Any]] = [("batch", batch)]
     if isinstance(batch, Mapping):
         parts = [(f"batch[{key!r}]", part) for key, part in batch.items()]
@@ -105,8 +105,8 @@ def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
 def compared_fields(
     one: Sequence[Contents], ranks: Sequence[Contents], samples: Sequence[int], of_ranks: Sequence[int]
 ) -> Iterator[Field]:
-    """The fields of a microbatch that can be compared. samples, of_ranks: that one device and the ranks have, in order;
-    where these are other ones, nothing can."""
+    """Compare the fields of a microbatch. samples, of_ranks: the samples of one device and of the ranks, in order; if
+    these differ, no field is compared."""
     if len(one) != 1 or not ranks or sorted(samples) != sorted(of_ranks):
         return
     at = {sample: number for number, sample in enumerate(of_ranks)}

@@ -31,8 +31,8 @@ WRITE = "Write the all_reduce into the backward of a torch.autograd.Function"
 
 @dataclass(frozen=True)
 class Back:
-    """What comes back to an output on the ranks. is_part: parts that add up to that of one device. factor: how often
-    that is there; 0 where it is something else."""
+    """The gradient that reaches an output on the ranks. is_part: they are parts that add up to the gradient of one
+    device. factor: its multiple of that gradient; 0 if it is something else."""
 
     module: str
     at: int
@@ -41,7 +41,7 @@ class Back:
 
 
 def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
-    """A sum that is missing in the backward of a program that exchanges by hand, or that is one too many."""
+    """Name a sum that is missing, or one too many, in the backward of a program that exchanges by hand."""
     actual, first = evidence.actual, evidence.first
     if first.step > 1 or not (actual.exchanges or actual.exchanges_backward) or not evidence.steps[1].peers:
         return None
@@ -77,8 +77,8 @@ def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
 
 
 def _of_a_parameter(evidence: Evidence) -> Cause | None:
-    """What comes back to the module is right: each rank has the gradient of its part of the work, or the module's
-    backward adds up too much."""
+    """Blame a parameter's gradient if the one that reaches its module is right: each rank has a part of it, or the
+    module's backward sums too much."""
     reference, actual = evidence.steps
     wrong = [d.name for d in evidence.faults("gradients") if d.name in actual.gradients]
     found = {name: weights_in(reference, actual, [name]) for name in wrong}
@@ -111,13 +111,13 @@ def _of_a_parameter(evidence: Evidence) -> Cause | None:
 
 
 def _adds_up(found: RankWeights | None, alike: int) -> bool:
-    """Whether those that have the same samples have parts of a gradient: alone they weigh 1 together."""
+    """Return whether ranks with the same samples have parts of a gradient: their weights sum to their number."""
     one = found.one if found is not None and found.unique else None
     return one is not None and alike > 1 and min(one) > 0 and near(sum(one), alike)
 
 
 def _backs(evidence: Evidence) -> Iterator[Back]:
-    """In the order of the backward, of the outputs that can be compared."""
+    """Yield what reaches the outputs that can be compared, in the order of the backward."""
     one, plan = evidence.steps
     peers = peers_in(plan)
     first = [output for output in one.outputs if output.microbatch == 0]
@@ -161,7 +161,7 @@ def _factor(one: Output, ranks: Sequence[Output]) -> float | None:
 
 
 def _gradient(output: Output) -> Output:
-    """What came back to an output, as an output."""
+    """Return the gradient that reached an output, in the form of an output."""
     return replace(output, sketches=output.gradient)
 
 

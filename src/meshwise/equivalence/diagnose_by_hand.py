@@ -21,8 +21,8 @@ from meshwise.spec.words import some
 
 
 def sum_by_hand_is_missing(evidence: Evidence) -> str:
-    """A module whose parts nobody adds up: its parameters are divided by the program itself, or its outputs add up to
-    that of one device."""
+    """Name a module whose partial results nobody sums: the program itself divides its parameters, or the ranks' outputs
+    add up to that of one device."""
     name = evidence.first.name
     if evidence.first.facts.get("parts") == "a sum":
         return (
@@ -48,19 +48,19 @@ def sum_by_hand_is_missing(evidence: Evidence) -> str:
 
 
 def _follows_features(evidence: Evidence) -> bool:
-    """Whether what is called before the first wrong outputs gives each rank a part of the features."""
+    """Return whether the module called before the first wrong outputs gives each rank a part of the features."""
     before = [d for d in evidence.of_kind("module outputs") if d.facts["at"] < evidence.first.facts["at"]]
     return bool(before) and before[-1].facts.get("parts") == "features"
 
 
 def over_another_group(evidence: Evidence) -> str:
-    """A module that adds up over ranks that have other samples."""
+    """Name a module that sums over ranks with other samples."""
     said = evidence.of_another_group(evidence.exchanges(evidence.first.name, True))
     return f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {said}" if said else ""
 
 
 def exchanges_by_hand(evidence: Evidence) -> str:
-    """A module whose outputs are wrong, and the lines in which it exchanges."""
+    """Name a module with wrong outputs, and the lines in which it exchanges."""
     lines = evidence.exchanges_in(evidence.first.name)
     before = f"everything before it{evidence.not_seen(evidence.first.facts['at'])} is equal"
     text = f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {before}"
@@ -68,7 +68,7 @@ def exchanges_by_hand(evidence: Evidence) -> str:
 
 
 def counted_by_ranks(evidence: Evidence) -> Cause | None:
-    """Outputs that are those of one device but for the number of ranks: times or over it, or a bias that often."""
+    """Explain outputs that are wrong by the number of ranks: multiplied or divided by it, or with that many biases."""
     key = _call(evidence)
     ranks_of = [[output] for output in evidence.steps[1].outputs if output.key == key]
     found = None if evidence.ranks_differ() else next(_scaled(evidence, ranks_of), None)
@@ -99,7 +99,7 @@ def counted_by_ranks(evidence: Evidence) -> Cause | None:
 
 
 def ranks_have_parts(evidence: Evidence) -> str:
-    """Ranks that have the same samples differ from each other, and all from one device."""
+    """Explain ranks that have the same samples, but differ from each other and from one device."""
     if not evidence.first.facts.get("first rank", 0.0) > LIMIT:
         return ""
     text = f"{evidence.where(evidence.first.name)} gives other outputs on ranks that work on the same samples"
@@ -114,14 +114,14 @@ def ranks_have_parts(evidence: Evidence) -> str:
 
 
 def _call(evidence: Evidence) -> tuple[int, str, int]:
-    """That of the first outputs that differ."""
+    """Return the key of the call whose outputs differ first."""
     facts = evidence.first.facts
     return facts["microbatch"] - 1, evidence.first.name, facts["call"] - 1
 
 
 def _scaled(evidence: Evidence, groups: Groups) -> Iterator[tuple[float, float, str]]:
-    """With which factor of one device, and how much of a bias or of 1, the first wrong outputs are made, those of
-    ranks that have the same samples added up."""
+    """Yield how the first wrong outputs follow from those of one device: a factor, and a multiple of a bias or of 1.
+    Ranks with the same samples are summed first."""
     key = _call(evidence)
     one = next((output for output in evidence.steps[0].outputs if output.key == key), None)
     rows = _rows(groups)

@@ -8,12 +8,12 @@ from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.evidence import Evidence, Rule, near, says
 
 UNSUMMED = "without mw.sum"
-"""How a loop of a script is called whose figures are of one rank alone."""
+"""The label of a loop of a script whose figures come from one rank only."""
 
 
 def _sample_counted_again(evidence: Evidence) -> str:
-    """The padding sample of ranks without any would be counted there, or would not be counted at all, to give the
-    plan's metrics: all of those that differ."""
+    """Name a padding sample that explains all differing metrics: counted once more for each rank without samples, or
+    not counted at all."""
     wrong = [d.name for d in evidence.faults("evaluation")]
     single = evidence.reference.single_sample_metrics
     if not wrong or any(name not in single or name not in evidence.reference.metric_sums for name in wrong):
@@ -45,7 +45,7 @@ def _is_random_under_the_plan(evidence: Evidence) -> bool:
 
 
 def _is_read_by_every_rank(evidence: Evidence) -> str:
-    """A loop of which every rank has read the whole, and mw.sum has counted it once a rank."""
+    """Name a loop that every rank reads as a whole, so that mw.sum counts it once per rank."""
     one, plan = (evidence.first.facts.get(side, math.nan) for side in ("one device", "the plan"))
     said = evidence.actual.counted_again if near(plan, one * evidence.plan.devices) else []
     return f"{evidence.first.name} is {evidence.both_numbers()}. {said[0]}" if said else ""

@@ -24,10 +24,10 @@ from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.words import some
 
 TIMES = 100.0
-"""So many times the rounding of one device, and of the precision itself (1.2e-5 in fp32), is none of a plan: sums in
-another order differ by less, a cast to bfloat16 or float16 by more."""
+"""A plan counts as wrong if it rounds so many times worse than one device, or than the precision (1.2e-5 in fp32): sums
+in another order differ by less, a cast to bfloat16 or float16 by more."""
 FIRST_STEP = ("loss", "gradients")
-"""Kinds that are judged, in the first step alone: later ones follow from the updates, which Adam makes of noise too."""
+"""Kinds that are judged in the first step only: later ones follow from the updates, which Adam makes even of noise."""
 SOME = 8  # values
 EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 NO_ROUNDING = (
@@ -41,8 +41,8 @@ OTHER_STEPS = (
 
 
 def rounding_doubts(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
-    """A sentence for each kind that the plan rounds as one device does not. rounded: one device and the plan in the
-    plan's precision, each against float64; or nothing."""
+    """Return a sentence for each kind whose rounding under the plan differs from one device. rounded: one device and
+    the plan in the plan's precision, each against float64; or nothing."""
     if not rounded:
         return
     least = max(torch.finfo(EPS[name]).eps for name in dtypes.by_field.values())
@@ -60,8 +60,8 @@ def _in_first_step(side: Comparison, kind: str) -> float:
 
 
 def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
-    """A sentence for parameters and for the optimizer's state, where the plan alone keeps them in a lower precision
-    between steps. rounded: one device and the plan, both in the plan's precision; or nothing."""
+    """Return a sentence for parameters and one for the optimizer's state, if only the plan keeps them in a lower
+    precision between steps. rounded: one device and the plan, both in the plan's precision; or nothing."""
     kinds = {"parameters are": "parameters", "the optimizer's state is": "optimizer_state"}
     for what, kind in kinds.items() if len(rounded) == 2 else ():
         one, plan = (getattr(trace.steps[0], kind) for trace in rounded)
@@ -75,12 +75,12 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
 
 
 def _lower(tensor: torch.Tensor) -> str:
-    """The lower precision that holds all values, which some few may be in by chance."""
+    """Return the lower precision that holds all values; a few values may fit it by chance."""
     return precision_of(tensor.double()).replace("float32", "") if tensor.numel() > SOME else ""
 
 
 def unproven(one: Trace) -> Iterator[str]:
-    """From which step on one device has no numbers to be compared."""
+    """Say from which step on one device has no finite numbers to compare."""
     for number, step in enumerate(one.steps, 1):
         wrong = [] if math.isfinite(step.loss) else ["the loss"]
         for kind, named in (("the gradient of", step.gradients), ("", step.parameters)):

@@ -52,11 +52,11 @@ GRACE = 60.0  # seconds in which all ranks must come to the same place of the pr
 
 
 class EngineWatcher:
-    """The watcher of an engine (see engine/watcher.py). Its result is `found`, complete after `end`.
+    """The watcher of an engine (see engine/watcher.py). The result is `found`, complete after `end`.
 
     draws: the random draws of one device, on the side that follows it. job: that of the engine; a script may clip
-    gradients, run several forwards of a batch, and let ranks go different ways.
-    Raises ScriptEnds in the program when it has seen enough.
+    gradients, run several forwards of a batch, and let ranks go different ways. Raises ScriptEnds in the program when
+    it has seen enough.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EngineWatcher:
         self._meetings = self._sums = 0
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
-        """The plan in the precision of this check; on one device nothing of it but that."""
+        """Return the plan in the precision of this check; on one device a plain plan in that precision."""
         self.found.plan = plan
         alone = Plan(
             precision=plan.precision,
@@ -103,7 +103,7 @@ class EngineWatcher:
         return self._spec.applied(plan if world.size > 1 else alone)
 
     def follow(self, engine: Engine, model: nn.Module) -> None:
-        """Another engine goes on, with another model, where the last one was saved."""
+        """Follow another engine with another model, which continues from where the last one was saved."""
         self._engine, self._model = engine, model
         if self.tracer is not None:
             self.tracer.follow(model)
@@ -117,16 +117,16 @@ class EngineWatcher:
             self.hints.loop_begins()
 
     def batch_asked(self) -> None:
-        """It asks for its next batch: a forward that had no backward was no microbatch."""
+        """A loop asks for its next batch; a forward without a backward was not a microbatch."""
         self._end_forward(discard=True)
         self._batch = None
 
     def batch_limit(self, batch_size: int) -> int | None:
-        """How many samples that may have."""
+        """Return how many samples the next batch may have."""
         return self._loops.limit(batch_size)
 
     def batch_given(self, part: BatchSlice, batch: Any, *, loader: Any = None, split: bool = False) -> None:
-        """It has its batch: what the last step has left behind is complete. Collective."""
+        """A loop has its batch: the state after the last step is complete. Collective."""
         self._wait_for_ranks("mw.split" if split else "the next batch of a loader")
         if self.tracer is None:
             self._start()
@@ -141,7 +141,7 @@ class EngineWatcher:
         self._begin_forward()
 
     def loop_ends(self) -> None:
-        """It is over, or was left."""
+        """A loop has ended, or was left."""
         self.batch_asked()
         if self.hints is not None:
             self.hints.loop_ends()
@@ -171,13 +171,13 @@ class EngineWatcher:
     # A microbatch.
 
     def backward_begins(self, loss: Any, *_: object) -> None:
-        """A backward of this rank's loss comes; a job's may have its weight beside it."""
+        """A backward of this rank's loss begins; a job's loss may come with its weight."""
         own = loss[0] if isinstance(loss, tuple) and loss else loss
         if self.tracer is not None and isinstance(own, Tensor):
             self.tracer.loss_made(own)
 
     def _begin_forward(self) -> None:
-        """From here on the program may run a forward of the batch that it has."""
+        """The program has its batch: from here on it may run a forward."""
         self._end_forward(discard=True)
         if self._batch is not None and self.tracer is not None:
             self._forward = contextlib.ExitStack()
@@ -187,7 +187,7 @@ class EngineWatcher:
             )
 
     def _end_forward(self, *, discard: bool) -> None:
-        """discard: it had no backward."""
+        """End a forward. discard: it had no backward."""
         if self._forward is None or self.tracer is None:
             return
         self._forward.close()
@@ -196,18 +196,18 @@ class EngineWatcher:
             self.tracer.discard()
 
     def in_stage(self, stage: int, microbatch: int) -> None:
-        """The coming forward or backward is that of a microbatch in a stage of a pipeline."""
+        """The next forward or backward is that of a microbatch in a pipeline stage."""
         self._place = stage, microbatch
 
     def forward_ends(self) -> None:
-        """The forward in a stage is over, and waits for its backward."""
+        """A forward in a stage has ended, and waits for its backward."""
         self._end_forward(discard=False)
         if self._place is not None and self._batch is not None and self.tracer is not None:
             self._waiting[self._place] = self._batch, self.tracer.draws
 
     @contextlib.contextmanager
     def backward(self, reduce: bool) -> Iterator[None]:
-        """Around the backward of a microbatch."""
+        """Wrap the backward of a microbatch."""
         self._wait_for_ranks("mw.backward")
         self.found.backwards += 1
         self._loops.backward()
@@ -235,8 +235,8 @@ class EngineWatcher:
             self._begin_forward()
 
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
-        """The global loss of the backwards since the last one that reduced. scale: of a job's loss scaler, which
-        is in the gradients still."""
+        """The global loss of the backwards since the last reduction is known. scale: of a job's loss scaler, still
+        contained in the gradients."""
         if self.tracer is not None:
             if self._job is not None:  # complete by now: what stages of a pipeline share is added up last
                 gradients = gradients_of(self._model)
@@ -266,7 +266,7 @@ class EngineWatcher:
             _widen_state(optimizer)
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """It has made its step."""
+        """An optimizer has made its step."""
         if self.tracer is None:
             return
         if self.found.backwards == 0:  # not in a closure that the step has called either
@@ -282,7 +282,7 @@ class EngineWatcher:
             self._begin_forward()
 
     def _see_update_by_hand(self) -> None:
-        """Parameters that have changed since their gradients were reduced, by no optimizer. Collective."""
+        """Detect parameters that changed after their gradients were reduced, without an optimizer. Collective."""
         if self._job is not None or self.tracer is None or self._stepped is not None or not self.tracer.step.gradients:
             return
         if any(gather_objects(local_sum(self._model) != self._reduced)):
@@ -298,7 +298,7 @@ class EngineWatcher:
             self.tracer.begin(self._loops.made)
 
     def complete_step(self) -> None:
-        """Collect what the last step has left behind; the scheduler again, until the next backward. Collective."""
+        """Collect the state after the last step; the scheduler's once more, until the next backward. Collective."""
         if self._stepped is None or self.found.trace is None:
             return
         (optimizer, step), steps = self._stepped, self.found.trace.steps
@@ -315,7 +315,7 @@ class EngineWatcher:
         step.rank_divergence |= across_ranks.numbers_diverge("scheduler", step.scheduler)
 
     def _scheduler_of(self, optimizer: Optimizer | None) -> dict[str, float]:
-        """Numbers of the schedulers of an optimizer that are known."""
+        """Return numbers of the known schedulers of an optimizer."""
         known = [] if optimizer is None else [s for s in self._engine.given.schedulers if s.optimizer is optimizer]
         found: dict[str, float] = {}
         for scheduler in sorted(known, key=lambda scheduler: type(scheduler).__name__):
@@ -326,7 +326,7 @@ class EngineWatcher:
     # An evaluation, and the end.
 
     def resumed(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
-        """A job goes on from what was saved. Collective."""
+        """A job continues from what was saved. Collective."""
         if self.found.trace is None or not self.found.trace.steps:
             return
         plan, state = self.found.plan or self._engine.plan, StepTrace()
@@ -340,7 +340,7 @@ class EngineWatcher:
         self.found.trace.resumed.append(state)
 
     def summed(self, value: Tensor | float) -> None:
-        """What `mw.sum` gives."""
+        """`mw.sum` returns these values."""
         if self.found.trace is None:
             return
         self._sums += 1
@@ -351,16 +351,16 @@ class EngineWatcher:
             self.found.trace.evaluation[name] = number
 
     def shown(self, where: str, text: str) -> None:
-        """What `mw.print` or `mw.log` shows."""
+        """`mw.print` or `mw.log` shows this text."""
         if self.found.trace is not None:
             self.found.trace.shown.append((where, text))
 
     def stop(self) -> None:
-        """The program has ended, or failed, maybe in the middle of a forward."""
+        """The program has ended, or failed, perhaps in the middle of a forward."""
         self._end_forward(discard=True)
 
     def end(self) -> ProgramTrace:
-        """What was found. Collective."""
+        """Return what was found. Collective."""
         unsummed = self._engine.events.find(UnsummedLoops)
         if unsummed is not None:
             unsummed.finish()
@@ -380,7 +380,7 @@ class EngineWatcher:
         return self.found
 
     def _wait_for_ranks(self, where: str) -> None:
-        """All ranks must come to the same place before they compare what they have there."""
+        """Wait until all ranks come to the same place, before they compare their values there."""
         if self._world.size == 1 or self._job is not None:
             return
         self._meetings += 1
@@ -397,7 +397,7 @@ class EngineWatcher:
 
 
 def _is_by_hand(step: StepTrace) -> bool:
-    """Whether gradients that the optimizer has got are no multiple of those that the last backward has left."""
+    """Return whether the optimizer's gradients are not a multiple of those that the last backward left."""
     names = step.gradients.keys() & step.clipped_gradients.keys()
     pairs = [(step.gradients[name], step.clipped_gradients[name]) for name in names]
     square = math.prod(sum(float((t * t).sum()) for t in side) for side in zip(*pairs, strict=True))
@@ -405,7 +405,7 @@ def _is_by_hand(step: StepTrace) -> bool:
 
 
 def _widen_state(optimizer: Optimizer) -> None:
-    """An optimizer that has stepped in float32 before its model was in float64."""
+    """Widen the state of an optimizer that has stepped in float32, before its model was in float64."""
     for p, entry in optimizer.state.items():
         for key, value in entry.items() if isinstance(entry, dict) else ():
             if isinstance(value, Tensor) and value.ndim and value.dtype != p.dtype:

@@ -27,9 +27,8 @@ SUMS = ("allreduce", "all_reduce", "reduce_scatter", "reduce")
 
 
 class Exchange(NamedTuple):
-    """An exchange of the program's own. module: empty outside of the model, and in a backward. function: the
-    torch.autograd.Function that it lies in; empty where it lies in none. ranks: of its group; empty where that is not
-    known."""
+    """A collective that the program itself calls. module: empty outside of the model, and in a backward. function: the
+    torch.autograd.Function around it; empty if there is none. ranks: of its group; empty if unknown."""
 
     module: str
     place: str
@@ -39,26 +38,26 @@ class Exchange(NamedTuple):
 
     @property
     def adds_up(self) -> bool:
-        """Whether it does."""
+        """Whether it is a sum."""
         return self.operator.startswith(SUMS)
 
     @property
     def line(self) -> str:
-        """Where it is, and by what."""
+        """The line of the call, and the function called."""
         return f"{self.place} ({self.operator})"
 
     @property
     def within(self) -> str:
-        """The same with the function."""
+        """The line and the call, with the autograd function around them."""
         return f"{self.place} ({self.operator} in {self.function})" if self.function else self.line
 
 
 Exchanges = dict[Exchange, None]
-"""In their order."""
+"""Exchanges in their order."""
 
 
 def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractContextManager[Any]:
-    """In the with-body the program's own exchanges go into `found`. module: the one that runs now."""
+    """Record the program's own exchanges in `found` during the with-body. module: returns the module that runs now."""
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         frame = _by_hand() if operator.namespace in NAMESPACES else None
@@ -72,7 +71,7 @@ def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractCon
 
 
 def _by_hand() -> FrameType | None:
-    """The line of the program that has called torch.distributed; None where that was not its own."""
+    """Return the line of the program that called torch.distributed; None if the caller is not the program itself."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(DISTRIBUTED):
         frame = frame.f_back
@@ -82,7 +81,7 @@ def _by_hand() -> FrameType | None:
 
 
 def _function(frame: FrameType | None) -> str:
-    """The torch.autograd.Function around a line of the program, by the context that its forward and backward take."""
+    """Return the torch.autograd.Function around a line of the program, found by the context it gets."""
     while frame is not None and is_users(frame.f_code.co_filename):
         first = frame.f_code.co_varnames[:1]
         if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx):
@@ -92,7 +91,7 @@ def _function(frame: FrameType | None) -> str:
 
 
 def _ranks() -> tuple[int, ...]:
-    """Those of the group that torch.distributed was called with."""
+    """Return the ranks of the group that torch.distributed was called with."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not (frame.f_code.co_filename.startswith(DISTRIBUTED) and "group" in frame.f_locals):
         frame = frame.f_back

@@ -18,10 +18,10 @@ from torch import Tensor
 def grouped_product(
     left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
-    """What `aten._grouped_mm` gives for these arguments.
+    """Compute what `aten._grouped_mm` returns for these arguments.
 
-    (rows, k) x (groups, k, n) -> (rows, n), groups of rows. (m, k) x (k, n) -> (groups, m, n), groups of k.
-    (groups, m, k) x (k, columns) -> (m, columns), groups of columns. Both of three dims: a batch of products.
+    (rows, k) x (groups, k, n) -> (rows, n), groups of rows. (m, k) x (k, n) -> (groups, m, n), groups of k. (groups, m,
+    k) x (k, columns) -> (m, columns), groups of columns. Two of three dims: a batch of products.
     """
     if offs is None:
         product = left @ right

@@ -49,8 +49,8 @@ OF_STATISTICS = "torch/optim/swa_utils.py"
 
 @dataclass
 class _Window:
-    """From one optimizer step to the next. zeroed, ticked: where that was, once for each two backwards that it lies
-    between. moved: whether parameters changed between two."""
+    """What happens from one optimizer step to the next. zeroed, ticked: the lines of these calls, once for each pair of
+    backwards that they lie between. moved: whether parameters changed between two backwards."""
 
     backwards: int = 0
     zeroed: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class _Loop:
 
 
 class Hints:
-    """Collects them on one device."""
+    """Collects hints on one device."""
 
     def __init__(self) -> None:
         self.tracer: ModelTracer | None = None
@@ -78,7 +78,7 @@ class Hints:
         self._begun = 0  # random draws before the call of a model that runs now
 
     def follow(self, tracer: ModelTracer, model: nn.Module) -> None:
-        """A model that trains. tracer: of all of them."""
+        """Follow a model that trains. tracer: of all models."""
         self.tracer = tracer
         model.register_forward_pre_hook(LooksOn(self._call_begins))
         model.register_forward_hook(LooksOn(self._call_ends))
@@ -90,7 +90,7 @@ class Hints:
         self._loops.append(_Loop())
 
     def loop_ends(self) -> None:
-        """It is over, or was left."""
+        """A loop has ended, or was left."""
         loop = self._loops.pop()
         if loop.trained:
             return
@@ -100,7 +100,7 @@ class Hints:
             self._say(DROPOUT.format(place=where, names=some(names)))
 
     def backward_begins(self, model: nn.Module) -> None:
-        """A backward of the program."""
+        """The program begins a backward."""
         for loop in self._loops:
             loop.trained = True
         window, now = self._window, local_sum(model)
@@ -123,7 +123,7 @@ class Hints:
         self._begun = len(self.tracer.draws.log) if self.tracer is not None and in_forward else 0
 
     def _call_ends(self, root: nn.Module, *_: object) -> None:
-        """A model was called: is it evaluated, and does dropout draw?"""
+        """A call of a model ends: check whether it is an evaluation, and whether dropout drew numbers."""
         if torch.is_grad_enabled() or _remakes_statistics():
             return
         active, where = [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)], user_place()
@@ -140,7 +140,7 @@ class Hints:
         self._said[text] = None
 
     def end(self, by_hand: bool) -> list[str]:
-        """All of them. by_hand: gradients of some step were made by the program after the last backward."""
+        """Return all hints. by_hand: the program itself made gradients of some step after the last backward."""
         several = [window for window in self._windows if window.backwards > 1]
         count = max((window.backwards for window in several), default=1)
         for text, wrong in ((THROWN_AWAY, [w.zeroed for w in several]), (TICKS, [w.ticked for w in several])):
@@ -155,7 +155,7 @@ class Hints:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Note, in the body, where gradients are set to zero, and where schedulers tick."""
+        """Note, in the body, where gradients are set to zero, and where schedulers step."""
 
         def zeroed(thing: Any) -> None:
             if self._window.backwards:
@@ -176,7 +176,7 @@ class Hints:
 
 
 def _remakes_statistics() -> bool:
-    """Whether it is called by what makes the statistics of batch norms anew, in training mode."""
+    """Return whether the caller recomputes the statistics of batch norms, which needs training mode."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith(OF_STATISTICS):
         frame = frame.f_back
@@ -188,7 +188,7 @@ def _is_active(module: nn.Module) -> bool:
 
 
 def _with_own(kind: type[Any], name: str) -> Iterator[type[Any]]:
-    """The class and those made of it which define a method themselves."""
+    """Yield the class and its subclasses that define the method themselves."""
     if name in vars(kind):
         yield kind
     for each in kind.__subclasses__():
@@ -197,7 +197,7 @@ def _with_own(kind: type[Any], name: str) -> Iterator[type[Any]]:
 
 @contextlib.contextmanager
 def _told(kind: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
-    """`tell(thing)` before each call of a method, in the body."""
+    """Call `tell(thing)` before each call of a method, in the body."""
     real = vars(kind)[name]
 
     @functools.wraps(real)
@@ -214,7 +214,7 @@ def _told(kind: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting_unused(say: Callable[[str], None]) -> Iterator[None]:
-    """Tell, in the body, of a Function of the user's whose result is dropped where it is made."""
+    """Report, in the body, a user's Function whose result is dropped at once."""
     real = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,16 +23,16 @@ from meshwise.equivalence.sketches import DIRECTIONS, row_sketches
 from meshwise.spec.user_code import user_place
 
 Key = tuple[str, str, int]
-"""The line, the operator, and which of its calls there."""
+"""The line, the operator, and the number of its call there."""
 MEANS = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
-"""Losses that say what their mean is over, as a second result."""
+"""Losses that return, as a second result, the number of elements that their mean is over."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """The rows that a loss of torch's takes: how many; a sketch of those of its outputs, of those of its targets, and
-    of both together. What the ranks' add up to is that of one device, in whatever order they are."""
+    """The rows that one of torch's losses takes: their number; sketches of outputs, of targets, and of both together.
+    The ranks' sketches add up to that of one device in any order."""
 
     rows: int
     outputs: Tensor
@@ -42,8 +42,8 @@ class Given:
 
 @dataclass(frozen=True)
 class Number:
-    """A single number. made_of: those that it is made of. over: what it is divided by, or its mean is over; 0 where it
-    is neither. given: of a loss of torch's."""
+    """A single number. made_of: the numbers that it is made of. over: its divisor, or the count of its mean; 0 if it
+    has neither. given: the inputs of one of torch's losses."""
 
     value: float
     made_of: tuple[Key, ...]
@@ -55,7 +55,7 @@ Numbers = dict[Key, Number]
 
 
 class NotedNumbers:
-    """The numbers of one forward. `of` gives those that a loss is made of."""
+    """The numbers of one forward. `of` returns those that a loss is made of."""
 
     def __init__(self) -> None:
         self._numbers: Numbers = {}
@@ -63,7 +63,7 @@ class NotedNumbers:
         self._calls: Counter[tuple[str, str]] = Counter()
 
     def noting(self) -> AbstractContextManager[Any]:
-        """In the with-body the numbers that operators give are noted, in their order."""
+        """Note the numbers that operators return in the with-body, in their order."""
         return intercept_operators(self._note)
 
     def _note(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,7 +79,7 @@ class NotedNumbers:
         return result
 
     def of(self, loss: Tensor) -> Numbers:
-        """Those that this number is made of, and itself as the last; empty where it is not known."""
+        """Return the numbers that this one is made of, itself as the last; empty if unknown."""
         wanted = {self._keys[id(loss)][0]} if id(loss) in self._keys else set()
         for key in reversed(self._numbers):
             if key in wanted:
@@ -115,27 +115,27 @@ class Joined:
 
     @property
     def place(self) -> str:
-        """The line of it."""
+        """The line of the number."""
         return self.key[0]
 
     @property
     def is_mean(self) -> bool:
-        """Whether it is a mean over samples."""
+        """Whether it is the mean of the ranks' numbers over samples."""
         return _near(self.weighed(self.samples), self.one.value * sum(self.samples))
 
     @property
     def is_sum(self) -> bool:
-        """Whether the ranks' add up to it."""
+        """Whether it is the sum of the ranks' numbers."""
         return _near(sum(number.value for number in self.ranks), self.one.value)
 
     @property
     def is_alike(self) -> bool:
-        """Whether each rank has the same."""
+        """Whether each rank has the same number."""
         return all(_near(number.value, self.one.value) for number in self.ranks)
 
     @property
     def is_mean_of_its_own(self) -> bool:
-        """Whether it is a mean over what it is divided by."""
+        """Whether it is a mean over the number that it is divided by."""
         over = [number.over for number in self.ranks]
         return (
             min(over) > 0 and _near(sum(over), self.one.over) and _near(self.weighed(over), self.one.value * sum(over))
@@ -143,18 +143,18 @@ class Joined:
 
     @property
     def shown(self) -> str:
-        """Its values."""
+        """The values, as text."""
         ranks = ", ".join(f"{number.value:.6g}" for number in self.ranks)
         return f"{self.one.value:.6g} on one device and {ranks} on the ranks"
 
     def weighed(self, weights: Sequence[float]) -> float:
-        """The sum of the ranks' with these weights."""
+        """Return the sum of the ranks' numbers with these weights."""
         return sum(weight * number.value for weight, number in zip(weights, self.ranks, strict=False))
 
 
 def joined(one: Numbers, ranks: Sequence[Numbers], samples: Sequence[int]) -> dict[Key, Joined]:
-    """The numbers of a forward, in the order of one device, the loss as the last. What a side computes more often is
-    left out: a number for each sample."""
+    """Join the numbers of a forward, in the order of one device, the loss as the last. Numbers that a side computes
+    more often, such as one per sample, are left out."""
     sides = [Counter((at, name) for at, name, _ in side) for side in (one, *ranks)]
     found = {}
     for key, number in one.items():

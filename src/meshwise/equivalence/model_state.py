@@ -26,27 +26,27 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module."
 
 
 def clean(name: str) -> str:
-    """A module's or parameter's name, as the user wrote the model."""
+    """Return a module's or parameter's name, as the user wrote the model."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor on the CPU that nobody writes to: float64 where it is floating; of complex numbers
-    their real and imaginary parts."""
+    """Copy the whole tensor to the CPU: float64 if it is floating; real and imaginary parts if it is complex. Nobody
+    writes to the copy."""
     copy = as_real(full_tensor(tensor.detach()).to(device="cpu", copy=True))
     return copy.to(torch.float64) if copy.is_floating_point() else copy
 
 
 def is_replicated(tensor: Tensor) -> bool:
-    """Whether it is a DTensor that every rank of its mesh has whole."""
+    """Return whether it is a DTensor that every rank of its mesh holds whole."""
     return isinstance(tensor, DTensor) and all(placement.is_replicate() for placement in tensor.placements)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that this rank's stage trains, each once: where a block has stayed gathered, the part that it was
-    made from."""
+    """Return the parameters that this rank's stage trains, each once; for a block that is still gathered, its
+    shards."""
     parts = {}
     for _, module in sharded_modules(model):
         for group in groups_of(module):
@@ -58,41 +58,41 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def parameters_of(model: nn.Module) -> Named:
-    """Copies of the parameters, each once."""
+    """Copy the parameters, each once."""
     return {name: copied(p) for name, p in named_parameters(model)}
 
 
 def buffers_of(model: nn.Module) -> Named:
-    """Copies of the buffers."""
+    """Copy the buffers."""
     return {clean(name): copied(b) for name, b in model.named_buffers() if name not in stages.lacks(model)}
 
 
 def gradients_of(model: nn.Module) -> Named:
-    """Copies of the gradients that there are."""
+    """Copy the gradients that exist."""
     return {name: copied(p.grad) for name, p in named_parameters(model) if p.grad is not None}
 
 
 def local_norms(model: nn.Module) -> dict[str, float]:
-    """The length of each gradient that this rank has, or of its part of it."""
+    """Return the norm of each gradient of this rank, or of its shard."""
     gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
     return {n: float((g.to_local() if isinstance(g, DTensor) else g).norm()) for n, g in gradients.items()}
 
 
 def local_sum(model: nn.Module) -> float:
-    """Of the parameters that this rank has, or its parts of them: another after each update."""
+    """Return a sum over this rank's parameters or shards, which changes with each update."""
     own = (p.to_local() if isinstance(p, DTensor) else p for _, p in named_parameters(model))
     return math.fsum(float(as_real(p.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for p in own)
 
 
 def local_sums(model: nn.Module) -> dict[str, float]:
-    """Of each parameter, or this rank's part of it, and of each buffer: another once it is changed."""
+    """Return a sum for each parameter or shard of this rank, and for each buffer; it changes with the values."""
     every = [*named_parameters(model), *((clean(name), b) for name, b in model.named_buffers())]
     own = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in every)
     return {name: float(as_real(t.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for name, t in own}
 
 
 def tied_in(model: nn.Module) -> list[tuple[str, ...]]:
-    """Groups of names that are one parameter."""
+    """Return groups of names that share one parameter."""
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(clean(name))
@@ -100,7 +100,7 @@ def tied_in(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> Named:
-    """The optimizer's tensors as `PARAMETER KEY`; a parameter that the model does not have is `unknown_param_N`."""
+    """Return the optimizer's tensors as `PARAMETER KEY`; a parameter outside the model is `unknown_param_N`."""
     names = {id(p): name for name, p in named_parameters(model)}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     return {
@@ -112,11 +112,11 @@ def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> Named:
 
 
 def learning_rates_of(optimizer: Optimizer) -> dict[str, float]:
-    """The learning rate of each group."""
+    """Return the learning rate of each group."""
     return {f"group {n}": float(group["lr"]) for n, group in enumerate(optimizer.param_groups) if "lr" in group}
 
 
 def scheduler_numbers(scheduler: Any) -> dict[str, float]:
-    """The numbers of a scheduler's state."""
+    """Return the numbers in a scheduler's state."""
     state = {} if scheduler is None else scheduler.state_dict()
     return {k: float(v) for k, v in state.items() if isinstance(v, int | float) and not isinstance(v, bool)}

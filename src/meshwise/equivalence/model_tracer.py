@@ -50,7 +50,7 @@ class ModelTracer:
     """Traces `model`. `begin` a step, then enter `forward` and `backward` around those of each microbatch.
 
     trace: of the whole run. step: of the step that began last. reference: the draws of one device, on the side that
-    follows it. Collective where the model is divided.
+    follows it. Collective if the model is divided.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ModelTracer:
         self.follow(model)
 
     def follow(self, model: nn.Module) -> None:
-        """`model` is what trains from now on."""
+        """Trace `model` from now on."""
         self._model = model
         for name, module in model.named_modules():
             module.register_forward_pre_hook(LooksOn(partial(self._entered, clean(name))))
@@ -95,7 +95,7 @@ class ModelTracer:
                 p.register_post_accumulate_grad_hook(partial(self._ready, clean(name)))
 
     def begin(self, step: int) -> StepTrace:
-        """A step begins, from 0: what the model does in it goes into its trace."""
+        """Begin a step, counted from 0: what the model does in it goes into the step's trace."""
         self._at, self.step, self._norms_left, self._begun = (step, -1), StepTrace(), None, self._forwards
         return self.step
 
@@ -103,9 +103,9 @@ class ModelTracer:
     def forward(
         self, rows: Rows, batch: Any, reading: Reading, *, alike: bool = False, number: int | None = None
     ) -> Iterator[None]:
-        """The forward of the next microbatch of the step, of which this rank has `rows`, and got `batch`.
+        """Trace the forward of the next microbatch of the step, of which this rank has `rows`, and got `batch`.
 
-        number: of the microbatch, where a pipeline takes them in its own order. alike: in a run, ranks draw the same
+        number: of the microbatch, if a pipeline takes them in its own order. alike: in a run, ranks draw the same
         numbers outside of the modules.
         """
         step, newest = self._at
@@ -134,11 +134,11 @@ class ModelTracer:
             self.trace.numpy_draws |= _position(np.random.get_state()) != _position(of_numpy)
 
     def _go_on(self, calls: dict[str, int]) -> None:
-        """So often the modules were called in earlier stages of a pipeline."""
+        """Continue with the number of calls of each module in earlier stages of a pipeline."""
         self._calls = dict(calls)
 
     def discard(self) -> None:
-        """Forget the newest microbatch: it was none, no backward came."""
+        """Forget the newest microbatch: no backward followed, so it was not one."""
         self.trace.evaluation_draws += len(self.draws.log)
         step, number = self._at
         self._at = step, number - 1
@@ -146,7 +146,7 @@ class ModelTracer:
         self.step.contents = [contents for contents in self.step.contents if contents.microbatch < number]
 
     def _noting(self, layout: DrawLayout) -> DrawLayout:
-        """Note draws outside of the modules that are for this rank's rows."""
+        """Note draws for this rank's rows that happen outside of the modules."""
 
         def noted(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
             found = layout(call, operator, shape)
@@ -158,7 +158,7 @@ class ModelTracer:
 
     @contextlib.contextmanager
     def backward(self, number: int | None = None) -> Iterator[None]:
-        """The backward of the newest microbatch, or of that `number`: what it recomputes is in float64 and keyed
+        """Trace the backward of the newest microbatch, or of `number`: what it recomputes is in float64 and keyed
         alike."""
         self.step.ready_order.clear()
         if self._reference is not None:
@@ -179,12 +179,12 @@ class ModelTracer:
         self._norms_left = local_norms(self._model)
 
     def forget_gradients(self) -> None:
-        """The next backward makes gradients anew, as a closure does."""
+        """Forget gradients: the next backward computes them again, as in an optimizer's closure."""
         self._norms_left = None
         self.step.own_gradients.clear()
 
     def loss_made(self, loss: Tensor) -> None:
-        """Of this rank alone: its gradients are kept, and what the plan multiplies it with is not in them."""
+        """Handle the loss of this rank alone: keep its gradients without the factor that the plan applies to them."""
         if self._at[1] == 0 and self._rows.samples:
             self.step.numbers[:] = [self._numbers.of(loss)]
 
@@ -195,7 +195,7 @@ class ModelTracer:
             self._of_loss = loss.register_hook(note)
 
     def _watch_own(self) -> None:
-        """Hooks where gradients of this rank alone come: at a parameter, or at what it is gathered into."""
+        """Set hooks where this rank's own gradients arrive: at a parameter, or at the whole it is gathered into."""
         names = {id(p): name for name, p in named_parameters(self._model)}
         found = [(name, p) for name, p in named_parameters(self._model)]
         for _, module in sharded_modules(self._model):
@@ -207,7 +207,7 @@ class ModelTracer:
                 self._hooked[p] = p.register_hook(partial(self._keep_own, name))
 
     def _keep_own(self, name: str, gradient: Tensor) -> None:
-        """What comes later in a backward is played again for the parameter, by what reduces gradients."""
+        """Keep the first gradient of a backward; later ones are replays by what reduces gradients."""
         gradient = local_of(gradient) if is_replicated(gradient) else gradient
         if self._own is not None and name not in self._own and type(gradient) is Tensor:
             with without_interception():
@@ -216,7 +216,7 @@ class ModelTracer:
                     self.step.own_boxes[0, name] = _box(gradient.detach() != 0)
 
     def _compare_with_last_backward(self) -> None:
-        """Were gradients changed since the last backward of this step?"""
+        """Note whether gradients were changed since the last backward of this step."""
         if self._norms_left is None:
             return
         now = local_norms(self._model)
@@ -228,7 +228,7 @@ class ModelTracer:
             self.step.modified_between_backwards.append((0, self._at[1] - 1, before, after, alike))
 
     def keyed(self, function: Callable[..., Any], rows: Sequence[Rows]) -> Callable[..., Any]:
-        """What a job evaluates with, in float64 and with keyed draws; called for each of `rows`, in their order."""
+        """Evaluate a job in float64 with keyed draws; called for each of `rows`, in their order."""
         batches = iter(enumerate(rows))
         now: list[Any] = []  # the batch, its number and rows: a rank with two stages of a pipeline calls it twice
 
@@ -274,18 +274,18 @@ class ModelTracer:
                 tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))  # would be seen
 
     def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """What comes back to an output, of this rank's loss alone."""
+        """Keep the gradient that reaches an output, of this rank's loss alone."""
         gradient = gradients[number]
         if self._in_backward and not output.gradient and type(gradient) is Tensor and gradient.shape == output.shape:
             with without_interception():
                 output.gradient.update(sketches(gradient.detach() / (self._own_factor or math.inf), output.rows))
 
     def _drawn(self) -> int:
-        """Draws of this microbatch so far; of those that cannot be keyed, kinds."""
+        """Count the draws of this microbatch so far; of those that cannot be keyed, the kinds."""
         return len(self.draws.log) + len(self.draws.unkeyed)
 
     def _close_call(self, name: str) -> None:
-        """A module's call ends: did it draw more than the modules inside it?"""
+        """End a module's call, and note whether it drew more than the modules inside it."""
         if not self._open_calls:
             return
         self._running.pop()
@@ -298,19 +298,19 @@ class ModelTracer:
 
 
 def _box(there: Tensor) -> list[tuple[int, int]]:
-    """From where to where something is there, in each dim; empty where nothing is."""
+    """Return the range of true elements in each dim; empty if there are none."""
     along = [there.transpose(0, dim).reshape(size, -1).any(1).nonzero() for dim, size in enumerate(there.shape)]
     return [(int(where[0]), int(where[-1]) + 1) for where in along if len(where)]
 
 
 def _position(state: Any) -> tuple[bytes, int]:
-    """Where numpy's generator stands: its key, and how much of it is used."""
+    """Return the state of NumPy's generator: its key, and how much of it is used."""
     _, key, used, *_ = state
     return key.tobytes(), used
 
 
 class LooksOn:
-    """A hook that looks on. A copy of its module, or what a file holds of it, has one that does nothing."""
+    """A hook that only observes. In a copy of its module, or in a file, it becomes one that does nothing."""
 
     def __init__(self, looks: Callable[..., None]) -> None:
         self._looks = looks

@@ -24,7 +24,7 @@ NOISE = 1e-8  # of the largest gradient
 
 
 def note_noise(noise: Named, mine: Named, others: Named) -> None:
-    """Add to `noise`, parameter -> its elements that are, what the gradients of both sides of a step say."""
+    """Mark in `noise`, by parameter, the elements that are noise in the gradients of both sides of a step."""
     most = largest(mine.values())
     for name in mine.keys() & others.keys():
         a, b = mine[name].abs(), others[name].abs()
@@ -35,7 +35,7 @@ def note_noise(noise: Named, mine: Named, others: Named) -> None:
 
 
 def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
-    """The elements that are noise after each step, and what the plan has there; empty where none is."""
+    """Return the elements that are noise after each step, with the plan's values; empty if there are none."""
     noise: dict[str, Tensor] = {}
     found = list[Noise]()
     for mine, other in zip(reference.steps, actual.steps, strict=False):
@@ -46,7 +46,7 @@ def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
 
 
 def take_noise(model: nn.Module, noise: Sequence[Mapping[str, tuple[Tensor, Tensor]]], step: int) -> None:
-    """Give the elements of `model` that are noise after step `step`, from 0, the values that the other side has."""
+    """Give the elements of `model` that are noise after step `step`, counted from 0, the values of the other side."""
     if step < len(noise):
         with torch.no_grad():
             for name, p in named_parameters(model):

@@ -38,12 +38,12 @@ from meshwise.spec.units import bytes_text
 
 STATE = 2  # tensors of a parameter's size that an optimizer keeps; Adam's
 Means = dict[str, tuple[Tensor, Tensor]]
-"""Name -> a mean and what it is over."""
+"""Name -> a mean, and its weight."""
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """The one device, ready to train."""
+    """The model, optimizer and data of one device, ready to train."""
 
     job: Job
     spec: CheckSpec
@@ -67,9 +67,9 @@ def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
 
 
 def check_room(model: nn.Module, spec: CheckSpec, job: Job) -> None:
-    """Raises UsageError where the host's memory does not hold what a check keeps of a model of this size.
+    """Raise UsageError if host memory cannot hold what a check keeps of a model of this size.
 
-    Of each step both sides keep gradients, parameters and state in float64, and what is sent lies there twice.
+    Of each step both sides keep gradients, parameters and state in float64, and data to send exists twice.
     """
     size = 8 * sum(p.numel() for p in model.parameters())
     a_step = 2 + STATE + (job.clip_norm is not None)
@@ -117,7 +117,7 @@ def _train(run: _Reference, test: Data | None) -> None:
 
 
 def _closure(run: _Reference, batches: list[Microbatch], step: StepTrace) -> float:
-    """What an optimizer's step asks for, once or several times: the loss, with its clipped gradients in `.grad`."""
+    """Run what an optimizer's step calls, once or several times: return the loss, with clipped gradients in `.grad`."""
     run.model.zero_grad()
     run.tracer.forget_gradients()
     step.samples += [[part.indices.tolist()] for _, part in batches]
@@ -138,13 +138,13 @@ def _batches(run: _Reference, data: Data, slices: list[BatchSlice], epoch: int) 
 
 
 def _weighed(result: Any, part: BatchSlice, where: str, summed: int | None) -> tuple[Tensor, Tensor]:
-    """A mean, and what it is over. summed: see `split_weight`."""
+    """Return a mean and its weight. summed: see `split_weight`."""
     mean, weight = split_weight(result, part, where, summed=summed)
     return mean, as_weight(part.samples if weight is None else weight, mean)
 
 
 def _backward(run: _Reference, batches: list[Microbatch], step: StepTrace) -> float:
-    """Leave in `.grad` the mean over all that the microbatches' weights count; gives that of the losses."""
+    """Leave in `.grad` the weighted mean over the microbatches; return that of the losses."""
     total = weights = torch.zeros((), dtype=torch.float64)
     for batch, part in batches:
         with run.tracer.forward(_all_rows(part), batch, Reading()), computing(run.device, run.spec.dtypes):
@@ -161,7 +161,7 @@ def _backward(run: _Reference, batches: list[Microbatch], step: StepTrace) -> fl
 
 
 def _evaluate(run: _Reference, data: Data | None) -> None:
-    """Metrics of the test set, in the place of those of an earlier evaluation."""
+    """Return metrics of the test set, in place of those of an earlier evaluation."""
     if data is None:
         return
     job, trace = run.job, run.tracer.trace
@@ -188,7 +188,7 @@ def _evaluate(run: _Reference, data: Data | None) -> None:
 def _measured(
     run: _Reference, metrics: Callable[..., Any], data: Data, parts: list[BatchSlice]
 ) -> Iterator[tuple[BatchSlice, Means]]:
-    """Metrics of each batch."""
+    """Yield the metrics of each batch."""
     for batch, part in _batches(run, data, parts, 0):
         with torch.no_grad(), computing(run.device, run.spec.dtypes):
             results = metrics(run.model, batch)

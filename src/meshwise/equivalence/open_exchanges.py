@@ -19,11 +19,11 @@ from meshwise.spec.user_code import user_place
 from meshwise.spec.words import some
 
 UNREAD = ("fill_", "empty", "new_empty", "empty_like", "empty_strided", "copy_")
-"""Operators whose NaN nobody has computed with."""
+"""Operators whose NaN nobody has computed with yet."""
 
 
 def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]:
-    """Adds to `found` a sentence on the first operator of the body that gives NaN while an exchange is under way."""
+    """Add to `found` a sentence on the first operator in the body that returns NaN while an exchange is open."""
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, name = operator(*args, **kwargs), operator_name(operator)
@@ -41,5 +41,5 @@ def say_nan(found: list[str], what: str, under_way: list[str]) -> None:
 
 
 def is_nan(tensor: Tensor) -> bool:
-    """Whether there is one in it."""
+    """Return whether it contains NaN."""
     return tensor.is_floating_point() and bool(tensor.detach().isnan().any())

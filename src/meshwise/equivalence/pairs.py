@@ -24,10 +24,10 @@ from meshwise.compat.dispatch import intercept_operators, named_arguments, opera
 from meshwise.spec.user_code import user_place
 
 Dims = tuple[tuple[int, float], ...]
-"""Dims of a tensor that are multiples of the rows, and how often each has them."""
+"""Dims of a tensor that are multiples of the rows, and the multiple of each."""
 Pairs = dict[tuple[str, str | None, int, Dims, int], str]
-"""(operator, the module that runs, None outside of the model, number of its call there, dims of what it gives, rows) ->
-where it stands in the program."""
+"""(operator, the module that runs (None outside of the model), number of its call there, dims of the result, rows) ->
+its line in the program."""
 
 
 STATISTIC = -1  # in the place of a dim
@@ -41,7 +41,7 @@ _TOGETHER = OVER_ROWS | SPREAD | CURVED | ALONG_ROWS | {"mm", "index"}
 
 @dataclass(frozen=True)
 class Together:
-    """What takes several samples together: the operator, the module that it runs in, and the line, in words."""
+    """An operator that combines several samples: its name, the module that it runs in, and its line in words."""
 
     operator: str
     module: str | None
@@ -54,8 +54,8 @@ class Together:
 
 
 def noting_pairs(rows: int, found: Pairs, module: Callable[[], str | None]) -> AbstractContextManager[Any]:
-    """In the with-body operators go into `found` that give something with two dims that are multiples of `rows`, or a
-    statistic of the batch. module: the one that runs now; None outside of the model."""
+    """Record in `found`, in the with-body, operators whose result has two dims that are multiples of `rows`, or is a
+    statistic of the batch. module: returns the module that runs now; None outside of the model."""
     calls: Counter[tuple[str, str | None]] = Counter()
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,7 +81,7 @@ def noting_pairs(rows: int, found: Pairs, module: Callable[[], str | None]) -> A
 
 
 def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str, Any], rows: int) -> int:
-    """How many rows of a tensor, some times `rows`, an operator takes together, but to one sum; else 0."""
+    """Return how many rows of a tensor, a multiple of `rows`, an operator combines, except into one sum; else 0."""
     if not tensor.is_floating_point() or tensor.dim() == 0:
         return 0
     size = len(tensor)
@@ -104,7 +104,7 @@ def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str
 
 
 def taken_together(one: Pairs, rank: Pairs) -> list[Together]:
-    """Where both sides take samples together, of other numbers of rows, in the order of one device."""
+    """Return where both sides combine samples, but different numbers of them, in the order of one device."""
     rows: dict[Any, set[int]] = {}
     for *call, count in rank:
         rows.setdefault(tuple(call), set()).add(count)

@@ -12,17 +12,17 @@ from meshwise.workers.join import rank_context
 
 
 class Passes:
-    """Tells which pass of a check runs. notify: takes a line for each; progress: takes where the check stands now."""
+    """Reports which pass of a check runs. notify: gets a line for each pass; progress: gets the current position."""
 
     def __init__(
         self, what: Sequence[str], steps: int, notify: Callable[[str], None], progress: Callable[[str], None]
     ) -> None:
-        """what: what each pass runs, in their order."""
+        """what: a name for each pass, in their order."""
         self._what, self._steps, self._notify, self._progress = what, steps, notify, progress
         self._begun = 0
 
     def begin(self) -> Callable[[int, Message], None]:
-        """The next pass begins, maybe beside others; gives what its workers say of themselves to whoever waits."""
+        """Begin the next pass, perhaps beside others; return a function that takes messages of its workers."""
         now = self._next()
 
         def received(rank: int, message: Message) -> None:
@@ -44,12 +44,12 @@ class Passes:
 
 
 def say_next_pass() -> None:
-    """In a worker: it goes on with another pass."""
+    """Tell, in a worker, that it continues with another pass."""
     _send("pass")
 
 
 def say_step(step: int) -> None:
-    """In a worker: so many steps of the pass are done."""
+    """Tell, in a worker, how many steps of the pass are done."""
     _send("checked", step=step)
 
 

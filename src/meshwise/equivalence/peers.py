@@ -26,13 +26,13 @@ from meshwise.equivalence.trace import Output, StepTrace
 
 Ways = list[tuple[Layout, tuple[float, float]]]
 Groups = Sequence[Sequence[Output]]
-"""Of each set of samples the ranks that have it."""
+"""For each set of samples, the outputs of the ranks that have it."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """How outputs that are not alike fit to that of one device. whole: as if each were all of its samples; None where
-    it cannot be. ways: as slices. summed: whether they add up to it."""
+    """How differing outputs of ranks relate to that of one device. whole: their difference if each has all of its
+    samples; None if that is impossible. ways: the layouts if they are slices. summed: whether they add up to it."""
 
     whole: tuple[float, float] | None
     ways: Ways
@@ -40,7 +40,7 @@ class Parts:
 
 
 def peers_in(step: StepTrace) -> dict[Any, Groups]:
-    """The outputs of each call, of ranks that have the same samples; nothing where there are none."""
+    """Return the outputs of each call on ranks that share samples; empty if no ranks do."""
     sides = [[{output.key: output for output in rank} for rank in ranks] for ranks in step.peers]
     first = sides[0][0] if sides else {}
     return {
@@ -51,7 +51,7 @@ def peers_in(step: StepTrace) -> dict[Any, Groups]:
 
 
 def parts_of(one: Output, groups: Groups) -> Parts | None:
-    """None where the ranks that have the same samples have the same outputs."""
+    """Describe how outputs of ranks with the same samples differ; None if they are equal."""
     if all(_alike(ranks[0], other) for ranks in groups for other in ranks[1:]):
         return None
     firsts = [ranks[0] for ranks in groups]
@@ -61,7 +61,7 @@ def parts_of(one: Output, groups: Groups) -> Parts | None:
 
 
 def adds_up_to(one: Output, groups: Groups) -> bool:
-    """Whether the outputs of ranks that have the same samples add up to that of one device."""
+    """Return whether the outputs of ranks with the same samples add up to that of one device."""
     if any(other.shape != ranks[0].shape for ranks in groups for other in ranks):
         return False
     found = output_difference(one, [_total(ranks) for ranks in groups])

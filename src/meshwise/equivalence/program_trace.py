@@ -11,10 +11,9 @@ from meshwise.spec.plan import Plan
 
 @dataclass
 class ProgramTrace:
-    """What a program did.
+    """The trace of a program.
 
-    plan: that of its models; None when it distributed none. trace: None when there was no batch. backwards: how many
-    there were.
+    plan: of its models; None if it distributed none. trace: None if there was no batch. backwards: their number.
     """
 
     plan: Plan | None = None
@@ -23,7 +22,7 @@ class ProgramTrace:
 
 
 def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
-    """What there is to compare. Raises UsageError, with what to write, for a script without anything."""
+    """Return the trace to compare. Raises UsageError, with what to write, for a script without one."""
     if found.plan is None:
         raise UsageError(
             f"{script}: mw.distribute was given no model, so there is nothing to check. Write "

@@ -43,10 +43,10 @@ RESUMED = 2  # times: the state that a resumed run saves may lack something
 
 
 def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | None, seed: int) -> ProgramTrace | None:
-    """Run `script`, as `python script.py` would, in this process for the steps of `spec`. Collective; rank 0 gets what
-    all ranks did.
+    """Run `script`, as `python script.py` would, in this process for the steps of `spec`. Collective; rank 0 gets the
+    traces of all ranks.
 
-    The script runs as it is, from the same seeds, in float64 if `spec` says so, with its loops cut short (see
+    The script runs unchanged, from the same seeds, in float64 if `spec` says so, with its loops cut short (see
     short_loops.py), and ends on all ranks together. draws: the random draws of one device, on the side that follows it.
     """
     engine = default_engine()
@@ -76,8 +76,8 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
 
 @contextlib.contextmanager
 def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
-    """Where that is asked for, perturb what ranks exchange in one of the passes, and follow their streams in all; gives
-    the races of this rank, once the body is over."""
+    """If asked for, perturb exchanges between ranks in one of the passes, and watch their streams in all; yields the
+    races of this rank, complete after the body."""
     found: list[str] = []
     if not spec.perturb:
         yield found
@@ -93,7 +93,7 @@ def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
 
 
 def _tell(races: list[str], found: ProgramTrace) -> None:
-    """The races of all ranks go into what was found. Collective."""
+    """Add the races of all ranks to what was found. Collective."""
     if found.trace is not None:
         found.trace.races = sorted({race for own in gather_objects(races, everyone()) for race in own})
 
@@ -108,7 +108,7 @@ def _run(script: Callable[[], object]) -> None:
 
 @dataclass
 class _Run:
-    """A job under a plan, that a watcher looks at."""
+    """A job under a plan, with a watcher."""
 
     job: Job
     spec: CheckSpec
@@ -125,10 +125,10 @@ class _Run:
 
 
 def watch_job(job: Job, spec: CheckSpec, draws: Draws) -> ProgramTrace | None:
-    """Train `job` under the plan of `spec`, and evaluate it. Collective; rank 0 gets what all ranks did.
+    """Train `job` under the plan of `spec`, and evaluate it. Collective; rank 0 gets the traces of all ranks.
 
-    Before the last step the run is saved, and another one goes on from that, as `--resume` does, twice; then it is
-    evaluated. Of two steps none is resumed: what lasts from step to step is to be seen too.
+    Before the last step the run is saved and another one continues from there, as with `--resume`, twice; then it is
+    evaluated. A check of two steps does not resume, to show what lasts from step to step.
     """
     engine = make_engine(join(), spec.plan)
     watcher = EngineWatcher(engine, spec, job.seed, draws, job=job)
@@ -173,7 +173,7 @@ def _train(run: _Run) -> None:
 
 
 def _go_on(run: _Run) -> None:
-    """Save the run, and let another one go on from what was saved. Collective."""
+    """Save the run, and let another one continue from there. Collective."""
     written = io.BytesIO()
     torch.save(pack(run.state), written)
     saved: Any = torch.load(io.BytesIO(broadcast_object(written.getvalue(), everyone())), weights_only=True)
@@ -187,7 +187,7 @@ def _go_on(run: _Run) -> None:
 
 
 def _evaluate(run: _Run, data: Data | None) -> None:
-    """Metrics of the test set, in the place of those of an earlier evaluation."""
+    """Return metrics of the test set, in place of those of an earlier evaluation."""
     job, engine = run.job, run.engine
     trace, tracer = run.watcher.found.trace, run.watcher.tracer
     if data is None or trace is None or tracer is None:

@@ -25,7 +25,7 @@ ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evalu
 
 
 class Verdict(Enum):
-    """What a check says. DOUBTFUL: equal in all that is compared in float64, and some other figure differs."""
+    """The verdict of a check. DOUBTFUL: everything compared in float64 is equal, but another figure differs."""
 
     EQUAL = "equal"
     DOUBTFUL = "doubtful"
@@ -36,7 +36,7 @@ class Verdict(Enum):
 class Rounding:
     """The largest relative difference of a kind from one device in float64, in the plan's own precision.
 
-    kind: what is compared (see `compare.KINDS`). one_device, plan: that of each side.
+    kind: what is compared (see `compare.KINDS`). one_device, plan: the difference of each side.
     """
 
     kind: str
@@ -48,13 +48,12 @@ class Rounding:
 class Proof:
     """What `mw.check` found: whether the plan computes what one device computes, and if not, where and why.
 
-    job: name of the job or the script. plan: the plan that was checked. devices: what it ran on (`4xcpu`).
+    job: name of the job or the script. plan: the plan that was checked. devices: the devices it ran on (`4xcpu`).
     batches: samples of each step. comparison: everything that was compared; `comparison.first` is the first difference
-    in the order in which things happen, None when there is none. module: that of the first difference; empty where it
-    has none. cause: the likely cause of it, with the evidence. rounding: of each side in the plan's own precision;
-    empty where it was not asked for. notes: what the plan says of itself, and what was not looked at. doubts: figures
-    that differ though all that is compared in float64 is equal, a sentence each. warnings: a plan that divides little,
-    and what is wrong on one device too.
+    in the order in which things happen, None when there is none. module: of the first difference; empty if it has none.
+    cause: its likely cause, with the evidence. rounding: of each side in the plan's own precision; empty if not asked
+    for. notes: remarks on the plan, and what was not checked. doubts: figures that differ though all that is compared
+    in float64 is equal, a sentence each. warnings: a plan that divides little, and what is wrong on one device too.
     """
 
     job: str
@@ -71,7 +70,7 @@ class Proof:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the plan is equal, equal with doubts, or different: what the exit code says."""
+        """Whether the plan is equal, equal with doubts, or different: it decides the exit code."""
         return Verdict.DIFFERENT if not self.equal else Verdict.DOUBTFUL if self.doubts else Verdict.EQUAL
 
     @property
@@ -89,8 +88,8 @@ def prove(
     rounded: Sequence[Trace] = (),
     again: Callable[[CheckSpec], Trace] | None = None,
 ) -> Proof:
-    """Compare one device with a plan. rounded: both in the plan's own precision, where that was asked for. again: runs
-    one device once more, where what differs may follow from noise (see noise.py)."""
+    """Compare one device with a plan. rounded: both in the plan's own precision, if asked for. again: runs one device
+    once more, if a difference may follow from noise (see noise.py)."""
     comparison = compare(reference, actual)
     first = comparison.first
     if first is not None and again is not None and (first.step > 1 or first.kind == "evaluation"):
@@ -128,7 +127,7 @@ def prove(
 
 
 def _rounding(rounded: Sequence[Comparison]) -> Iterator[Rounding]:
-    """rounded: one device and the plan, or nothing."""
+    """Return the rounding of each kind. rounded: one device and the plan, or nothing."""
     if not rounded:
         return
     one, plan = ({c.kind: c.largest.relative for c in side.kinds} for side in rounded)

@@ -26,10 +26,10 @@ ROUNDING = 100 * LIMIT  # of what is wanted: a start that differs by 1e-13 is ma
 
 @dataclass(frozen=True)
 class RankWeights:
-    """How one device and the plan weigh the gradients of ranks and microbatches; `one` is None where no weights give
-    its gradient.
+    """The weights with which ranks' and microbatches' gradients add up on one device and under the plan; `one` is None
+    if no weights give its gradient.
 
-    columns: rank and microbatch of each. unique: whether no other weights do as well.
+    columns: rank and microbatch of each weight. unique: whether no other weights fit as well.
     """
 
     columns: list[tuple[int, int]]
@@ -44,8 +44,8 @@ class RankWeights:
 
 
 def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | None = None) -> RankWeights | None:
-    """The weights in the gradients of a step; None where no rank has a gradient of its own. names: of the parameters,
-    by default all whose gradient is more than rounding."""
+    """Return the weights in the gradients of a step; None if no rank has a gradient of its own. names: the parameters,
+    by default all whose gradient is above rounding."""
     own = {column: g for column, g in sorted(actual.own_gradients.items()) if g}
     most = NOISE * largest(reference.gradients.values())
     wanted = [n for n, g in reference.gradients.items() if largest([g]) > most] if names is None else list(names)
@@ -72,8 +72,8 @@ def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | N
 
 
 def solve(columns: Tensor, wanted: Tensor) -> tuple[list[float], bool] | None:
-    """The weights with which columns add up to what is wanted, and whether they are the only ones; None where they do
-    not, or where as many columns give whatever is wanted."""
+    """Return the weights with which columns add up to the wanted vector, and whether they are unique; None if there are
+    none, or if there are so many columns that they always fit."""
     if not bool(wanted.isfinite().all() and columns.isfinite().all()) or columns.shape[1] == 0:
         return None
     rank = int(torch.linalg.matrix_rank(columns, rtol=1e-8))
@@ -85,5 +85,5 @@ def solve(columns: Tensor, wanted: Tensor) -> tuple[list[float], bool] | None:
 
 
 def shown(weights: Iterable[float]) -> str:
-    """Weights as they are printed."""
+    """Format weights for messages."""
     return ", ".join(f"{weight:.6g}" for weight in weights)

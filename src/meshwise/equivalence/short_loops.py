@@ -13,11 +13,11 @@ AFTER = 30  # backwards after the steps that are compared
 
 
 class ScriptEnds(BaseException):
-    """The check has seen enough. Not an error: a script's `except Exception` lets it pass."""
+    """Ends a script when the check has seen enough. Not an error: a script's `except Exception` does not catch it."""
 
 
 class ShortLoops:
-    """Counts batches, backwards and steps. steps: how many are compared. ragged: samples of a last batch."""
+    """Counts batches, backwards and steps. steps: how many are compared. ragged: the samples of a ragged last batch."""
 
     def __init__(self, steps: int, ragged: int) -> None:
         self._steps, self._ragged = steps, ragged
@@ -37,7 +37,7 @@ class ShortLoops:
         self._since_step += 1
 
     def limit(self, batch_size: int) -> int | None:
-        """How many samples the next batch may have; 0 ends the loop, None leaves it as it is."""
+        """Return how many samples the next batch may have; 0 ends the loop, None does not limit it."""
         ends = not self._since_step or self._batches >= self._a_step  # as a whole epoch does
         if (ends and self.made >= self._steps) if self._trained else (self._batches >= EVALUATED):
             return 0
@@ -48,13 +48,13 @@ class ShortLoops:
         return min(self._ragged, max(batch_size - 1, 1)) if last else None
 
     def backward(self) -> None:
-        """A backward begins. Raises ScriptEnds where there were enough."""
+        """Note a backward. Raises ScriptEnds if there were enough."""
         self._trained = True
         self._after += self.made >= self._steps
         if self._after > AFTER:
             raise ScriptEnds
 
     def step_made(self) -> None:
-        """An optimizer has made its step."""
+        """Note that an optimizer has made its step."""
         self.made += 1
         self._a_step, self._since_step = self._since_step, 0

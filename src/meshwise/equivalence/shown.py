@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 Shown = Sequence[tuple[str, str]]
-"""Lines of the script, such as train.py:31, and what each shows, in order."""
+"""Lines of the script, such as train.py:31, and what each prints, in order."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _WORD = re.compile(r"[a-z]+")
 _CLOSE = Decimal("1e-6")  # of the number's size: both sides compute in float64
@@ -26,15 +26,15 @@ MEASURED = {
     *("memory", "mem", "allocated", "reserved", "rss"),
     *("devices", "device", "rank", "ranks", "world", "workers", "gpus"),
 }
-"""Words before a number of a time, of memory, or of the devices."""
+"""Words before a number that is a time, memory, or a figure of the devices."""
 ALONE = "It counts this rank's samples alone: use mw.sum(total) / mw.sum(count)."
-"""Why a line shows another number where all that is compared is equal."""
+"""Why a line prints another number although all that is compared is equal."""
 
 
 def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) -> tuple[list[str], list[str]]:
-    """Sentences, one for each line of the script that shows other numbers on `devices` than on one device: those that
-    should be one number, and those of a time, of memory or of the devices themselves. again: the lines of one device
-    in another precision, where a number that is another altogether is of the moment."""
+    """Return a sentence for each line that prints other numbers on `devices` than on one device: first lines that
+    should not differ, then those of times, memory or devices. again: the lines of one device in another precision; a
+    number that differs greatly there depends on the moment."""
     wrong, harmless = list[str](), list[str]()
     ours, theirs, once_more = map(_by_line, (one, many, again))
     for line in sorted(ours.keys() & theirs.keys()):
@@ -60,7 +60,7 @@ def _by_line(shown: Shown) -> dict[str, list[str]]:
 
 
 def _apart(text: str, other: str) -> list[int]:
-    """Which numbers differ, by more than the last digit that is shown; none where they are not as many."""
+    """Return which numbers differ by more than their last printed digit; none if their counts differ."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
     if len(numbers) != len(others):
         return []
@@ -75,7 +75,7 @@ def _close(a: Decimal, b: Decimal) -> bool:
 
 
 def _is_measured(text: str, number: int) -> bool:
-    """Whether the words at a number say that it is a time, memory or of the devices."""
+    """Return whether the words at a number say that it is a time, memory or a figure of the devices."""
     found = list(_NUMBER.finditer(text))
     before = text[found[number - 1].end() if number else 0 : found[number].start()]
     clock = before == ":" and len(found[number][0]) == 2
@@ -85,7 +85,7 @@ def _is_measured(text: str, number: int) -> bool:
 
 
 def _is_of_the_moment(text: str, again: str, number: int) -> bool:
-    """Whether one device has another number there when it runs once more."""
+    """Return whether one device prints another number there when it runs again."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(again)
     if len(numbers) != len(others):
         return False

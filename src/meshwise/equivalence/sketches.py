@@ -24,12 +24,12 @@ LONGEST = 4096  # values that are projected together; a longer row has a sketch 
 
 
 def sketch(value: Tensor) -> Tensor:
-    """The sketch of a whole tensor, one row."""
+    """Return the sketch of a whole tensor, one row."""
     return _projected(as_real(value).reshape(1, -1))
 
 
 def pieces(value: Tensor) -> Tensor:
-    """A tensor of whatever shape as some numbers: all of a small one, else the sketches of so many pieces of it."""
+    """Return a tensor of any shape as a few numbers: all of a small one, else sketches of some pieces of it."""
     flat = as_real(value).reshape(-1).to(torch.float64)
     if flat.numel() <= PIECES * DIRECTIONS:
         return flat.cpu()
@@ -37,9 +37,9 @@ def pieces(value: Tensor) -> Tensor:
 
 
 def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
-    """Sketches of a tensor in every layout that it may have: `0` and `1` for the dim of the batch, `each` for samples
-    and positions in them (samples, positions, ...), `along D` for the slices along dim D, `whole`; and for rows in
-    whatever order `unordered`, whose sum over the ranks is that of one device."""
+    """Return sketches of a tensor in every layout that it may have: `0` and `1` for the dim of the batch, `each` for
+    samples and their positions (samples, positions, ...), `along D` for slices along dim D, `whole`; and `unordered`
+    for rows in any order, whose sum over the ranks is that of one device."""
     value = as_real(value)
     found = {"whole": sketch(value)}
     for dim in {0, min(1, value.dim() - 1), value.dim() - 1} if value.dim() else ():
@@ -59,7 +59,7 @@ def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
 
 
 def row_sketches(value: Tensor) -> Tensor:
-    """A sketch for each row of dim 0."""
+    """Return a sketch for each row of dim 0."""
     return _projected(as_real(value).flatten(1) if value.dim() > 1 else value[:, None])
 
 

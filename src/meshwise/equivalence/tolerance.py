@@ -13,14 +13,14 @@ FLOOR = 1e-3  # of the largest value of a kind: what is smaller is measured by i
 
 
 def ratio(difference: Tensor, scale: Tensor) -> float:
-    """The largest of `difference` over `scale`."""
+    """Return the largest `difference` divided by `scale`."""
     if not difference.numel() or not bool((difference != 0).any()):
         return 0.0
     return finite(float((difference / scale).max()))
 
 
 def largest(tensors: Iterable[Tensor]) -> float:
-    """The largest absolute value of those that are floating, of finite ones; 0 where there is none."""
+    """Return the largest finite absolute value in the floating tensors; 0 if there is none."""
     return max((float(t.abs().masked_fill(~t.isfinite(), 0.0).max()) for t in tensors if _has_size(t)), default=0.0)
 
 
@@ -29,18 +29,18 @@ def _has_size(tensor: Tensor) -> bool:
 
 
 def apart(mine: Tensor, other: Tensor) -> Tensor:
-    """How far elements are apart: not at all where both are the same infinity, or no number."""
+    """Return the distances of elements; 0 where both are the same infinity, or both NaN."""
     alike = (mine == other) | (mine.isnan() & other.isnan())
     return (mine - other).masked_fill(alike, 0.0)
 
 
 def finite(value: float) -> float:
-    """What is not a number differs as much as can be."""
+    """Return the difference, or the largest possible one for NaN."""
     return math.inf if math.isnan(value) else value
 
 
 def precision_of(tensor: Tensor) -> str:
-    """The lower precision that holds every value of a float64 `tensor` exactly; empty where there is none."""
+    """Return the lower precision that holds every value of a float64 `tensor` exactly; empty if there is none."""
     if not tensor.is_floating_point() or not bool((tensor != 0).any()):
         return ""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -22,9 +22,9 @@ Named = dict[str, Tensor]
 Divergence = dict[tuple[str, str], float]
 """(kind of a difference, name) -> how much ranks differ from each other in it, relative to its size."""
 Noise = Mapping[str, tuple[Tensor, Tensor]]
-"""Parameter -> which of its elements are noise (see noise.py), and a tensor that has their values."""
+"""Parameter -> which of its elements are noise (see noise.py), and a tensor with their values."""
 Draws = Mapping[int, Sequence[Draw]]
-"""Forward of a batch, from 0 -> random draws."""
+"""Forward of a batch, counted from 0 -> random draws."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class CheckSpec:
 
     plan: the plan of the other side; of a script that chooses its own, replicas on as many devices. steps: optimizer
     steps that both sides take. in_float64: whether both compute everything in float64; else in the plan's own
-    precision, to see its rounding. perturb: whether the plan's ranks are late at random, and what they exchange is no
-    number until they wait for it (compat/perturbed.py). noise: what one device takes over of the plan.
+    precision, to see its rounding. perturb: whether the plan's ranks are late at random, and exchanged values are NaN
+    until they are waited for (compat/perturbed.py). noise: the values that one device takes over from the plan.
     """
 
     plan: Plan
@@ -44,27 +44,27 @@ class CheckSpec:
     noise: Sequence[Noise] = ()
 
     def applied(self, plan: Plan) -> Plan:
-        """A plan in the precision of this check."""
+        """Return a plan in the precision of this check."""
         return at_precision(plan, "fp64") if self.in_float64 else plan
 
     @property
     def dtypes(self) -> Dtypes:
-        """What both sides store and compute in."""
+        """The dtypes in which both sides store and compute."""
         return self.applied(self.plan).dtypes
 
     @property
     def ragged(self) -> int:
-        """Samples of a ragged batch, which gives ranks unequal slices."""
+        """The number of samples of a ragged batch, which gives ranks unequal slices."""
         return 2 * self.plan.devices * self.plan.accumulate + 1
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a module gave in one call on one rank, as sketches of it (see sketches.py). rows: the rank's samples.
+    """A module's output in one call on one rank, as sketches (see sketches.py). rows: the rank's samples.
 
-    sketches: layout -> sketches. `0` and `1`: a row for each sample, where that dim can hold the batch; `each`: a row
-    for each position of each sample; `whole`: one row. gradient: the same of what came back to it in the first backward
-    of all; empty for others.
+    sketches: layout -> sketches. `0` and `1`: a row for each sample, if that dim can hold the batch; `each`: a row for
+    each position of each sample; `whole`: one row. gradient: the same for the gradient that reached it in the very
+    first backward; empty for others.
     """
 
     microbatch: int
@@ -85,9 +85,9 @@ class Output:
 class Contents:
     """A rank's part of a microbatch, as the program got it.
 
-    place: the user's line that reads it. source: the data set. draws: a generator of its own. collate: what makes a
-    batch of samples, where that is the user's. fields: of each tensor with a row for each sample its place in the
-    batch, the shape of a row, and a sketch of each.
+    place: the user's line that reads it. source: the data set. draws: the name of its own generator. collate: the
+    user's function that makes a batch of samples. fields: for each tensor with a row per sample its place in the batch,
+    the shape of a row, and a sketch of each row.
     """
 
     microbatch: int
@@ -100,25 +100,24 @@ class Contents:
 
 @dataclass
 class StepTrace:
-    """One optimizer step of a side, in the order in which things happen.
+    """One optimizer step of a side, in the order of events.
 
     samples: microbatch -> rank -> the indices that counted. outputs, contents: of all ranks that had samples, in rank
     order. peers: of each of these ranks those that have the same samples, itself the first, and their outputs; empty
-    where there are none. alike: rank 0 and those that have its samples, as the run counts them.
-    ready_order: parameters in the order in which their gradients were ready in the last backward. clipped_gradients: as
-    the optimizer saw them, where they are clipped. learning_rates: of each group in this step. optimizer_state:
-    `PARAMETER KEY` -> tensor; scheduler: its numbers after the step.
-    own_gradients: rank and microbatch -> the gradients of its loss alone, before anything is exchanged, in pieces (see
-    sketches.py), under the plan. own_boxes: rank and parameter -> from where to where that is not zero, in each dim.
-    modified_between_backwards: (rank, microbatch, norm before, norm after, all by one factor) for gradients that
-    changed between two backwards. standing: microbatch -> the norm of the gradients that the next backward adds to.
-    rng_mismatch: whether a backward drew numbers that its forward did not. low_precision: parameters that some rank has
-    in values of a lower precision, and which. pairs: operators that may make something of pairs of samples (see
-    pairs.py), on rank 0. numbers: what the loss of the first microbatch is made of (see loss_numbers.py), of each rank
-    that has samples. evaluating: modules that are in evaluation mode in a forward of it. nan_while_open: what became
-    NaN while an exchange was under way, a sentence each, where exchanges are perturbed. changed_behind: parameters and
-    buffers that changed between the optimizer's step and the next batch; loaded: whether a model has loaded a state
-    there.
+    where there are none. alike: rank 0 and those that have its samples, as the run counts them. ready_order: parameters
+    in the order in which their gradients were ready in the last backward. clipped_gradients: as the optimizer saw them,
+    where they are clipped. learning_rates: of each group in this step. optimizer_state: `PARAMETER KEY` -> tensor;
+    scheduler: its numbers after the step. own_gradients: rank and microbatch -> the gradients of its loss alone, before
+    anything is exchanged, in pieces (see sketches.py), under the plan. own_boxes: rank and parameter -> from where to
+    where that is not zero, in each dim. modified_between_backwards: (rank, microbatch, norm before, norm after, all by
+    one factor) for gradients that changed between two backwards. standing: microbatch -> the norm of the gradients that
+    the next backward adds to. rng_mismatch: whether a backward drew numbers that its forward did not. low_precision:
+    parameters that some rank has in values of a lower precision, and which. pairs: operators that may make something of
+    pairs of samples (see pairs.py), on rank 0. numbers: what the loss of the first microbatch is made of (see
+    loss_numbers.py), of each rank that has samples. evaluating: modules that are in evaluation mode in a forward of it.
+    nan_while_open: what became NaN while an exchange was open, a sentence each, if exchanges are perturbed.
+    changed_behind: parameters and buffers that changed between the optimizer's step and the next batch; loaded: whether
+    a model has loaded a state there.
     """
 
     samples: list[list[list[int]]] = field(default_factory=list)
@@ -152,21 +151,20 @@ class StepTrace:
 
 @dataclass
 class Trace:
-    """All that one side did.
+    """The trace of one side.
 
     modules: name -> class. places: name -> line of its forward, where the user has written that. tied: groups of names
-    that are one parameter. draws: of all forwards. evaluated:
-    indices of the test set that counted. rank_divergence: before the first step and in the evaluation. unkeyed: random
-    operators that could not be keyed, so that ranks draw different numbers. drawn_alike: draws
-    for a rank's own rows that in a run are the same on every rank. numpy_draws: whether a forward drew from
-    numpy's own generator. random_modules: modules that draw, without those that contain them. recomputed_modules:
-    modules that run again in the backward. evaluation_draws: random draws in the evaluation.
+    that are one parameter. draws: of all forwards. evaluated: indices of the test set that counted. rank_divergence:
+    before the first step and in the evaluation. unkeyed: random operators that could not be keyed, so that ranks draw
+    different numbers. drawn_alike: draws for a rank's own rows that in a run are the same on every rank. numpy_draws:
+    whether a forward drew from numpy's own generator. random_modules: modules that draw, without those that contain
+    them. recomputed_modules: modules that run again in the backward. evaluation_draws: random draws in the evaluation.
     metric_sums: sum and weight of each metric. single_sample_metrics: metric -> sample -> its mean and weight alone, of
     samples at the ends of batches. padding_ranks: first sample of an evaluated batch -> how many ranks had no sample of
-    it. races: what is wrong with exchanges, where they were perturbed. shown: lines of a script, and what each printed
-    or logged. exchanges, exchanges_backward: of the program itself (see exchanges.py), on rank 0. counted_again:
-    sentences on loops of which every rank has read the whole, and mw.sum counts them once a rank. resumed: what each
-    resume before the last step of a job has brought back. hints: what is wrong on one device too, a sentence each (see
+    it. races: faults of exchanges, if they were perturbed. shown: lines of a script, and what each printed or logged.
+    exchanges, exchanges_backward: of the program itself (see exchanges.py), on rank 0. counted_again: sentences on
+    loops that every rank reads as a whole, so that mw.sum counts them once per rank. resumed: the state that each
+    resume before the last step of a job has restored. hints: what is wrong on one device too, a sentence each (see
     hints.py).
     """
 
@@ -201,7 +199,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Batches:
-    """Which samples the steps of a check read: whole batches; the last is a ragged one, and begins another epoch."""
+    """The samples that the steps of a check read: whole batches; the last one is ragged, and begins another epoch."""
 
     seed: int
     samples: int
@@ -209,7 +207,7 @@ class Batches:
     spec: CheckSpec
 
     def of_step(self, step: int, epoch: int, index: int) -> tuple[int, int, Tensor]:
-        """Epoch, how many of its samples will be behind, and the samples of step `step`, from 0, that begins there."""
+        """Return the epoch, how many of its samples are read after step `step` (from 0), and the step's samples."""
         last = 0 < step == self.spec.steps - 1
         if index >= self.samples or (last and index):
             epoch, index = epoch + 1, 0
@@ -218,7 +216,7 @@ class Batches:
         return epoch, index + len(batch), batch
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        """The epoch and the samples of each step."""
+        """Yield the epoch and the samples of each step."""
         epoch = index = 0
         for step in range(self.spec.steps):
             epoch, index, batch = self.of_step(step, epoch, index)
@@ -226,11 +224,11 @@ class Batches:
 
 
 def microbatches(batch: Tensor, accumulate: int) -> list[BatchSlice]:
-    """The microbatches of a step as one device takes them."""
+    """Return the microbatches of a step as one device takes them."""
     parts = batch.tensor_split(min(accumulate, len(batch)))
     return [BatchSlice(part, len(part), len(batch)) for part in parts]
 
 
 def test_samples(count: int, batch_size: int) -> int:
-    """How much of a test set is evaluated: two batches and one sample, which leaves ranks without any."""
+    """Return how many samples of a test set are evaluated: two batches and one sample, so that some ranks get none."""
     return min(count, 2 * batch_size + 1)

@@ -34,8 +34,8 @@ OF_A_SCALER = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_
 
 @contextlib.contextmanager
 def upcast(active: bool = True) -> Iterator[None]:
-    """In the with-body, and in a backward that it runs: casts to float32, float16 and bfloat16 give float64, and so do
-    new tensors without a dtype."""
+    """Compute in float64 in the with-body and its backward: casts to float32, float16 and bfloat16 give float64, and so
+    do new tensors without a dtype."""
     if not active:
         yield
         return
@@ -50,8 +50,8 @@ def upcast(active: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
-    """In the with-body: `nn.TransformerEncoder` packs no padded batch into nested tensors, whose sizes nobody can read.
-    Evaluation then computes what training computes."""
+    """Keep `nn.TransformerEncoder` from packing padded batches into nested tensors in the with-body, as their sizes
+    cannot be read. Evaluation then computes what training computes."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -62,8 +62,8 @@ def plain_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def called_in_float64(active: bool = True) -> Iterator[None]:
-    """In the with-body: a module that is called in `upcast` has its own parameters and buffers in float64; afterwards
-    in what they were."""
+    """Convert the parameters and buffers of a module that is called inside `upcast` to float64 in the with-body, and
+    back to their dtypes afterwards."""
     before: dict[Tensor, torch.dtype] = {}
 
     def widen(module: nn.Module, inputs: Any) -> None:
@@ -102,8 +102,8 @@ def _in_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _read_as_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The arguments, of which those in float32 and below are widened that are only read, by an operator of torch's that
-    gives a tensor of its own. What is written in float32 is written from float32."""
+    """Widen arguments in float32 and below that a torch operator only reads, if it returns a tensor of its own. Tensors
+    that are written in float32 are written from float32."""
     given = [*args, *kwargs.values()]
     tensors = [t for each in given for t in (each if isinstance(each, list) else [each]) if isinstance(t, Tensor)]
     if operator.namespace != "aten" or all(tensor.dtype not in WIDE for tensor in tensors):
@@ -126,7 +126,7 @@ def _read_as_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _narrow(operator: Any, args: tuple[Any, ...]) -> Any:
-    """The operators of a GradScaler take its scale, a power of two, in float32 alone."""
+    """Run operators of a GradScaler in float32, as they accept its scale, a power of two, in no other dtype."""
     narrow = [a.float() if isinstance(a, Tensor) and a.dtype == torch.float64 else a for a in args]
     result = operator(*narrow)
     for wide, its in zip(args, narrow, strict=True):
@@ -136,7 +136,7 @@ def _narrow(operator: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Random numbers are those of float32: start values, and data that a script makes, are those of the program."""
+    """Draw random numbers in float32: start values, and data that a script makes, are then those of the program."""
     name, first = operator_name(operator), args[0] if args else None
     if name.endswith("_") and isinstance(first, torch.Tensor) and first.dtype in (torch.float64, torch.complex128):
         return first.copy_(operator(first.to(_NARROW[first.dtype]), *args[1:], **kwargs))

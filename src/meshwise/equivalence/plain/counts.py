@@ -17,25 +17,25 @@ TWICE = "samples counted twice in the evaluation"
 
 
 def _by_pass(ranks: Sequence[Record]) -> Iterator[list[Pass]]:
-    """The same pass of each rank that makes it."""
+    """Yield the same pass of all ranks that make it."""
     keys = dict.fromkeys((p.loader, p.number) for record in ranks for p in record.passes if p.samples is not None)
     for key in keys:
         yield [p for record in ranks for p in record.passes if (p.loader, p.number) == key]
 
 
 def has_own_data(ranks: Sequence[Record]) -> bool:
-    """Whether ranks read data sets of their own, in which an index means another sample."""
+    """Return whether ranks read data sets of their own, in which an index means another sample."""
     return any(len({p.content for p in passes}) > 1 for passes in _by_pass(ranks))
 
 
 def _draws_again(alone: Pass) -> bool:
-    """Whether one process, too, reads samples several times: a sampler with replacement."""
+    """Return whether one process, too, reads samples several times: a sampler with replacement."""
     return len(set(alone.read)) < len(alone.read)
 
 
 def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Finding]:
-    """Whether each sample is read once an epoch, in another order each time. agrees: an evaluation shows what one
-    device shows."""
+    """Judge whether each sample is read once an epoch, in a new order each time. agrees: an evaluation prints what one
+    device prints."""
     for passes in _by_pass(ranks):
         first, trained = passes[0], any(p.trained for p in passes)
         alone = [p for p in one.passes if (p.loader, p.number) == (first.loader, first.number)]
@@ -58,7 +58,7 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
 
 
 def _shares(passes: Sequence[Pass], trained: bool, agrees: bool) -> Iterator[Finding]:
-    """How the samples are shared out."""
+    """Judge how the samples are shared among ranks."""
     first, ranks = passes[0], len(passes)
     every = frozenset[int]().union(*(p.samples or () for p in passes))
     counts = Counter(index for p in passes for index in p.read)
@@ -94,7 +94,7 @@ def _shares(passes: Sequence[Pass], trained: bool, agrees: bool) -> Iterator[Fin
 
 
 def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding]:
-    """Each rank reads all samples."""
+    """Judge ranks that each read all samples."""
     first, ranks = passes[0], len(passes)
     if trained:
         yield Finding(
@@ -115,7 +115,7 @@ def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding
 
 
 def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
-    """alone: the same pass of one process."""
+    """Judge the batch size. alone: the same pass of one process."""
     if not alone or not all(p.batches for p in (*alone, *passes)):
         return
     ours, own = sum(len(p.batches[0]) for p in passes), len(alone[0].batches[0])
@@ -129,7 +129,7 @@ def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
 
 
 def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
-    """Whether the schedule runs to its end at the pace of one device."""
+    """Judge whether the schedule runs to its end at the same pace as on one device."""
     many = ranks[0]
     ticks = [_ticks_of_step(record) for record in (many, one)]
     lengths = [_steps_of_pass(record) for record in (many, one)]
@@ -158,7 +158,7 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
 
 
 def _ticks_twice(many: Record, wrong: bool, evidence: str) -> Finding:
-    """wrong: else its length is a number of steps, on however many devices."""
+    """Report a scheduler at another pace. wrong: false if its length is a number of steps on any number of devices."""
     return Finding(
         "scheduler ticks at another pace",
         wrong,
@@ -173,7 +173,7 @@ def _ticks_of_step(record: Record) -> float:
 
 
 def _steps_of_pass(record: Record) -> float:
-    """How many steps a whole epoch has."""
+    """Return the number of steps in a whole epoch."""
     trained = [p for p in record.passes if p.trained]
     if not trained or not record.steps:
         return 0.0
@@ -181,7 +181,7 @@ def _steps_of_pass(record: Record) -> float:
 
 
 def norms(ranks: Sequence[Record]) -> Iterator[Finding]:
-    """Layers that normalize each rank's samples by themselves."""
+    """Report layers that normalize each rank's samples separately."""
     if ranks[0].norms and len(ranks) > 1:
         yield Finding(
             "batch norm per rank",
@@ -193,14 +193,14 @@ def norms(ranks: Sequence[Record]) -> Iterator[Finding]:
 
 
 def agrees(first: Record, one: Record, apart: Sequence[Finding]) -> bool:
-    """Whether evaluations show numbers, and all of them are those of one device. apart: lines that show others."""
+    """Return whether evaluations print numbers, all equal to those of one device. apart: lines that print others."""
     told = [[text for _, text, after in record.shown if not after] for record in (first, one)]
     numbers = all(any(character.isdigit() for text in side for character in text) for side in told)
     return numbers and not any(finding.wrong for finding in apart)
 
 
 def shown(first: Record, one: Record, devices: str) -> Iterator[Finding]:
-    """Lines that print other numbers than one process does."""
+    """Report lines that print other numbers than one process does."""
     for trains, wrong in ((False, True), (True, False)):
         sides = [[(line, text) for line, text, after in record.shown if after is trains] for record in (one, first)]
         texts, _ = shown_otherwise(sides[0], sides[1], devices)

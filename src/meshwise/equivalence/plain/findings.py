@@ -12,8 +12,8 @@ from meshwise.equivalence.proof import Verdict
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check of a plain script found. kind: in the field's words. wrong: else it differs by design, or is told.
-    places: the user's lines. evidence, instead: a sentence each."""
+    """What a check of a plain script found. kind: in the field's words. wrong: false for a difference by design, or a
+    note. places: the user's lines. evidence, instead: a sentence each."""
 
     kind: str
     wrong: bool
@@ -26,7 +26,7 @@ class Finding:
 class PlainProof:
     """Whether a script's ranks compute what one process computes on the same samples, and what the counts show.
 
-    steps: how many were compared; largest: the largest difference of a gradient, of the size of all. not_judged:
+    steps: how many were compared; largest: the largest difference of a gradient, relative to the largest. not_judged:
     sentences.
     """
 
@@ -39,7 +39,7 @@ class PlainProof:
 
     @property
     def verdict(self) -> Verdict:
-        """Different, where something is wrong, doubtful, where not all is judged: what differs by design is neither."""
+        """Different if something is wrong; doubtful if not all is judged. A difference by design is neither."""
         if any(finding.wrong for finding in self.findings):
             return Verdict.DIFFERENT
         return Verdict.DOUBTFUL if self.not_judged else Verdict.EQUAL

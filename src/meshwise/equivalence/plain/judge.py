@@ -18,7 +18,7 @@ from meshwise.equivalence.tolerance import LIMIT
 
 
 def judge(script: str, devices: str, ranks: Sequence[Record], one: Record) -> PlainProof:
-    """ranks: what each did; one: what one process did that followed them, or why it could not."""
+    """Compare ranks with one process. ranks: what each did; one: a process that repeated it, or why it could not."""
     not_judged = list(_not_judged(ranks, one))
     pairs = _pairs(ranks[0].steps, one.steps)
     largest = max((_apart(b, a)[0] for a, b in pairs), default=0.0)
@@ -37,7 +37,7 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record) -> Pl
 
 
 def _reads_others(ranks: Sequence[Record]) -> bool:
-    """Whether one process cannot read what the ranks read."""
+    """Return whether one process cannot read what the ranks read."""
     return counts.has_own_data(ranks) or any(p.samples is None for record in ranks for p in record.passes)
 
 
@@ -58,7 +58,7 @@ def _not_judged(ranks: Sequence[Record], one: Record) -> Iterator[str]:
 
 
 def _once(found: Sequence[Finding]) -> Iterator[Finding]:
-    """The first of each kind and line."""
+    """Yield the first finding of each kind and line."""
     seen = set[tuple[str, tuple[str, ...]]]()
     for finding in found:
         if (finding.kind, finding.places) not in seen:
@@ -71,8 +71,8 @@ def _pairs(many: Sequence[Step], one: Sequence[Step]) -> list[tuple[Step, Step]]
 
 
 def _apart(first: Step, other: Step) -> tuple[float, str]:
-    """The largest difference of a gradient of the parameters that both optimizers hold, of the size of all of them, and
-    its name."""
+    """Return the largest difference of a gradient, relative to the largest gradient, and its name; only for parameters
+    that both optimizers hold."""
     held = first.parameters.keys() & other.parameters.keys()  # of a ZeroRedundancyOptimizer each rank's are others
     one, many = ({n: g for n, g in step.gradients.items() if n in held} for step in (first, other))
     names = [name for name in one if name in many and one[name].shape == many[name].shape]
@@ -176,7 +176,7 @@ def _gradients(ranks: Sequence[Record], pairs: Sequence[tuple[Step, Step]]) -> I
 
 
 def _factor(one: dict[str, Tensor], many: dict[str, Tensor]) -> float | None:
-    """The number that all gradients are multiplied by, if it is one."""
+    """Return the factor between all gradients of both sides, if there is one."""
     if one.keys() != many.keys() or not one:
         return None
     a, b = (torch.cat([grads[name].flatten() for name in sorted(one)]) for grads in (one, many))

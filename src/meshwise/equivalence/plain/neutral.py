@@ -25,7 +25,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class _NoDropout(TorchFunctionMode):
-    """Functions of dropout give their input."""
+    """Makes dropout functions return their input."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in DROPOUTS:
@@ -38,7 +38,7 @@ class _NoDropout(TorchFunctionMode):
 
 
 def _still(module: nn.Module, inputs: Any) -> None:
-    """Modules that hand their dropout on to a function of torch's in C++."""
+    """Switch off dropout in modules that pass it to a C++ function of torch."""
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
         module.dropout = 0.0
     elif isinstance(module, MODULES):
@@ -93,7 +93,7 @@ def _by_parts(plain: Callable[..., Tensor], rows: Mapping[int, list[int]]) -> Ca
 
 
 def _parts(size: int, rows: Mapping[int, list[int]]) -> list[int]:
-    """How many rows of a tensor of this size are of each rank."""
+    """Return how many rows of a tensor of this size belong to each rank."""
     for total, parts in rows.items():
         if total and size % total == 0:
             return [part * size // total for part in parts]

@@ -33,7 +33,7 @@ CALLED_FOR_GPUS = (
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """In the with-body a GPU that is named is the CPU, where there is none."""
+    """Use the CPU for every GPU that the script names in the with-body, if there is none."""
     if torch.get_device_module(GPU).is_available():
         yield
         return
@@ -57,7 +57,7 @@ def on_cpu() -> Iterator[None]:
 
 
 class _Moving(TorchFunctionMode):
-    """Functions of torch that are given a device."""
+    """Replaces GPUs in the device arguments of torch's functions."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is getattr(Tensor, GPU):
@@ -69,7 +69,7 @@ class _Moving(TorchFunctionMode):
 
 
 def _cpu_for(device: Any) -> Any:
-    """The CPU, where this names a GPU."""
+    """Return the CPU if this names a GPU; else the value unchanged."""
     is_number = isinstance(device, int) and not isinstance(device, bool)
     named = isinstance(device, str) and device.startswith(GPU)
     return "cpu" if is_number or named or (isinstance(device, torch.device) and device.type == GPU) else device

@@ -24,16 +24,16 @@ from meshwise.transfer.splitmix import mixed
 
 ADDRESS = re.compile(r"0x[0-9a-f]+")
 MOST_BATCHES = 2_000
-"""Of a sampler without a length, which may have no end."""
+"""The most batches to read from a sampler without a length, which may never end."""
 PASSES = 2
 WHOLE = 8
-"""Batches of an evaluation that is read whole: a script may look for its last one."""
+"""Evaluations of up to so many batches are read whole: a script may look for the last one."""
 LATER_STEPS = 2
 
 
 @dataclass
 class _Loop:
-    """A loop over a loader. batches: the samples of each rank in each batch. at: of the next one."""
+    """A loop over a loader. batches: the samples of each rank in each batch. at: the number of the next batch."""
 
     iterator: Any  # kept, so that no other has its id
     read: Pass
@@ -43,8 +43,8 @@ class _Loop:
 
 
 class Reads:
-    """What one run of the script reads. steps: of the first pass of a loop. follow: what all ranks did, whose samples
-    one process reads again. passes: takes each pass."""
+    """What one run of the script reads. steps: how many the first pass of a loop makes. follow: the reads of all ranks,
+    for one process that repeats them. passes: gets each pass."""
 
     def __init__(self, steps: int, seed: int, follow: Follow | None, passes: list[Pass]) -> None:
         self.rows: dict[int, list[int]] = {}
@@ -67,18 +67,18 @@ class Reads:
         self._see_accelerate()
 
     def close(self) -> None:
-        """Let loaders read by themselves again."""
+        """Let loaders choose their own batches again."""
         for end in reversed(self._ends):
             end()
 
     def backward(self) -> bool:
-        """A backward begins. Gives whether random numbers were drawn since its batch came."""
+        """Note a backward; return whether random numbers were drawn since its batch came."""
         if self.now is not None:
             self.now.trained = True
         return self._drawn is not None and self._drawn != _generators()
 
     def step_made(self) -> None:
-        """An optimizer has made its step."""
+        """Note that an optimizer has made its step."""
         self._made += 1
         self._batches_of_step, self._batches_since = self._batches_since, 0
 
@@ -87,7 +87,7 @@ class Reads:
             self._made_at[id(loader.batch_sampler)] = user_place()
 
     def _choose(self, iterator: Any) -> Any:
-        """The indices of the next batch."""
+        """Return the indices of the next batch."""
         loop = self._loops.get(id(iterator)) or self._begin(iterator)
         now = self.now = loop.read
         if now.samples is None and self._enough(loop):
@@ -140,20 +140,20 @@ class Reads:
         return loop
 
     def _enough(self, loop: _Loop) -> bool:
-        """Whether a loop has made its steps, or read enough."""
+        """Return whether a loop has made its steps, or read enough."""
         made, now = self._made - loop.made_before, loop.read
         wanted = self._steps if now.number == 0 else min(self._steps, LATER_STEPS)
         return made >= wanted - 1 if now.trained else len(now.given) >= EVALUATED and len(loop.batches) > WHOLE
 
     def _next(self, loop: _Loop) -> int:
-        """The number of the next batch: the following one, or of the last ones, once there were enough."""
+        """Return the number of the next batch: the following one, or one of the last batches, once enough were read."""
         tail = max(self._batches_of_step, 1) if loop.read.trained else 1
         chosen = max(loop.at, len(loop.batches) - tail) if self._enough(loop) else loop.at
         self.has_cut |= chosen > loop.at
         return chosen
 
     def _see_accelerate(self) -> None:
-        """`gather_for_metrics` takes away what repeats."""
+        """Note calls of accelerate's `gather_for_metrics`, which removes repeated samples."""
         accelerate: Any = sys.modules.get("accelerate")
         if accelerate is None or self._sees_accelerate:
             return
@@ -173,12 +173,12 @@ class Reads:
         self._ends.append(program_calls.put([accelerate.Accelerator], "gather_for_metrics", gathering))
 
     def _content(self, data: Any, picked: Sequence[int]) -> str:
-        """Of its first sample, without addresses."""
+        """Return the text of its first sample, without addresses."""
         readable = bool(picked) and is_read_singly(data)
         return ADDRESS.sub("", repr(self._drawn_alike(data.__getitem__, 0, 0))) if readable else ""
 
     def _read(self, get: Callable[[int], Any], index: int) -> Any:
-        """A sample: what it draws depends on its index and on the pass alone."""
+        """Read a sample; the random numbers it draws depend only on its index and the pass."""
         assert self.now is not None
         return self._drawn_alike(get, int(index), self.now.loader, self.now.number)
 

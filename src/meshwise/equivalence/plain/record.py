@@ -16,11 +16,10 @@ class Pass:
     """One pass over a DataLoader.
 
     loader: its number, in the order of first use. number: of this pass over it. places: the user's lines that read it
-    and that made it. samples: the indices of its data set; None of one
-    that has none. content: of one sample, to tell data sets apart. batches: the indices of every batch that its
-    sampler gives; given: which of them the script got. trained: whether a backward followed a batch. padded_away:
-    whether `gather_for_metrics` took away what repeats. over: whether the loop has ended.
-    endless: whether its sampler may give more.
+    and that made it. samples: the indices of its data set; None if it has no indices. content: text of one sample, to
+    tell data sets apart. batches: the indices of every batch of its sampler; given: which of them the script got.
+    trained: whether a backward followed a batch. padded_away: whether `gather_for_metrics` removed repeated samples.
+    over: whether the loop has ended. endless: whether its sampler may give more.
     """
 
     loader: int
@@ -46,12 +45,12 @@ class Pass:
 class Step:
     """One step of an optimizer.
 
-    places: the lines of the last forward, its backward, and the step. settings: numbers of each group, before it.
-    gradients: by parameter, before it. parameters: after it. loss: sum of the losses of its backwards. scales: what
-    each was multiplied by at last. ticks: of the scheduler since the step before. unreduced: why its gradients may not
-    be those of all ranks. hooks: lines of hooks on the gradients. clips: lines that clip, and the norm before. draws:
-    whether random numbers were drawn between a batch and its backward. start: the norms of its parameters before it,
-    added up.
+    places: the lines of the last forward, its backward, and the step. settings: numbers of each group, before the step.
+    gradients: by parameter, before the step. parameters: after it. loss: sum of the losses of its backwards. scales:
+    the final factor of each loss. ticks: scheduler steps since the last optimizer step. unreduced: why its gradients
+    may not be those of all ranks. hooks: lines of hooks on the gradients. clips: lines that clip, and the norm before.
+    draws: whether random numbers were drawn between a batch and its backward. start: the sum of the parameters' norms
+    before the step.
     """
 
     optimizer: int
@@ -71,9 +70,9 @@ class Step:
 
 @dataclass
 class Record:
-    """What one rank did. norms: kinds of batch norm that ran in training. horizon: after how many ticks the schedule
-    ends, and the lines that make and tick it. shown: lines that print, what they print, and whether that is
-    of a training, or inside an evaluation. ticks: since the last step. refused: why nothing of it can be compared."""
+    """What one rank did. norms: kinds of batch norm that ran in training. horizon: the number of ticks until the
+    schedule ends, and the lines that make and tick it. shown: lines that print, what they print, and whether it is from
+    a training or inside an evaluation. ticks: since the last step. refused: why none of it can be compared."""
 
     rank: int
     passes: list[Pass] = field(default_factory=list)
@@ -90,13 +89,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Follow:
-    """What one process follows: all ranks' reads, and rank 0's settings and parameters."""
+    """What one process repeats: all ranks' reads, and rank 0's settings and parameters."""
 
     ranks: Sequence[Record]
 
     def unions(self, own: Pass) -> list[list[list[int]]] | None:
-        """The batches of a pass: of each, the samples of every rank; None of a pass that no rank made. An evaluation
-        reads what one process does, or each sample once, where not all was read. own: what one process would read."""
+        """Return the batches of a pass, each as the samples of every rank; None if no rank made the pass. An evaluation
+        that was not read whole reads what one process does, or each sample once. own: what one process would read."""
         passes = [p for record in self.ranks for p in record.passes if (p.loader, p.number) == (own.loader, own.number)]
         if not passes:
             return None

@@ -20,7 +20,7 @@ HORIZONS = ("T_max", "total_steps", "total_iters", "step_size", "num_training_st
 
 
 def watch_ticks(record: Record) -> list[Callable[[], None]]:
-    """Count in `record` what schedulers are told, until the functions that are returned are called."""
+    """Record in `record` what schedulers are told, until the returned functions are called."""
     inside, made_at = False, dict[int, tuple[Any, str]]()
 
     def counting(plain: Any) -> Any:
@@ -45,7 +45,7 @@ def watch_ticks(record: Record) -> list[Callable[[], None]]:
 
 
 def horizon_of(scheduler: Any) -> int | None:
-    """After how many ticks a schedule ends, where it says so."""
+    """Return the number of ticks after which a schedule ends, if it has one."""
     for name in HORIZONS:
         if isinstance(value := getattr(scheduler, name, None), int):
             return value

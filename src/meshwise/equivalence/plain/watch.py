@@ -38,14 +38,14 @@ from meshwise.spec.units import bytes_text
 from meshwise.spec.user_code import place_of, user_place
 
 MOST_BACKWARDS = 40
-"""Of a step that is compared; a script that makes more ends."""
+"""The most backwards in a compared step; a script that makes more is ended."""
 NOT_REPLICAS = "its parameters are sharded (FSDP, DTensor): check compares replicas, as DDP and accelerate have them"
 OUTSIDE = "its forward does not go through the DistributedDataParallel"
 
 
 def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Follow | None, rank: int) -> Record:
     """Run `script` in this process as `python script.py` would, for so many steps of its first pass. follow: what all
-    ranks did, which one process does again."""
+    ranks did, for one process that repeats it."""
     watcher = _Watcher(steps, seed, follow, rank)
     seed_all(seed + rank)
     with (
@@ -69,7 +69,7 @@ def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Fol
 
 
 class _Watcher:
-    """One run of the script."""
+    """Watches one run of the script."""
 
     def __init__(self, steps: int, seed: int, follow: Follow | None, rank: int) -> None:
         self.record = Record(rank)
@@ -95,14 +95,14 @@ class _Watcher:
         self._wrapped_forward = False
 
     def ended(self) -> Record:
-        """What was recorded."""
+        """Return what was recorded."""
         self.record.norms = tuple(self._norms)
         self.record.accelerate = "accelerate" in sys.modules
         return self.record
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """In the with-body the script is watched."""
+        """Watch the script in the with-body."""
         put = program_calls.put
         self._ends += [
             put([DistributedDataParallel], "__init__", self._wrap),
@@ -245,7 +245,7 @@ class _Watcher:
         self._fresh()
 
     def _followed(self, number: int) -> Step | None:
-        """The step of rank 0 that this one repeats."""
+        """Return the step of rank 0 that this one repeats."""
         if self._follow is None:
             return None
         steps = [step for step in self._follow.ranks[0].steps if step.optimizer == number]

@@ -17,7 +17,7 @@ from meshwise.spec.plan import changed
 
 
 def check_dict(proof: Proof | PlainProof) -> dict[str, Any]:
-    """The proof as plain values."""
+    """Convert the proof to plain values."""
     if isinstance(proof, PlainProof):
         plain: dict[str, Any] = json_value(proof, str)
         return {"verdict": proof.verdict.value, "equal": proof.equal, **plain}

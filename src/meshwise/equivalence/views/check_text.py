@@ -28,7 +28,7 @@ OF_BAND = ("loss", "parameters", "evaluation")
 
 
 def check_text(proof: Proof | PlainProof, width: int | None = None) -> RenderableType:
-    """The proof, at most `width` characters wide (None: as wide as the console)."""
+    """Show the proof, at most `width` characters wide (None: as wide as the console)."""
     if isinstance(proof, PlainProof):
         return plain_text(proof, width)
     return Drawn(lambda screen: _lines(proof, screen), width)
@@ -50,14 +50,14 @@ def _lines(proof: Proof, screen: Screen) -> list[Text]:
 
 
 def _not_compared(left_out: Sequence[str]) -> list[str]:
-    """One line: those of a large model would hide the rest."""
+    """Return a single line, as those of a large model would hide the rest."""
     if len(left_out) < 2:
         return [f"not compared: {text}" for text in left_out]
     return [f"not compared: {len(left_out)} things, which --json names; the first: {left_out[0]}"]
 
 
 def verdict(proof: Proof) -> list[Text]:
-    """The answer in a few sentences."""
+    """Return the answer in a few sentences."""
     batches = ", ".join(map(str, proof.batches))
     run = f"{plural(len(proof.batches), 'step')} of {batches} samples"
     first = proof.comparison.first
@@ -85,7 +85,7 @@ def verdict(proof: Proof) -> list[Text]:
 
 
 def _band(proof: Proof) -> list[Text]:
-    """What rounding alone does to this program, on one device too: what a run under the plan may be off by."""
+    """Say how far rounding alone moves this program, also on one device: a run under the plan may differ by as much."""
     sizes = [f"{each.kind} {_size(each.one_device)}" for each in proof.rounding if each.kind in OF_BAND]
     if not sizes:
         return []
@@ -99,7 +99,7 @@ def _limit() -> str:
 
 
 def _row(compared: Compared) -> list[str | Text]:
-    """kind, how many, how many are faults, the largest difference, where that is."""
+    """Make a row: kind, how many, how many are faults, the largest difference, and where it is."""
     largest = compared.largest
     style = "red" if compared.faults else ""
     return [

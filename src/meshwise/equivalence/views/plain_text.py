@@ -14,7 +14,7 @@ from meshwise.terminal.screen import Drawn, Screen, spaced
 
 
 def plain_text(proof: PlainProof, width: int | None = None) -> RenderableType:
-    """The proof, at most `width` characters wide (None: as wide as the console)."""
+    """Show the proof, at most `width` characters wide (None: as wide as the console)."""
     return Drawn(lambda screen: _lines(proof, screen), width)
 
 
