@@ -13,12 +13,13 @@ import tempfile
 import time
 from typing import Any
 
+from entropy import bigram_entropy
 from keep import keep
 from rich.console import Console
 
 from meshwise.api.run import start_job
 from meshwise.job.options import RunOptions
-from meshwise.jobs.text import bigram_entropy, read_files
+from meshwise.jobs.text import read_files
 
 
 def run(job: str, devices: str) -> dict[str, Any]:

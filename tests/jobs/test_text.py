@@ -1,15 +1,19 @@
-"""The text of the gpt job: documents, their split, and the bigram entropy that a model must beat."""
+"""The text of the gpt job: documents, their split, and the bigram entropy that a model must beat (bench/entropy.py)."""
 
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from meshwise.jobs.text import IGNORED, SHORTEST, bigram_entropy, cut, make_documents, read_files
+from meshwise.jobs.text import IGNORED, SHORTEST, cut, make_documents, read_files
 from meshwise.spec.errors import DataError
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from entropy import bigram_entropy
 
 
 def test_documents_are_whole_paragraphs_where_they_fit() -> None:

@@ -101,25 +101,6 @@ def cut(text: bytes, longest: int) -> Iterator[bytes]:
         yield held
 
 
-def bigram_entropy(train: Sequence[bytes], held_out: Sequence[bytes]) -> float:
-    """Return nats a byte on `held_out` for a predictor from the previous byte, with counts from `train`, plus one."""
-    counts = torch.ones(256, 256, dtype=torch.float64)
-    for pairs, number in map(_pairs, train):
-        counts.view(-1).index_add_(0, pairs, number)
-    surprise = -(counts / counts.sum(1, keepdim=True)).log().view(-1)
-    total = sum(float((surprise[pairs] * number).sum()) for pairs, number in map(_pairs, held_out))
-    return total / sum(max(len(text) - 1, 0) for text in held_out)
-
-
-def _pairs(text: bytes) -> tuple[Tensor, Tensor]:
-    """Return the pairs of neighbouring bytes in a text, as first * 256 + second, and their counts."""
-    if len(text) < 2:
-        return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
-    codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    pairs, counts = (codes[:-1] * 256 + codes[1:]).unique(return_counts=True)
-    return pairs, counts.double()
-
-
 def _text_files(root: Path, pattern: str, skipped: Set[str]) -> Iterator[str]:
     for path in root.rglob(pattern):
         name = path.relative_to(root)
