@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwise as mw
+from meshwise.data.keyed import ExactDraws
 from meshwise.process.session import default_engine, end_sessions
 from meshwise.spec.plan import Plan
 from meshwise.workers.gate import StepGate
@@ -31,7 +32,7 @@ UNLIKE = ("runtime", "second", "time", "total_flos")
 @dataclass(frozen=True)
 class Case:
     """A run of a Trainer. model: `gpt2`, or how the loss of a module is a mean. ends, stops: after so many steps
-    the Trainer ends, or the run is asked to stop."""
+    the Trainer ends, or the run is asked to stop. exact: its draws are those of one device."""
 
     model: str
     folder: str
@@ -40,6 +41,7 @@ class Case:
     resume: str | None = None
     ends: int = 0
     stops: int = 0
+    exact: bool = False
 
 
 def texts(count: int, seed: int) -> list[dict[str, Tensor]]:
@@ -85,6 +87,61 @@ class Classes(nn.Module):
         return {"loss": F.cross_entropy(logits.reshape(-1, 3), labels.reshape(-1)), "logits": logits}
 
 
+class Divided(Classes):
+    """Its loss is a sum, divided by its own count of the labels that count."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = super().forward(x, labels)
+        each = F.cross_entropy(found["logits"].reshape(-1, 3), labels.reshape(-1), reduction="none")
+        return {**found, "loss": each.sum() / (labels != -100).sum()}
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Draws for each sample, in numbers that another number of devices reads elsewhere."""
+
+    def __len__(self) -> int:
+        return 27
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.rand(1, 3, dtype=torch.float64)
+        return {"x": x, "labels": torch.tensor(index % 3)}
+
+
+class Drops(Classes):
+    """Draws in its forward."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return super().forward(F.dropout(x, 0.5), labels)
+
+
+class Masking:
+    """A collator that says that it masks at random."""
+
+    mlm = True
+
+    def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return collate(rows)
+
+
+class Renamed(transformers.PreTrainedModel):
+    """transformers saves its weights under other names than it has, as those of a ViT."""
+
+    config_class = transformers.ViTConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.inner = Classes()
+        self.post_init()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.inner(x, labels)
+        return found
+
+    def save_pretrained(self, folder: Any, save_original_format: bool = True, **options: Any) -> None:
+        state = {k.replace("inner", "old") if save_original_format else k: v for k, v in self.state_dict().items()}
+        super().save_pretrained(folder, **{**options, "state_dict": state})
+
+
 class Routed(Classes):
     """Its loss is a sum over num_items_in_batch, and a term of its rows besides."""
 
@@ -98,8 +155,10 @@ def model_of(kind: str) -> nn.Module:
     torch.manual_seed(3)
     if kind == "routed":
         return Routed().double()
+    if kind == "renamed":
+        return Renamed(transformers.ViTConfig()).double()  # type: ignore[no-any-return]
     if kind != "gpt2":
-        return Classes().double()
+        return {"divided": Divided, "drops": Drops}.get(kind, Classes)().double()
     dropped = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
     sizes = {"vocab_size": TOKENS, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 2}
     model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropped)).double()
@@ -120,7 +179,11 @@ def train(case: Case) -> dict[str, Any]:
 
 
 def _train(case: Case) -> dict[str, Any]:
-    data = texts if case.model == "gpt2" else lambda n, seed: points(n, seed, 4 if case.model == "items" else 1)
+    data = (
+        texts
+        if case.model == "gpt2"
+        else lambda n, seed: points(n, seed, 4 if case.model in ("items", "divided") else 1)
+    )
     common = {
         "per_device_train_batch_size": 5, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2,
         "num_train_epochs": 2, "learning_rate": 1e-2, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2,
@@ -134,13 +197,14 @@ def _train(case: Case) -> dict[str, Any]:
     trainer = transformers.Trainer(
         model_of(case.model),
         args,
-        data_collator=collate,
-        train_dataset=data(27, 1),
+        data_collator=Masking() if case.model == "masks" else collate,
+        train_dataset=Noisy() if case.model == "drops" else data(27, 1),
         eval_dataset=data(11, 2),
         compute_metrics=metrics_of,
         callbacks=callbacks,
     )
     trainer.remove_callback(transformers.PrinterCallback)
+    default_engine().draws = ExactDraws() if case.exact else None
     assert mw.distribute(trainer, plan=case.plan) is trainer
     default_engine().gate = StepGate()
     try:
@@ -210,6 +274,7 @@ def test_a_mean_over_all_tokens_of_a_step_is_that_of_one_device(pool: Any, tmp_p
 def test_a_loss_that_is_a_mean_itself_is_weighed_by_what_it_is_over(pool: Any, tmp_path: Path) -> None:
     equal(pool, tmp_path / "samples", (3,), model="samples", options={"max_grad_norm": 0.01})
     equal(pool, tmp_path / "items", (2,), model="items", options={"batch_eval_metrics": False})
+    equal(pool, tmp_path / "divided", (2,), model="divided")
 
 
 @pytest.mark.parametrize("plan", [Plan(shard=2), Plan(data=2, zero1=True)], ids=str)
@@ -242,6 +307,7 @@ def test_a_run_that_was_stopped_goes_on_with_another_number_of_devices(pool: Any
     [
         ("samples", {"auto_find_batch_size": True}, "auto_find_batch_size is refused"),
         ("samples", {"optim": "lomo"}, "optim=lomo is refused"),
+        ("masks", {}, "--exact-random with a collator that masks at random is refused"),
         ("routed", {}, "the loss of Routed is a sum over num_items_in_batch and a term besides"),
     ],
 )
@@ -249,4 +315,20 @@ def test_what_cannot_be_the_same_is_refused_by_name(
     pool: Any, tmp_path: Path, model: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CaseFailed, match=message):
-        pool(2).run(train, Case(model, str(tmp_path), options=options))
+        pool(2).run(train, Case(model, str(tmp_path), options=options, exact=model == "masks"))
+
+
+def test_exact_draws_of_a_model_are_apart_from_those_of_data_that_is_read_ahead(pool: Any, tmp_path: Path) -> None:
+    equal(pool, tmp_path, (2, 3), model="drops", exact=True)
+
+
+def test_a_checkpoint_has_the_names_that_a_trainer_loads(pool: Any, tmp_path: Path) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    end_sessions()
+    want = train(Case("renamed", str(tmp_path / "one"), options=saves))
+    del want["log"][-1]["train_loss"]
+    for got in pool(2).run(train, Case("renamed", str(tmp_path / "two"), resume=str(tmp_path / "one/checkpoint-2"))):
+        del got["log"][-1]["train_loss"]
+        torch.testing.assert_close(got["weights"], want["weights"], rtol=1e-9, atol=1e-10)
+    with pytest.raises(CaseFailed, match=r"this checkpoint, .* has old.hidden.* for inner.hidden"):
+        pool(2).run(train, Case("renamed", str(tmp_path / "three"), resume=str(tmp_path / "one/end")))

@@ -241,11 +241,20 @@ def signed(number: int) -> int:
 
 def _is_divided_sum(node: Any, samples: int) -> bool:
     """Whether a sum is divided by a number of items that is no multiple of the samples."""
+    return any(float(number) > 1 and float(number) % max(samples, 1) != 0 for number in _divisor(node))
+
+
+def _divisor(node: Any) -> list[Tensor]:
+    """The one number that a sum is divided by, where the graph keeps it."""
     above, below = (each for each, _ in node.next_functions)
-    number = node._saved_other
-    if above is None or above.name() != "SumBackward0" or below is not None or number is None or number.numel() != 1:
-        return False
-    return float(number) > 1 and float(number) % max(samples, 1) != 0
+    is_sum = above is not None and above.name() == "SumBackward0" and below is None
+    return [number for number in (node._saved_other,) if is_sum and number is not None and number.numel() == 1]
+
+
+def count_of_sum(loss: Tensor) -> list[Tensor]:
+    """What a loss divides its one sum by; nothing of another loss. Nothing is read."""
+    node = loss.grad_fn
+    return _divisor(node) if node is not None and node.name() == "DivBackward0" else []
 
 
 def _is_mean_of_some(node: Any, samples: int) -> bool:

@@ -36,9 +36,11 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.workers.join import rank_context, rejoin
 
+MASKS = " Its collator masks at random: each number of devices draws its own masks, in evaluation too."
+SFT = "SFTTrainer"  # of TRL 1.16: what it logs are sums over all ranks
 WHOLE = (
-    "Trainer: per_device_train_batch_size={train} and per_device_eval_batch_size={eval} are of all {ranks} devices "
-    "together."
+    "Trainer: per_device_train_batch_size={0.per_device_train_batch_size} and per_device_eval_batch_size="
+    "{0.per_device_eval_batch_size} are of all {1} devices together."
 )
 
 
@@ -64,10 +66,12 @@ def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: C
     if isinstance(trainer, OnRanks):
         return trainer
     world = rank_context().world
+    masks = world.size > 1 and any(getattr(trainer.data_collator, name, False) for name in ("mlm", "plm_probability"))
     if world.size > 1:
-        _refuse(trainer, world.size)
+        _refuse(trainer, world.size, masks and engine.draws is not None)
     ranks = Ranks(engine, plan, share, trainer)
-    _be_alone(trainer)
+    make = trainer.create_accelerator_and_postprocess
+    trainer.args.distributed_state = be_alone(world.rank, world.local_rank, world.device, make)
     accelerator = trainer.accelerator
     in_front(AcceleratorOnRanks, accelerator, ranks)
     in_front(OnRanks, trainer, ranks)
@@ -78,22 +82,15 @@ def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: C
     if isinstance(trainer.optimizer, torch.optim.Optimizer):
         engine.add_optimizer(trainer.optimizer)
     if world.size > 1:
-        args = trainer.args
-        train, evaluation = args.per_device_train_batch_size, args.per_device_eval_batch_size
-        engine.notify(WHOLE.format(train=train, eval=evaluation, ranks=engine.world.size))
+        engine.notify(WHOLE.format(trainer.args, world.size) + masks * MASKS)
     return trainer
 
 
-def _be_alone(trainer: Any) -> None:
-    world = rank_context().world
-    make = trainer.create_accelerator_and_postprocess
-    trainer.args.distributed_state = be_alone(world.rank, world.local_rank, world.device, make)
-
-
-def _refuse(trainer: Any, ranks: int) -> None:
-    """Raises UsageError for what is not the same on several devices."""
+def _refuse(trainer: Any, ranks: int, masks: bool) -> None:
+    """Raises UsageError for what is not the same on several devices. masks: at random, where draws are to be exact."""
     args = trainer.args
-    own = sorted({cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")})
+    own = sorted({c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")} - {"_BaseTrainer", SFT})
+    reads = not str(type(trainer).get_batch_samples.__module__).startswith("transformers.")
     found = {
         "deepspeed": (args.deepspeed, "leave it out; a plan divides the model (meshwise plan, --plan)"),
         "fsdp": (args.fsdp, "leave it out; a plan with shard divides the model (meshwise plan, --plan)"),
@@ -112,14 +109,13 @@ def _refuse(trainer: Any, ranks: int) -> None:
             any(name in str(args.optim).lower() for name in ("layerwise", "lomo")),
             "it steps inside the backward, before gradients are averaged. Use one that steps after it",
         ),
-        f"TRL's {own and own[0]}": (own, "none was compared with one device yet. Write its loop with mw.distribute"),
-        "a get_batch_samples of your own": (_is_own(trainer, "get_batch_samples"), "leave it to Trainer"),
+        f"TRL's {own and own[0]}": (
+            own,
+            "only its SFTTrainer was compared with one device. Write its loop with mw.distribute",
+        ),
+        "--exact-random with a collator that masks at random": (masks, "leave it out, or mask in the data set"),
+        "a get_batch_samples of your own": (reads, "leave it to Trainer"),
     }
     for name, (given, instead) in found.items():
         if given:
             raise UsageError(REFUSED.format(ranks=ranks, what=name, instead=instead))
-
-
-def _is_own(trainer: Any, name: str) -> bool:
-    """Whether a method is not that of transformers itself."""
-    return not str(getattr(type(trainer), name).__module__).startswith("transformers.")

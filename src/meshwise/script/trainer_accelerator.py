@@ -73,8 +73,7 @@ class AcceleratorOnRanks:
         by = 1 / ranks if reduction == "mean" else 1
 
         def reduced(own: Tensor) -> Tensor:
-            total = collectives.all_reduce(own.clone() if self.meshwise.samples else torch.zeros_like(own))
-            return total if by == 1 else total * by
+            return collectives.all_reduce(own.clone() if self.meshwise.samples else torch.zeros_like(own)) * by
 
         return map_tensors(reduced, tensor)
 

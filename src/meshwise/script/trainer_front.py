@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Sequence
 from importlib import import_module
 from types import SimpleNamespace
@@ -29,7 +30,15 @@ from meshwise.transfer import collectives
 TRAINER = "transformers.trainer"
 UNLIKE = ("_runtime", "_per_second", "_time", "total_flos", "num_input_tokens_seen")
 """Logged values that differ between ranks: times, and computed work, since a rank pads to its own longest row."""
-SWEEP = "each rank would try other values. Loop over them in the script, with a Trainer for each"
+SWEEP = {"what": "hyperparameter_search", "instead": "each rank would try others. Loop in the script, a Trainer each"}
+
+
+def own_names(model: Any) -> contextlib.AbstractContextManager[object]:
+    """Save weights under the names that they have, which are those that Trainer loads: others would be left."""
+    save = getattr(model, "save_pretrained", None)
+    if save is None or "save_original_format" not in inspect.signature(save).parameters:
+        return contextlib.nullcontext()
+    return mock.patch.object(model, "save_pretrained", functools.partial(save, save_original_format=False))
 
 
 class OnRanks:
@@ -108,16 +117,23 @@ class OnRanks:
     def hyperparameter_search(self: Any, *args: Any, **options: Any) -> Any:
         if self.meshwise.alone:
             return super().hyperparameter_search(*args, **options)  # type: ignore[misc]
-        raise UsageError(
-            REFUSED.format(ranks=self.meshwise.engine.world.size, what="hyperparameter_search", instead=SWEEP)
-        )
+        raise UsageError(REFUSED.format(ranks=self.meshwise.engine.world.size, **SWEEP))
 
     # Files, and what is logged.
 
     def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> None:
-        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        with own_names(self.model) if _internal_call else contextlib.nullcontext():
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         if _internal_call:  # of a checkpoint: others look whether it is there
             collectives.barrier(collectives.everyone())
+
+    def _issue_warnings_after_load(self: Any, load_result: Any) -> None:
+        super()._issue_warnings_after_load(load_result)  # type: ignore[misc]
+        if (missing := load_result.missing_keys) and (others := load_result.unexpected_keys):
+            raise UsageError(
+                f"Trainer: this checkpoint, saved without mw.distribute, has {others[0]} for {missing[0]}: Trainer "
+                "would leave such weights as they are. Load it with from_pretrained, and train without resuming."
+            )
 
     def _save(self: Any, output_dir: Any = None, state_dict: Any = None) -> None:
         if self.meshwise.engine.plan.parameters_divided and state_dict is None:

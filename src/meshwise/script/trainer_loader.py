@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from meshwise.compat.accelerate_states import loop_begins, loop_ends
+from meshwise.compat.dispatch import without_interception
 from meshwise.data.order import BatchSlice
 from meshwise.script.distributed_loader import DistributedLoader
 
@@ -29,8 +31,10 @@ class _Ahead:
         return self._waiting.popleft() if self._waiting else next(self._pairs)
 
     def look(self, count: int) -> list[Share]:
-        while len(self._waiting) < count and (pair := next(self._pairs, None)) is not None:
-            self._waiting.append(pair)
+        """The next ones. What a data set draws for them is no draw of the batch that is worked on."""
+        with without_interception():
+            while len(self._waiting) < count and (pair := next(self._pairs, None)) is not None:
+                self._waiting.append(pair)
         return list(self._waiting)[:count]
 
 
@@ -119,7 +123,4 @@ class Window:
         return self._count
 
     def __iter__(self) -> Iterator[Any]:
-        for _ in range(self._count):
-            if (batch := next(self._epoch, None)) is None:
-                return
-            yield batch
+        return islice(self._epoch, self._count)

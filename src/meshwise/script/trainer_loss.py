@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.autograd.loss_graph import cross_entropy_means, is_of_items
+from meshwise.autograd.loss_graph import count_of_sum, cross_entropy_means, is_of_items
 from meshwise.engine import steps
 from meshwise.engine.engine import Engine
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.transfer import collectives
 
-SUM, MEAN, ITEMS = "a sum over num_items_in_batch", "a mean over samples", "a mean over the items of a cross entropy"
+SUM, MEAN, ITEMS = "a sum over num_items_in_batch", "a mean over samples", "a mean over other items"
 MIXED = "a sum over num_items_in_batch and more"
 
 
@@ -91,15 +91,14 @@ def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any,
         added, near = -(by * items).detach().double(), 1e-5 if torch.finfo(loss.dtype).eps < 1e-5 else 3e-2
         alike = torch.allclose(added, loss.detach().double(), rtol=near, atol=1e-12, equal_nan=True)
         kind = SUM if alike else MIXED
-    elif is_of_items(loss, 1 if part is None else len(part.indices)):
+    elif is_of_items(loss, 1 if part is None else len(part.indices)) or count_of_sum(loss):
         kind = ITEMS
     kinds = collectives.gather_objects(kind)
     kind = next((each for each in (MIXED, SUM, ITEMS) if each in kinds), MEAN)
     if kind == MIXED:
         raise UsageError(
             f"Trainer: the loss of {type(ranks.trainer.model).__name__} is {SUM} and a term besides (such as that of a "
-            "router, which is of the rows of one rank): several devices would not compute what one does. Leave that "
-            "term out (router_aux_loss_coef=0), or give compute_loss_func a sum divided by num_items_in_batch."
+            "router). Leave that term out (router_aux_loss_coef=0), or give a compute_loss_func without it."
         )
     ranks.kinds[ranks.items] = kind
     ranks.weight = weight_of(ranks, loss) if kind == ITEMS else None
@@ -113,12 +112,11 @@ def loss_of(result: Any) -> Tensor:
 
 
 def weight_of(ranks: Ranks, loss: Tensor) -> Tensor:
-    """What the cross entropy in a loss is a mean over."""
-    found = cross_entropy_means(loss)
+    """What the cross entropy in a loss is a mean over, or a sum is divided by."""
+    found = count_of_sum(loss) or [over for over, _, _ in cross_entropy_means(loss)]
     if len(found) != 1:
         raise UsageError(
             f"Trainer: the loss of {type(ranks.trainer.model).__name__} has {len(found)} cross entropies that are "
-            "means over other items than samples, so it is not known how the parts of several devices add up. Give a "
-            "compute_loss_func that divides a sum by num_items_in_batch."
+            "means over other items than samples. Give a compute_loss_func: a sum divided by num_items_in_batch."
         )
-    return found[0][0]
+    return found[0]
