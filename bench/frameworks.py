@@ -168,7 +168,8 @@ def judged(script: Script, pair: str, done: dict[str, Any], reference: dict[str,
     mine, want = done["told"], reference["told"]
     if pair == RESUMED:
         want = since(mine, want)
-    largest, where = apart(want, mine)
+    unlike, why = script.unlike if pair == ONE else ("", "")
+    largest, where = apart(without(want, unlike), without(mine, unlike))
     names = sorted(path.name for path in at[0].glob("weights-*.pt"))
     weights = [weights_apart(at[0] / name, at[1] / name) for name in names]
     found = {"told": len(mine), "apart": largest, "where": where, "weights apart": max(weights, default=0.0)
@@ -176,7 +177,20 @@ def judged(script: Script, pair: str, done: dict[str, Any], reference: dict[str,
     if pair == ONE and (script.options or script.draws):
         return {"outcome": "other draws"}
     right = all(found[key] is not None and found[key] <= BOUND for key in ("apart", "weights apart"))
-    return {"outcome": "equal" if right else "WRONG", **found, **({} if right else {"said": output[-1500:]})}
+    return {
+        "outcome": "equal" if right else "WRONG",
+        **found,
+        **({"but for": unlike, "why": why} if why else {}),
+        **({} if right else {"said": output[-1500:]}),
+    }
+
+
+def without(told: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """All but one name."""
+    return [
+        {k: {n: y for n, y in x.items() if n != name} if isinstance(x, dict) else x for k, x in line.items()}
+        for line in told
+    ]
 
 
 def since(mine: list[dict[str, Any]], want: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -191,12 +205,11 @@ def since(mine: list[dict[str, Any]], want: list[dict[str, Any]]) -> list[dict[s
         if "test" in own:  # what was logged before the run was cut is not there
             both = line["test"].keys() & own["test"].keys()
             line["test"], own["test"] = ({n: x for n, x in each["test"].items() if n in both} for each in (line, own))
-    for own, line in zip(
-        mine, want, strict=True
-    ):  # what is of the whole training, such as `train_loss`, is of its steps
+    for own, line in zip(mine, want, strict=True):  # `train_loss`, and the tokens that TRL counts, are of its own steps
         for key in ("log", "metrics") if "epoch" not in line else ():
             own[key], line[key] = (
-                {n: x for n, x in each.get(key, {}).items() if not n.startswith("train_")} for each in (own, line)
+                {n: x for n, x in each.get(key, {}).items() if not n.startswith(("train_", "num_tokens"))}
+                for each in (own, line)
             )
     cut = next((i for i, line in enumerate(want) if "epoch" in line), None)
     for line in (want[cut], mine[cut]) if cut is not None else ():
@@ -265,6 +278,8 @@ def measure(script: Script, given: argparse.Namespace, at: Path, one: dict[str, 
         one.setdefault("lines of code", {}).update(done[pair]["lines"])
         print(script.path, pair, verdict, flush=True)
         kept()
+        if verdict["outcome"] == "CRASH" and pair == PLAIN:
+            return
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ class Script:
     of its command line without ours. folders: it reads folders of pictures. draws: it augments
     pictures, which draws are keyed by the sample here. refused: a part of the sentence with which it is refused. probe:
     the module that looks on. beside: other files of its folder that it imports, and small_beside: edits of those. made:
-    what writes models and data into its folder. shown: what gives the probe something to see, in every run."""
+    what writes models and data into its folder. shown: what gives the probe something to see, in every run.
+    unlike: what plain python gives otherwise, and why."""
 
     source: tuple[str, str]
     path: str
@@ -42,6 +43,7 @@ class Script:
     small_beside: tuple[tuple[str, str, str], ...] = ()
     made: tuple[Callable[[Path], None], ...] = ()
     shown: tuple[Edit, ...] = ()
+    unlike: tuple[str, str] = ("", "")
 
 
 OF_CLI = (("    cli.trainer.fit(", "    mw.distribute(cli.trainer)\n    cli.trainer.fit("),)

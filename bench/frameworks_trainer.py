@@ -6,6 +6,8 @@ arguments; metrics come from the probe.
 
 from __future__ import annotations
 
+from functools import partial
+
 import frameworks_trainer_data as data
 from frameworks_scripts import Edit, Script
 
@@ -20,6 +22,7 @@ OURS: tuple[Edit, ...] = (
 KEPT: tuple[Edit, ...] = (
     ("trainer.train(resume_from_checkpoint=checkpoint)", f"trainer.train(resume_from_checkpoint={PROBE}.newest())"),
 )
+LAST_BATCH = ("eval_loss", "Seq2SeqTrainer alone counts the last batch of an evaluation as if it were a full one")
 COMMON = "--output_dir out --per_device_train_batch_size 8 --per_device_eval_batch_size 6 --logging_steps 1 "
 COMMON += "--report_to none --disable_tqdm True --save_steps 1000 --learning_rate 0.003 --lr_scheduler_type cosine "
 BOTH = "--do_train --do_eval --num_train_epochs 2 --eval_strategy epoch "
@@ -41,8 +44,8 @@ def _of_transformers(path: str, arguments: str, *made: data.Made, **options: obj
 SCRIPTS = {
     "run_glue": _of_transformers(
         "text-classification/run_glue.py",
-        BOTH + MODEL + _files("json", "pairs-") + "--pad_to_max_length False",
-        data.dropped_bert,
+        BOTH + MODEL + _files("json", "pairs-") + "--max_seq_length 32",
+        partial(data.bert, kind="SequenceClassification", dropout=0.1),
         data.classes,
         options="--exact-random",
     ),
@@ -50,7 +53,7 @@ SCRIPTS = {
         "text-classification/run_classification.py",
         BOTH + MODEL + _files("csv", "texts-") + "--test_file texts-test.csv --do_predict --text_column_names text "
         "--label_column_name label --metric_name accuracy --max_seq_length 32",
-        data.still_bert,
+        partial(data.bert, kind="SequenceClassification", classes=4),
         data.classes,
     ),
     "run_clm": _of_transformers(
@@ -62,20 +65,22 @@ SCRIPTS = {
     "run_mlm": _of_transformers(
         "language-modeling/run_mlm.py",
         BOTH + MODEL + _files("txt") + "--line_by_line --max_seq_length 32",
-        data.still_bert,
+        data.bert,
         data.texts,
-        draws=True,
+        options="--exact-random",
+        refused="a collator that masks at random",
+        kept=(),
     ),
     "run_ner": _of_transformers(
         "token-classification/run_ner.py",
         BOTH + MODEL + _files("json") + "--test_file test.json --do_predict --gradient_accumulation_steps 2",
-        data.still_bert,
+        partial(data.bert, kind="TokenClassification", classes=3),
         data.tags,
     ),
     "run_qa": _of_transformers(
         "question-answering/run_qa.py",
         BOTH + MODEL + _files("json") + "--max_seq_length 24 --doc_stride 8",
-        data.still_bert,
+        partial(data.bert, kind="QuestionAnswering"),
         data.questions,
         beside=("trainer_qa.py", "utils_qa.py"),
         small=METRICS,
@@ -86,7 +91,7 @@ SCRIPTS = {
         + MODEL
         + _files("json")
         + "--load_best_model_at_end --metric_for_best_model accuracy --save_strategy epoch",
-        data.still_bert,
+        partial(data.bert, kind="MultipleChoice"),
         data.choices,
         small=(),
     ),
@@ -100,11 +105,13 @@ SCRIPTS = {
     ),
     "run_mae": _of_transformers(
         "image-pretraining/run_mae.py",
-        BOTH + "--config_name model --image_processor_name model --dataset_name imagefolder --train_dir pictures/train "
-        "--validation_dir pictures/validation --remove_unused_columns False --base_learning_rate 0.1",
+        BOTH + "--model_name_or_path model --image_processor_name model --dataset_name imagefolder "
+        "--train_dir pictures/train/*/*.png --validation_dir pictures/validation/*/*.png "
+        "--remove_unused_columns False --base_learning_rate 0.1",
         data.mae,
         data.pictures,
         small=(),
+        stop=3,
         options="--exact-random",
     ),
     "run_summarization": _of_transformers(
@@ -113,6 +120,7 @@ SCRIPTS = {
         "--max_target_length 16",
         data.bart,
         data.translations,
+        unlike=LAST_BATCH,
         small=(
             *METRICS,
             ("import nltk ", "nltk = frameworks_trainer_probe.Words() "),
@@ -124,6 +132,7 @@ SCRIPTS = {
         "--max_source_length 24 --max_target_length 16",
         data.bart,
         data.translations,
+        unlike=LAST_BATCH,
     ),
     "trl_sft": Script(
         TRL,
@@ -133,18 +142,17 @@ SCRIPTS = {
         package="transformers",
         probe=PROBE,
         made=(data.gpt2, data.chats),
-        arguments=COMMON + MODEL + "--dataset_name chats --dtype float64 --max_length 24 --eval_strategy epoch "
+        arguments=COMMON + MODEL + "--dataset_name chats --dtype auto --max_length 24 --eval_strategy epoch "
         "--num_train_epochs 2 --gradient_accumulation_steps 2 --gradient_checkpointing False --bf16 False",
     ),
     "trl_reward": Script(
         TRL,
         "trl/scripts/reward.py",
         (("    trainer.train()", "    mw.distribute(trainer)\n    trainer.train()"),),
-        kept=(("trainer.train()", f"trainer.train(resume_from_checkpoint={PROBE}.newest())"),),
         package="transformers",
         probe=PROBE,
         made=(data.gpt2, data.chats),
-        arguments=COMMON + MODEL + "--dataset_name preferences --dtype float64 --max_length 48 --eval_strategy epoch "
+        arguments=COMMON + MODEL + "--dataset_name preferences --dtype auto --max_length 48 --eval_strategy epoch "
         "--num_train_epochs 2 --gradient_checkpointing False --bf16 False",
         refused="TRL's RewardTrainer",
     ),
@@ -152,11 +160,10 @@ SCRIPTS = {
         TRL,
         "trl/scripts/dpo.py",
         (("    trainer.train()", "    mw.distribute(trainer)\n    trainer.train()"),),
-        kept=(("trainer.train()", f"trainer.train(resume_from_checkpoint={PROBE}.newest())"),),
         package="transformers",
         probe=PROBE,
         made=(data.gpt2, data.chats),
-        arguments=COMMON + MODEL + "--dataset_name preferences --dtype float64 --max_length 48 --eval_strategy epoch "
+        arguments=COMMON + MODEL + "--dataset_name preferences --dtype auto --max_length 48 --eval_strategy epoch "
         "--num_train_epochs 2 --gradient_checkpointing False --bf16 False",
         refused="TRL's DPOTrainer",
     ),
@@ -185,7 +192,7 @@ SCRIPTS = {
         made=(data.gpt2, data.chats),
         arguments="--base_model model --data_path instructions --output_dir out --batch_size 8 --num_epochs 2 "
         "--learning_rate 0.003 --cutoff_len 24 --eval_step 5 --save_step 5 --device_map cpu --dtype float64 --lora_r 4 "
-        "--seed 3",
+        "--seed 3 --init_lora_weights gaussian",
         options="--exact-random",
     ),
     "peft_dora": Script(

@@ -45,25 +45,30 @@ def write_tokenizer(at: Path, pairs: bool) -> Any:
 
 
 def save_model(at: Path, config: Any, kind: str) -> None:
-    """Random weights in float64."""
+    """Random weights in float64, and no bias of zero, of which some have no gradient but rounding."""
     import transformers
 
     torch.manual_seed(11)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        getattr(transformers, kind).from_config(config).double().save_pretrained(at)
+        model = getattr(transformers, kind).from_config(config).double()
+        for each in model.parameters():
+            if not each.any():
+                torch.nn.init.uniform_(each, 0.1, 0.5)
+        model.save_pretrained(at)
     finally:
         torch.set_default_dtype(before)
 
 
-def bert(at: Path, **options: Any) -> None:
-    """A BERT; its dropout is that of its config where `options` say nothing."""
+def bert(at: Path, kind: str = "MaskedLM", classes: int = 2, dropout: float = 0.0) -> None:
+    """A BERT with a head."""
     from transformers import BertConfig
 
     tokenizer = write_tokenizer(at / "model", pairs=True)
-    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, pad_token_id=0, **SIZES, **options)
-    save_model(at / "model", config, "AutoModelForMaskedLM")
+    drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "num_labels": classes}
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, pad_token_id=0, **SIZES, **drops)
+    save_model(at / "model", config, f"AutoModelFor{kind}")
 
 
 def gpt2(at: Path) -> None:
@@ -128,7 +133,7 @@ def classes(at: Path) -> None:
             out = csv.writer(file)
             out.writerow(["text", "label"])
             for text in (sentence(draw) for _ in range(count)):
-                out.writerow([text, f"c{int(text.split()[0][1:]) % 4}"])
+                out.writerow([text, int(text.split()[0][1:]) % 4])
 
     splits(write)
 
@@ -220,21 +225,12 @@ def pictures(at: Path) -> None:
     write_folders(str(at / "pictures"))
 
 
-def still_bert(at: Path) -> None:
-    """A BERT without dropout."""
-    bert(at, **STILL)
-
-
-def dropped_bert(at: Path) -> None:
-    """A BERT with the dropout of its configuration."""
-    bert(at)
-
-
 def mae(at: Path) -> None:
-    """The configuration of a masked autoencoder, and its processor."""
+    """A masked autoencoder, and its processor."""
     from transformers import ViTImageProcessor, ViTMAEConfig
 
     decoder = {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2,
                "decoder_intermediate_size": 24}  # fmt: skip
-    ViTMAEConfig(image_size=32, patch_size=8, **SIZES, **STILL, **decoder).save_pretrained(at / "model")
+    config = ViTMAEConfig(image_size=32, patch_size=8, **SIZES, **STILL, **decoder)
+    save_model(at / "model", config, "AutoModelForPreTraining")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(at / "model")

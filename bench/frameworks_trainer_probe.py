@@ -6,12 +6,14 @@ training, are written to `probe.jsonl` and `weights-N.pt` of the working folder,
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 import torchvision_ops
 
@@ -19,6 +21,8 @@ STOP = "FRAMEWORKS_STOP"
 """Set where a run is to get a Ctrl-C: each step is shown."""
 UNLIKE = ("runtime", "per_second", "_time", "total_flos", "num_input_tokens_seen", "memory", "_mem_")
 """Times, and what was computed: a rank pads to the longest of its own rows (docs/trainer.md)."""
+WIDE = ("transformers.trainer_pt_utils", "trl.kernels.chunked_logprob")
+"""What adds up in float32 whatever its model is in: label smoothing, and the head of TRL."""
 FLOAT32 = ("loss", "train_loss")
 """What Trainer adds up in float32."""
 
@@ -48,6 +52,7 @@ def tell(**what: Any) -> None:
 def begin(package: str) -> None:
     """Look at each Trainer; compute in float64 what transformers casts to float32."""
     torchvision_ops.complete()
+    numpy.random.seed(0)  # which `datasets` splits by
     os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=str(Path("cache").resolve()), TOKENIZERS_PARALLELISM="false")
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign, assignment]
     import transformers
@@ -64,7 +69,19 @@ def begin(package: str) -> None:
             tell(step=self.state.global_step, split={split: float(len(metrics))}, metrics=numbers(metrics))
         log_metrics(self, split, metrics)
 
+    for name in WIDE:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name).torch = _Double()  # type: ignore[attr-defined]
     transformers.Trainer.train, transformers.Trainer.log_metrics = train, told
+
+
+class _Double:
+    """torch, in which float32 is float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def _probe(transformers: Any) -> Any:
