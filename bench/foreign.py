@@ -166,7 +166,9 @@ def weights_apart(one: Path, other: Path) -> float | None:
 
 def sentence(output: str) -> str:
     """The last line that says why it ended, without the lines of a summary."""
-    lines = [line for line in output.splitlines() if line.strip() and not line.startswith(("records ", "starting "))]
+    lines = [
+        line for line in output.splitlines() if line.strip() and not line.startswith(("records ", "starting ", "more "))
+    ]
     return lines[-1][:400] if lines else ""
 
 

@@ -32,7 +32,7 @@ UNLIKE = ("runtime", "second", "time", "total_flos")
 @dataclass(frozen=True)
 class Case:
     """A run of a Trainer. model: `gpt2`, or how the loss of a module is a mean. ends, stops: after so many steps
-    the Trainer ends, or the run is asked to stop. exact: its draws are those of one device."""
+    the Trainer ends, or the run is asked to stop. exact: its draws are those of one device. alone: without ours."""
 
     model: str
     folder: str
@@ -42,6 +42,7 @@ class Case:
     ends: int = 0
     stops: int = 0
     exact: bool = False
+    alone: bool = False
 
 
 def texts(count: int, seed: int) -> list[dict[str, Tensor]]:
@@ -151,6 +152,16 @@ class Routed(Classes):
         return {**found, "loss": mean + 0.01 * found["logits"].square().mean()}
 
 
+class Gathers(transformers.Trainer):
+    """Gathers two rows for each sample, as TRL's RewardTrainer does."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        found = model(**inputs)
+        rows = torch.cat([found["logits"][:, 0], found["logits"][:, 1]]).detach()
+        self.gathered = [*getattr(self, "gathered", []), float(self.accelerator.gather(rows).sum())]
+        return (found["loss"], found) if return_outputs else found["loss"]
+
+
 def model_of(kind: str) -> nn.Module:
     torch.manual_seed(3)
     if kind == "routed":
@@ -194,7 +205,7 @@ def _train(case: Case) -> dict[str, Any]:
     args = transformers.TrainingArguments(case.folder, **{**common, **case.options})
     callbacks: list[Any] = [End(case.ends or case.stops, stops=case.stops > 0)] if case.ends or case.stops else []
     callbacks += [transformers.EarlyStoppingCallback(2)] if args.load_best_model_at_end else []
-    trainer = transformers.Trainer(
+    trainer = (Gathers if case.model == "pairs" else transformers.Trainer)(
         model_of(case.model),
         args,
         data_collator=Masking() if case.model == "masks" else collate,
@@ -205,7 +216,7 @@ def _train(case: Case) -> dict[str, Any]:
     )
     trainer.remove_callback(transformers.PrinterCallback)
     default_engine().draws = ExactDraws() if case.exact else None
-    assert mw.distribute(trainer, plan=case.plan) is trainer
+    assert case.alone or mw.distribute(trainer, plan=case.plan) is trainer
     default_engine().gate = StepGate()
     try:
         trainer.train(resume_from_checkpoint=case.resume)
@@ -217,6 +228,7 @@ def _train(case: Case) -> dict[str, Any]:
     return {
         "weights": torch.cat([full(p).flatten() for p in trainer.model.parameters()]),
         "steps": state.global_step,
+        "gathered": getattr(trainer, "gathered", []),
         "best": Path(state.best_model_checkpoint or "").name,
         "tokens": state.num_input_tokens_seen,
         "predictions": torch.from_numpy(predicted.predictions[predicted.label_ids != -100]),
@@ -247,6 +259,7 @@ def assert_alike(got: dict[str, Any], want: dict[str, Any]) -> None:
         torch.testing.assert_close(got[name], want[name], rtol=1e-9, atol=1e-10)
     for name in ("steps", "best", "tokens"):
         assert got[name] == want[name], name
+    assert got["gathered"] == pytest.approx(want["gathered"], rel=1e-9)
     assert got["metrics"] == pytest.approx(want["metrics"], rel=1e-9)
     assert len(got["log"]) == len(want["log"])
     for one, other in zip(got["log"], want["log"], strict=True):
@@ -316,6 +329,12 @@ def test_what_cannot_be_the_same_is_refused_by_name(
 ) -> None:
     with pytest.raises(CaseFailed, match=message):
         pool(2).run(train, Case(model, str(tmp_path), options=options, exact=model == "masks"))
+
+
+def test_all_rows_are_gathered_and_none_of_padding(pool: Any, tmp_path: Path) -> None:
+    plain = train(Case("pairs", str(tmp_path / "plain"), alone=True))
+    assert_alike(train(Case("pairs", str(tmp_path / "ours"))), plain)
+    equal(pool, tmp_path, (2, 3), model="pairs")
 
 
 def test_exact_draws_of_a_model_are_apart_from_those_of_data_that_is_read_ahead(pool: Any, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ Read in transformers 5.23 and accelerate 1.15; nothing is imported of them. Test
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,8 +74,6 @@ def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: C
     accelerator = trainer.accelerator
     in_front(AcceleratorOnRanks, accelerator, ranks)
     in_front(OnRanks, trainer, ranks)
-    gather = functools.partial(accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object)
-    trainer.gather_function = gather
     trainer.state.is_world_process_zero = trainer.is_world_process_zero()
     trainer.state.is_local_process_zero = trainer.is_local_process_zero()
     if isinstance(trainer.optimizer, torch.optim.Optimizer):

@@ -58,13 +58,14 @@ class AcceleratorOnRanks:
         collectives.barrier(collectives.everyone())
 
     def gather(self: Any, tensor: Any) -> Any:
-        return map_tensors(functools.partial(_rows, self.meshwise), tensor)
+        return map_tensors(functools.partial(_rows, self.meshwise, None if self.meshwise.samples else 0), tensor)
 
     def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in all_leaves(input_data)):
             own = list(input_data) if self.meshwise.samples else []
             return [each for rank in collectives.gather_objects(own) for each in rank]
-        return self.gather(input_data)
+        part = self.meshwise.engine.part  # Trainer repeats the loss of a batch as often as a whole batch has samples
+        return map_tensors(functools.partial(_rows, self.meshwise, part and part.samples), input_data)
 
     def reduce(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         if self.meshwise.alone or reduction == "none":
@@ -85,15 +86,10 @@ class AcceleratorOnRanks:
         return map_tensors(lambda own: _padded(own, dim, pad_index, pad_first), tensor)
 
 
-def _cut(ranks: Ranks, rows: Tensor) -> Tensor:
-    """Return only the rows of samples: Trainer repeats a batch's loss as often as a whole batch has samples."""
-    part = ranks.engine.part
-    return rows if part is None or rows.ndim == 0 else rows[: part.samples]
-
-
-def _rows(ranks: Ranks, tensor: Tensor) -> Tensor:
-    """Return the rows of all ranks, in the order of the loader; a number becomes one row per rank. Collective."""
-    mine = _cut(ranks, tensor.detach())
+def _rows(ranks: Ranks, most: int | None, tensor: Tensor) -> Tensor:
+    """Return the rows of all ranks, at most so many of each, in the order of the loader; a number becomes one row per
+    rank. Collective."""
+    mine = tensor.detach()[:most] if tensor.ndim else tensor.detach()
     if (loops := ranks.engine.events.find(UnsummedLoops)) is not None:
         loops.reduced()
     if ranks.alone:

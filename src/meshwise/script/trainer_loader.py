@@ -31,7 +31,7 @@ class _Ahead:
         return self._waiting.popleft() if self._waiting else next(self._pairs)
 
     def look(self, count: int) -> list[Share]:
-        """The next ones. What a data set draws for them is no draw of the batch that is worked on."""
+        """Look at the next ones. What a data set draws for them is no draw of the batch that is worked on."""
         with without_interception():
             while len(self._waiting) < count and (pair := next(self._pairs, None)) is not None:
                 self._waiting.append(pair)
