@@ -208,7 +208,7 @@ def since(mine: list[dict[str, Any]], want: list[dict[str, Any]]) -> list[dict[s
     for own, line in zip(mine, want, strict=True):  # `train_loss`, and the tokens that TRL counts, are of its own steps
         for key in ("log", "metrics") if "epoch" not in line else ():
             own[key], line[key] = (
-                {n: x for n, x in each.get(key, {}).items() if not n.startswith(("train_", "num_tokens"))}
+                {n: x for n, x in each.get(key, {}).items() if not (n.startswith("train_") or n.endswith("num_tokens"))}
                 for each in (own, line)
             )
     cut = next((i for i, line in enumerate(want) if "epoch" in line), None)

@@ -104,7 +104,7 @@ class OnRanks:
         return own if whole is None else whole.to(own)
 
     def evaluation_loop(self: Any, *args: Any, **options: Any) -> Any:
-        """With the rows of samples alone, and where Seq2SeqTrainer takes more."""
+        """Gather the rows of samples alone, where Seq2SeqTrainer takes more."""
         by_object = self.args.eval_use_gather_object
         self.gather_function = functools.partial(self.accelerator.gather_for_metrics, use_gather_object=by_object)
         return super().evaluation_loop(*args, **options)  # type: ignore[misc]

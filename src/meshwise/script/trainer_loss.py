@@ -112,7 +112,7 @@ def loss_of(result: Any) -> Tensor:
 
 
 def weight_of(ranks: Ranks, loss: Tensor) -> Tensor:
-    """What the cross entropy in a loss is a mean over, or a sum is divided by."""
+    """Return what a cross entropy is a mean over, or what a sum is divided by."""
     found = count_of_sum(loss) or [over for over, _, _ in cross_entropy_means(loss)]
     if len(found) != 1:
         raise UsageError(
