@@ -263,6 +263,7 @@ def measure(script: Script, given: argparse.Namespace, at: Path, one: dict[str, 
         return
     for pair in PAIRS:
         if pair == RESUMED and not script.kept:
+            one["pairs"].pop(pair, None)
             continue
         folder = at / pair.replace(", ", "-") / "here"
         done[pair] = run(script, pair, given.originals.resolve(), folder)
