@@ -264,6 +264,7 @@ def measure(script: Script, given: argparse.Namespace, at: Path, one: dict[str, 
     for pair in PAIRS:
         if pair == RESUMED and not script.kept:
             one["pairs"].pop(pair, None)
+            kept()
             continue
         folder = at / pair.replace(", ", "-") / "here"
         done[pair] = run(script, pair, given.originals.resolve(), folder)
