@@ -20,8 +20,8 @@ from meshwise.arrays.space import Space
 class Array:
     """An array on the devices of a namespace. Made by its functions, such as `xp.asarray` and `xp.zeros`.
 
-    parts: the local tensors, in the order of `sharding.places`. In one process these are all. alias: how it shares
-    memory with others; None if it does not, and for a number, as `+=` makes a new one in NumPy.
+    parts: the local tensors, in the order of `sharding.places`. In one process these are all.
+    alias: how it shares memory with others; None if it does not, and for a number, as `+=` makes a new one in NumPy.
     """
 
     __slots__ = ("__weakref__", "_dtype", "_shape", "alias", "parts", "sharding", "space")

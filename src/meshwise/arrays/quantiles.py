@@ -35,8 +35,8 @@ class TopK(NamedTuple):
 def quantile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear", keepdims: bool = False) -> Array:
     """Return the value below which the share `q` of the elements lies, over `axis` or all; nan if an element is nan.
 
-    q: a number from 0 to 1; several become the first dim of the result. method: what to return between two elements:
-    "linear", "lower", "higher", "midpoint" or "nearest".
+    q: a number from 0 to 1; several become the first dim of the result.
+    method: what to return between two elements: "linear", "lower", "higher", "midpoint" or "nearest".
     """
     return _quantile(x, q, axis, method, keepdims, "quantile")
 

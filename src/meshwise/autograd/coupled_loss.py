@@ -29,15 +29,15 @@ WITH_PARAMETERS = (*PRODUCTS, "BmmBackward0", "BaddbmmBackward0", "NativeLayerNo
                    "NativeGroupNormBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0")  # fmt: skip
 CHOICES = {"TopkBackward0", "SortBackward0", "KthvalueBackward0", "MaxBackward0", "MinBackward0", "MedianBackward1",
            "AmaxBackward0", "AminBackward0", "MaxBackward1", "MinBackward1", "MedianBackward0"}  # fmt: skip
-"""What chooses by size: along a dimension, the last three and `amax` without one of everything."""
+"""Operators that choose by size; the last three and `amax` only if a dim is given."""
 SEPARATE = {*KNOWN, "AddBackward0", "SubBackward0", "NegBackward0", "MeanBackward0", "SumBackward0",
             "LogSoftmaxBackward0", *VIEWS}  # fmt: skip
-"""Losses of these alone couple nothing, but for a softmax over samples."""
+"""Losses of only these operators couple no samples, except through a softmax over samples."""
 _seen: Any = WeakIdKeyDictionary()  # tensors of which a program has asked to see the gradients
 
 
 def couples_samples(loss: Tensor, samples: int) -> bool | None:
-    """Whether the loss of these `samples` is no mean or sum of what each has of its own; None where it is not known.
+    """Return whether the loss of these `samples` is not a mean or sum of separate terms per sample; None if unknown.
 
     Runs the backward of the loss function twice, without its model. Draws nothing and leaves no gradient.
     """
@@ -60,8 +60,8 @@ def couples_samples(loss: Tensor, samples: int) -> bool | None:
 
 
 def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any], bool] | None:
-    """The kinds of the nodes above the rows, the rows, all these nodes, and whether samples are chosen; None of what is
-    too large."""
+    """Return the kinds of the nodes above the rows, the rows, all these nodes, and whether samples are chosen; None if
+    the graph is too large."""
     open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
     kinds: set[str] = set()
     while open_nodes:
@@ -96,7 +96,7 @@ def _elements(edge: tuple[Any, int]) -> int:
 
 
 def _is_output(node: Any) -> bool:
-    """Whether it gives, but for its shape and a bias, what a parameter was multiplied with."""
+    """Return whether the node gives, up to its shape and a bias, a product with a parameter."""
     while True:
         kind, below = node.name(), [following for following, _ in node.next_functions if following is not None]
         if kind == "AddBackward0" and len(below) == 2 and any(map(_is_parameter, below)):
@@ -117,7 +117,7 @@ def _is_parameter(node: Any) -> bool:
 
 
 def _chooses_samples(node: Any, kind: str, samples: int) -> bool:
-    """Whether it takes the largest or the smallest of numbers of several samples."""
+    """Return whether the node takes the largest or smallest of numbers from several samples."""
     below = node.next_functions[0][0] if kind in CHOICES else None
     if below is None:
         return False
@@ -127,7 +127,7 @@ def _chooses_samples(node: Any, kind: str, samples: int) -> bool:
 
 
 def _compares(node: Any, kind: str, samples: int) -> bool:
-    """Whether it gives the distances of samples to each other."""
+    """Return whether the node computes distances between samples."""
     computed = [following for following, _ in node.next_functions if following is not None]
     if "CdistBackward" not in kind or any(map(_is_parameter, computed)):
         return False
@@ -136,8 +136,8 @@ def _compares(node: Any, kind: str, samples: int) -> bool:
 
 @functools.cache
 def notice_hooks() -> None:
-    """From now on it is known of which tensors a program looks at the gradients. They are not looked for among all
-    objects of the process: a tuple that another thread is filling cannot be filled while somebody else holds it."""
+    """From now on, record which tensors have gradient hooks of the program. Searching all objects of the process is no
+    option: a tuple that another thread is filling cannot be filled while somebody else refers to it."""
     for name in ("register_hook", "retain_grad"):
         setattr(Tensor, name, _noticed(getattr(Tensor, name)))
 
@@ -152,12 +152,12 @@ def _noticed(method: Any) -> Any:
 
 
 def _has_hooked(nodes: set[Any]) -> bool:
-    """Whether the program looks at gradients of tensors that these nodes gave: it would see ours."""
+    """Return whether the program has gradient hooks on results of these nodes: they would see our gradients."""
     return any((t.retains_grad or t._backward_hooks) and t.grad_fn in nodes for t in list(_seen))
 
 
 def _are_coupled(loss: Tensor, rows: list[tuple[Any, int]]) -> bool:
-    """Whether changes of every second sample change the gradient of the others."""
+    """Return whether changing every second sample changes the gradient of the others."""
     edges = [GradientEdge(node, number) for node, number in rows]
     first = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
     used = [(edge, got) for edge, got in zip(edges, first, strict=True) if got is not None and got.requires_grad]
@@ -173,5 +173,5 @@ def _are_coupled(loss: Tensor, rows: list[tuple[Any, int]]) -> bool:
 
 
 def _uneven(like: Tensor) -> Tensor:
-    """Numbers between 1 and 2 that no symmetry of a loss adds up to nothing; no random draw."""
+    """Return numbers between 1 and 2 that no symmetry of a loss cancels; not random."""
     return 1 + (torch.arange(like.numel(), device=like.device) * 0.618034 % 1).to(like.dtype).view_as(like)

@@ -30,35 +30,35 @@ KNOWN = {
     "BinaryCrossEntropyBackward0": "binary cross entropy",
     "BinaryCrossEntropyWithLogitsBackward0": "binary cross entropy",
 }
-"""Losses whose node keeps its reduction."""
+"""Losses whose node stores its reduction."""
 
 SUMS = ("AddBackward0", "SubBackward0")
 FACTORS = ("MulBackward0", "DivBackward0")
 OF_ONE = {"AbsBackward0", "PowBackward0", "SqrtBackward0", "SumBackward0", "MeanBackward0", "NormBackward0",
           "LinalgVectorNormBackward0", "CatBackward0", "StackBackward0", "ViewBackward0", "TBackward0"}  # fmt: skip
-"""What penalties are made of, beside sums and factors."""
+"""Operators in penalties, beside sums and factors."""
 OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumBackward1", "ToCopyBackward0",
            "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
            "IndexBackward0", "GatherBackward0", *SUMS}  # fmt: skip
-"""What a hand-written loss is made of, element by element: with no factor, which may be one over a count."""
+"""Elementwise operators in hand-written losses, without a factor, which may be one over a count."""
 PICKS = ("IndexBackward0", "MaskedSelectBackward0")
 OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0",
            "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
-"""What gives a row for each sample; so do products with a parameter."""
+"""Operators that give a row for each sample, as products with a parameter do."""
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "MvBackward0")
 ROW_OF = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "ConvolutionBackward0": "_saved_input",
           "EmbeddingBackward0": "_saved_indices"}  # fmt: skip
-"""Products of parameters, and where they keep the data."""
+"""Products with parameters, and the attribute that holds their data."""
 JOINED = ("StackBackward0", "CatBackward0")
 LEAF = "torch::autograd::AccumulateGrad"
 
 
 def summed_loss(loss: Tensor, weighed: bool = False) -> str:
-    """What `loss` is a sum over samples of, without a division behind it; empty where the graph does not tell.
+    """Name the loss that `loss` sums over samples without dividing; empty if the graph does not tell.
 
-    weighed: rows may have been multiplied by other numbers, such as rewards: whether they hold a division is not known.
-    Values of factors are read: on an accelerator that waits. Terms that are added are looked at one by one: one that is
-    a sum makes the whole depend on the number of samples.
+    weighed: rows may have been multiplied by other numbers, such as rewards, which may contain a division. Reads the
+    values of factors: on an accelerator that waits. Terms that are added are checked one by one: a single sum makes the
+    whole depend on the number of samples.
     """
     for node, following in _walk(loss.grad_fn):
         kind, below = node.name(), _below(node)
@@ -73,7 +73,7 @@ def summed_loss(loss: Tensor, weighed: bool = False) -> str:
 
 
 def adds_rows(loss: Tensor, samples: int) -> bool:
-    """Whether `loss` adds up, in Python, as many terms as there are `samples`, each of one row, and divides nothing by
+    """Return whether `loss` adds, in Python, as many terms as there are `samples`, each of one row, without dividing by
     their number."""
     terms = list[Any]()
     for node, following in _walk(loss.grad_fn):
@@ -89,7 +89,7 @@ def adds_rows(loss: Tensor, samples: int) -> bool:
 
 
 def _is_of_one_row(term: Any) -> bool:
-    """Whether whatever products of a parameter and data are below have a single row of data."""
+    """Return whether all products of a parameter and data below have a single row of data."""
     rows = set()
     for node, following in _walk(term):
         saved, followers = ROW_OF.get(node.name(), ""), [each for each, _ in node.next_functions]
@@ -100,7 +100,7 @@ def _is_of_one_row(term: Any) -> bool:
 
 
 def mean_term(loss: Tensor) -> str:
-    """What one of the added terms of `loss` is a mean over samples of; empty where the graph does not tell."""
+    """Name the loss whose mean over samples is a term of `loss`; empty if the graph does not tell."""
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == MEAN and _reads_data(node):
@@ -113,7 +113,7 @@ def mean_term(loss: Tensor) -> str:
 
 
 def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
-    """Each node once, from `node` downwards, with those that follow: a loop adds to them what it wants to see."""
+    """Yield each node once, from `node` downwards, with a queue: the loop adds the nodes to visit to it."""
     open_nodes, seen = deque([node]), {None}
     while open_nodes:
         node = open_nodes.popleft()
@@ -127,7 +127,7 @@ def _below(node: Any) -> list[Any]:
 
 
 def _of_each(elements: Any, weighed: bool) -> str:
-    """What these elements are of the rows that a model gives; empty where anything else may have been done to them."""
+    """Name the elementwise loss of the rows that a model returns; empty if anything else may have been applied."""
     what = "a loss"
     for node, following in _walk(elements):
         kind, below = node.name(), _below(node)
@@ -141,15 +141,15 @@ def _of_each(elements: Any, weighed: bool) -> str:
 
 
 def _is_of_each(node: Any, kind: str, weighed: bool) -> bool:
-    """Whether what it computes stays with its sample, and divides nothing by a count."""
+    """Return whether the node computes within each sample, and divides nothing by a count."""
     if kind == "LogsumexpBackward0":
         return 0 not in node._saved_dim and node._saved_self.dim() > 1
     return kind == "MulBackward0" and _divides_not(node, weighed)
 
 
 def _divides_not(product: Any, weighed: bool) -> bool:
-    """Whether a factor is constant and no division by a count: whole numbers, such as a mask; with `weighed` others,
-    unless they are all the same or add up to one."""
+    """Return whether a factor is constant and does not divide by a count: whole numbers, such as a mask; with `weighed`
+    others too, unless they are all equal or add up to one."""
     (left, _), (right, _) = product.next_functions
     factor = product._saved_self if left is None else product._saved_other if right is None else None
     if factor is None or factor.is_complex():
@@ -165,7 +165,7 @@ def _is_parameter(node: Any) -> bool:
 
 
 def _reads_data(term: Any) -> bool:
-    """Whether something below is a product of a parameter and a tensor that needs no gradient, or an embedding."""
+    """Return whether a product of a parameter and a tensor without gradient, or an embedding, is below."""
     for node, following in _walk(term):
         kind, followers = node.name(), [each for each, _ in node.next_functions]
         factors = (
@@ -178,8 +178,8 @@ def _reads_data(term: Any) -> bool:
 
 
 def uneven_mean(loss: Tensor, samples: int) -> str:
-    """The weight that a mean in `loss` is over, as code; empty where it is over equally many items of each of the
-    `samples` samples, or the graph does not tell. Reads a value: on an accelerator it waits."""
+    """Return the weight of a mean in `loss`, as code; empty if each of the `samples` samples has equally many items, or
+    the graph does not tell. Reads a value: on an accelerator it waits."""
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
         if kind.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == MEAN:
@@ -199,8 +199,8 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
 
 
 def cross_entropy_means(loss: Tensor) -> list[tuple[Tensor, int, bool]]:
-    """Of the cross entropies in a loss that are means: what each is a mean over, how many targets it has, and whether
-    its classes have weights. Nothing is read."""
+    """Describe the cross entropies in a loss that are means: what each is a mean over, the number of its targets, and
+    whether its classes have weights. Reads no values."""
     found = []
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
@@ -212,12 +212,12 @@ def cross_entropy_means(loss: Tensor) -> list[tuple[Tensor, int, bool]]:
 
 
 def is_of_items(loss: Tensor, rows: int) -> bool:
-    """Whether a cross entropy in it is a mean over other items than its rows."""
+    """Return whether a cross entropy in it is a mean over other items than its rows."""
     return any(targets != rows or weighed for _, targets, weighed in cross_entropy_means(loss))
 
 
 def _count(target: Tensor, counted: float, ignored: int) -> str:
-    """What gives the number of targets that count, in the names of the program's own lines where it has such."""
+    """Return code for the number of targets that count, in the names of the program's own lines if possible."""
     frame = user_frame()
     own = {} if frame is None else dict(frame.f_locals)
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and value.numel()}
@@ -235,12 +235,12 @@ def _count(target: Tensor, counted: float, ignored: int) -> str:
 
 
 def signed(number: int) -> int:
-    """A number of a node, which keeps it without its sign."""
+    """Return a signed number, which the node stores as unsigned."""
     return number - 2**64 if number >= 2**63 else number
 
 
 def _is_divided_sum(node: Any, samples: int) -> bool:
-    """Whether a sum is divided by a number of items that is no multiple of the samples."""
+    """Return whether a sum is divided by a number of items that is not a multiple of the samples."""
     return any(float(number) > 1 and float(number) % max(samples, 1) != 0 for number in _divisor(node))
 
 
@@ -258,7 +258,7 @@ def count_of_sum(loss: Tensor) -> list[Tensor]:
 
 
 def _is_mean_of_some(node: Any, samples: int) -> bool:
-    """Whether it is a mean over what an index or a mask has picked: no parameters, and no multiple of the samples."""
+    """Return whether it is a mean over indexed or masked items: not parameters, no multiple of the samples."""
     below, number = node.next_functions[0]
     of = () if below is None else tuple(below._input_metadata[number].shape)
     if getattr(node, "_saved_reduction", MEAN) != MEAN or math.prod(of) % max(samples, 1) == 0:
@@ -272,9 +272,9 @@ def _is_mean_of_some(node: Any, samples: int) -> bool:
 
 
 def has_penalty(loss: Tensor, ranks: int) -> bool:
-    """Whether one of the added terms of `loss` is of parameters alone, as an L2 penalty is, and not divided by `ranks`.
+    """Return whether a term of `loss` depends on parameters only, as an L2 penalty does, and is not divided by `ranks`.
 
-    Only what is known to be one is taken for one.
+    Only known penalties count.
     """
     for node, following in _walk(loss.grad_fn):
         if _is_of_leaves(node, ranks):
@@ -285,7 +285,7 @@ def has_penalty(loss: Tensor, ranks: int) -> bool:
 
 
 def _is_of_leaves(term: Any, ranks: int) -> bool:
-    """Whether it is made of leaves and plain numbers by operators of penalties, and nothing is divided by `ranks`."""
+    """Return whether it is made of leaves and numbers by penalty operators, without division by `ranks`."""
     leaves = 0
     for node, following in _walk(term):
         kind, followers = node.name(), [each for each, _ in node.next_functions]
@@ -304,11 +304,11 @@ def _is_of_leaves(term: Any, ranks: int) -> bool:
 
 
 def next_node() -> int:
-    """The number of the node that autograd makes next: a thread counts its nodes."""
+    """Return the number of the next autograd node: each thread counts its nodes."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def node_under_way() -> int | None:
-    """The number of the node whose backward runs now; None outside of a backward."""
+    """Return the number of the node whose backward runs now; None outside of a backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())

@@ -12,8 +12,8 @@ from meshwise.compat.dispatch import without_interception
 
 
 def scale_of(loss: Tensor) -> float:
-    """The product of the plain numbers that `loss` was multiplied and divided by, from its end: `loss / 4 / 4` has
-    1/16."""
+    """Return the product of the plain numbers that `loss` was finally multiplied and divided by: 1/16 for `loss / 4 /
+    4`."""
     node, scale = loss.grad_fn, 1.0
     while node is not None and node.name() in FACTORS:
         above = [each for each, _ in node.next_functions]

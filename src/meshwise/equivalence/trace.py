@@ -102,22 +102,22 @@ class Contents:
 class StepTrace:
     """One optimizer step of a side, in the order of events.
 
-    samples: microbatch -> rank -> the indices that counted. outputs, contents: of all ranks that had samples, in rank
-    order. peers: of each of these ranks those that have the same samples, itself the first, and their outputs; empty
-    where there are none. alike: rank 0 and those that have its samples, as the run counts them. ready_order: parameters
-    in the order in which their gradients were ready in the last backward. clipped_gradients: as the optimizer saw them,
-    where they are clipped. learning_rates: of each group in this step. optimizer_state: `PARAMETER KEY` -> tensor;
-    scheduler: its numbers after the step. own_gradients: rank and microbatch -> the gradients of its loss alone, before
-    anything is exchanged, in pieces (see sketches.py), under the plan. own_boxes: rank and parameter -> from where to
-    where that is not zero, in each dim. modified_between_backwards: (rank, microbatch, norm before, norm after, all by
-    one factor) for gradients that changed between two backwards. standing: microbatch -> the norm of the gradients that
-    the next backward adds to. rng_mismatch: whether a backward drew numbers that its forward did not. low_precision:
-    parameters that some rank has in values of a lower precision, and which. pairs: operators that may make something of
-    pairs of samples (see pairs.py), on rank 0. numbers: what the loss of the first microbatch is made of (see
-    loss_numbers.py), of each rank that has samples. evaluating: modules that are in evaluation mode in a forward of it.
-    nan_while_open: what became NaN while an exchange was open, a sentence each, if exchanges are perturbed.
-    changed_behind: parameters and buffers that changed between the optimizer's step and the next batch; loaded: whether
-    a model has loaded a state there.
+    samples: microbatch -> rank -> the indices that counted. outputs, contents: of all ranks with samples, in rank
+    order. peers: for each of these ranks the outputs of all ranks with the same samples, its own first; empty if none
+    share samples. alike: rank 0 and the ranks with its samples, as numbered in the run.
+    ready_order: parameters in the order in which their gradients became ready in the last backward. clipped_gradients:
+    as the optimizer saw them, if they are clipped. learning_rates: of each group in this step. optimizer_state:
+    `PARAMETER KEY` -> tensor; scheduler: its numbers after the step.
+    own_gradients: rank and microbatch -> the gradients of its loss alone, before any exchange, in pieces (see
+    sketches.py), under the plan. own_boxes: rank and parameter -> the range of nonzero elements in each dim.
+    modified_between_backwards: (rank, microbatch, norm before, norm after, all by one factor) for gradients that
+    changed between two backwards. standing: microbatch -> the norm of the gradients that the next backward adds to.
+    rng_mismatch: whether a backward drew numbers that its forward did not. low_precision: parameters whose values on
+    some rank fit a lower precision, and which one. pairs: operators that may combine pairs of samples (see pairs.py),
+    on rank 0. numbers: the numbers behind the loss of the first microbatch (see loss_numbers.py), of each rank that has
+    samples. evaluating: modules in evaluation mode in a forward of it. nan_while_open: what became NaN while an
+    exchange was open, a sentence each, if exchanges are perturbed. changed_behind: parameters and buffers that changed
+    between the optimizer's step and the next batch; loaded: whether a model loaded a state there.
     """
 
     samples: list[list[list[int]]] = field(default_factory=list)

@@ -83,9 +83,9 @@ def apply(
 ) -> Setup:
     """Change `model` as `plan` says, in place, on this rank's device. Start values are those of rank 0. Collective.
 
-    An optimizer of its parameters is bound afterwards; one that was made before is rebound to them first (`rebind.py`).
+    An optimizer of its parameters is bound afterwards; one made before is first given the new ones (`rebind.py`).
 
-    piggyback_loss: `backward` will be asked for the mean of a value with most losses, so that it should travel along.
+    piggyback_loss: most calls of `backward` will ask for the mean of a value, so it should be sent with the gradients.
     samples: how many samples this rank works on now (0: a padding sample; None: not in a loop over batches). Where it
         is given, batch norms take the statistics of all ranks: forwards in training are then collective.
     stage_cost: what a block costs, by its name; see `Job`.
@@ -104,7 +104,7 @@ def apply(
 
 
 def bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
-    """Change an optimizer of a model's parameters as the plan that was applied to it says."""
+    """Change an optimizer of a model's parameters as the plan requires that was applied to the model."""
     for technique in TECHNIQUES:
         if technique.bind:
             technique.bind(optimizer, plan, world)

@@ -33,7 +33,7 @@ from meshwise.transfer import collectives
 NAME = "load_balancing_loss_func"
 Samples = Callable[[], int | None]
 _running: list[Samples] = []
-"""Of the models whose forward runs, the innermost last: on how many samples this rank works."""
+"""For each model whose forward runs, the innermost last: the number of samples that this rank works on."""
 
 
 def _apply(setup: Setup) -> None:
@@ -63,7 +63,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _balance_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The function that a module's forward calls for its balance loss."""
+    """Return the function that a module's forward calls for its balance loss."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None or NAME not in code.co_names:
         return None
@@ -71,8 +71,8 @@ def _balance_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _counts_tokens(kind: type) -> bool:
-    """Whether a router's code counts tokens over all samples, for a capacity. Along dim -2, of (samples, positions,
-    experts), it counts within each sample (Switch)."""
+    """Return whether a router's code counts tokens over all samples, for a capacity. Along dim -2 of (samples,
+    positions, experts) it counts within each sample (Switch)."""
     codes = [function.__code__ for function in vars(kind).values() if inspect.isfunction(function)]
     return any(
         "cumsum" in code.co_names
@@ -97,7 +97,7 @@ def _forward(forward: Callable[..., Any], samples: Samples, /, *given: Any, **na
 
 
 def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-    """The balance loss; outside of a loop over batches, or of a model under no plan, as its author has it."""
+    """Return the balance loss; outside of a loop over batches, or of a model under a plan, the author's own."""
     samples = _running[-1]() if _running else None
     bound = inspect.signature(original).bind(*given, **named)
     layers, mask = bound.arguments["gate_logits"], bound.arguments.get("attention_mask")
@@ -114,7 +114,7 @@ def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
 
 
 def of_all_ranks(rows: Tensor, counts: bool) -> Tensor:
-    """The rows of all ranks, in rank order, but for those of ranks where they do not count (padding)."""
+    """Gather the rows of all ranks, in rank order, without those that do not count (padding)."""
     own = rows if counts else rows[:0]
     lengths = collectives.all_gather(torch.tensor([len(own)], device=rows.device), of="the balance loss").flatten()
     return through(_Rows, own, tuple(lengths.tolist()))

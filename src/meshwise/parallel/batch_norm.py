@@ -31,16 +31,16 @@ from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives
 
 Samples = Callable[[], int | None]
-"""How many samples this rank works on now: 0 where it runs a padding sample, None outside a loop over batches."""
+"""The number of samples that this rank works on now: 0 for a padding sample, None outside a loop over batches."""
 BY_HAND: tuple[Any, ...] = (functional.batch_norm, torch.batch_norm)
 _AS_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
 
 
 def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[str]:
-    """Let the batch norms of `model` take the statistics of all ranks; returns their names.
+    """Make the batch norms of `model` use the statistics of all ranks; return their names.
 
-    From here on a forward in training is collective: every rank runs the same layers. Raises PlanError for a batch
-    norm whose computation cannot be reached.
+    From here on a forward in training is collective: every rank runs the same layers. Raises PlanError for a batch norm
+    whose computation cannot be replaced.
     """
     joined = []
     found: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if normalises(m)]
@@ -59,7 +59,7 @@ def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[
 
 
 class _JoinedForward(functools.partial[Any]):
-    """A joined forward. Copies of the module are joined too; a file that holds the module has its own forward."""
+    """A joined forward. Copies of the module are joined, too; a saved module gets its own forward back."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _JoinedForward:
         return _JoinedForward(self.func, *copy.deepcopy(self.args, memo))
@@ -71,7 +71,7 @@ class _JoinedForward(functools.partial[Any]):
 
 @contextlib.contextmanager
 def unjoined(model: nn.Module) -> Iterator[None]:
-    """During the body the batch norms in it are those of the program, for who writes the model to a file."""
+    """Restore the program's own batch norms during the body, so that the model can be written to a file."""
     joined = [(module, vars(module)["forward"]) for module in model.modules() if is_joined(module)]
     for module, forward in joined:
         _, own, *_ = forward.args
@@ -86,12 +86,12 @@ def unjoined(model: nn.Module) -> Iterator[None]:
 
 
 def is_joined(module: nn.Module) -> bool:
-    """Whether the module takes the statistics of all ranks: a joined one, or a copy of one."""
+    """Return whether the module uses the statistics of all ranks: a joined one, or a copy of one."""
     return getattr(getattr(module, "forward", None), "func", None) is _forward
 
 
 def normalises(module: nn.Module) -> bool:
-    """Whether the module is a batch norm, or one of its own functions calls `torch.nn.functional.batch_norm`."""
+    """Return whether the module is a batch norm, or one of its functions calls `torch.nn.functional.batch_norm`."""
     if isinstance(module, torch.jit.ScriptModule):
         return "BatchNorm" in str(module.original_name)
     kind: Any = type(module)
@@ -111,7 +111,7 @@ def _calls(kind: type[nn.Module]) -> bool:
 
 
 def _mentions(function: Any, seen: set[FunctionType]) -> bool:
-    """Whether the function, or one beside it that it calls, names the batch norm of torch."""
+    """Return whether the function, or one that it calls in the same file, names torch's batch norm."""
     if not isinstance(function, FunctionType) or function in seen or function.__module__.startswith("torch."):
         return False
     seen.add(function)
@@ -142,7 +142,7 @@ def _forward(module: Any, own: Callable[..., Any], samples: Samples, name: str, 
 
 
 class _Joined(TorchFunctionMode):
-    """While it is entered, torch's batch norm takes the statistics of all ranks."""
+    """While it is entered, torch's batch norm uses the statistics of all ranks."""
 
     def __init__(self, samples: Samples) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def batch_norm(
     training: bool = False,
     **rates: float,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm` over all ranks. Collective in training. rates: momentum and eps.
+    """Compute `torch.nn.functional.batch_norm` over all ranks. Collective in training. rates: momentum and eps.
 
     A parameter that is normalised (weight standardisation) is the same on all ranks: it is left to torch.
     """
@@ -185,17 +185,17 @@ def batch_norm(
 
 @torch.no_grad()
 def _track(running: tuple[Tensor, Tensor], mean: Tensor, variance: Tensor, count: Tensor, momentum: float) -> None:
-    """Move the running mean and variance by `momentum`, as torch does."""
+    """Update the running mean and variance by `momentum`, as torch does."""
     for tracked, value in zip(running, (mean, variance * (count / (count - 1))), strict=True):
         tracked.add_(((value - tracked) * momentum).to(tracked.dtype))
 
 
 class _Normalize(torch.autograd.Function):
-    """x of shape (samples, channels, ...) to zero mean and unit variance a channel over all ranks, times weight plus
-    bias. Gives the mean, the biased variance and what that is a mean over, too.
+    """Normalises x of shape (samples, channels, ...) to zero mean and unit variance per channel over all ranks, times
+    weight plus bias. Also returns the mean, the biased variance and the number of elements behind them.
 
-    Where all ranks have run the same input (noise that was drawn before the loop), it counts once. It is known by its
-    statistics, equal to the bit on all ranks, and by its number of samples, which is not that of this rank's slice.
+    An input that is equal on all ranks (noise drawn before the loop) counts once. It is recognised by its statistics,
+    equal to the bit on all ranks, and by its number of samples, which is not that of this rank's slice.
     """
 
     @staticmethod
@@ -276,5 +276,5 @@ BATCH_NORM = Technique(apply=_apply)
 
 
 def _along(channels: Tensor, like: Tensor) -> Tensor:
-    """One number a channel, shaped to broadcast with a tensor of shape (samples, channels, ...)."""
+    """Reshape one number per channel to broadcast with a tensor of shape (samples, channels, ...)."""
     return channels.view(1, -1, *[1] * (like.ndim - 2))

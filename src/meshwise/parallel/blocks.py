@@ -16,14 +16,14 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def called_in(model: nn.Module) -> list[nn.Module]:
-    """`model`, or what it holds where it is a list or dictionary of models, which is never called itself."""
+    """Return `model`, or the models in a list or dictionary, which is never called itself."""
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         return [root for child in model.children() for root in called_in(child)]
     return [unwrapped(model)]
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The parts of `model` one after another, by name: the entries of its lists and sequences, and every other module
+    """Return the parts of `model` in order, by name: the entries of its lists and sequences, and every other module
     that holds no such list. Modules without parameters or children of their own are left out."""
     return list(_parts("", model, root=True))
 
@@ -41,10 +41,10 @@ def _holds_a_list(module: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers that `model` repeats, by name: entries of its lists and sequences of whose class there are several.
+    """Return the layers that `model` repeats, by name: list and sequence entries whose class occurs several times.
 
     A list inside a layer belongs to the layer; a sequence that itself holds repeated layers (the stages of a ResNet) is
-    looked into. Empty where nothing is repeated.
+    searched, too. Empty if nothing is repeated.
     """
     entries = dict[nn.Module, str]()  # a list that two modules hold is found twice
     for name, module in _entries("", model):
@@ -65,11 +65,11 @@ def _entries(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _holds_layers(container: nn.Module) -> bool:
-    """Whether several entries are of one class, and modules with parts of their own."""
+    """Return whether several entries have the same class, and are modules with parts of their own."""
     kinds = Counter(type(child) for child in container.children() if any(True for _ in child.children()))
     return any(count > 1 for count in kinds.values())
 
 
 def _is_called(container: nn.Module) -> bool:
-    """Whether it may be called: a list has no forward, and a list of lists (Funnel's stages) no layers but theirs."""
+    """Return whether it may be called: a list has no forward, nor has a list of lists (Funnel's stages)."""
     return isinstance(container, nn.Sequential)

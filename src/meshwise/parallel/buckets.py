@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def buckets_of(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
-    """Neighbours of one dtype and device, up to `most` bytes on this rank together; a larger one has a bucket alone."""
+    """Group neighbours of one dtype and device, up to `most` bytes on this rank; a larger tensor is alone."""
     buckets: list[list[Tensor]] = []
     size = 0
     for t in tensors:

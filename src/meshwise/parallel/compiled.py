@@ -28,9 +28,9 @@ BACKEND = "inductor"
 
 
 def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
-    """Let the forwards of the blocks of `model` be compiled when they first run; returns the blocks' names.
+    """Compile the forwards of the blocks of `model` when they first run; return the blocks' names.
 
-    Blocks are the repeated layers; of a model without any, its parts one after another.
+    Blocks are the repeated layers; in a model without any, its parts in order.
     """
     blocks = repeated_blocks(model) or blocks_of(model) or [("", model)]
     for _, block in blocks:
@@ -44,7 +44,7 @@ def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
 
 
 def check_can_compile(device: str) -> None:
-    """Raises PlanError where the compiler lacks what it needs to make code for `device`."""
+    """Raise PlanError if the compiler lacks what it needs to generate code for `device`."""
     if BACKEND != "inductor":
         return
     if has_streams(device) and importlib.util.find_spec("triton") is None:

@@ -46,7 +46,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The model's forward, with this rank's positions of its inputs."""
+    """Run the model's forward with this rank's positions of its inputs."""
     names = _names(forward, len(args))
     given = {**dict(zip(names, args, strict=True)), **kwargs}
     divided = {name: _divided(value, axis) for name, value in given.items() if _has_positions(name, value)}
@@ -62,15 +62,15 @@ def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: An
 
 
 def _names(forward: Callable[..., Any], count: int) -> list[str]:
-    """The names of the first parameters of a forward; numbers behind those that have one."""
+    """Return the names of the first parameters of a forward, then `input N` for further ones."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [name for name, p in inspect.signature(forward).parameters.items() if p.kind in kinds]
     return [*named, *(f"input {number}" for number in range(len(named), count))][:count]
 
 
 def _has_positions(name: str, value: Any) -> bool:
-    """Whether an input is one number or vector a position. Masks and labels meet divided tensors later, as they are:
-    they are the same on all ranks, and their neighbours are needed."""
+    """Return whether an input has one number or vector per position. Masks and labels are not split here: they are the
+    same on all ranks, and their neighbours are needed when they meet split tensors later."""
     if not isinstance(value, Tensor) or "mask" in name or "label" in name or value.dim() < 2:
         return False
     return value.dim() == (3 if value.is_floating_point() else 2)

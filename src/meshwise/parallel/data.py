@@ -67,7 +67,7 @@ class _Group:
 class DataParallel:
     """Averages the gradients of `named` parameters over all ranks.
 
-    dtype: what they are sent and added in, where that is not their own. A loss does not travel with them then.
+    dtype: in which they are sent and added, if it is not their own. A loss is not sent with them then.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class DataParallel:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """`Reduction.backward`. value: with `piggyback_loss` it travels as the gradient of a parameter of its own: a
-        collective for it alone would cost more than a step of a small model can hide."""
+        """Implement `Reduction.backward`. value: with `piggyback_loss` it is sent as the gradient of an extra
+        parameter: a collective of its own would cost more than a step of a small model can hide."""
         self._backwards += 1
         before: dict[int, tuple[Tensor, int]] = {}
         trained = list(map(_IS_TRAINED, self._parameters))
@@ -157,17 +157,17 @@ class DataParallel:
         return mean if same else mean[: value.numel()].view(value.shape).to(value.dtype)
 
     def _set_aside(self, before: Mapping[int, tuple[Tensor, int]]) -> None:
-        """What waits is not multiplied by the factor of this backward."""
+        """Set aside waiting gradients, so that this backward's factor does not multiply them."""
         self._kept = {key: gradient for key, (gradient, _) in before.items()}
         for p in self._parameters:
             p.grad = None
 
     def plain(self, loss: Tensor) -> Tensor:
-        """`Reduction.plain`."""
+        """Implement `Reduction.plain`."""
         return loss
 
     def reduce_now(self) -> None:
-        """Average what `.grad` holds now: for gradients that every backward so far kept local. Collective."""
+        """Average the gradients in `.grad`, which every backward so far has kept local. Collective."""
         held = collectives.gather_objects([p.grad is not None for _, p in self._named])
         somewhere = {id(p) for (_, p), ranks in zip(self._named, zip(*held, strict=True), strict=True) if any(ranks)}
         groups = list(self._groups)
@@ -180,11 +180,11 @@ class DataParallel:
         self.unreduced = False
 
     def close(self) -> None:
-        """Let go of the parameters: reducers and their hooks hold one another."""
+        """Release the parameters: reducers and their hooks refer to each other."""
         self._named, self._parameters, self._groups, self._grouped = [], [], [], set()
 
     def _watched(self, loss: Tensor) -> list[int]:
-        """Run the backward; gives the indices of the parameters in the order in which they were reached."""
+        """Run the backward; return the indices of the parameters in the order in which they were reached."""
         order: list[int] = []
         handles = []
         for index, p in enumerate(self._parameters):
@@ -196,14 +196,14 @@ class DataParallel:
         return order
 
     def _reached(self, loss: Tensor) -> list[_Group]:
-        """Of several reducers those whose parameters this loss reaches take part."""
+        """Return the reducers whose parameters this loss reaches."""
         reached = reached_parameters(loss)
         groups = [g for g in self._groups if any(id(p) in reached for p in g.parameters)]
         self._agree("loss", [name for g in groups for name in g.names[-1:]])
         return groups
 
     def _on_bucket(self, bucket: GradBucket | PlainBucket) -> torch.futures.Future[Tensor]:
-        """Called by the reducer when a bucket is ready."""
+        """Handle a full bucket; the reducer calls this."""
         self._calls += 1
         buffer = bucket.buffer()
         if self._factor is not None or self._kept:
@@ -214,7 +214,7 @@ class DataParallel:
         return mean.then(lambda done: buffer.copy_(done.value()))
 
     def _reduce(self, bucket: PlainBucket) -> bool:
-        """Average what `.grad` of its parameters holds; False where one holds nothing."""
+        """Average the gradients of a group's parameters; return False if one has none."""
         gradients = list(map(_GRADIENT, bucket.members))
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
@@ -228,7 +228,7 @@ class DataParallel:
         return True
 
     def _weigh(self, bucket: GradBucket | PlainBucket) -> None:
-        """Multiply by the factor, and add what was set aside."""
+        """Multiply by the factor, and add the gradients that were set aside."""
         if self._factor is not None:
             bucket.buffer().mul_(self._factor().to(bucket.buffer().dtype))
         for gradient, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
@@ -236,8 +236,8 @@ class DataParallel:
                 gradient.add_(self._kept.pop(id(p)))
 
     def _complete(self, armed: list[_Group], before: Mapping[int, tuple[Tensor, int]]) -> None:
-        """Reduce what no hook has reduced. before: what there was of the parameters by their id, and how often it had
-        been written."""
+        """Reduce what no hook has reduced. before: for each parameter, by id, its earlier gradient and how often that
+        was written."""
         missing = [
             (name, p)
             for group in armed
@@ -254,10 +254,10 @@ class DataParallel:
     def _take_part(
         self, missing: Sequence[tuple[str, nn.Parameter]], before: Mapping[int, tuple[Tensor, int]]
     ) -> Callable[[], None]:
-        """Take part with zero for the parameters that this rank's loss did not reach, so that nobody waits for them.
+        """Contribute zero for the parameters that this rank's loss did not reach, so that no rank waits for them.
 
-        Each missing parameter is counted in the store first. When the reduction is over all ranks have counted, so a
-        parameter that all of them missed is known, and its `grad` stays what it was: by what is returned.
+        Each missing parameter is first counted in the store. When the reduction ends all ranks have counted; the
+        returned function then restores the `grad` of parameters that all of them missed.
         """
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
@@ -273,7 +273,7 @@ class DataParallel:
         return missed_by_all
 
     def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor]) -> None:
-        """Weigh what no reducer has weighed, and put back the gradients that were set aside."""
+        """Multiply gradients outside of all reducers by the factor, and add back those that were set aside."""
         done = {id(p) for group in armed for p in group.parameters}
         for _, p in self._named:
             if id(p) in done:
@@ -285,7 +285,7 @@ class DataParallel:
                 p.grad = old if p.grad is None else p.grad.add_(old)
 
     def _reduce_ungrouped(self, order: Sequence[int]) -> None:
-        """Make a reducer for parameters that have a gradient and none yet, and reduce them by it."""
+        """Make a reducer for parameters that have a gradient but no reducer yet, and reduce them with it."""
         fresh = [i for i, (_, p) in enumerate(self._named) if p.grad is not None and id(p) not in self._grouped]
         if self._groups:
             if not fresh:
@@ -308,7 +308,7 @@ class DataParallel:
             self._named[i][1].grad = None
 
     def _check_trained(self, ranks: Sequence[Sequence[bool]]) -> None:
-        """Raises PlanError for a parameter that some ranks train and others do not. ranks: of each what it trains."""
+        """Raise PlanError for a parameter that only some ranks train. ranks: what each of them trains."""
         for (name, _), trains in zip(self._named, zip(*ranks, strict=False), strict=False):
             if len(set(trains)) > 1:
                 raise PlanError(
@@ -317,7 +317,7 @@ class DataParallel:
                 )
 
     def _make_group(self, indices: Sequence[int]) -> _Group:
-        """A reducer over these parameters, in this order of readiness, with its bucket rebuild behind it."""
+        """Make a reducer for these parameters, in this order of readiness, whose buckets are already rebuilt."""
         names = [self._named[i][0] for i in indices]
         parameters = [self._named[i][1] for i in indices]
         if self._loss_carrier is not None and not self._groups:
@@ -332,7 +332,7 @@ class DataParallel:
         return _Group(parameters, names, made, self._calls)
 
     def _replay(self, group: _Group, gradients: Sequence[Tensor | None]) -> None:
-        """Reduce `gradients` by a backward made for it: the gradient of sum(p * conj(g)) with respect to p is g."""
+        """Reduce `gradients` in a backward made for them: the gradient of sum(p * conj(g)) with respect to p is g."""
         self._factor, self._calls, self._buckets, self._kept = None, 0, 0, {}
         for p in group.parameters:
             p.grad = None
@@ -347,7 +347,7 @@ class DataParallel:
             self._reduce(group.reducer)
 
     def _agree(self, what: str, names: Iterable[str]) -> None:
-        """All ranks must come here with the same names before any of them enters a collective for them."""
+        """Check that all ranks come here with the same names, before any of them enters a collective for them."""
         text = ", ".join(names)
         key = f"{self._key}/{what}/{self._backwards}"
         other = agree(key, text, collectives.world_size(), LATE_GRACE)
@@ -361,26 +361,26 @@ class DataParallel:
 
 
 def _loss_carrier(first: nn.Parameter) -> nn.Parameter:
-    """A parameter whose gradient is what travels with the gradients."""
+    """Make a parameter whose gradient carries a value along with the other gradients."""
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
     return nn.Parameter(torch.zeros(CARRIED, dtype=dtype, device=first.device))
 
 
 def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int) -> bool:
-    """Whether a backward left what there was before it; what was set aside is not there."""
+    """Return whether a backward left an earlier gradient unchanged; those set aside are not here."""
     return p.grad is None or (p.grad is gradient and reducer.version(p.grad) == version)
 
 
 def reduction_of(named: Mapping[str, nn.Parameter], plan: Plan, *, piggyback_loss: bool) -> DataParallel:
-    """What averages the gradients of replicated parameters, of one model or of several."""
+    """Make the reduction that averages gradients of replicated parameters, of one model or of several."""
     dtype = reduced_in(plan.dtypes)
     return DataParallel(list(named.items()), bucket_mb=plan.bucket_mb, piggyback_loss=piggyback_loss, dtype=dtype)
 
 
 def check_can_be_averaged(model: nn.Module) -> None:
-    """Raises PlanError for a model that no plan of several devices can train: without shapes, or with sparse gradients.
+    """Raise PlanError for a model that no plan of several devices can train: no shapes, or sparse gradients.
 
-    Which parameters cannot be divided, `shard` checks.
+    `shard` checks which parameters cannot be sharded.
     """
     for name, p in model.named_parameters():
         if isinstance(p, UninitializedParameter):

@@ -42,7 +42,7 @@ LARGE = 8 << 20  # bytes: holes of this size in the heap would add up to a good 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Models built inside have shapes and no values yet: `with mw.deferred(): model = Net()`.
+    """Build models with shapes but no values yet: `with mw.deferred(): model = Net()`.
 
     `mw.distribute` (or a Job's plan) then gives each rank its part, with the values of a plain construction. Draw no
     random numbers between the two: they would not be those of a plain run.
@@ -64,7 +64,7 @@ def deferred() -> Iterator[None]:
 
 
 def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
-    """What `make` builds, deferred; and a note where it cannot be built so and is built plainly."""
+    """Build a model with `make`, deferred; if that fails, build it plainly and return a note that says why."""
     if fake.rehearsing():
         return make(), ""
     try:
@@ -80,16 +80,16 @@ def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
 
 
 def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Give the tensors of a deferred model their values, whole, on `device`; any other model stays as it is."""
+    """Give the tensors of a deferred model their whole values on `device`; any other model stays as it is."""
     fill = take_fakes(model)
     if fill is not None:
         fill(device, device)
 
 
 def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device | str], None] | None:
-    """Put meta tensors in the place of the fake ones of a deferred `model`; None where it has none.
+    """Replace the fake tensors of a deferred `model` by meta tensors; None if it has none.
 
-    What is returned replays the record and fills the model, `(device, where parts of divided parameters lie)`.
+    The returned function replays the record and fills the model: `(device, where parts of divided parameters lie)`.
     """
     fakes = {key: t for key, t in _tensors(model).items() if fake.is_fake(t)}
     if not fakes:
@@ -102,7 +102,7 @@ def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device |
 
 @dataclass(frozen=True)
 class _Slot:
-    """A parameter or buffer in its module, what it will be, and what the program has attached to it."""
+    """A parameter or buffer in a module: what it will be, and the attributes that the program has set on it."""
 
     module: str
     name: str
@@ -122,7 +122,7 @@ class _Slot:
 class _Skeleton:
     """A deferred model whose tensors are on the meta device until it is filled.
 
-    attributes: those with fake tensors that are neither parameter nor buffer, by (module, name).
+    attributes: other attributes of modules with fake tensors, by (module, name).
     """
 
     def __init__(self, model: nn.Module, fakes: dict[tuple[str, str], Tensor], record: OpRecord) -> None:
@@ -147,8 +147,8 @@ class _Skeleton:
         return [(t, self.record.known(t)) for t in tensors_in(value) if fake.is_fake(t)]
 
     def fill(self, device: torch.device | str, parts: torch.device | str) -> None:
-        """Replay the record, and put this rank's part of each tensor in its place as soon as it is known. Collective:
-        all ranks start from rank 0's random numbers, and must have built the same."""
+        """Replay the record, and set this rank's part of each tensor as soon as it is known. Collective: all ranks
+        start from rank 0's random numbers, and must have built the same model."""
         record, filling = self.record, _Filling(self.model, device, parts)
         _agree(record)
         for slot in self.slots:
@@ -180,7 +180,7 @@ class _Skeleton:
 
 
 class _Filling:
-    """The tensors of a skeleton while they get their values. By number of their storage: slots, and other tensors."""
+    """The tensors of a skeleton while they get values: slots and other tensors, by number of their storage."""
 
     def __init__(self, model: nn.Module, device: torch.device | str, parts: torch.device | str) -> None:
         self.slots: dict[int, list[_Slot]] = {}
@@ -192,21 +192,21 @@ class _Filling:
         self._absent = {id(p) for p in stages.absent_parameters(model)}
 
     def put(self, slot: _Slot, make: Callable[[Tensor, torch.device | str], Tensor]) -> None:
-        """Fill a slot with `make(meta tensor, device)`; what is tied is made once."""
+        """Fill a slot with `make(meta tensor, device)`; a tied tensor is made once."""
         meta = self._metas[slot.module, slot.name]
         if id(meta) not in self._made:
             self._made[id(meta)] = _like(meta, make(meta, self._parts if isinstance(meta, DTensor) else self._device))
         slot.put(self._model, self._made[id(meta)])
 
     def put_nothing_of_others(self) -> None:
-        """What other stages of a pipeline hold gets no values, and is made of none."""
+        """Fill tensors of other pipeline stages with nothing, and compute no values for them."""
         for number, slots in list(self.slots.items()):
             if all(id(self._metas[slot.module, slot.name]) in self._absent for slot in slots):
                 for slot in self.slots.pop(number):
                     self.put(slot, _nothing)
 
     def finished(self, number: int, storage: torch.UntypedStorage) -> None:
-        """A storage has the values that it will have."""
+        """Handle a storage that has its final values."""
         if storage.nbytes() >= LARGE:
             trim_heap()
         whole = functools.cache(lambda view: view.of(storage))  # what was one tensor stays one
@@ -217,12 +217,12 @@ class _Filling:
 
 
 def _like(t: Tensor, value: Tensor) -> Tensor:
-    """`value` as a parameter where `t` is one."""
+    """Return `value` as a parameter if `t` is one."""
     return nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
 
 
 def _agree(record: OpRecord) -> None:
-    """All ranks start from rank 0's random numbers; raises PlanError when they have not built the same."""
+    """Start all ranks from rank 0's random numbers; raise PlanError if they have not built the same model."""
     everyone = collectives.everyone()
     if collectives.world_size(everyone) > 1:
         of_rank_0, digest = collectives.broadcast_object((record.drawn_from(), record.digest()), everyone)
@@ -235,7 +235,7 @@ def _agree(record: OpRecord) -> None:
 
 
 def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
-    """`whole` in the dtype of `like`, on `device`; where that is divided, this rank's part, of its own memory."""
+    """Convert `whole` to the dtype of `like`, on `device`; if `like` is sharded, return a copy of this rank's part."""
     whole = whole.to(like.dtype)
     if not isinstance(like, DTensor):
         return whole.to(device)
@@ -243,12 +243,12 @@ def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _nothing(like: Tensor, device: torch.device | str) -> Tensor:
-    """What this rank has of a parameter that another stage of a pipeline holds: a shape."""
+    """Return an empty stand-in, with a shape only, for a parameter of another pipeline stage."""
     return torch.full((), torch.nan, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
-    """Every parameter and buffer, by the module's name and its own in it; tied ones under each of their names."""
+    """Return every parameter and buffer by module name and own name; tied ones under each of their names."""
     found: dict[tuple[str, str], Tensor] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         found |= {(name, own): p for own, p in module.named_parameters(recurse=False, remove_duplicate=False)}

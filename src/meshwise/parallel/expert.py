@@ -70,7 +70,7 @@ def _check_model(setup: Setup) -> None:
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """The modules of stacked experts, by name, and how many experts each has."""
+    """Return the modules of stacked experts, by name, and the number of experts in each."""
     for name, module in model.named_modules():
         own = [p for p in parameters_in(module).values() if p is not None]
         counts = {len(p) if p.dim() > 1 else 0 for p in own}
@@ -80,8 +80,8 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def _layout(module: nn.Module) -> str:
-    """How the forward takes its rows: with the experts of each token and their "weights"; sorted by expert, with the
-    "sizes" of each one's part; or sorted, with as many for each ("even"). Empty where it is none of these."""
+    """Say how the forward takes its rows: with each token's experts and their "weights"; sorted by expert, with the
+    "sizes" of their parts; or sorted, equally many for each ("even"). Empty if it is none of these."""
     names = list(inspect.signature(module.forward).parameters)
     if len(names) > 2 and ("ind" in names[1] or "expert" in names[1]) and "weight" in names[2]:
         return "weights"
@@ -127,7 +127,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _divide(setup: Setup, expert: nn.Module, mesh: DeviceMesh) -> int:
-    """Each rank of the innermost axis keeps a part of the expert's parameters. Gives how many elements they have."""
+    """Divide the expert's parameters over the innermost axis; return how many elements they have."""
     names = {id(p): name for name, p in setup.model.named_parameters()}
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     divided = 0
@@ -142,7 +142,7 @@ def _divide(setup: Setup, expert: nn.Module, mesh: DeviceMesh) -> int:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module of stacked experts, by name, of which each rank of the axis has `count / axis.size`."""
+    """A module of stacked experts, by name; each rank of the axis has `count / axis.size` of them."""
 
     name: str
     module: nn.Module
@@ -151,12 +151,12 @@ class Experts:
 
     @property
     def own(self) -> int:
-        """How many experts this rank has."""
+        """The number of experts on this rank."""
         return self.count // self.axis.size
 
 
 def _run(experts: Experts, forward: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-    """The module's forward, with the experts where they are."""
+    """Run the module's forward, each expert on its own rank."""
     bound = inspect.signature(experts.module.forward).bind(*given, **named)
     hidden, *more = bound.arguments.values()
     layout = _layout(experts.module)
@@ -192,7 +192,7 @@ def _check_given(experts: Experts, hidden: Any, index: Any, weights: Any) -> Non
 
 
 def _with_parts(experts: Experts, forward: Callable[..., Any], *given: Any) -> Tensor:
-    """The module's forward, as a module of this rank's experts alone."""
+    """Run the module's forward as if it had only this rank's experts."""
     module, held = experts.module, dict(parameters_in(experts.module))
     counts = {n: v for n, v in vars(module).items() if "expert" in n and type(v) is int and v == experts.count}
     local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in held.items()}
@@ -212,9 +212,9 @@ def _with_parts(experts: Experts, forward: Callable[..., Any], *given: Any) -> T
 def route(
     experts: Experts, run: Callable[[Tensor, Tensor, Tensor], Tensor], hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """What `run` gives of all experts, each on the rank that has it. Collective, and so is its backward.
+    """Run all experts, each on the rank that has it, and return the result. Collective, and so is its backward.
 
-    run: takes rows (R, width) of this rank's experts, which expert of it (R, 1) and weights (R, 1); gives (R, width).
+    run: takes rows (R, width) of this rank's experts, their experts (R, 1) and weights (R, 1); returns (R, width).
     hidden: (..., width). index, weights: of each token (tokens, k).
     """
     axis, flat = experts.axis, index.reshape(-1)

@@ -28,22 +28,22 @@ class ExpertAxis(Protocol):
     def rank(self) -> int: ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """`tensor` of every rank, stacked."""
+        """Gather `tensor` of every rank, stacked."""
 
     def exchange(self, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
-        """Send `sent[r]` to rank r, and write what it sends into `taken[r]`; each of rows, maybe none."""
+        """Send `sent[r]` to rank r, and receive into `taken[r]` from it; rows of either may be none."""
 
     def gather_objects(self, value: Any) -> tuple[list[Any], list[Any]]:
-        """`value` of the ranks of the axis, and of all that divide the work."""
+        """Gather `value` of the ranks of the axis, and of all ranks that divide the work."""
 
     def mean_of_replicas(self, gradient: Tensor) -> None:
-        """The mean over the ranks that hold the same parts, in place."""
+        """Average over the ranks that hold the same parts, in place."""
 
 
 @dataclass(frozen=True)
 class ExpertMeshAxis:
-    """The axis of the device mesh. group: its ranks with this one among them. replicas: the ranks at this one's place
-    in all such groups."""
+    """The mesh axis of the experts. group: its ranks, including this one. replicas: the ranks at the same position in
+    all such groups."""
 
     device: str
     size: int
@@ -74,15 +74,15 @@ class ExpertMeshAxis:
 def exchanged(
     axis: ExpertAxis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """`tensors` with the rows that this rank takes. See `_Exchange`."""
+    """Exchange the rows of `tensors`; return those that this rank receives. See `_Exchange`."""
     function: Any = _Exchange
     found: tuple[Tensor, ...] = function.apply(axis, sent, taken, scale, *tensors)
     return found
 
 
 class _Exchange(Function):
-    """Rows to the ranks that have their experts, or back. sent, taken: how many go to each rank, and come from it.
-    scale: what gradients are multiplied by as they come back."""
+    """Sends rows to the ranks of their experts, or back. sent, taken: how many rows go to each rank, and come from it.
+    scale: factor of the gradients on their way back."""
 
     @staticmethod
     def forward(

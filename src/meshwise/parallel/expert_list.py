@@ -53,7 +53,7 @@ class Found:
 
 
 def lists_of(model: nn.Module) -> Iterator[Found]:
-    """The lists of experts of `model`: several entries of one class, where list or class say that they are experts."""
+    """Find lists of experts in `model`: several entries of one class; list or class is named after experts."""
     modules = dict(model.named_modules())
     for name, container in modules.items():
         entries = tuple(child for child in container.children() if any(True for _ in child.parameters()))
@@ -72,7 +72,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def check_list(found: Found, model: nn.Module, ranks: int) -> None:
-    """Raises PlanError for experts that cannot be divided over `ranks`."""
+    """Raise PlanError for experts that cannot be divided over `ranks`."""
     count = len(found.experts)
     if count < ranks:
         raise PlanError(f"expert={ranks}: {found.name} has {count} experts. Use expert={count} or less.")
@@ -95,7 +95,7 @@ def check_list(found: Found, model: nn.Module, ranks: int) -> None:
 
 @dataclass
 class ExpertList:
-    """A list of experts of which each rank of the axis runs some; the rows of every rank go to them."""
+    """A list of experts of which each rank of the axis runs some; the rows of every rank are sent to them."""
 
     found: Found
     axis: ExpertAxis
@@ -105,18 +105,18 @@ class ExpertList:
     _forwards: list[Callable[..., Any]] = field(default_factory=list)
 
     def take_over(self) -> None:
-        """From now on the experts' forwards are those of the ranks that have them."""
+        """Replace the experts' forwards: from now on they run on the ranks that have them."""
         for number, expert in enumerate(self.found.experts):
             self._forwards.append(expert.forward)
             put_forward(expert, functools.partial(self._called, number))
         put_forward(self.found.caller, functools.partial(self._run, self.found.caller.forward))
 
     def owner(self, number: int) -> int:
-        """The rank of the axis that runs this expert."""
+        """Return the rank of the axis that runs this expert."""
         return number * self.axis.size // len(self.found.experts)
 
     def refused(self, what: str) -> PlanError:
-        """The error of a mixture whose forward cannot be run so."""
+        """Return the error for a mixture whose forward cannot run on divided experts."""
         kind = type(self.found.caller).__name__
         return PlanError(f"expert={self.axis.size} with {self.found.name}, called by {kind}: {what}. {INSTEAD}")
 
@@ -158,8 +158,8 @@ class ExpertList:
 
 
 def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[list[Tensor], Tensor | None]:
-    """What the experts give for `calls`, each on the rank that runs it; and a number 0 by which a rank without calls
-    has its part in the backward, None where there is none. Collective, and so is its backward."""
+    """Return the experts' results for `calls`, each run on its rank; and a number 0 that ties a rank without calls into
+    the backward, or None. Collective, and so is its backward."""
     axis, facts = experts.axis, [(number, [_form(t) for t in given]) for number, given in calls]
     of_axis, of_all = axis.gather_objects(facts)
     called = sorted({number for rank in of_all for number, _ in rank})
@@ -197,7 +197,7 @@ def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[l
 def _run_own(
     experts: ExpertList, weights: dict[int, dict[str, Tensor]], calls: list[Any], columns: Sequence[Tensor]
 ) -> list[Tensor]:
-    """What this rank's experts give for the calls of all ranks, whose tensors lie one after the other in `columns`."""
+    """Run this rank's experts for the calls of all ranks, whose tensors lie one after the other in `columns`."""
     parts = [column.split([math.prod(forms[place][0]) for _, forms in calls]) for place, column in enumerate(columns)]
     given = [tuple(p[n].view(f[0]) for p, f in zip(parts, forms, strict=True)) for n, (_, forms) in enumerate(calls)]
     outs: list[Tensor] = [torch.empty(0)] * len(calls)
@@ -216,7 +216,7 @@ def _run_own(
 
 
 def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtype) -> torch.dtype:
-    """What experts give on all ranks; under autocast a rank that runs none cannot know. Collective then."""
+    """Return the experts' result dtype on all ranks; under autocast ranks must ask, which is collective."""
     kinds = {out.dtype for out in outs}
     if torch.is_autocast_enabled(experts.axis.device):
         kinds = set().union(*experts.axis.gather_objects(kinds)[0])
@@ -226,8 +226,8 @@ def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtyp
 
 
 def _whole_parameters(experts: ExpertList, called: Sequence[int]) -> tuple[Tensor, dict[int, dict[str, Tensor]]]:
-    """The whole parameters of this rank's experts among those `called`, by their number and name. Beside them a tensor
-    without elements, by which every rank has its part in the backward."""
+    """Gather the parameters of this rank's experts among those `called`, by number and name. Also return an empty
+    tensor that ties every rank into the backward."""
     named = [(n, name, p) for n in called for name, p in experts.found.experts[n].named_parameters()]
     parts = [p.to_local() if isinstance(p, DTensor) else p for _, _, p in named]
     facts = [_Fact(experts.owner(n), p.shape, p.requires_grad) for n, _, p in named]
@@ -248,18 +248,18 @@ class _Fact:
     trained: bool
 
     def bounds(self, axis: ExpertAxis) -> list[tuple[int, int]]:
-        """The rows that each rank holds, from and to, as torch.chunk divides."""
+        """Return the range of rows that each rank holds, as torch.chunk divides."""
         step = -(-self.shape[0] // axis.size)
         ends = [min(self.shape[0], rank * step) for rank in range(axis.size + 1)]
         return list(itertools.pairwise(ends))
 
     def sizes(self, axis: ExpertAxis) -> list[int]:
-        """How many elements each rank holds."""
+        """Return how many elements each rank holds."""
         return [(end - begin) * math.prod(self.shape[1:]) for begin, end in self.bounds(axis)]
 
 
 class _Whole(Function):
-    """Parts of parameters to the ranks that run the experts; their gradients back, as the mean over the replicas."""
+    """Sends parts of parameters to the ranks that run the experts, and returns gradients as the mean over replicas."""
 
     @staticmethod
     def forward(ctx: Any, axis: ExpertAxis, facts: list[_Fact], *parts: Tensor) -> tuple[Tensor, ...]:
@@ -302,8 +302,7 @@ class _Whole(Function):
 
 @contextlib.contextmanager
 def _without_trace(experts: ExpertList, given: Any) -> Iterator[None]:
-    """What the body draws is drawn again behind it, and what it changes in lists and in the attributes and buffers of
-    the mixture is undone."""
+    """Undo what the body draws, and what it changes in lists and in the attributes and buffers of the mixture."""
     tensors = list(tensors_in(given))
     versions = [version(t) for t in tensors]
     inside = {part for expert in experts.found.experts for part in expert.modules()}
@@ -328,7 +327,7 @@ def _without_trace(experts: ExpertList, given: Any) -> Iterator[None]:
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    """The lists, dictionaries and sets in what was given."""
+    """Return the lists, dictionaries and sets among the arguments."""
     if type(value) in (list, dict, set, tuple):
         if type(value) is not tuple:
             yield value
@@ -346,5 +345,5 @@ def _form(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, bool]:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether they hold the same numbers; two that are none (NaN) are."""
+    """Return whether both hold the same numbers; NaN equals NaN."""
     return one.shape == other.shape and bool(((one == other) | (one != one)).all())

@@ -15,7 +15,7 @@ from meshwise.spec.world import World
 
 
 def check_fits(plan: Plan, world: World) -> None:
-    """Raises PlanError when the run has another number of devices than the plan, or they lack what it asks for."""
+    """Raise PlanError if the run has another number of devices than the plan, or if they lack what it needs."""
     check_devices(plan, world.size)
     if world.kind == "cpu" and plan.dtypes.computed not in ("fp64", "fp32"):  # a launcher leaves GPUs alone
         parallel.computes.check_computes(None, world.device, plan.dtypes)
@@ -24,7 +24,7 @@ def check_fits(plan: Plan, world: World) -> None:
 
 
 def check_for_scripts(plan: Plan) -> None:
-    """Raises PlanError for what a plan cannot say of a loop that is not ours."""
+    """Raise PlanError for options of a plan that a script's own loop does not support."""
     if plan.pipeline > 1:
         raise PlanError(
             f"pipeline={plan.pipeline}: stages run the loss in an order of their own, and a script runs it "

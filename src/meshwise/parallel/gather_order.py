@@ -28,7 +28,7 @@ GRACE = 60.0  # seconds for an order that is new later: a rank with a known orde
 
 
 class GatherOrder:
-    """Hooks around the forward of `root`, and before those of `blocks` in it. key: of the facts that ranks agree on."""
+    """Adds hooks to the forward of `root` and before those of `blocks`. key: of the facts that ranks agree on."""
 
     def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], key: str) -> None:
         names = {id(module): name for name, module in root.named_modules()}
@@ -50,7 +50,7 @@ class GatherOrder:
         self._runs, self._met = False, True
 
     def _come(self, number: int, *unused: Any) -> None:
-        """This rank is about to gather a block, in a forward: what a backward runs again, it runs on all."""
+        """Note that a forward is about to gather a block. Recomputation in a backward is the same on all ranks."""
         if not self._runs:
             return
         self._so_far = hash((self._so_far, number))

@@ -37,7 +37,7 @@ _absent = WeakIdKeyDictionary()  # parameters whose values are on other stages
 
 
 class Holding:
-    """What this rank holds of `model`.
+    """The modules that this rank holds of `model`.
 
     blocks: all that stages are cut from. own: those of this rank.
     """
@@ -87,11 +87,11 @@ class Holding:
                 module.register_forward_pre_hook(_Notes(self._live_modules, name))
 
     def let_go_again(self) -> None:
-        """The parameters of a deferred model have been made anew."""
+        """Let go again of parameters of a deferred model, which have been made anew."""
         _drop(self.model, stages.lacks(self.model), self._pipe.rank)
 
     def show(self, seen: bool) -> None:
-        """A forward begins or ends: modules find plain NaN where this rank has let go of a part of a parameter."""
+        """Show modules plain NaN, from the begin to the end of a forward, for parameters that this rank let go of."""
         for module, name, held, shown in self._seen:
             parameters_in(module)[name] = shown if seen else held
 
@@ -104,7 +104,7 @@ class Holding:
         return {name for name, p in self.model.named_parameters() if id(p) in reached}
 
     def decide(self) -> None:
-        """After the first step: who holds what lies outside of the blocks. Collective over all ranks."""
+        """Decide after the first step which stage holds each module outside of the blocks. Collective on all ranks."""
         model, own = self.model, self._pipe.rank
         named = dict(model.named_parameters())
         lacking = stages.lacks(model)
@@ -142,7 +142,7 @@ class Holding:
         self.decided = True
 
     def _buffers_of_others(self, live: Sequence[set[str]]) -> set[str]:
-        """Buffers outside of the blocks whose modules ran on other stages alone."""
+        """Return buffers outside of the blocks whose modules ran on other stages only."""
         found = set()
         for name in set().union(*live) - live[self._pipe.rank]:
             module = self.model.get_submodule(name)
@@ -150,7 +150,7 @@ class Holding:
         return found
 
     def check_same(self) -> None:
-        """PlanError where parameters were frozen or thawed since it was decided what lies where."""
+        """Raise PlanError if parameters were frozen or thawed since the modules were assigned to stages."""
         if self.decided and tuple(p.requires_grad for p in self.model.parameters()) != self._trained:
             raise PlanError(
                 f"pipeline={self._pipe.size}: parameters were frozen or thawed after the first step, which decided on "
@@ -158,7 +158,7 @@ class Holding:
             )
 
     def add_up(self) -> None:
-        """Add up the gradients of what several stages hold. Collective."""
+        """Sum the gradients of parameters that several stages hold. Collective."""
         named = dict(self.model.named_parameters()) if self._shared else {}
         for name, group in self._shared:
             p = named[name]
@@ -167,7 +167,7 @@ class Holding:
             collectives.all_reduce(sharding.local_of(p.grad), group=group, of="tied gradients")
 
     def clip(self, most: float) -> None:
-        """Clip the gradients by their norm over all stages, what several hold counted once. Collective."""
+        """Clip the gradients by their norm over all stages; shared parameters count once. Collective."""
         named = {n: p for n, p in self.model.named_parameters() if p.grad is not None}
         held_by_several = {name for name, _ in self._shared}
         counted = [
@@ -195,8 +195,8 @@ class _Notes:
 
 
 def _drop(model: nn.Module, names: set[str], rank: int) -> None:
-    """Let go of the values of these parameters, which other stages have: what is left is NaN of their shape, in the
-    memory of one number."""
+    """Free the values of these parameters, which other stages have: each becomes NaN of its shape, in the memory of one
+    number."""
     for name, p in model.named_parameters(remove_duplicate=False):
         if name in names and p not in _absent:
             _absent[p] = True
@@ -206,7 +206,7 @@ def _drop(model: nn.Module, names: set[str], rank: int) -> None:
 
 
 def _before_load(module: nn.Module, *unused: Any) -> None:
-    """What this rank lacks is loaded, too, so that torch compares shapes; then it is let go of again."""
+    """Give missing parameters memory before a load, so that torch compares shapes; they are freed again afterwards."""
     for p in module.parameters(recurse=False):
         if p in _absent:
             sharding.refill(p)
@@ -226,19 +226,19 @@ def _refuse(name: str, rank: int, p: Tensor) -> None:
 
 
 def is_absent(p: Tensor) -> bool:
-    """Whether other stages of a pipeline have the values of a parameter, and this rank does not."""
+    """Return whether only other stages of a pipeline have the values of a parameter."""
     return p in _absent
 
 
 def own_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Of a whole state that is loaded, what belongs to parameters of this rank."""
+    """Return the part of a whole loaded state that belongs to parameters of this rank."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     others = {n for n, p in zip(numbers, held_parameters(optimizer), strict=False) if p in _absent}
     return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
 
 
 def let_go(optimizer: Optimizer) -> None:
-    """Drop the state of what this rank lacks since the first step: a state that was loaded before had it."""
+    """Drop the state of parameters that this rank gave up after the first step; an earlier load may have set it."""
     for p in held_parameters(optimizer):
         if p in _absent:
             optimizer.state.pop(p, None)

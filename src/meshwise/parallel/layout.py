@@ -29,7 +29,7 @@ UNEVEN = 8  # times as long as there are ranks: shorter dims are split evenly or
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer whose weight can be split. outputs, inputs: the dims of its weight; they have so many elements."""
+    """A layer whose weight can be split. outputs, inputs: the dims of its weight, and their lengths."""
 
     name: str
     module: nn.Module
@@ -43,22 +43,21 @@ class Layer:
 
     @property
     def out_length(self) -> int:
-        """How many features it gives."""
+        """The number of output features."""
         return self.weight.shape[self.outputs]
 
     @property
     def in_length(self) -> int:
-        """How many features it takes."""
+        """The number of input features."""
         return self.weight.shape[self.inputs]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Along which dim a parameter is split.
+    """The dim along which a parameter is split.
 
-    sections: so many equal ones lie packed in it, one after the other (queries, keys, values); of each, every rank has
-        a part.
-    gathered: what the layer gives is gathered at once: blocks add to it, and each would gather it again.
+    sections: how many equal sections it packs one after another (queries, keys, values); every rank has a part of each.
+    gathered: the layer's output is gathered at once: blocks add to it, and each would gather it again.
     """
 
     dim: int
@@ -67,9 +66,9 @@ class Cut:
 
 
 def cuts_of(model: nn.Module, ranks: int, *, packed: bool = True) -> dict[int, Cut]:
-    """How each parameter is split, by its id; those that are not in it stay whole on every rank.
+    """Return how each parameter is split, by its id; those without an entry stay whole on every rank.
 
-    packed: whether sections may be kept together along dim 0, which `shard` divides too.
+    packed: whether packed sections may be split along dim 0, which `shard` divides, too.
     """
     found = _of_multi_head(model, ranks) if packed else {}
     layers = [layer for layer in _layers(model) if id(layer.weight) not in found]
@@ -95,7 +94,7 @@ def cuts_of(model: nn.Module, ranks: int, *, packed: bool = True) -> dict[int, C
 
 
 def _of_multi_head(model: nn.Module, ranks: int) -> dict[int, Cut]:
-    """Torch's attention modules, whose first projection is a packed parameter."""
+    """Return torch's attention modules, whose first projection is a packed parameter."""
     found = {}
     for module in model.modules():
         if not isinstance(module, nn.MultiheadAttention) or module.num_heads % ranks or module.bias_k is not None:
@@ -108,7 +107,7 @@ def _of_multi_head(model: nn.Module, ranks: int) -> dict[int, Cut]:
 
 
 def _divides(length: int, ranks: int) -> bool:
-    """Whether every rank gets a part worth having."""
+    """Return whether every rank gets a part of useful size."""
     return length % ranks == 0 or length >= UNEVEN * ranks
 
 
@@ -129,7 +128,7 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
 
 
 def _rows(model: nn.Module, layers: list[Layer]) -> set[str]:
-    """The names of the layers that are split by their inputs."""
+    """Return the names of the layers that are split along their inputs."""
     own = _own_plan(model)
     if own is not None:
         styles = {layer.name: _style(layer.name, own) for layer in layers}
@@ -152,7 +151,7 @@ def _style(name: str, plan: Mapping[str, str]) -> str:
 
 
 def _first(model: nn.Module, layers: list[Layer]) -> set[str]:
-    """The names of the layers before the blocks that give what the blocks take."""
+    """Return the names of layers before the blocks whose output width is the blocks' input width."""
     blocks = tuple(f"{name}." for name, _ in repeated_blocks(model))
     begin = next((n for n, layer in enumerate(layers) if layer.name.startswith(blocks)), 0) if blocks else 0
     return {
@@ -185,7 +184,7 @@ def _derived(model: nn.Module, layers: list[Layer]) -> set[str]:
 
 
 def _group_of(name: str, inside: list[Layer]) -> str:
-    """The module around a layer that holds another one as well."""
+    """Return the innermost module that contains a layer and another one."""
     parent = name.rpartition(".")[0]
     while parent and sum(layer.name.startswith(f"{parent}.") for layer in inside) == 1:
         parent = parent.rpartition(".")[0]

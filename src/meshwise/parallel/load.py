@@ -45,7 +45,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded: names, what was converted (`name: bfloat16 to float32`), and what only one side has."""
+    """The result of a load: names, conversions (`name: bfloat16 to float32`), and names that only one side has."""
 
     names: tuple[str, ...]
     converted: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class _Stored:
     dtype: torch.dtype | None
 
     def part(self, like: Tensor, device: torch.device | str) -> Tensor:
-        """This rank's part, sharded as `like` is, in its dtype."""
+        """Read this rank's part, sharded as `like`, in its dtype."""
         with safe_open(self.file, "pt") as opened:  # closed at once: pages of a mapped file count as memory in use
             stored = opened.get_slice(self.name) if like.dim() else None
             read = opened.get_tensor(self.name) if stored is None else local_part(like, stored.__getitem__)
@@ -76,9 +76,9 @@ def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> 
     """Read the parameters and buffers of `model` from a safetensors checkpoint, in place.
 
     path: a file, an index (`model.safetensors.index.json`), or a folder with one of the two. The model may be plain,
-    distributed, or deferred. A tied tensor may stand under any of its names. strict: False keeps the start values of
-    what the checkpoint lacks, and ignores what the model lacks. Raises UsageError for names and shapes that do not
-    fit, before anything is read.
+    distributed, or deferred. A tied tensor may have any of its names. strict: False keeps the start values of tensors
+    that the checkpoint lacks, and ignores those that the model lacks. Raises UsageError for names and shapes that do
+    not fit, before anything is read.
     """
     stored, own = _stored(Path(path)), _tied(model)
     chosen: dict[int, tuple[str, Tensor, _Stored]] = {}
@@ -114,7 +114,7 @@ def _give(tensor: Tensor, stored: _Stored) -> None:
 
 
 def _tied(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Every parameter and persistent buffer, with all its names."""
+    """Return every parameter and persistent buffer, with all its names."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
@@ -124,7 +124,7 @@ def _tied(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _stored(path: Path) -> dict[str, _Stored]:
-    """What a checkpoint holds, by name. Raises UsageError when it cannot be read."""
+    """Return the tensors of a checkpoint, by name. Raises UsageError if it cannot be read."""
     if path.is_dir():
         single = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
         if not (path / INDEX).exists() and len(single) != 1:

@@ -19,7 +19,7 @@ from meshwise.spec.world import World
 from meshwise.transfer import collectives, stages
 
 WITHIN_SAMPLES = ("pipeline", "context", "tensor")
-"""The axes whose ranks work on the same samples. They are the innermost."""
+"""The axes whose ranks work on the same samples; they are the innermost."""
 _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
@@ -44,12 +44,12 @@ def make_mesh(plan: Plan, world: World, *, replicas: bool = False) -> DeviceMesh
 
 
 def forget_meshes() -> None:
-    """The process group is gone: meshes are made anew."""
+    """Forget all meshes when the process group is gone, so that new ones are made."""
     _meshes.clear()
 
 
 def mesh_of_stage(plan: Plan, world: World) -> DeviceMesh:
-    """Those devices of the mesh that are at the place of this rank's stage in their pipelines."""
+    """Return the devices of the mesh that run the same pipeline stage as this rank."""
     mesh = make_mesh(plan, world, replicas=True)
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "pipeline")
     return mesh[names] if 0 < len(names) < mesh.ndim else mesh
@@ -63,8 +63,8 @@ def _made(plan: Plan, world: World, kept: dict[str, int], replicas: bool) -> Dev
 
 
 def divide_work(plan: Plan, world: World) -> World:
-    """This rank among those that divide a batch, as a world of their own: ranks that hold parts of one split model
-    count as one. Collectives "over all ranks" are theirs from now on. Collective where a plan splits models."""
+    """Return the world of ranks that divide a batch: ranks that hold parts of one split model count as one. From now
+    on, collectives "over all ranks" run over these. Collective if a plan splits models."""
     together = plan.within_samples
     stages.join_pipe(None)
     if together == 1 or world.size == 1:
@@ -80,7 +80,7 @@ def divide_work(plan: Plan, world: World) -> World:
 
 
 def _join_pipe(plan: Plan, world: World) -> None:
-    """Make the groups of each pipeline: ranks that differ in nothing but their place on that axis. Collective."""
+    """Make the groups of each pipeline: ranks that differ only in their position on that axis. Collective."""
     apart = plan.within_samples // plan.pipeline  # the axes within: neighbours on this one lie so far apart
     own = world.rank // apart % plan.pipeline
     for first in range(world.size):

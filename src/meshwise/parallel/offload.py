@@ -38,7 +38,7 @@ WINDOW = 256 << 20  # bytes that are fetched ahead of their use
 
 @dataclass(eq=False)
 class _HostCopy:
-    """A storage that waits in the host's memory: the `number`th that its forward has sent."""
+    """A storage that waits in host memory. number: its position among those that its forward has sent."""
 
     number: int
     copy: Tensor
@@ -52,14 +52,14 @@ class _HostCopy:
     arrived: torch.Event | None = None
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether what was sent is what `tensor` holds now. Parts of one storage that are no views of one tensor (an
-        LSTM's gates, by `unsafe_chunk`) count their versions apart: one of them says nothing of another."""
+        """Return whether the sent values are still those of `tensor`. Parts of one storage that are not views of one
+        tensor (an LSTM's gates, by `unsafe_chunk`) count their versions separately, so one says nothing of another."""
         same = self.place == _place(tensor) or self.base() is base_of(tensor)
         return same and self.version == version(tensor)
 
     @property
     def ahead(self) -> bool:
-        """Whether it is on the device and not requested yet."""
+        """Whether it is on the device but not requested yet."""
         return self.ready is not None and not self.requested
 
 
@@ -69,7 +69,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor as a view of what went to the host: the compiler's code relies on strides."""
+    """A tensor as a view of a storage in host memory: the compiler's code relies on strides."""
 
     of: _HostCopy
     dtype: torch.dtype
@@ -80,7 +80,7 @@ class _View:
 
 @dataclass
 class _SavedTensors:
-    """What one forward has sent to the host, in order. Autograd holds the tensors; here they are only known."""
+    """The tensors that one forward has sent to the host, in order. Autograd owns them; these refs are weak."""
 
     window: int
     sent: list[weakref.ref[_HostCopy]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class _SavedTensors:
     known: StorageMap = field(default_factory=StorageMap)
 
     def to_host(self, tensor: Tensor) -> Tensor | _View:
-        """Called by autograd with what it would keep. Views of one storage send it once."""
+        """Autograd calls this with each tensor that it would keep. Views of one storage send it once."""
         if not _goes(tensor):
             return tensor
         known: weakref.ref[_HostCopy] | None = self.known.get(tensor)
@@ -101,7 +101,7 @@ class _SavedTensors:
         return _View(waiting, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def to_device(self, kept: Tensor | _View) -> Tensor:
-        """Called by autograd with what `to_host` gave, when the backward needs it."""
+        """Autograd calls this with the result of `to_host`, when the backward needs it."""
         if isinstance(kept, Tensor):
             return kept
         waiting = kept.of
@@ -121,7 +121,7 @@ class _SavedTensors:
         return empty.set_(flat.untyped_storage(), kept.offset, kept.size, kept.stride)
 
     def _fetch_ahead(self, number: int) -> None:
-        """Begin to fetch what was sent before the `number`th, as far as the window goes."""
+        """Begin to fetch storages that were sent before the `number`th, as far as the window allows."""
         self.fetched = [ref for ref in self.fetched if (kept := ref()) is not None and kept.ahead]
         held = sum(kept.copy.nbytes for ref in self.fetched if (kept := ref()) is not None)
         for index in reversed(range(number)):
@@ -136,10 +136,9 @@ class _SavedTensors:
 
 
 def offload_activations(model: nn.Module, window: int | None = None) -> None:
-    """Let what `model` keeps for its backward wait in the host's memory.
+    """Keep in host memory what `model` saves for its backward.
 
-    window: bytes that are fetched ahead. A model that is only a list of models, and never called itself, passes this on
-    to them.
+    window: bytes that are fetched ahead. A list of models, which is never called itself, passes this on to its models.
     """
     for root in called_in(model):
         put_forward(root, functools.partial(_offloaded, root.forward, WINDOW if window is None else window))
@@ -154,13 +153,13 @@ def _offloaded(forward: Callable[..., Any], window: int, /, *arguments: Any, **k
 
 
 def _goes(tensor: Tensor) -> bool:
-    """Whether a tensor goes to the host: no parameter nor a view of one, no small one, none of a kind of its own."""
+    """Return whether a tensor is offloaded: no parameter or view of one, not small, and not a subclass."""
     plain = is_plain(tensor) and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
     return plain and not isinstance(base_of(tensor), nn.Parameter) and tensor.nbytes >= SMALLEST
 
 
 def _send(tensor: Tensor, number: int) -> _HostCopy:
-    """Copy the storage of a tensor to the host, on its own stream where there is one."""
+    """Copy the storage of a tensor to the host, on a stream of its own if there is one."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
     copy = torch.empty_like(flat, device="cpu", pin_memory=has_streams(tensor.device))
@@ -174,7 +173,7 @@ def _send(tensor: Tensor, number: int) -> _HostCopy:
 
 
 def _fetch(waiting: _HostCopy) -> None:
-    """Begin to copy a storage back to its device. On one stream with the copies out, so it is after its own."""
+    """Begin to copy a storage back to its device. It shares a stream with the copies out, so it runs after its own."""
     stream = _copying(waiting.device)
     with _on(stream):
         waiting.ready = waiting.copy.to(waiting.device, non_blocking=True, copy=True)
@@ -182,14 +181,14 @@ def _fetch(waiting: _HostCopy) -> None:
 
 
 def _used_in(tensor: Tensor, stream: Any) -> None:
-    """Its memory is not given out again before what the stream does with it is done."""
+    """Keep the tensor's memory from being reused before the stream is done with it."""
     if not rehearsing():
         tensor.record_stream(stream)
 
 
 @functools.cache
 def _copying(device: torch.device) -> Any:
-    """The stream of copies between host and `device`; None where copies are made at once."""
+    """Return the stream of copies between host and `device`; None if copies are synchronous."""
     beside = has_streams(device) or device.type == fake_device.NAME
     return torch.get_device_module(device).Stream(device) if beside else None
 

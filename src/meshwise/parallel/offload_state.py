@@ -34,7 +34,7 @@ BUCKET = 64 << 20  # bytes of parameters whose state is on the device at once; a
 
 
 class OffloadedState:
-    """Keeps the state of `optimizer` in the host's memory between its steps, in place."""
+    """Keeps the state of `optimizer` in host memory between its steps, in place."""
 
     def __init__(self, optimizer: Optimizer, bucket: int = BUCKET) -> None:
         if why := unlike_by_parameters(optimizer):
@@ -50,7 +50,7 @@ class OffloadedState:
         subscribe(Order.OFFLOAD, self._before, self._after, self._failed, optimizer=optimizer)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Step all buckets but the last, and leave the last ready for the step that called."""
+        """Step all buckets but the last, and prepare the last for the step that called this."""
         if has_closure(args, kwargs):
             raise PlanError(
                 "offload='optimizer': optimizer.step(closure) needs all of the state at once. Call backward, then "
@@ -87,7 +87,7 @@ class OffloadedState:
         self._gradients, self._last = {}, []
 
     def _begin(self, optimizer: Optimizer, bucket: Sequence[Tensor]) -> None:
-        """The bucket's parameters get their gradients, and their state comes to their device."""
+        """Give the bucket's parameters their gradients, and bring their state to the device."""
         for p in bucket:
             p.grad = self._gradients[p]
             entry = optimizer.state.get(p, {})
@@ -116,7 +116,7 @@ class OffloadedState:
 
 
 def _travels(value: Any) -> bool:
-    """Whether a value of the state is worth a journey: counters stay where the optimizer put them."""
+    """Return whether a value of the state is offloaded: counters stay where the optimizer put them."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 

@@ -25,14 +25,14 @@ from meshwise.parallel.op_replay import Entry, RecordedOp, ReplayMismatch, SetGe
 from meshwise.spec.errors import UsageError
 
 Loaded = Callable[[Tensor, torch.device | str], Tensor]
-"""(tensor sharded as the wanted one is, device) -> this rank's part of the wanted one."""
+"""(tensor sharded as the wanted one, device) -> this rank's part of the wanted one."""
 
 PLAIN = (int, float, str, list, tuple, dict)
-"""What of an operator's arguments its digest keeps."""
+"""The types of an operator's arguments that go into the digest."""
 
 
 class OpRecord:
-    """The operators on fake tensors, in their order, and what random numbers they would draw."""
+    """The operators on fake tensors, in order, and the random numbers that they would draw."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -49,11 +49,11 @@ class OpRecord:
 
     @property
     def operators(self) -> list[RecordedOp]:
-        """Its entries without the generators that were set."""
+        """The entries without the settings of generators."""
         return [entry for entry in self.entries if isinstance(entry, RecordedOp)]
 
     def leave(self) -> None:
-        """The constructor is over: remember where the random numbers are now."""
+        """Remember the state of the random numbers: the constructor has ended."""
         for generator in self._last:
             self._note_generator(generator)
         self.left = dict(self._last)
@@ -101,7 +101,7 @@ class OpRecord:
         )
 
     def known(self, value: Any) -> Any:
-        """The view that a fake tensor is; anything else is as it is. Raises ReplayMismatch for one from no operator."""
+        """Return the view for a fake tensor; other values unchanged. ReplayMismatch for one from no operator."""
         if isinstance(value, torch.UntypedStorage) or (fake.is_fake(value) and self._storages.get(value) is None):
             raise ReplayMismatch("a tensor was read from a file, or made outside of torch's operators.")
         return self._view_of(value)
@@ -126,7 +126,7 @@ class OpRecord:
         )
 
     def _note_generator(self, generator: torch.Generator) -> None:
-        """Notice that the program has set a generator: torch has no hook for that."""
+        """Record that the program has set a generator, for which torch has no hook."""
         key = _key(generator)
         if self._last.get(generator) != key:
             known = self._marks.get((generator, key))
@@ -134,18 +134,18 @@ class OpRecord:
             self._mark(generator)
 
     def _tick(self, generator: torch.Generator) -> None:
-        """Each random operator leaves the generator in a state of its own, so that one put back is known again."""
+        """Give the generator a new state after each random operator, so that a restored one is recognised."""
         with without_interception():
             torch.rand(1, generator=generator, device=generator.device)
         self._mark(generator)
 
     def _mark(self, generator: torch.Generator) -> None:
-        """The newest entry leaves the generator in this state."""
+        """Note that the newest entry leaves the generator in its current state."""
         key = self._last[generator] = _key(generator)
         self._marks[generator, key] = len(self.entries) - 1
 
     def _compute(self, operator: Any, before: Any) -> Any:
-        """What an operator gives on the values that its arguments will have."""
+        """Compute an operator's result on the values that its arguments will have."""
         found: dict[int, torch.UntypedStorage] = {}
         states = {generator: generator.get_state() for generator in self._last}
         with without_interception():
@@ -160,7 +160,7 @@ class OpRecord:
                 return operator(*args, **kwargs)
 
     def digest(self) -> str:
-        """Of what was recorded: the same on all ranks whose constructors did the same."""
+        """Return a digest of the record: equal on all ranks whose constructors did the same."""
         digest = hashlib.sha256()
         for entry in self.operators:
             plain = map_leaves(lambda v: None, (entry.args, entry.kwargs), lambda v: not isinstance(v, PLAIN))
@@ -169,14 +169,14 @@ class OpRecord:
         return digest.hexdigest()
 
     def drawn_from(self) -> tuple[Any, ...]:
-        """Where the random numbers started, and when which generator was set to what: its number is the same on all
-        ranks whose constructors did the same."""
+        """Return the start of the random numbers, and when each generator was set to what. Generators are numbered,
+        equally on all ranks whose constructors did the same."""
         numbers = {generator: number for number, generator in enumerate(self._last)}
         places = enumerate(self.entries)
         return self.start, {n: (numbers[e.generator], e.to) for n, e in places if isinstance(e, SetGenerator)}
 
     def draw_from(self, start: Tensor, settings: dict[int, tuple[int, Tensor | int]]) -> None:
-        """Draw what the rank draws that these are of."""
+        """Draw the same random numbers as the rank whose `drawn_from` this is."""
         generators, operators = list(self._last), self.operators
         self.start, own = start, iter(operators)
         self.entries = [
@@ -185,7 +185,7 @@ class OpRecord:
         ]
 
     def check_loaded(self) -> None:
-        """Raises UsageError when an operator touched what was loaded: the record does not know its values."""
+        """Raise UsageError if an operator used loaded tensors: the record does not know their values."""
         for entry in self.operators[self.loaded_after :]:
             if not self.loaded.keys().isdisjoint(entry.reads):
                 raise UsageError(
@@ -194,15 +194,15 @@ class OpRecord:
                 )
 
     def undraw(self) -> None:
-        """Put the random numbers where they were before the constructor drew any."""
+        """Restore the random numbers to their state before the constructor."""
         for entry in reversed(self.entries):
             if isinstance(entry, SetGenerator) and isinstance(entry.to, Tensor):
                 entry.generator.set_state(entry.to)
         torch.default_generator.set_state(self.start)
 
     def rewind(self) -> Callable[[], None]:
-        """Begin a replay: the generator is as it was at the start. What is given ends it: a program that drew nothing
-        since goes on where a plain construction would have left it."""
+        """Begin a replay with the generators as at the start. The returned function ends it: a program that drew
+        nothing since then continues as after a plain construction."""
         moved = {generator: generator.get_state() for generator, left in self.left.items() if _key(generator) != left}
         torch.default_generator.set_state(self.start)
 
@@ -214,7 +214,7 @@ class OpRecord:
 
 
 def record_of(tensor: Tensor) -> OpRecord:
-    """The record that a fake tensor was made in. Raises UsageError where there is none."""
+    """Return the record that a fake tensor was made in. Raises UsageError if there is none."""
     record = fake.owner_of(tensor)
     if not isinstance(record, OpRecord):
         raise UsageError("the model holds fake tensors of another mode. Build it inside mw.deferred.")

@@ -23,17 +23,17 @@ from meshwise.compat.tree import leaves_of, map_kind
 
 DRAWS = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_"}
 FILLS = DRAWS | {"zero_", "fill_", "copy_"}
-"""Operators in place that read nothing of what they write, when they write the whole of it."""
+"""In-place operators that do not read their target, if they write all of it."""
 Finished = Callable[[int, torch.UntypedStorage], None]
 
 
 class ReplayMismatch(Exception):
-    """An operator gave something else when it was replayed than when it was recorded."""
+    """An operator returned something else in the replay than when it was recorded."""
 
 
 @dataclass(frozen=True)
 class StorageView:
-    """A tensor as a view: of which storage (of `nbytes`), with which shape."""
+    """A tensor as a view of storage number `storage` (of `nbytes`), with its shape and strides."""
 
     storage: int
     nbytes: int
@@ -53,16 +53,16 @@ class StorageView:
         return math.prod(self.size) * self.dtype.itemsize == self.nbytes and self.stride == tuple(reversed(expected))
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor, in this storage."""
+        """Return the tensor as a view of this storage."""
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """One operator. Tensors in its arguments are Places, or real ones that came from outside.
+    """A recorded operator. Tensors in its arguments are StorageViews, or real ones from outside.
 
-    default: torch's default dtype at that time. name: `normal_`. fresh: the storages that it made. generator: what a
-    random one drew from.
+    default: torch's default dtype at that time. name: such as `normal_`. fresh: the storages that it made. generator:
+    the one that a random operator drew from.
     """
 
     operator: Any
@@ -78,7 +78,7 @@ class RecordedOp:
 
     @property
     def fills(self) -> bool:
-        """Whether the first argument is wholly written, and not read."""
+        """Whether the first argument is completely written, and not read."""
         first = self.args[0] if self.args else None
         others = {view.storage for view in leaves_of(StorageView, (self.args[1:], self.kwargs))}
         return isinstance(first, StorageView) and self.name in FILLS and first.whole and first.storage not in others
@@ -86,7 +86,7 @@ class RecordedOp:
 
 @dataclass(frozen=True)
 class SetGenerator:
-    """A generator was set: to a state, or to what it was after the entry of that number (-1: at the start)."""
+    """A generator was set: to a state, or to its state after the entry of that number (-1: at the start)."""
 
     generator: torch.Generator
     to: Tensor | int
@@ -97,17 +97,17 @@ Entry = RecordedOp | SetGenerator
 
 @dataclass(frozen=True)
 class ReplayStep:
-    """An entry to run, and the storages that are needed no more after it: let go, or finished."""
+    """An entry to run, and the storages that are not needed afterwards: freed, or finished."""
 
     index: int
     entry: Entry
     rng_only: bool = False
-    """Whether only its random numbers are of use."""
+    """Whether it runs only to advance the random numbers."""
     done: tuple[int, ...] = ()
 
 
 def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]:
-    """What of `entries` must run so that the storages `keep` are right at the end, the generators too."""
+    """Return the entries that must run so that the storages `keep` and the generators are right at the end."""
     live, later = set(keep), set[int]()
     steps: list[ReplayStep] = []
     for index in reversed(range(len(entries))):
@@ -131,9 +131,9 @@ def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]
 
 
 def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) -> None:
-    """Run `entries` again. `finished(number, storage)` is called as soon as one of `keep` is what it will be.
+    """Run `entries` again. Calls `finished(number, storage)` as soon as one of `keep` has its final values.
 
-    Raises ReplayMismatch when an operator gives another shape than it did when it was recorded.
+    Raises ReplayMismatch if an operator returns another shape than when it was recorded.
     """
     keep = set(keep)
     marks = {entry.to for entry in entries if isinstance(entry, SetGenerator) and isinstance(entry.to, int)}

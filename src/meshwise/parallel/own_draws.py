@@ -14,13 +14,13 @@ from meshwise.spec.user_code import is_users
 DROPOUT_NOTE = "dropout: each rank draws its own masks, keyed by (seed, step, rank)."
 DRAWS_NOTE = "random numbers in a forward: each rank draws its own, keyed by (seed, step, rank)."
 OF_DRAWS = (DROPOUT_NOTE, DRAWS_NOTE)
-"""Exact draws make these untrue."""
+"""Notes that exact draws make untrue."""
 _DRAWING = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial"}
 _DRAWING |= {"normal", "normal_", "uniform_", "bernoulli_", "exponential_", "rsample", "gumbel_softmax"}
 
 
 def notes_of_draws(model: nn.Module) -> list[str]:
-    """Those of `OF_DRAWS` that hold of a model."""
+    """Return the notes of `OF_DRAWS` that apply to a model."""
     modules, notes = list(model.modules()), list[str]()
     if any("Dropout" in type(module).__name__ and getattr(module, "p", 1.0) != 0 for module in modules):
         notes.append(DROPOUT_NOTE)
@@ -30,7 +30,7 @@ def notes_of_draws(model: nn.Module) -> list[str]:
 
 
 def _draws(kind: type[nn.Module]) -> bool:
-    """Whether a method of a user's module draws random numbers, by the names that it calls; but for start values."""
+    """Return whether a user's method draws random numbers, by the names it calls; initialisation excepted."""
     codes = [code for each in vars(kind).values() if (code := getattr(each, "__code__", None)) is not None]
     late = [code for code in codes if not code.co_name.lstrip("_").startswith(("init", "reset"))]
     return any(is_users(code.co_filename) and not _DRAWING.isdisjoint(code.co_names) for code in late)

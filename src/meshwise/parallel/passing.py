@@ -30,7 +30,7 @@ from meshwise.transfer.stages import Pipe
 
 @dataclass(frozen=True)
 class _Form:
-    """A tensor of a hidden state, as it is in memory; of a split one, the parts that it is."""
+    """The form of a tensor in a hidden state, as in memory; for a split tensor also its parts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,8 +40,8 @@ class _Form:
 
 @dataclass(frozen=True)
 class _Hidden:
-    """What a block gives: its form, with a `_Form` in the place of each tensor, and what travels with it. before: the
-    forms of what the blocks before it gave, by number."""
+    """The result of a block: its form, with a `_Form` in place of each tensor, and values sent with it. before: the
+    forms of the earlier blocks' results, by number."""
 
     form: Any
     carried: list[Any]
@@ -83,11 +83,11 @@ class Pass:
 
     @property
     def came_to_its_blocks(self) -> bool:
-        """Whether a block of this stage was called, or it is the first, which misses nothing."""
+        """Whether a block of this stage was called; the first stage waits for nothing."""
         return self._entered > 0 or self.lo == 0
 
     def passed_by(self, number: int, *, again: bool = False) -> Any:
-        """What a block of a stage before gives; `again`, where a checkpoint runs it in the backward."""
+        """Return the result of a block of an earlier stage; `again`: for a checkpoint that runs it in the backward."""
         if number < self.lo - 1:
             return map_kind(_Form, lambda form: _poison(form, self.device), self.forms[number])
         if again:
@@ -97,7 +97,7 @@ class Pass:
         return self.received
 
     def enter(self, number: int) -> None:
-        """A block of this stage is called. PlanError where it is not their turn, or autograd does not follow it."""
+        """Note the call of a block of this stage. PlanError if it is out of turn, or autograd does not follow it."""
         name, block = self._blocks[number]
         if self._trains and not torch.is_grad_enabled() and any(p.requires_grad for p in block.parameters()):
             raise PlanError(
@@ -114,7 +114,7 @@ class Pass:
         self._entered += 1
 
     def leave(self, number: int, result: Any) -> None:
-        """A block of this stage has given `result`."""
+        """Note that a block of this stage has returned `result`."""
         self._gave += 1
         if not self.is_last:
             self.forms[number] = _form_of(result)
@@ -126,7 +126,7 @@ class Pass:
                 stages.leave_own_layers(self._blocks[number][1])
 
     def check_complete(self, ranks: int) -> None:
-        """PlanError where the forward did not come to all blocks of the stage, or did not leave behind them."""
+        """Raise PlanError if the forward missed a block of the stage, or did not stop after the last one."""
         if self._gave != self.hi - self.lo or not (self.is_last or self.left):
             missing = self._blocks[self.lo + self._gave if self._gave < self.hi - self.lo else self.hi][0]
             raise PlanError(
@@ -135,7 +135,7 @@ class Pass:
             )
 
     def end(self, *, check: bool) -> bool:
-        """The forward is over: keep what is sent. With `check`, whether it is not a number although what came was."""
+        """End the forward, and keep what is sent. With `check`, return whether NaN appeared in this stage."""
         sent = list(tensors_in(self.output))
         with on_parts():
             wrong = check and _has_nan(sent) and not _has_nan(tensors_in(self.received))
@@ -146,7 +146,7 @@ class Pass:
         return wrong
 
     def let_go(self) -> None:
-        """The backward is over."""
+        """Free the tensors after the backward."""
         self.received = self.output = None
         self.sent = []
 
@@ -155,7 +155,7 @@ class Passing:
     """Sends and receives of this rank."""
 
     def __init__(self, pipe: Pipe, count: int, device: torch.device) -> None:
-        """count: of stages. device: where hidden states lie."""
+        """count: number of stages. device: where hidden states lie."""
         self._pipe, self._stages, self._device = pipe, count, device
         self._known: dict[tuple[int, object], _Hidden] = {}
         self._sends: deque[Callable[[], None]] = deque()
@@ -165,7 +165,7 @@ class Passing:
         self.checked = 0
 
     def begin(self, every: Sequence[Sequence[Action]], keys: Sequence[object]) -> None:
-        """A step begins, in which the ranks have these actions, of microbatches with these keys."""
+        """Begin a step in which the ranks run these actions, of microbatches with these keys."""
         self._keys = [(key, torch.is_grad_enabled()) for key in keys]
         own = self._pipe.rank
         self._coming = {
@@ -176,7 +176,7 @@ class Passing:
         self._kept.clear()
 
     def finish(self) -> None:
-        """Wait until all is sent."""
+        """Wait until everything is sent."""
         while self._sends:
             self._sends.popleft()()
 
@@ -184,7 +184,7 @@ class Passing:
         return stage % self._pipe.size
 
     def _target(self, action: Action) -> int | None:
-        """Where what an action makes is sent."""
+        """Return the rank that receives the result of an action."""
         following = action.stage + (1 if action.forward else -1)
         return self._rank(following) if 0 <= following < self._stages else None
 
@@ -196,7 +196,7 @@ class Passing:
         self._send(now.action, target, now.form, now.sent)
 
     def receive_forward(self, now: Pass) -> None:
-        """What the stage before gives, as this stage's blocks find it."""
+        """Receive the hidden state of the stage before, in the form that this stage's blocks expect."""
         before = Action(True, now.action.stage - 1, now.action.microbatch)
         hidden, tensors = self._receive(before)
         now.carried, now.forms, now.device = hidden.carried, dict(hidden.before), self._device
@@ -211,7 +211,7 @@ class Passing:
     # Backwards.
 
     def receive_backward(self, now: Pass) -> Tensor:
-        """A scalar whose backward is that of the hidden state that this stage gave."""
+        """Return a scalar whose backward is that of the hidden state that this stage sent."""
         after = Action(False, now.action.stage + 1, now.action.microbatch)
         pairs = [tensor for tensor in now.sent if tensor.requires_grad]
         _, gradients = self._receive(after)
@@ -219,7 +219,7 @@ class Passing:
             return _Begin.apply(gradients, *pairs) if pairs else torch.zeros(())  # type: ignore[no-untyped-call]
 
     def send_backward(self, now: Pass) -> None:
-        """The gradients of what this stage was given."""
+        """Send the gradients of the hidden state that this stage received."""
         if now.action.stage:
             action = Action(False, now.action.stage, now.action.microbatch)
             target = self._target(action)
@@ -253,7 +253,7 @@ class Passing:
             self._sends += [collectives.begin_send(tensor, target, group) for tensor in tensors]
 
     def _receive(self, wanted: Action) -> tuple[_Hidden, list[Tensor]]:
-        """What an action of another stage sends to this one."""
+        """Receive the result of another stage's action."""
         source = self._rank(wanted.stage)
         while wanted not in self._kept:
             action = self._coming[source].popleft()
@@ -275,7 +275,7 @@ class Passing:
         return hidden, [collectives.receive(tensor, source, group) for tensor in tensors]
 
     def _of_backward(self, action: Action) -> _Hidden:
-        """The hidden state whose gradients a backward gives: that of the stage before it."""
+        """Return the hidden state whose gradients a backward computes: that of the stage before it."""
         return self._known[action.stage - 1, self._keys[action.microbatch]]
 
 
@@ -291,7 +291,7 @@ def _enter(now: Pass, place: int, tensor: Tensor) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """A received tensor, which blocks may write in place; its gradient is kept in the `Pass`."""
+    """Makes a received tensor that blocks may write in place; its gradient is kept in the `Pass`."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, now: Pass, place: int, tensor: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Begin(torch.autograd.Function):
-    """A scalar whose backward begins at tensors, with gradients that another stage has found."""
+    """Makes a scalar whose backward begins at tensors, with gradients from another stage."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
@@ -318,6 +318,6 @@ class _Begin(torch.autograd.Function):
 
 
 def _poison(form: _Form, device: torch.device) -> Tensor:
-    """What a block gives that nothing may read. Of memory of its own: code between blocks may write into it."""
+    """Return a stand-in for a result that nothing may read, with memory of its own: blocks may write to it."""
     value = torch.nan if form.dtype.is_floating_point else 0
     return split_again(torch.full(form.shape, value, dtype=form.dtype, device=device), form.parts)

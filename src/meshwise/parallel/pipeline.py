@@ -68,7 +68,7 @@ class Pipeline:
         self.holding = Holding(model, pipe, [block for _, block in self._blocks], mine)
 
     def take_blocks(self, let_go_parts: Callable[[set[str]], list[Any]] | None) -> None:
-        """From now on the forwards of blocks are those of stages. let_go_parts: see `Setup.let_go`."""
+        """From now on, run the blocks' forwards as stages. let_go_parts: see `Setup.let_go`."""
         for number, (_, block) in enumerate(self._blocks):
             put_forward(block, functools.partial(_run_block, weakref.ref(self), number, block.forward))
         self.holding.let_go_parts = let_go_parts
@@ -77,11 +77,11 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """The rank that has the last stage, and so the loss."""
+        """The rank of the last stage, which has the loss."""
         return self.pipe.size - 1
 
     def note(self, whole: int) -> str:
-        """What is on which stage, in a sentence. whole: elements of all parameters."""
+        """Say which blocks are on which stage. whole: the number of elements of all parameters."""
         cut = [self._blocks[lo:hi] for lo, hi in self._ranges]
         parts = [[p for _, block in blocks for p in block.parameters()] for blocks in cut]
         text = "; ".join(
@@ -96,26 +96,26 @@ class Pipeline:
         )
 
     def begin(self, keys: Sequence[object]) -> Sequence[Action]:
-        """A step of so many microbatches begins; gives this rank's actions in their order. keys: of each microbatch: of
-        two with equal ones the hidden states have one shape."""
+        """Begin a step with so many microbatches; return this rank's actions in order. keys: one per microbatch; equal
+        keys mean hidden states of equal shape."""
         self.holding.check_same()
         every = orders(self._schedule, self.pipe.size, len(keys))
         self._passing.begin(every, keys)
         return every[self.pipe.rank]
 
     def begin_forward(self, key: object) -> Sequence[Action]:
-        """A forward alone begins, of one batch."""
+        """Begin a forward of one batch without a backward."""
         every = forwards(self.pipe.size, self._chunks)
         self._passing.begin(every, [key])
         return every[self.pipe.rank]
 
     def is_last(self, action: Action) -> bool:
-        """Whether it is of the last stage, which has the loss."""
+        """Return whether the action belongs to the last stage, which has the loss."""
         return action.stage == self.stages - 1
 
     def run(self, action: Action, call: Callable[[], Any]) -> tuple[Pass, Any]:
-        """The forward of a microbatch in a stage, received from the stage before and sent on; and what `call` gave, in
-        the last stage."""
+        """Run the forward of a microbatch in a stage: receive from the stage before and send to the next. Returns the
+        pass and, in the last stage, the result of `call`."""
         lo, hi = self._ranges[action.stage]
         now = Pass(action, (lo, hi), self.is_last(action), self._blocks)
         if action.stage:
@@ -160,7 +160,7 @@ class Pipeline:
         return now, None
 
     def back(self, now: Pass, loss: Tensor | None, run: Callable[[Tensor], None]) -> None:
-        """The backward of what `run` gave: `run(scalar)` runs autograd. loss: in the last stage."""
+        """Run the backward of a pass from `run`: `run(scalar)` calls autograd. loss: in the last stage."""
         scalar = self._passing.receive_backward(now) if loss is None else loss
         if not self.holding.decided:
             self.holding.reached |= reached_parameters(scalar)
@@ -174,7 +174,7 @@ class Pipeline:
         self._passing.send_backward(now)
 
     def finish(self) -> None:
-        """The backwards of a step are over: add up the gradients of what several stages hold. Collective."""
+        """Finish a step after its backwards: sum the gradients of parameters that several stages hold. Collective."""
         self._passing.finish()
         if not self.holding.decided:
             self.holding.decide()
@@ -182,11 +182,11 @@ class Pipeline:
         self.holding.add_up()
 
     def finish_forward(self) -> None:
-        """A forward alone is over."""
+        """Finish a forward without a backward."""
         self._passing.finish()
 
     def block_call(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The call of a block in the forward of some stage."""
+        """Handle the call of a block in the forward of a stage."""
         now, again = self._now, self._again
         if now is None and again is not None:  # a checkpoint runs it again
             if number < again.hi:
@@ -212,7 +212,7 @@ class Pipeline:
 
 
 class Leave(BaseException):
-    """Leaves the forward of a stage behind its last block. Not an Exception: the program's own handlers let it pass."""
+    """Leaves a stage's forward after its last block. Not an Exception, so that a program's handlers miss it."""
 
 
 def _run_block(
@@ -223,7 +223,7 @@ def _run_block(
 
 
 def costs_of(blocks: Sequence[tuple[str, nn.Module]], cost: Cost | None) -> list[float]:
-    """What each block costs; rank 0 says so, since a measurement differs from rank to rank."""
+    """Return the cost of each block, as rank 0 has it, since measurements differ between ranks."""
     if cost is None:
         return [sum(p.numel() for p in block.parameters()) for _, block in blocks]
     found = [cost(name, block) for name, block in blocks]

@@ -31,8 +31,8 @@ CAST = (nn.Linear, *CONVOLUTIONS, nn.LSTM, nn.MultiheadAttention)  # whose weigh
 
 
 def store_parameters(model: nn.Module, dtypes: Dtypes) -> None:
-    """Convert the model's floating parameters and buffers, in place, where they are to be stored in another dtype than
-    float32, and complex ones with float64."""
+    """Convert the model's floating parameters and buffers, in place, if their stored dtype is not float32; complex ones
+    for float64."""
     stored = dtypes.stored
     if stored != "fp32":
         store_model(model, TORCH[stored])
@@ -40,7 +40,7 @@ def store_parameters(model: nn.Module, dtypes: Dtypes) -> None:
 
 @contextlib.contextmanager
 def computing(device: str, dtypes: Dtypes) -> Iterator[None]:
-    """The context of a forward pass. Raises PlanError for an operator that torch does not have in the dtype."""
+    """Return the context of a forward pass. Raises PlanError for an operator that torch lacks in the dtype."""
     cast = dtypes.computed != dtypes.stored
     narrow = torch.autocast(device.split(":")[0], TORCH[dtypes.computed]) if cast else contextlib.nullcontext()
     with saying_what_lacks(device, dtypes), narrow:
@@ -48,7 +48,7 @@ def computing(device: str, dtypes: Dtypes) -> Iterator[None]:
 
 
 def compute_in(model: nn.Module, dtypes: Dtypes, device: str) -> None:
-    """Let the model's own forward be computed in these dtypes, and give float32 back, as the loss needs it."""
+    """Make the model's forward compute in these dtypes, and return float32, as the loss needs it."""
     if dtypes.computed != dtypes.stored:
         put_forward(model, functools.partial(_computed, model.forward, dtypes, device))
 
@@ -65,7 +65,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def saying_what_lacks(device: str, dtypes: Dtypes) -> Iterator[None]:
-    """Turns torch's error about an operator that it does not have in this dtype into one that says what to write."""
+    """Turn torch's error about an operator missing in this dtype into one that says what to write."""
     computed = dtypes.computed
     try:
         yield
@@ -76,15 +76,15 @@ def saying_what_lacks(device: str, dtypes: Dtypes) -> Iterator[None]:
 
 
 def cast_batch(batch: Any, dtypes: Dtypes) -> Any:
-    """Floating tensors of a batch in the dtype of the parameters, where that is not float32; complex ones as those."""
+    """Cast floating tensors of a batch to the parameters' dtype, if it is not float32; complex ones likewise."""
     if dtypes.stored == "fp32":
         return batch
     return map_tensors(lambda tensor: stored_in(tensor, TORCH[dtypes.stored]), batch)
 
 
 def gathered_narrow(model: nn.Module) -> set[int]:
-    """Ids of the parameters that autocast casts whenever they are used: the weights of linear layers, convolutions,
-    LSTMs and attention, without those that share their tensor with another part (a tied embedding)."""
+    """Return the ids of parameters that autocast always casts when they are used: the weights of linear layers,
+    convolutions, LSTMs and attention, except those that another part shares (a tied embedding)."""
     cast: dict[int, bool] = {}
     for part in model.modules():
         for p in part.parameters(recurse=False):

@@ -24,9 +24,9 @@ from meshwise.transfer.sharded import shard_like
 
 
 def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
-    """Give `optimizer` the parameters that the model has `now`, by name, in place, and its state their layout.
+    """Give `optimizer` the parameters that the model has `now`, by name, in place, and lay out its state alike.
 
-    names: of the parameters that the optimizer holds, by their ids. Raises PlanError for one that has none.
+    names: of the parameters that the optimizer holds, by their ids. Raises PlanError for one without a name.
     """
     new: dict[nn.Parameter, nn.Parameter] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -46,7 +46,7 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.
 
 
 def register_model_load_hooks(model: nn.Module) -> None:
-    """Let every module of `model` that holds parts of parameters take whole ones in `load_state_dict`."""
+    """Let every module of `model` with sharded parameters accept whole ones in `load_state_dict`."""
     for module in model.modules():
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             module.register_load_state_dict_pre_hook(_shard_parameters)
@@ -60,7 +60,7 @@ def _shard_parameters(module: nn.Module, state: dict[str, Any], prefix: str, *un
 
 
 def register_optimizer_load_hook(optimizer: Optimizer) -> None:
-    """Let `optimizer`, whose parameters are divided, take whole state in `load_state_dict`."""
+    """Let `optimizer`, whose parameters are sharded, accept whole state in `load_state_dict`."""
     optimizer.register_load_state_dict_pre_hook(_shard_state)
 
 
@@ -77,7 +77,7 @@ def _shard_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sharded_as(p: Tensor, entry: Any) -> Any:
-    """One parameter's state, divided as `p` is; counters stay."""
+    """Shard one parameter's state as `p` is sharded; counters stay."""
     if not isinstance(entry, dict):
         return entry
     return {k: shard_like(v, p) if isinstance(v, Tensor) and v.ndim > 0 else v for k, v in entry.items()}

@@ -37,17 +37,17 @@ COMPUTE_INTENSIVE_OPS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution
 """Operators whose results `selective` keeps: matrix products, convolutions, and attention of any kind."""
 
 HOLDERS = 3
-"""What holds single layers is recomputed in their place if there are so many: while one runs again, the rest is kept as
-its input alone."""
+"""From this number of modules on, those that hold single layers are recomputed in place of the layers: while one runs
+again, only the inputs of the others are kept."""
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 
 def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[str]:
-    """Let the blocks of `model` run again in the backward as the plan's `recompute` says; returns their names.
+    """Recompute the blocks of `model` in the backward as the plan's `recompute` says; return their names.
 
-    Blocks are the repeated layers; of a model without any, its parts one after another; and in place of single layers
-    what holds them. Raises PlanError for a name that the model does not have.
+    Blocks are the repeated layers; in a model without any, its parts in order; single layers are replaced by the
+    modules that hold them. Raises PlanError for a name that the model does not have.
     """
     if recompute == "none":
         return []
@@ -62,8 +62,8 @@ def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[s
 
 
 def _holders(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """The blocks, with the sequences and modules that hold single layers in the place of these: a layer alone keeps as
-    much as it saves. Where too few hold them all (VGG's), the layers themselves."""
+    """Replace single layers among the blocks by the sequences and modules that hold them: a layer alone saves no more
+    than it keeps. If too few modules hold them all (VGG's), keep the layers."""
     found: dict[str, nn.Module] = {}
     for name, block in blocks:
         holder = name if any(True for _ in block.children()) else name.rpartition(".")[0]
@@ -76,7 +76,7 @@ def _holders(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tupl
 
 
 def recomputed(model: nn.Module) -> list[str]:
-    """The names of the modules that run again in the backward."""
+    """Return the names of the modules that run again in the backward."""
     return [name for name, part in model.named_modules() if getattr(part.forward, "func", None) is _recomputed]
 
 
@@ -91,7 +91,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 def _recomputed(
     block: nn.Module, forward: Callable[..., Any], selective: bool, /, *arguments: Any, **keywords: Any
 ) -> Any:
-    """The block's forward, under checkpoint where a backward will follow."""
+    """Run the block's forward, under checkpoint if a backward will follow."""
     if not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
     buffers = [(part, name, b) for part in block.modules() for name, b in part.named_buffers(recurse=False)]
@@ -113,8 +113,8 @@ def _recomputed(
 
 
 class _Runs:
-    """A forward that takes its tensors alone, so that checkpoint keeps them where autograd keeps what it saves. Objects
-    that it may change are there for every later run as they were for the first."""
+    """A forward that takes only its tensors as arguments, so that checkpoint keeps them as autograd does. Other objects
+    that it may change are restored for every later run."""
 
     def __init__(self, forward: Callable[..., Any], given: list[Any], names: list[str]) -> None:
         self._forward, self._names = forward, names
@@ -136,14 +136,14 @@ class _Runs:
 
 
 def _changeable(value: Any) -> bool:
-    """Whether a forward could change `value` other than by writing into a tensor."""
+    """Return whether a forward could change `value` other than by writing to a tensor."""
     if isinstance(value, tuple | list | dict):
         return any(map(_changeable, value.values() if isinstance(value, dict) else value))
     return _is_plain_object(value)
 
 
 def _copied(value: Any, done: dict[int, Any]) -> Any:
-    """`value` with its containers and plain objects copied, at any depth; tensors, modules and the rest are shared."""
+    """Copy containers and plain objects in `value`, at any depth; tensors, modules and the rest are shared."""
     if id(value) in done:
         return done[id(value)]
     kind = type(value)
@@ -174,14 +174,14 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def _contexts(kind: str, selective: bool, written: Sequence[tuple[nn.Module, str]]) -> Contexts:
-    """What is entered around the first run of a block, and around the second."""
+    """Return the contexts of the first and the second run of a block."""
     again: contextlib.AbstractContextManager[Any]
     first, again = selective_contexts(_policy) if selective else (contextlib.nullcontext(), contextlib.nullcontext())
     return first, _Anew(functools.partial(_again, kind, again, written))
 
 
 class _Anew:
-    """A context that is made anew each time it is entered: a double backward runs a block again twice."""
+    """A context that is created each time it is entered: a double backward recomputes a block twice."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._make, self._open = make, list[contextlib.AbstractContextManager[None]]()
@@ -198,7 +198,7 @@ class _Anew:
 def _again(
     kind: str, inner: contextlib.AbstractContextManager[Any], written: Sequence[tuple[nn.Module, str]]
 ) -> Iterator[None]:
-    """The second run writes copies of the buffers that the first has written."""
+    """Let the second run write to copies of the buffers that the first run wrote."""
     kept: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
     for part, name in written:
         buffers = buffers_in(part)
@@ -228,7 +228,7 @@ def _policy(context: SelectiveCheckpointContext, operator: Any, *arguments: Any,
 
 
 def _draws(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether the operator takes random numbers. Left out of the second run, the draws after it would be others."""
+    """Return whether the operator draws random numbers. If the second run skipped it, later draws would differ."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     return bool(named_arguments(operator, arguments, keywords).get("dropout_p", 1.0) > 0)

@@ -19,12 +19,12 @@ TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "
 
 
 def reduced_in(dtypes: Dtypes) -> torch.dtype | None:
-    """What gradients are sent in; None where that is what is stored."""
+    """Return the dtype in which gradients are sent; None if it is the stored one."""
     return TORCH[dtypes.reduced] if dtypes.reduced != dtypes.stored else None
 
 
 def reached_parameters(loss: Tensor) -> set[int]:
-    """Ids of the leaves that the graph of `loss` reaches."""
+    """Return the ids of the leaves that the graph of `loss` reaches."""
     found: set[int] = set()
     seen: set[object] = set()
     open_nodes = [loss.grad_fn]
@@ -44,12 +44,12 @@ SKIPPED = "A model that skips layers at random (LayerDrop) skips the same ones o
 
 
 class Reduction(Protocol):
-    """Makes of every rank's gradients their mean. `DataParallel` and `Sharded` are such; every rank calls it alike."""
+    """Turns the ranks' gradients into their mean; every rank calls it alike. See `DataParallel`, `Sharded`."""
 
     unreduced: bool
     """Whether gradients of this rank alone wait to be reduced."""
     shared_terms: bool
-    """Whether a loss had terms of parameters, whose gradients are means over ranks at once: ranks weigh in one unit."""
+    """Whether a loss had terms of parameters, whose gradients are already means over ranks: ranks must weigh alike."""
 
     def backward(
         self,
@@ -60,22 +60,22 @@ class Reduction(Protocol):
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Add the gradient of `loss` to `.grad`: with `reduce` the mean over ranks, else of this rank alone; it waits.
+        """Add the gradient of `loss` to `.grad`: with `reduce` the mean over ranks, else this rank's, which waits.
 
-        factor: gives a scalar that multiplies what this backward adds; with `whole`, all that `.grad` then holds. It is
-            asked for when the first gradients are ready, so that it can be on its way meanwhile.
+        factor: returns a scalar that multiplies what this backward adds; with `whole`, all that `.grad` then holds. It
+        is called when the first gradients are ready, so that it can be sent meanwhile.
         value: a detached scalar, or a short vector, whose mean over ranks is returned.
         """
         ...
 
     def plain(self, loss: Tensor) -> Tensor:
-        """A loss as a plain tensor, whatever it was computed of. Collective where parts of parameters are in it."""
+        """Return a loss as a plain tensor, whatever it was computed from. Collective if it has parameter shards."""
         ...
 
     def reduce_now(self) -> None:
-        """Reduce what waits: for gradients that every backward so far kept local. Collective."""
+        """Reduce the waiting gradients, which every backward so far has kept local. Collective."""
         ...
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Release the parameters."""
         ...

@@ -17,12 +17,12 @@ from functools import cache
 from itertools import pairwise
 
 CHUNKS = {"interleaved": 2}
-"""Stages a rank, where they are more than one."""
+"""Stages per rank, if more than one."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """The forward or the backward of a microbatch in a stage."""
+    """The forward or backward of a microbatch in a stage."""
 
     forward: bool
     stage: int
@@ -31,7 +31,7 @@ class Action:
 
 @cache
 def orders(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each rank, in its order. Stage s is on rank s % ranks."""
+    """Return the actions of each rank in order. Stage s is on rank s % ranks."""
     chunks = CHUNKS.get(schedule, 1)
     waiting = [_in_turn(rank, ranks, chunks, microbatches) for rank in range(ranks)]
     kept = [_most_kept(schedule, rank, ranks, chunks, microbatches) for rank in range(ranks)]
@@ -53,7 +53,7 @@ def orders(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action, 
 
 
 def _in_turn(rank: int, ranks: int, chunks: int, microbatches: int) -> tuple[list[Action], list[Action]]:
-    """The forwards and the backwards of a rank: so many microbatches as there are ranks through one stage, then through
+    """Return the forwards and the backwards of a rank: as many microbatches as ranks through one stage, then through
     the next."""
     every = [(chunk, number) for number in range(microbatches) for chunk in range(chunks)]
     first = sorted(every, key=lambda pair: (pair[1] // ranks, pair[0], pair[1]))
@@ -65,7 +65,7 @@ def _in_turn(rank: int, ranks: int, chunks: int, microbatches: int) -> tuple[lis
 
 
 def _most_kept(schedule: str, rank: int, ranks: int, chunks: int, microbatches: int) -> int:
-    """Forwards of a rank that may wait for their backwards."""
+    """Return how many forwards of a rank may wait for their backwards."""
     if schedule == "gpipe":
         return microbatches
     after = ranks - 1 - rank
@@ -82,14 +82,14 @@ def _is_ready(action: Action, stages: int, done: set[Action]) -> bool:
 
 
 def forwards(ranks: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each rank for one batch that is not trained on."""
+    """Return the actions of each rank for a batch without a backward."""
     return tuple(tuple(Action(True, chunk * ranks + rank, 0) for chunk in range(chunks)) for rank in range(ranks))
 
 
 def stage_ranges(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
-    """Cut layers, in their order, into stages of which the most expensive is as cheap as can be; every stage has one.
+    """Cut layers, in order, into non-empty stages so that the most expensive stage is as cheap as possible.
 
-    costs: of each layer. Of equal cuts, the one whose stages are most alike.
+    costs: of each layer. Among equal cuts, the one with the most similar stages is chosen.
     """
     before = [0.0]
     for cost in costs:

@@ -62,11 +62,11 @@ _made = itertools.count()  # every rank shards its models in the same order
 
 
 class Sharded:
-    """A model whose parameters are divided over the ranks of a mesh, and how a backward is run on it.
+    """A model whose parameters are sharded over the ranks of a mesh, and its backward.
 
-    The mesh has the axis `shard`, and may have `data` outside it, over which the parts are replicated. Under `reshard`
-    a block's parameters are let go between its forward and its backward. `parts_on_host` keeps the parts of the
-    parameters, their gradients and the optimizer's state in the host's memory.
+    The mesh has the axis `shard`, and may have `data` outside it, over which the shards are replicated. Under `reshard`
+    a block's parameters are freed between its forward and its backward. `parts_on_host` keeps parameter shards, their
+    gradients and the optimizer's state in host memory.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -146,7 +146,7 @@ class Sharded:
                 self._groups.append(group)
 
     def _waiting(self) -> Iterator[Tensor]:
-        """Gradients of this rank alone that are still to be reduced."""
+        """Return gradients of this rank alone that are still to be reduced."""
         for group in self._groups:
             yield from group.waiting()
         for numbers in self._own_numbers:
@@ -165,9 +165,9 @@ class Sharded:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """`Reduction.backward`: `.grad` has this rank's part of the mean. Of stages, once `reduce_now` is called.
+        """Implement `Reduction.backward`: `.grad` gets this rank's part of the mean; in stages only after `reduce_now`.
 
-        factor: asked for when the first block is reduced, or before a backward that must not multiply what waits.
+        factor: called when the first block is reduced, or before a backward that must not multiply waiting gradients.
         """
         if self._staged:
             self._backward_of_stage(loss, factor if reduce else None)
@@ -203,8 +203,8 @@ class Sharded:
         return None if mean is None else mean.wait()
 
     def _backward_of_stage(self, loss: Tensor, factor: Callable[[], Tensor] | None) -> None:
-        """Forwards of other microbatches have begun before and go on after it, so what lies outside of the blocks stays
-        gathered, and all is reduced at the end of the step."""
+        """Run the backward of a microbatch in a stage. Forwards of other microbatches overlap with it, so parameters
+        outside of the blocks stay gathered, and all is reduced at the end of the step."""
         self._factor, self.unreduced = factor, True
         for root in self._roots:
             root.set_requires_gradient_sync(False)
@@ -212,7 +212,7 @@ class Sharded:
         loss.backward()
 
     def let_go(self, names: set[str]) -> list[Any]:
-        """See `Setup.let_go`."""
+        """Implement `Setup.let_go`."""
         found = []
         for index, group in enumerate(self._groups):
             places = [place for place, name in enumerate(self._names[index]) if name in names]
@@ -223,7 +223,7 @@ class Sharded:
         return found
 
     def plain(self, loss: Tensor) -> Tensor:
-        """`Reduction.plain`: of a loss that holds terms of the parts of parameters (an L2 norm)."""
+        """Implement `Reduction.plain`, for a loss with terms of parameter shards (an L2 norm)."""
         meet_without_forward([] if self._staged else self._groups)
         with together():
             plain = plain_loss(loss, self.whole_mesh)
@@ -231,11 +231,11 @@ class Sharded:
         return loss if plain is None else plain
 
     def weighed(self, gradient: Tensor) -> Tensor:
-        """Times the factor of the backward that runs, as the gradients of blocks are multiplied."""
+        """Multiply by the factor of the current backward, as gradients of blocks are."""
         return gradient if self._factor is None else gradient * self._factor().to(gradient.dtype)
 
     def reduce_now(self) -> None:
-        """Reduce what waits: for gradients that every backward so far kept local. Collective."""
+        """Reduce the waiting gradients, which every backward so far has kept local. Collective."""
         self._start()
         fresh = {name for name, p in self._parameters() if p.grad is None}
         for root in self._roots if self._staged else ():
@@ -249,7 +249,7 @@ class Sharded:
         self.unreduced, self._factor = False, None
 
     def close(self) -> None:
-        """Nothing to let go of: the model's hooks hold this, not the other way about."""
+        """Do nothing: the model's hooks refer to this object, not the reverse."""
 
     def _start(self) -> None:
         self._backwards += 1
@@ -261,7 +261,7 @@ class Sharded:
                 p.register_hook(functools.partial(self._note_reached, name, getattr(p, "placements", None)))
 
     def _note_reached(self, name: str, placements: Any, gradient: Tensor) -> Tensor | None:
-        """A gradient that came past the blocks; DTensor keeps that of a dim of size 1 whole on every rank."""
+        """Note a gradient from outside of the blocks; DTensor keeps that of a dim of size 1 whole on every rank."""
         self._reached_past_blocks.add(name)
         other = isinstance(gradient, DTensor) and placements and gradient.placements != placements
         if name in self._apart:
@@ -269,7 +269,7 @@ class Sharded:
         return gradient.redistribute(placements=placements) if other else None  # type: ignore[attr-defined]
 
     def _before(self, index: int, group: sharding.Group) -> None:
-        """Before a group reduces: agree on the order, weigh the gradients, and fill in what this rank did not reach."""
+        """Prepare a group's reduction: agree on the order, scale gradients, and fill in unreached parameters."""
         reached = dict(zip(self._names[index], group.reached(), strict=True))
         trained = {name for name, p in zip(self._names[index], group.parameters, strict=True) if p.requires_grad}
         if not any(reached.values()) and self._idle is not None and self._idle >= trained:
@@ -299,7 +299,7 @@ class Sharded:
         self._passed += 1
 
     def _agree(self, what: str) -> None:
-        """All ranks must come here with the same fact before any of them enters a collective for it."""
+        """Check that all ranks come here with the same fact, before any of them enters a collective for it."""
         self._asked += 1
         key, grace = f"{self._key}/{self._backwards}/{self._asked}", GRACE if self._met else FIRST
         other = agree(key, what, collectives.world_size(), grace, someone_is_past)
@@ -312,13 +312,13 @@ class Sharded:
             )
 
     def _count(self, name: str) -> None:
-        """Tell the others that this rank did not reach `name`, before it takes part with zero."""
+        """Tell the others that this rank did not reach `name`, before it contributes zero."""
         key = f"{self._key}/unused/{self._backwards}/{name}/{len(self._filled.get(name, []))}"
         self._filled.setdefault(name, []).append(key)
         default_store().add(key, 1)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter as this rank holds it, by name, also while a block is gathered."""
+        """Yield every parameter as this rank holds it, by name, also while a block is gathered."""
         for index, group in enumerate(self._groups):
             yield from zip(self._names[index], group.parameters, strict=True)
         for places in [self._apart, *(numbers.places for numbers in self._own_numbers)]:
@@ -326,7 +326,7 @@ class Sharded:
                 yield name, module.get_parameter(own)
 
     def _finish(self, fresh: set[str]) -> None:
-        """What no rank reached keeps its `grad`; the first time, all ranks learn what that is."""
+        """Restore `grad` of parameters that no rank reached; the first time, all ranks learn which these are."""
         self._agree_on_order(-1)
         self._met = True
         unreached = {name: keys for name, keys in self._filled.items() if name not in self._reached}
@@ -346,7 +346,7 @@ class Sharded:
                 p.grad = None
 
     def _multiply_reduced(self, factor: Callable[[], Tensor]) -> None:
-        """Gradients that are means already are multiplied by the mean of the ranks' factors."""
+        """Multiply gradients that are already means by the mean of the ranks' factors."""
         reduced = [p.grad for _, p in self._parameters() if p.grad is not None]
         if reduced:
             mean = collectives.all_reduce_mean(factor().detach().clone(), of="the loss")
@@ -355,7 +355,7 @@ class Sharded:
 
 
 def _second_dim(p: nn.Parameter) -> Shard:
-    """Stacked experts are divided by the first one already."""
+    """Shard stacked experts along the second dim, as the first is already divided."""
     return Shard(1)
 
 

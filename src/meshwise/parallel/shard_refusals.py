@@ -37,7 +37,7 @@ OF_ANOTHER = (
 
 
 def note_what_was_not_gathered(error: BaseException) -> None:
-    """Say in words what torch says of what runs on the parts of parameters, or copies a model of such."""
+    """Explain torch's error about code that uses parameter shards, or copies a sharded model."""
     text = str(error)
     if "FSDP does not support deepcopy" in text:
         error.add_note(f"A sharded model cannot be copied. {COPIED}")
@@ -69,7 +69,7 @@ def note_what_was_not_gathered(error: BaseException) -> None:
 
 
 def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
-    """Raises PlanError for an optimizer whose step on the parts of parameters is another one, or none."""
+    """Raise PlanError for an optimizer whose step on parameter shards would be wrong, or fail."""
     if plan is None or not plan.parameters_divided or optimizer in _tried:
         return
     name, divided = type(optimizer).__name__, any(isinstance(p, DTensor) for p in held_parameters(optimizer))
@@ -90,7 +90,7 @@ def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
 
 
 def meet_without_forward(groups: Sequence[Group]) -> None:
-    """Where no forward has run since the last backward, come to that together, before this rank enters a collective for
-    its loss while others wait in one of the forward. UsageError where they do."""
+    """If no forward has run since the last backward, meet the other ranks before entering a collective for the loss.
+    UsageError if they wait in a collective of a forward."""
     if groups and not any(group.ran for group in groups):
         meet("a loss", OF_ANOTHER)

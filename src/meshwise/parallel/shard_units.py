@@ -27,15 +27,15 @@ SMALL = 4096  # elements: below, a collective of its own costs more than keeping
 
 
 def roots_of(model: nn.Module) -> list[nn.Module]:
-    """What is called of `model` and has parameters."""
+    """Return the modules of `model` that are called and have parameters."""
     return [root for root in called_in(model) if any(True for _ in root.parameters())]
 
 
 def units_of(root: nn.Module) -> list[nn.Module]:
-    """The blocks of `root` that are gathered one by one: its repeated layers of `SMALL` elements or more.
+    """Return the blocks of `root` that are gathered one by one: its repeated layers of `SMALL` elements or more.
 
-    A block that shares a parameter with a module outside it (a tied embedding) is not one: its parameters are needed
-    while it is not at work. Nor is one of which a part is called alone.
+    A block that shares a parameter with a module outside it (a tied embedding) is excluded, as the parameter is needed
+    while the block does not run. So is one of which a part is called alone.
     """
     places, holders = _places(root), Counter(id(child) for m in root.modules() for child in m.children())
     units = []
@@ -47,8 +47,8 @@ def units_of(root: nn.Module) -> list[nn.Module]:
 
 
 def called_by_all(root: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module], list[str]]:
-    """Of `units`: those that every rank calls in a forward of `root`, or may; those of them of which nobody knows; and
-    what is to be said of the others, which are gathered with `root`."""
+    """Return those of `units` that every rank calls in a forward of `root`, or may call; those of them that are
+    uncertain; and notes on the others, which are gathered with `root`."""
     names = {id(module): name for name, module in root.named_modules()}
     found = [(unit, names[id(unit)], may_be_skipped(root, names[id(unit)])) for unit in units]
     skipped: dict[str, list[str]] = {}
@@ -63,12 +63,12 @@ def called_by_all(root: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.
 
 
 def _places(module: nn.Module) -> Counter[int]:
-    """How often each parameter, by its id, is in the parts of `module`."""
+    """Count how often each parameter, by id, occurs in the parts of `module`."""
     return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
 
 
 def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
-    """Raises PlanError for a block that `fully_shard` cannot take, with its parameter's name."""
+    """Raise PlanError for a block that `fully_shard` cannot take, with its parameter's name."""
     names = {id(p): name for name, p in model.named_parameters()}
     own = [p for p in module.parameters() if p not in ignored]
     for p in own:
@@ -93,7 +93,7 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collectio
 
 
 def make_contiguous(model: nn.Module) -> list[str]:
-    """Make parameters contiguous in memory, in place, where they are not; returns what is to be said of it."""
+    """Make parameters contiguous in memory, in place, if they are not; return notes on them."""
     absent = stages.absent_parameters(model)
     changed = [(name, p) for name, p in model.named_parameters() if not p.is_contiguous() and p not in absent]
     for _, p in changed:
@@ -110,8 +110,8 @@ AGAIN = (
 
 
 def refuse_second_backward(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Stop a backward that is to be differentiated, while the program still stands in it. An evaluation may ask for
-    one and never use it."""
+    """Stop a backward that is to be differentiated, while the program's own line is still on the stack. An evaluation
+    may ask for one and never use it."""
     for tensor in tensors_in(output) if module.training else ():
         if tensor.requires_grad:
             tensor.register_hook(_check_first_order)
@@ -123,9 +123,9 @@ def _check_first_order(gradient: Tensor) -> None:
 
 
 class StaysGathered:
-    """Hooks around the forwards of a block: its gathered parameters stay where they are, and hold what they held.
+    """Checks with hooks around a block's forwards that its gathered parameters stay in place and keep their values.
 
-    The first two forwards are looked at whole. Later ones are, every `OFTEN`-th, if autograd has counted a write.
+    The first two forwards are checked completely. Every `OFTEN`-th later one is, if autograd has counted a write.
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[Group] = ()) -> None:
@@ -135,12 +135,12 @@ class StaysGathered:
         module.register_forward_hook(self.leave, prepend=True)
 
     def enter(self, module: nn.Module, *unused: Any) -> None:
-        """The parameters are gathered."""
+        """Note that the parameters are gathered."""
         if self._forwards < 2:
             self._places = {id(p): place_in_memory(p) for p in module.parameters() if not isinstance(p, DTensor)}
 
     def leave(self, module: nn.Module, *unused: Any) -> None:
-        """They are still. PlanError where the model put other values there, which no later step would renew."""
+        """Check that they still are. PlanError if the model replaced values, which no later step would update."""
         self._forwards += 1
         if self._forwards > 2:
             if self._forwards % OFTEN == 0:
@@ -170,13 +170,13 @@ def _written(module: nn.Module, name: str) -> PlanError:
 
 
 def watch_forward(module: Any) -> None:
-    """Refuse what would go wrong in the forward of a gathered block, and behind it."""
+    """Refuse what would go wrong in the forward of a gathered block, and after it."""
     module.register_forward_hook(refuse_second_backward)
     StaysGathered(module, groups_of(module))
 
 
 def leave_in_order(root: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward`, also where a stage leaves it behind its last block, by an exception."""
+    """Run `forward`, and reset its state if a pipeline stage leaves it by an exception after its last block."""
     try:
         return forward(*args, **kwargs)
     except BaseException:

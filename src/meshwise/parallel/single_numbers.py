@@ -27,8 +27,8 @@ from meshwise.transfer.sharded import placed
 
 
 class SingleNumbers:
-    """Those of `model` that are not `absent`. mesh: of all its parameters. places: of each by its name, the module and
-    the name in it."""
+    """The scalar parameters of `model` that are not `absent`. mesh: of all its parameters. places: the module and own
+    name of each, by full name."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, absent: Collection[nn.Parameter]) -> None:
         self.places: dict[str, tuple[nn.Module, str]] = {}
@@ -70,7 +70,7 @@ class SingleNumbers:
             own.update(held)
 
     def _leaf(self, held: Any, name: str, mesh: DeviceMesh | None) -> Tensor:
-        """The leaf of what all ranks hold. mesh: over which tensor splits parameters."""
+        """Return the leaf of a value that all ranks hold. mesh: over which tensor parallelism splits parameters."""
         of, leaf = self._leaves.get(name, (None, None))
         if leaf is not None and (leaf is held or (of is held and of.requires_grad == leaf.requires_grad)):
             return leaf
@@ -80,11 +80,11 @@ class SingleNumbers:
         return self._leaves[name][1]
 
     def waiting(self) -> list[Tensor]:
-        """The gradients of this rank alone."""
+        """Return the gradients of this rank alone."""
         return [leaf.grad for _, leaf in self._leaves.values() if leaf.grad is not None]
 
     def reduce(self, weighed: Callable[[Tensor], Tensor]) -> None:
-        """Add the means over ranks to what all ranks hold; what no rank has reached keeps its `grad`. Collective."""
+        """Add the means over ranks to the shared gradients; one that no rank reached keeps its `grad`. Collective."""
         found = [(held, leaf) for held, leaf in self._leaves.values() if leaf.requires_grad]
         if not found:
             return

@@ -22,14 +22,14 @@ LOOKS = 2  # first forwards of a rank's stages in which values are read
 
 
 class StageWrites:
-    """What the forwards of this rank write. Call `begin` before each forward, and `end` behind it."""
+    """Finds parameters that the forwards of this rank write. Call `begin` before each forward, and `end` after it."""
 
     def __init__(self) -> None:
         self._left, self._past = LOOKS, list[Tensor]()
         self._before: list[tuple[Tensor, int, int]] = []
 
     def begin(self, model: nn.Module) -> None:
-        """A forward begins. Counts what such forwards write past autograd."""
+        """Begin a forward, and count what earlier ones wrote past autograd."""
         for p in self._past:
             p.detach().mul_(1)
         if self._left and not rehearsing():
@@ -38,7 +38,7 @@ class StageWrites:
             self._before = list(zip(held, versions(held), hashes_of(held), strict=True))
 
     def end(self) -> None:
-        """It is over."""
+        """End a forward."""
         if self._left and self._before:
             self._left -= 1
             held = [p for p, _, _ in self._before]
@@ -48,7 +48,7 @@ class StageWrites:
 
 
 def refused(error: RuntimeError, ranks: int) -> PlanError | None:
-    """What is to be said of an error of torch's where a forward writes parameters; None of another."""
+    """Explain an error of torch's for a forward that writes parameters; None for other errors."""
     text = str(error)
     if "written-to tensor refers to a single memory location" in text:
         what = "the forward writes into a parameter of another stage (p.lerp_(...)), of which this rank has no values"

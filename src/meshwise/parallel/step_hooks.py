@@ -30,12 +30,12 @@ from meshwise.compat import optimizers
 
 MAKES_STATE = "_init_optim_state"  # of torch's distributed/checkpoint/state_dict.py
 Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
-"""(optimizer, the positional arguments of its step, the others)"""
+"""(optimizer, the positional arguments of its step, the keyword arguments)"""
 After = Callable[[Optimizer], None]
 
 
 class Order(enum.IntEnum):
-    """In this order subscribers are called before a step, and in the reverse order after it."""
+    """The order in which subscribers are called before a step; after it they are called in reverse."""
 
     GUARD = 1  # first: refuses a step before anybody has changed something for it
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
@@ -47,7 +47,7 @@ class Order(enum.IntEnum):
 
 @dataclass(eq=False)
 class Subscription:
-    """Who is called around steps, until it is removed."""
+    """The functions to call around steps, until the subscription is removed."""
 
     order: Order
     before: Before | None
@@ -56,7 +56,7 @@ class Subscription:
     among: list[Subscription] = field(repr=False)
 
     def remove(self) -> None:
-        """Call it no more."""
+        """Stop the calls."""
         if self in self.among:
             self.among.remove(self)
 
@@ -71,8 +71,8 @@ def subscribe(
 ) -> Subscription:
     """Call these functions around each step of `optimizer`; without one, of every optimizer of this process.
 
-    failed: of one optimizer: called instead of `after` when the step raised, or something that was called before it
-        (`before` too). The optimizer holds its subscribers, and nobody here holds it.
+    failed: only for one optimizer; called instead of `after` if the step raised, or a function called before it (also
+    `before`). The optimizer owns its subscribers; nothing here keeps it alive.
     """
     _hook_every_optimizer()
     among = _of_all if optimizer is None else _hooked(optimizer).subscriptions
@@ -83,12 +83,12 @@ def subscribe(
 
 
 def held_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """What it holds, group by group."""
+    """Yield the parameters that it holds, group by group."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its step cannot be called without a closure (LBFGS)."""
+    """Return whether its step needs a closure (LBFGS)."""
     known = _need_closures.get(optimizer)
     if known is None:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -97,12 +97,12 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a step with these arguments was given a closure."""
+    """Return whether a step with these arguments was given a closure."""
     return any(value is not None for value in (*args, kwargs.get("closure")))
 
 
 class _OneOptimizer:
-    """The subscribers of one optimizer, and which of them its step has called so far. Held by its hooks alone."""
+    """The subscribers of one optimizer, and which of them the current step has called. Only its hooks keep it alive."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.subscriptions: list[Subscription] = []
@@ -110,7 +110,7 @@ class _OneOptimizer:
         self._hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
 
     def move_inside(self) -> None:
-        """Come after the program's hooks before the step, and before them after it."""
+        """Move behind the program's hooks before the step, and ahead of them after it."""
         optimizers.call_last(self._hooks[0])
         optimizers.call_first(self._hooks[1])
 
@@ -132,7 +132,7 @@ class _OneOptimizer:
                 after(optimizer)
 
     def fail(self, optimizer: Optimizer) -> None:
-        """The step of those that it has called and not called after it has raised."""
+        """Call `failed` of the subscribers that were called before a step which has raised."""
         while self._called:
             failed = self._called.pop().failed
             if failed is not None:
@@ -141,10 +141,10 @@ class _OneOptimizer:
 
 _of_all: list[Subscription] = []
 _inner: set[int] = set()
-"""Frames of steps inside a step, by id: known from their begin, for their end."""
+"""Frames of steps inside a step, by id, noted when they begin for when they end."""
 _stepping: set[int] = set()
-"""Optimizers whose step has begun and not ended, by id; one whose step has raised stays. Only in these, or where torch
-makes state, can a step be inside another."""
+"""Optimizers whose step has begun and not ended, by id; one whose step has raised stays. Only in these, or when torch
+creates state, can a step run inside another."""
 _need_closures: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 _hooks_of: weakref.WeakValueDictionary[int, _OneOptimizer] = weakref.WeakValueDictionary()
 
@@ -164,7 +164,7 @@ def _hooked(optimizer: Optimizer) -> _OneOptimizer:
 
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """torch calls this before every step of every optimizer, and before the optimizer's own hooks."""
+    """Handle the beginning of a step: torch calls this for every optimizer, before the optimizer's own hooks."""
     frame = sys._getframe(1)
     if (id(optimizer) in _stepping or not optimizer.state) and _is_inner(frame):
         _inner.add(id(frame))
@@ -179,7 +179,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """torch calls this after every step of every optimizer, and after the optimizer's own hooks."""
+    """Handle the end of a step: torch calls this for every optimizer, after the optimizer's own hooks."""
     if id(sys._getframe(1)) in _inner:
         return
     _stepping.discard(id(optimizer))
@@ -189,9 +189,9 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _is_inner(frame: FrameType) -> bool:
-    """Whether `frame`, which calls the hooks of a step, runs inside another step of the same optimizer: one that calls
-    `super().step()` comes to torch's hooks again. Or inside torch's `set_optimizer_state_dict`, which steps with zero
-    for gradients and rates, so that there is state to load into.
+    """Return whether `frame`, which calls the hooks of a step, runs inside another step of the same optimizer:
+    `super().step()` calls torch's hooks again. Also inside torch's `set_optimizer_state_dict`, which steps with zero
+    gradients and rates to create state that it can load into.
 
     Read in torch 2.11, 2.13 and 2.15: `optim/optimizer.py`, `profile_hook_step`, whose `wrapper` every step has.
     """
@@ -206,8 +206,8 @@ def _is_inner(frame: FrameType) -> bool:
 
 
 def _notice_failures(optimizer: Optimizer, fail: After) -> None:
-    """Let no error leave `optimizer.step` before the step's subscribers know. A function takes the method's place and
-    does not hold the optimizer, as torch's schedulers do it: theirs, which may be there already, finds it itself."""
+    """Tell the step's subscribers of each error before it leaves `optimizer.step`. A function replaces the method
+    without a reference to the optimizer, as torch's schedulers do; a scheduler's own wrapper still works."""
     step: Any = optimizer.step
     known = weakref.ref(optimizer)
     is_method = hasattr(step, "__func__")

@@ -27,25 +27,25 @@ from meshwise.spec.world import World
 
 @dataclass
 class Setup:
-    """A model under a plan: what techniques leave for one another while it is applied, and what comes of it.
+    """A model under a plan: what techniques pass to one another while it is applied, and the result.
 
     samples: how many samples this rank works on now; 0 for a padding sample, None outside a loop over batches. Where it
         is given, batch norms take the statistics of all ranks.
     piggyback_loss: whether the mean of a loss should travel with the gradients.
     was_compiled: whether the user had compiled the model or a part of it.
     stage_cost: what a block costs, by its name; None: its number of parameters.
-    fill: gives a deferred model its values on a device, and this rank's parts of them on another.
+    fill: gives a deferred model its values on one device, and this rank's parts on another.
     parts_on_host: whether this rank's parts of divided parameters lie in the host's memory.
-    gather_dtypes, gathered_narrow: what a shard gathers in, and the ids of the parameters of which that is true.
+    gather_dtypes, gathered_narrow: the dtypes that shards are gathered in, and the ids of those parameters.
     reduction: averages gradients over the ranks; None on one device.
-    plain: a loss as a plain tensor, where there is no reduction that makes it one.
+    plain: turns a loss into a plain tensor, if no reduction does so.
     coupled_gradients: whether a rank's gradients depend on other ranks inside the backward (batch norms over all
         ranks), so that each rank's loss must be weighed before it, in a unit that all ranks share.
-    let_go: of parameters that other stages of a pipeline hold, by their names: this rank keeps no part of them. Gives
-        them as `compat.sharding.Group.let_go` does. None where parameters are not sharded.
+    let_go: drops this rank's shards of parameters, given by name, that other stages of a pipeline hold. Returns them as
+        `compat.sharding.Group.let_go` does. None if parameters are not sharded.
     own_parts: modules whose parameters are parts already, and the mesh over which these are reduced and sharded.
-    apart: parameters that are parts already and come from the backward as means over ranks, by their names: the module
-        and the name in it.
+    apart: parameters that are parts already and whose gradients are means over ranks after the backward: module and own
+        name, by full name.
     pipeline: the `Pipeline` that runs the stages of this rank, where the plan has one.
     notes: what differs from one device, a sentence each, for the user to read.
     """
@@ -73,7 +73,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Technique:
-    """Functions that do nothing under a plan that does not ask for the technique; None where it has nothing to do.
+    """The functions of a technique, which do nothing under a plan without it; None where there is nothing to do.
 
     check_model: raises PlanError, before the model is touched, for what the model cannot have.
     apply: changes the model in place. Collective.

@@ -57,7 +57,7 @@ AXIS = "tensor"
 LITTLE = 0.5
 """A smaller share of the parameters saves little memory and work."""
 UNDIVIDED = "this plan divides little: "
-"""How a note of such a plan begins."""
+"""The beginning of a note on such a plan."""
 SPLIT = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
 
@@ -101,7 +101,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _share(model: nn.Module, ranks: int) -> str:
-    """How much of the parameters is split; where that is little, what is not, and what would be needed."""
+    """Say how much of the parameters is split; if it is little, what is not, and what would be needed."""
     split_of: dict[bool, int] = {False: 0, True: 0}
     whole: Counter[str] = Counter()
     stacked = False
@@ -129,7 +129,7 @@ def _gathered(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _plain(mesh: DeviceMesh, loss: Tensor) -> Tensor:
-    """A loss that may hold terms of parameters (an L2 norm), as a plain tensor."""
+    """Return a loss, which may contain terms of parameters (an L2 norm), as a plain tensor."""
     with together():
         plain = plain_loss(loss, mesh)
     return loss if plain is None else plain
@@ -145,8 +145,8 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A module's forward, with the parameters of `owners`, which run in it, as this rank's parts. Raises PlanError
-    where shard, which holds parameters with data too, has not gathered the module's own."""
+    """Run a module's forward, with this rank's parts of the parameters of `owners`, which run in it. Raises PlanError
+    if shard, which also divides them, has not gathered the module's own."""
     if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in parameters_in(module).values()):
         raise PlanError(
             f"tensor={axis.size} with data or shard: parameters are gathered while model(x) runs, or the block "
@@ -184,7 +184,7 @@ def _put_back(changed: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> 
 
 
 def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-    """Put local parts of what is gathered where modules have their parameters, and give what was there."""
+    """Replace gathered parameters of modules by local parts, and return what was there."""
     changed: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     local: dict[int, Tensor] = {}
     for own in owners:
@@ -200,8 +200,8 @@ def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, 
 
 
 def _modules(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """It and those inside. Blocks inside come to it when they run: they may be gathered by themselves, and run again
-    alone."""
+    """Yield the module and those inside it, except blocks, which are handled when they run: they may be gathered
+    separately, and run again alone."""
     yield module
     for child in module.children():
         if child not in blocks:
@@ -209,7 +209,7 @@ def _modules(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _part_of(p: DTensor, axis: Axis) -> Tensor:
-    """This rank's part of a parameter, for plain code."""
+    """Return this rank's part of a parameter, for plain code."""
     divided, local = division(p.placements[-1]), p.to_local()
     local = local.view_as(local) if local.is_leaf else local
     if divided is None:

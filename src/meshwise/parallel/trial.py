@@ -50,13 +50,13 @@ STEPS, MOST_STEPS = 8, 128
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 ROWS, COLUMNS = 5, 3
 Place = Callable[[Tensor, Tensor], Tensor]
-"""(a small tensor, the parameter that it stands for) -> the small one as it is held."""
+"""(a small tensor, the parameter that it stands for) -> the small one, laid out like that parameter."""
 Reached = Callable[[int], bool]
-"""Whether the small parameter of this number has a gradient."""
+"""Returns whether the small parameter of this number has a gradient."""
 
 
 def is_by_numbers(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is known to treat every number by itself."""
+    """Return whether the optimizer is known to update every element independently."""
     return _is_by_numbers(type(optimizer).step)
 
 
@@ -66,12 +66,12 @@ def _is_by_numbers(step: Any) -> bool:
 
 
 def unlike_by_parameters(optimizer: Optimizer) -> str:
-    """Why stepping some of the parameters is not what happens to them where all are stepped; empty where it is."""
+    """Say why stepping some of the parameters differs from stepping all of them; empty if it does not."""
     return "" if is_by_numbers(optimizer) else _first_that_runs(optimizer, _by_parameters)
 
 
 def unlike_on_parts(optimizer: Optimizer) -> str:
-    """Why a step on the parts of divided parameters is not that on whole ones; empty where it is. Collective."""
+    """Say why a step on parameter shards differs from a step on whole parameters; empty if it does not. Collective."""
     return "" if is_by_numbers(optimizer) else _first_that_runs(optimizer, _on_rows if rehearsing() else _on_parts)
 
 
@@ -102,7 +102,7 @@ def _on_parts(optimizer: Optimizer, dtype: torch.dtype) -> str:
 
 
 def _on_rows(optimizer: Optimizer, dtype: torch.dtype) -> str:
-    """In a rehearsal, whose other ranks hold nothing: rows must not depend on those that would be theirs."""
+    """Check in a rehearsal, whose other ranks hold nothing, that rows do not depend on those of other ranks."""
     every = [_stepped(optimizer, dtype, place, lambda number: True) for place in (_as_it_is, _among_other_rows)]
     whole, other = ([p[: len(p) // 2] for p in found if p.ndim] for found in every)
     return _difference(whole, other, dtype)
@@ -130,7 +130,7 @@ def _divided(value: Tensor, stands_for: Any) -> Tensor:
 
 
 def _stepped(optimizer: Optimizer, dtype: torch.dtype, place: Place, reached: Reached) -> list[Tensor]:
-    """Small parameters after some steps of a copy of the optimizer."""
+    """Return small parameters after some steps of a copy of the optimizer."""
     torch.manual_seed(0)
     numbers = torch.Generator().manual_seed(1)
 
@@ -153,7 +153,7 @@ def _stepped(optimizer: Optimizer, dtype: torch.dtype, place: Place, reached: Re
 
 
 def _steps(optimizer: Optimizer) -> int:
-    """Past what its settings may wait for: a Shampoo begins at step 25, a projection is made anew every 50 steps."""
+    """Return enough steps for its settings: Shampoo begins at step 25, a projection is renewed every 50 steps."""
     values = [value for settings in (vars(optimizer), *optimizer.param_groups) for value in settings.values()]
     waits = [value for value in values if type(value) is int and value <= MOST_STEPS - 2]
     return max([STEPS, *(wait + 2 for wait in waits)])
@@ -162,8 +162,8 @@ def _steps(optimizer: Optimizer) -> int:
 def _copied(
     optimizer: Optimizer, small_of: Callable[[Tensor], nn.Parameter]
 ) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:
-    """A copy without state that holds small parameters, and those, each with one that it stands for: two of each shape
-    in groups that are told apart."""
+    """Return a copy without state that holds small parameters, and these with the parameters they stand for: two of
+    each shape, in groups that are told apart."""
     clone: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): clone}
     kinds: dict[object, list[nn.Parameter]] = {}
@@ -193,7 +193,7 @@ def _hold_each_once(optimizer: Optimizer) -> None:
 
 
 def _small_shape(p: Tensor) -> torch.Size:
-    """Of as many dims: the first is not divided evenly, and is larger than the second where the parameter's is."""
+    """Return a small shape with as many dims: the first divides unevenly, and is the larger if the parameter's is."""
     ranks = p.device_mesh.size() if isinstance(p, DTensor) else 1
     tall = p.ndim < 2 or p.shape[0] >= p.shape[1]
     rows, columns = (ROWS * ranks - 1, COLUMNS) if tall else (2 * ranks - 1, 2 * ranks + 2)

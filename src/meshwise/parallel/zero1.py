@@ -64,14 +64,14 @@ class DividedOptimizer:
         subscribe(Order.ZERO1, self._before, self._after, self._give_back, optimizer=optimizer)
 
     def _own_part(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Of a whole state that is loaded, what belongs to this rank's parameters."""
+        """Return the part of a whole loaded state that belongs to this rank's parameters."""
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         held = held_parameters(optimizer)
         others = {n for n, p in zip(numbers, held, strict=False) if self._owner.get(id(p)) != self._rank}
         return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Set the gradients of others' parameters aside: an optimizer skips a parameter without one."""
+        """Set aside the gradients of other ranks' parameters: an optimizer skips a parameter without one."""
         if has_closure(args, kwargs):
             raise PlanError("zero1: optimizer.step(closure) is not built yet. Call backward, then optimizer.step().")
         others = [p for owner, held in enumerate(self._owned) if owner != self._rank for p in held]
@@ -85,7 +85,7 @@ class DividedOptimizer:
         self._set_aside = []
 
     def _after(self, optimizer: Optimizer) -> None:
-        """Give the gradients back, and send every parameter from its owner to all."""
+        """Restore the gradients, and broadcast every parameter from its owner to all."""
         self._give_back(optimizer)
         self._send()
 
@@ -96,7 +96,7 @@ class DividedOptimizer:
 
 
 def _broadcast(bucket: Sequence[Tensor], owner: int, *, own: bool) -> None:
-    """Send a bucket from its owner to all. A function, so that its buffer is let go before the next is made."""
+    """Broadcast a bucket from its owner. A function, so that its buffer is freed before the next is made."""
     flat = torch.cat([p.detach().reshape(-1) for p in bucket])
     collectives.broadcast(flat, owner, of="parameters")
     if not own:
@@ -105,7 +105,7 @@ def _broadcast(bucket: Sequence[Tensor], owner: int, *, own: bool) -> None:
 
 
 def owners(parameters: Sequence[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """The parameters of each of `size` ranks: the largest first, to the rank that has the least so far."""
+    """Assign parameters to `size` ranks: the largest first, each to the rank with the least so far."""
     held: list[list[nn.Parameter]] = [[] for _ in range(size)]
     loads = [0] * size
     for p in sorted(parameters, key=lambda p: -p.numel()):

@@ -47,7 +47,7 @@ def _still(module: nn.Module, inputs: Any) -> None:
 
 @contextlib.contextmanager
 def neutral(rows: Mapping[int, list[int]]) -> Iterator[None]:
-    """In the with-body nothing is dropped or compiled; batch norm takes parts of a batch: rows has them by its size."""
+    """Disable dropout and compiling in the with-body; batch norm sees a batch in parts. rows: these, by batch size."""
     ends = [
         register_module_forward_pre_hook(_still).remove,
         put([torch], "compile", lambda plain: _uncompiled),
