@@ -20,20 +20,20 @@ NO_LIMIT = 2**60  # version 1 writes "none" as the largest number of pages that 
 
 
 def allowed_cores() -> tuple[int, ...]:
-    """The cores that this process may run on. A container limited to 2 of 64 cores gets 2."""
+    """Return the cores that this process may run on: 2 in a container limited to 2 of 64 cores."""
     cores, quota = bound_cores(), cpu_quota()
     return cores if quota is None else cores[: max(1, math.ceil(quota))]
 
 
 def bound_cores() -> tuple[int, ...]:
-    """The cores that this process is bound to, whatever its time on them."""
+    """Return the cores that this process is bound to, whatever its share of their time."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """An equal part of `cores` for each worker; empty parts, so that nobody is bound, for more workers than cores."""
+    """Give each worker an equal part of `cores`; with more workers than cores empty parts, so that nobody is bound."""
     if workers > len(cores):
         return [()] * workers
     edges = [round(i * len(cores) / workers) for i in range(workers + 1)]
@@ -41,7 +41,7 @@ def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 
 
 def cores_near(pci_address: str, cores: Sequence[int], root: Path = Path("/sys/bus/pci/devices")) -> tuple[int, ...]:
-    """Those of `cores` on the NUMA node of a PCI device; all of them where the system does not say."""
+    """Return those of `cores` on the NUMA node of a PCI device; all of them if the system does not say."""
     try:
         near = core_list((root / pci_address.lower() / "local_cpulist").read_text().strip())
     except (OSError, ValueError):
@@ -50,7 +50,7 @@ def cores_near(pci_address: str, cores: Sequence[int], root: Path = Path("/sys/b
 
 
 def core_list(text: str) -> set[int]:
-    """`0-3,8` as {0, 1, 2, 3, 8}."""
+    """Parse `0-3,8` as {0, 1, 2, 3, 8}."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -59,7 +59,7 @@ def core_list(text: str) -> set[int]:
 
 
 def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """Cores' worth of time that this process may use, or None without a limit."""
+    """Return how many cores' worth of time this process may use, or None without a limit."""
     if (root / "cpu.max").exists() or (root / "cgroup.controllers").exists():
         pairs = [read_text(group / "cpu.max").split() for group in groups("", root, own)]
     else:
@@ -71,17 +71,17 @@ def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
 
 
 def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """Bytes of memory that this process may use, or None without a limit."""
+    """Return the bytes of memory that this process may use, or None without a limit."""
     return min((limit for limit, _ in _memory(root, own)), default=None)
 
 
 def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """Bytes of that limit that are still free, what the kernel would drop for them included; None without a limit."""
+    """Return the free bytes of that limit, including memory that the kernel would reclaim; None without a limit."""
     return min((max(limit - used, 0) for limit, used in _memory(root, own)), default=None)
 
 
 def _memory(root: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """The limit of each group that has one, and what is used of it but for files that nobody reads now, in bytes."""
+    """Yield, for each control group with a limit, the limit and the bytes in use, without inactive file pages."""
     versions = (
         ("", "memory.max", "memory.current", ""),
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),

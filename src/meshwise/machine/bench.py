@@ -16,7 +16,7 @@ COPIES = ("copy", "copy both ways")
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a bench ended before all was measured, and the exit code that says so."""
+    """Why a bench ended before everything was measured, and its exit code."""
 
     why: str
     code: int
@@ -24,12 +24,12 @@ class Stop:
 
 @dataclass(frozen=True)
 class Bench:
-    """What `meshwise.bench` returns: a machine measured and judged.
+    """The result of `meshwise.bench`: a machine measured and judged.
 
-    machine: its devices, links and collectives with all that was measured, as `meshwise bench --save` writes it.
-    results: every path and collective with its times by size, those that corrupt data too. verdicts: each measured
-    rate beside what the parts should reach, with its level (`good`, `low`, `far below`, `unknown`) and causes.
-    seconds: how long it took. stopped: why it ended early, None when all was measured.
+    machine: its devices, links and collectives with all measurements, as `meshwise bench --save` writes it. results:
+    every path and collective with its times by size, including those that corrupt data. verdicts: each measured rate
+    beside the expected one, with its level (`good`, `low`, `far below`, `unknown`) and causes. seconds: how long it
+    took. stopped: why it ended early; None if everything was measured.
     """
 
     machine: Machine
@@ -40,12 +40,12 @@ class Bench:
 
     @property
     def wrong(self) -> tuple[PathResult, ...]:
-        """Those that did not deliver the bytes they were given."""
+        """The paths and collectives that delivered wrong bytes."""
         return tuple(result for result in self.results if result.wrong is not None)
 
     @property
     def exit_code(self) -> int:
-        """1 when a path corrupts data, that of an early stop, 3 when a path is far below its part, 0 otherwise."""
+        """1 if a path corrupts data, that of an early stop, 3 if a path is far below its expected rate, 0 otherwise."""
         judged = exit_code(list(self.verdicts), bool(self.wrong))
         return self.stopped.code if self.stopped is not None and judged != 1 else judged
 
@@ -59,7 +59,7 @@ def bench_of(
     seconds: float,
     stopped: Stop | None = None,
 ) -> Bench:
-    """The machine with what was measured of it, judged. measured: date and versions, for the machine file."""
+    """Judge the machine with its measurements. measured: date and versions, for the machine file."""
     rates = {
         one.device: {"memory_rate": one.memory_rate, "matmuls": one.matmuls, "launch": one.launch}
         for one in map(_rounded, computed)
@@ -81,9 +81,9 @@ def bench_of(
 
 
 def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
-    """`machine` with the devices named, in that order, and the links between them.
+    """Return `machine` with only the named devices, in that order, and the links between them.
 
-    CPU workers share what the host's only CPU device is, so that `cpu:1` may be named where there is one `cpu:0`.
+    CPU workers share the host's only CPU device, so `cpu:1` may be named if there is one `cpu:0`.
     """
     known = {device.name: device for device in machine.devices}
     cpu = known.get("cpu:0", Device("cpu:0", machine.hosts[0].processor or "cpu"))
@@ -94,7 +94,7 @@ def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
 
 
 def under_load(machine: Machine, lanes: Mapping[str, tuple[int | None, int | None]]) -> Machine:
-    """The machine with (generation, lanes) of host links as they were while bytes moved, by the device's name."""
+    """Set (generation, lanes) of host links to the values seen while bytes moved, by the device's name."""
     links = []
     for link in machine.links:
         seen = next((lanes[end] for end in (link.source, link.target) if end in lanes), None)
@@ -105,7 +105,7 @@ def under_load(machine: Machine, lanes: Mapping[str, tuple[int | None, int | Non
 
 
 def merged(machines: Sequence[Machine]) -> Machine:
-    """One machine of several hosts: their devices, each with the number of its host, and nothing between them yet."""
+    """Merge several hosts into one machine: their devices, each with its host's number, and no links between them."""
     first = machines[0]
     devices = tuple(replace(d, host=at) for at, machine in enumerate(machines) for d in machine.devices)
     hosts = tuple(machine.hosts[0] for machine in machines)
@@ -121,7 +121,7 @@ def merged(machines: Sequence[Machine]) -> Machine:
 
 
 def _rounded(value: Any) -> Any:
-    """Every figure with four digits: a measured one has no more, and a machine file should be good to read."""
+    """Round every figure to four digits: measurements have no more, and a machine file should be readable."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, tuple):
@@ -132,7 +132,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _with_copies(machine: Machine, results: Sequence[PathResult]) -> tuple[Link, ...]:
-    """The links with the timings of their copies; what is known of any such pair holds for a pair without its own."""
+    """Return the links with the timings of their copies; a pair without a link copies that for any such pair."""
     measured: dict[tuple[str, str], Link] = {(link.source, link.target): link for link in machine.links}
     for result in results:
         if result.operation not in COPIES:

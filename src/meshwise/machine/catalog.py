@@ -22,21 +22,21 @@ from meshwise.spec.quantity import read_quantity
 from meshwise.spec.units import percent_text
 
 NOT_CONFIRMED = " (from memory, not confirmed)"
-"""Ends the origin of a figure that nobody has looked up yet."""
+"""The end of the origin of a figure that nobody has looked up yet."""
 LANES = {"pcie": 16, "nvlink": 1}
-"""Lanes or links that the catalog's rate of a generation is of."""
+"""The number of lanes or links that the catalog's rate of a generation is for."""
 ARCHITECTURES = (
     ("volta", "turing", "ampere", "ada", "hopper", "blackwell"),
     ("cdna2", "cdna3", "cdna4"),
 )
-"""Generations of each vendor, oldest first: what was reached is borrowed from the nearest."""
+"""Generations of each vendor, oldest first: a missing share is borrowed from the nearest one."""
 
 
 @dataclass(frozen=True)
 class PartLink:
     """A link that a part has. bandwidth: bytes/s one way of all its `width` lanes or links together.
 
-    mesh: the links go to several devices, so that a pair has only some of them; else through a switch, all to each.
+    mesh: the links go to several devices, so a pair has only some of them; else all go through a switch.
     """
 
     kind: str
@@ -48,12 +48,12 @@ class PartLink:
 
     @property
     def pair(self) -> float:
-        """Bytes/s one way between two devices: of one link where the links are spread."""
+        """Return bytes/s one way between two devices: of one link if the links go to several devices."""
         return self.bandwidth / self.width if self.mesh and self.width else self.bandwidth
 
     @property
     def full(self) -> dict[str, Any]:
-        """The fields of a `Link` that say what the part could do."""
+        """Return the fields of a `Link` with the full rate of the part."""
         return {
             "bandwidth": self.bandwidth,
             "full_generation": self.generation,
@@ -67,8 +67,8 @@ class CatalogPart:
     """A device that can be bought. memory in bytes, memory_bandwidth in bytes/s, peak in dense FLOP/s by dtype.
     multiprocessors: SMs or compute units, over which the tiles of a matmul are spread.
 
-    achievable: the best share of the peak that a matmul reached, by dtype. link: between devices, bridge: the same
-    where it is sold apart, host_link: to the host. peer False: the vendor switched peer access off, None: not known.
+    achievable: the best share of the peak that a matmul reached, by dtype. link: between devices, bridge: the same if
+    sold separately, host_link: to the host. peer False: the vendor disabled peer access, None: unknown.
     origins: the source of each figure, by `memory`, `peak.bf16`, `link` and so on. kind: torch's word for the device.
     """
 
@@ -91,14 +91,14 @@ class CatalogPart:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def link_of(self, kind: str) -> PartLink | None:
-        """The link of this kind that the part has: between devices, else to the host."""
+        """Return the part's link of this kind: between devices, else to the host."""
         links = (self.link, self.bridge, self.host_link)
         return next((link for link in links if link is not None and link.kind == kind), None)
 
 
 @dataclass(frozen=True)
 class Reached:
-    """The share of a link's nominal bandwidth that was measured. part: on what; generation None: any of the kind."""
+    """The measured share of a link's nominal bandwidth. part: where measured; generation None: any of the kind."""
 
     kind: str
     generation: int | None
@@ -108,20 +108,20 @@ class Reached:
 
 
 def parts() -> tuple[CatalogPart, ...]:
-    """All known parts, in the order of the catalog."""
+    """Return all known parts, in the order of the catalog."""
     return tuple(_parts().values())
 
 
 def part(name: str) -> CatalogPart | None:
-    """The part of exactly this name, as the catalog writes it; None for any other."""
+    """Return the part of exactly this name, as the catalog writes it; None for any other."""
     return _parts().get(name)
 
 
 def part_of_driver_name(name: str, memory: int | None = None) -> CatalogPart | None:
-    """The part that a driver's name means, such as `NVIDIA H100 80GB HBM3`; None where it is not known for sure.
+    """Return the part that a driver's name means, such as `NVIDIA H100 80GB HBM3`; None if it is not certain.
 
-    memory: bytes that the driver reports. A device with clearly less than the part has is a slice of it (MIG), or
-    another part of the same name, and stays unknown.
+    memory: bytes that the driver reports. A device with clearly less than the part is a slice of it (MIG), or another
+    part of the same name, and stays unknown.
     """
     bare = re.sub(r"\s+", " ", name.strip())
     bare = re.sub(r"^(NVIDIA|AMD) ", "", bare, flags=re.IGNORECASE)
@@ -133,7 +133,7 @@ def part_of_driver_name(name: str, memory: int | None = None) -> CatalogPart | N
 
 @cache
 def field_origins(part: CatalogPart) -> Mapping[str, str]:
-    """Origins of a device of this part by field; by dtype (`peak.fp32`) only where one differs from the first."""
+    """Return the origins of this part's figures by field; by dtype (`peak.fp32`) only if one differs from the first."""
     found: dict[str, str] = {}
     for figure, origin in part.origins.items():
         field = figure.split(".")[0]
@@ -143,27 +143,27 @@ def field_origins(part: CatalogPart) -> Mapping[str, str]:
 
 
 def nominal(part: CatalogPart) -> dict[str, Any]:
-    """The fields of a `Device` that say what the part has."""
+    """Return the fields of a `Device` with the figures of the part."""
     return {"part": part.name, **{name: getattr(part, name) for name in FIGURES}, "origins": field_origins(part)}
 
 
 def nominal_rate(kind: str, generation: int | None, width: int | None) -> float | None:
-    """Bytes/s one way of `width` PCIe lanes or NVLinks of a generation; None for what is not known."""
+    """Return bytes/s one way of `width` PCIe lanes or NVLinks of a generation; None if unknown."""
     rate = _generations(kind).get(generation or 0) if kind in LANES else None
     return None if rate is None or not width else rate * width / LANES[kind]
 
 
 @cache
 def networks() -> Mapping[str, float]:
-    """Bytes/s one way by name: of one port (`InfiniBand-NDR`), or of one host of a known product (`DGX-H100`)."""
+    """Return bytes/s one way by name: of a port (`InfiniBand-NDR`), or of a host of a known product (`DGX-H100`)."""
     rates = _text()["network"]["rates"]
     return {name: read_quantity(rate, "bytes/s", f"catalog.toml, {name}") for name, rate in rates.items()}
 
 
 def reached(kind: str, generation: int | None, path: str) -> tuple[float, str] | None:
-    """The share of the nominal bandwidth that was reached on such a link by such a path, and where that is from.
+    """Return the share of the nominal bandwidth that was reached on such a link and path, and its source.
 
-    Where none was measured of this very generation, the nearest stands in, the older of two, and the origin says so.
+    If none was measured for this generation, the nearest stands in, the older of two, and the origin says so.
     """
     found = [r for r in _reached() if r.kind == kind and path in r.shares]
     if not found:
@@ -176,7 +176,7 @@ def reached(kind: str, generation: int | None, path: str) -> tuple[float, str] |
 
 
 def achievable(device_part: CatalogPart, dtype: str) -> tuple[float, str] | None:
-    """The share of the peak that a matmul of this dtype reached, and where that is from.
+    """Return the share of the peak that a matmul of this dtype reached, and its source.
 
     Of this part, else by the same dtype on the nearest generation of the vendor, else by another dtype of this part;
     bf16 and fp16 run on the same units and stand for each other. The origin says what stands in.
@@ -258,7 +258,7 @@ def _part(name: str, entry: Mapping[str, Any]) -> CatalogPart:
 
 
 def _origin(entry: Mapping[str, Any], figure: str) -> str:
-    """The source of one figure: its own (`peak.fp8`), or that of its table (`peak`)."""
+    """Return the source of one figure: its own (`peak.fp8`), or that of its table (`peak`)."""
     sources = entry["sources"]
     key = sources.get(figure) or sources[figure.split(".")[0]]
     origin: str = _text()["sources"][key]

@@ -21,10 +21,9 @@ from meshwise.spec.units import plural
 
 
 def find_devices(request: DeviceRequest) -> list[WorkerSlot]:
-    """One slot a worker. `all` is every accelerator, else one CPU worker. Raises UsageError for a missing device.
+    """Return one slot per worker. `all` is every accelerator, else one CPU worker. UsageError for a missing device.
 
-    Each has a thread for each of its cores; one worker alone as many as plain torch takes, and all of them what
-    OMP_NUM_THREADS says.
+    Each has a thread for each of its cores; a single worker as many as plain torch; OMP_NUM_THREADS overrides both.
     """
     if request.kind is None:
         kind, count = accelerators()
@@ -35,7 +34,7 @@ def find_devices(request: DeviceRequest) -> list[WorkerSlot]:
 
 
 def accelerators() -> tuple[str | None, int]:
-    """The kind of accelerator of this machine that torch can use, and how many there are."""
+    """Return the kind of accelerator that torch can use on this machine, and how many there are."""
     import torch
 
     device = torch.accelerator.current_accelerator(check_available=True)
@@ -47,7 +46,7 @@ def accelerators() -> tuple[str | None, int]:
 
 
 def describe(slots: Sequence[WorkerSlot], first: int = 0) -> str:
-    """One line for the user: `2 CPU workers: rank 0 on core 0 (1 thread), rank 1 on core 1 (1 thread)`. first: the
+    """Return a line for the user: `2 CPU workers: rank 0 on core 0 (1 thread), rank 1 on core 1 (1 thread)`. first: the
     lowest rank of this machine."""
     same_kind = "CPU worker" if slots[0].device == "cpu" else f"{slots[0].device} device"
     count = f"{len(slots)} {same_kind}{'s' if len(slots) > 1 else ''}"
@@ -98,7 +97,7 @@ def _accelerator_shares(request: DeviceRequest) -> list[WorkerSlot]:
 
 
 def pci_address(device: str) -> str:
-    """`0000:3b:00.0` of `cuda:0`, as sysfs writes it, or an empty text where torch does not know it."""
+    """Return `0000:3b:00.0` for `cuda:0`, as sysfs writes it, or an empty text if torch does not know it."""
     if not has_streams(device):
         return ""
     import torch

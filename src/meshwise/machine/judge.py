@@ -52,9 +52,8 @@ SLOW_CAUSES = {
 @dataclass(frozen=True)
 class Verdict:
     """what: `host -> cuda:0, pinned`. level: `good`, `low`, `far below`, `unknown` or `corrupt`. measured and expected:
-    bytes/s, of a matmul FLOP/s; expected None where nothing is known. causes: keys of SLOW_CAUSES. origin: where the
-    expected rate comes from, or why there is none. why: the causes in words, with numbers.
-    """
+    bytes/s, of a matmul FLOP/s; expected None if nothing is known. causes: keys of SLOW_CAUSES. origin: where the
+    expected rate comes from, or why there is none. why: the causes in words, with numbers."""
 
     what: str
     level: str
@@ -66,7 +65,7 @@ class Verdict:
 
 
 def judge(machine: Machine) -> list[Verdict]:
-    """A verdict on every measured path, collective, memory rate and matmul rate of the machine."""
+    """Judge every measured path, collective, memory rate and matmul rate of the machine."""
     verdicts = [_copy(machine, link, path, timings) for link in machine.links for path, timings in link.timings.items()]
     verdicts += [_collective(machine, collective) for collective in machine.collectives]
     for device in machine.devices:
@@ -80,14 +79,14 @@ def judge(machine: Machine) -> list[Verdict]:
 
 
 def exit_code(verdicts: Sequence[Verdict], corrupt: bool) -> int:
-    """1 when a path corrupts data, 3 when one is far below its part, 0 otherwise."""
+    """Return 1 if a path corrupts data, 3 if one is far below its expected rate, 0 otherwise."""
     if corrupt or any(verdict.level == "corrupt" for verdict in verdicts):
         return 1
     return 3 if any(verdict.level == "far below" for verdict in verdicts) else 0
 
 
 def sentence(verdict: Verdict) -> str:
-    """`host -> cuda:0, pinned: 12.9 GB/s, 27 % of the 48.2 GB/s expected: the PCIe link has 4 of 16 lanes: …`."""
+    """Say `host -> cuda:0, pinned: 12.9 GB/s, 27 % of the 48.2 GB/s expected: the PCIe link has 4 of 16 lanes: …`."""
     text = flops_text if verdict.what.endswith(" matmul") else bandwidth_text
     found = f"{verdict.what}: {text(verdict.measured)}"
     if verdict.expected is not None:
@@ -102,7 +101,7 @@ def _verdict(
     causes: dict[str, str] | None = None,
     always: tuple[str, ...] = (),
 ) -> Verdict:
-    """causes: why it may be slow, given where it is slow; those in `always` are given in any case."""
+    """Make a verdict. causes: why the rate may be low, given only if it is; those in `always` in any case."""
     causes = causes or {}
     rate = expected.rate or None  # a share of nothing, as a file may have it, is no expectation
     if rate is None:
@@ -130,19 +129,19 @@ def _copy(machine: Machine, link: Link, path: str, timings: Timings) -> Verdict:
 
 
 def _if_large(expected: Expected, timings: Timings) -> Expected:
-    """`expected`, or none where only small messages were measured."""
+    """Return `expected`, or an unknown rate if only small messages were measured."""
     if timings.sizes[-1] >= LEAST_BYTES:
         return expected
     return Expected(None, expected.nominal, f"measured up to {bytes_text(timings.sizes[-1])}, too small for a rate")
 
 
 def best_rate(timings: Timings) -> float:
-    """The best rate over the sizes, in bytes/s."""
+    """Return the best rate over the sizes, in bytes/s."""
     return max(size / seconds for size, seconds in zip(timings.sizes, timings.seconds, strict=True))
 
 
 def _between_causes(machine: Machine, link: Link, way: str, measured: float) -> dict[str, str]:
-    """What may slow a path between devices; a staged one is as slow as the links of both ends to the host."""
+    """Return what may slow a path between devices; a staged one depends on the host links of both ends."""
     legs, no_peer = [link], link.peer is False
     if way == "staged":
         hosts = [leg for leg in machine.links if HOST in (leg.source, leg.target)]
@@ -157,7 +156,7 @@ def _between_causes(machine: Machine, link: Link, way: str, measured: float) -> 
 
 
 def _lane_causes(machine: Machine, link: Link, measured: float) -> dict[str, str]:
-    """What generation and width say: of PCIe lanes, and of links between devices."""
+    """Return causes in generation and width: of PCIe lanes, and of links between devices."""
     full_generation, full_width = _full(machine, link)
     generation, width = link.generation, link.width
     keys = []
@@ -175,7 +174,7 @@ def _lane_causes(machine: Machine, link: Link, measured: float) -> dict[str, str
 
 
 def _full(machine: Machine, link: Link) -> tuple[int | None, int | None]:
-    """(generation, width) that the parts at the ends could have: the catalog's, else what the devices say."""
+    """Return the full (generation, width) of the parts at the ends: the catalog's, else as the devices report."""
     parts = [part for end in (link.source, link.target) if (part := part_at(machine, end)) is not None]
     links = [own for part in parts if (own := part.link_of(link.kind)) is not None]
     generations = [link.full_generation, *(own.generation for own in links)]
@@ -184,13 +183,13 @@ def _full(machine: Machine, link: Link) -> tuple[int | None, int | None]:
 
 
 def _spread(machine: Machine, link: Link) -> bool:
-    """Whether a device's links go to several others, so that a pair has only some of them."""
+    """Return whether a device's links go to several others, so that a pair has only some of them."""
     part = part_at(machine, link.source)
     return part is not None and part.link is not None and part.link.mesh
 
 
 def _causes(*keys: str, **facts: int | None) -> dict[str, str]:
-    """The causes in words, with the numbers of the link."""
+    """Describe the causes in words, with the numbers of the link."""
     return {key: SLOW_CAUSES[key].format(**facts) for key in keys}
 
 

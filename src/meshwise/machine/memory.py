@@ -19,15 +19,15 @@ from meshwise.spec.units import bytes_text
 
 
 def used_bytes(device: str) -> int:
-    """Bytes now in use: allocated tensors on an accelerator, resident memory of this process for a CPU worker."""
+    """Return bytes in use now: allocated tensors on an accelerator, this process's resident memory on a CPU."""
     if has_streams(device):
         return int(torch.get_device_module(device).memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
 
 
 def memory_counters(device: str) -> dict[str, float]:
-    """Bytes in use by name, for the timeline: `allocated` and `reserved` by torch and `device`, all processes together,
-    on an accelerator; `resident` memory of this process for a CPU worker."""
+    """Return the bytes in use by name, for the timeline. On an accelerator: `allocated` and `reserved` by torch, and
+    `device` for all processes together; for a CPU worker: `resident` memory of this process."""
     if has_streams(device):
         facts = memory_facts(device)
         return {
@@ -39,7 +39,7 @@ def memory_counters(device: str) -> dict[str, float]:
 
 
 def peak_bytes(device: str) -> int:
-    """The largest use so far, as `used_bytes` counts it."""
+    """Return the largest use so far, as `used_bytes` counts it."""
     if has_streams(device):
         return int(torch.get_device_module(device).max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB on Linux, bytes on macOS
@@ -47,7 +47,7 @@ def peak_bytes(device: str) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on an accelerator now; of another device, bytes of the host, or of this container."""
+    """Return bytes that can be allocated on an accelerator now; for a CPU, bytes of the host or the container."""
     if has_streams(device):
         return int(torch.get_device_module(device).mem_get_info(device)[0])
     available, left = int(psutil.virtual_memory().available), memory_left()
@@ -55,7 +55,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def memory_facts(device: str) -> dict[str, int]:
-    """Bytes `allocated`, `reserved` and `free` on the device, for a report of an out-of-memory error."""
+    """Return the bytes `allocated`, `reserved` and `free` on the device, for a report of an out-of-memory error."""
     if has_streams(device):
         free, total = torch.get_device_module(device).mem_get_info(device)
         return {
@@ -75,10 +75,10 @@ def memory_facts(device: str) -> dict[str, int]:
 
 
 def cap_memory(device: str, limit: int) -> None:
-    """Let this process use at most so many bytes of the device, or of the host where the device is a CPU.
+    """Limit this process to so many bytes of the device, or of the host if the device is a CPU.
 
-    What is beyond fails as on a device of that size. Linux counts writable memory on a host (RLIMIT_DATA), of which
-    what is mapped and not used yet stays out of the limit. Raises UsageError for less than the process holds already.
+    Larger allocations fail as on a device of that size. On a host, Linux counts writable memory (RLIMIT_DATA); memory
+    that is mapped but unused stays outside the limit. Raises UsageError for less than the process holds already.
     """
     if has_streams(device):
         total = torch.get_device_module(device).mem_get_info(device)[1]
@@ -96,6 +96,6 @@ def cap_memory(device: str, limit: int) -> None:
 
 
 def _of_status(name: str) -> int:
-    """A figure of this process in bytes, as /proc tells it."""
+    """Return a figure of this process in bytes, as /proc reports it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

@@ -18,13 +18,13 @@ from meshwise.races.memory import Access, Region, ShadowMemory
 from meshwise.races.order import HOST, Lane, Order, Recorded
 
 ALL = 1 << 64
-"""Beyond every address."""
+"""Greater than every address."""
 
 
 @dataclass(eq=False)
 class Block:
-    """Memory that was allocated once, at `lo`. lane: of the allocation, None where it was not seen. recorded: streams
-    given to `record_stream`. freed: by what code, once it is."""
+    """Memory of one allocation, at `lo`. lane: of the allocation, None if it was not seen. recorded: streams given to
+    `record_stream`. freed: the code that freed it."""
 
     lo: int
     size: int = 0
@@ -34,8 +34,8 @@ class Block:
 
 
 class Touch(NamedTuple):
-    """Bytes that an operator reads or writes, on a device or in pinned memory: no two have the same address. block,
-    size: where the storage begins, and its bytes. what: the tensor."""
+    """Bytes that an operator reads or writes, on a device or in pinned memory; their addresses do not overlap. block,
+    size: start and bytes of the storage. what: the tensor."""
 
     block: int
     size: int
@@ -54,12 +54,12 @@ class Race:
 
     @property
     def freed(self) -> Any:
-        """By what code the memory was freed between the two; None where it was not."""
+        """The code that freed the memory between the two accesses; None if none did."""
         return self.earlier.block.freed if self.earlier.block is not self.later.block else None
 
 
 class Checker:
-    """Takes events in the order in which the program causes them. found: takes each race."""
+    """Receives events in the order in which the program causes them. found: called with each race."""
 
     def __init__(self, found: Callable[[Race], None], forgive: bool = True) -> None:
         self.order = Order()
@@ -68,11 +68,11 @@ class Checker:
         self._blocks: dict[int, Block] = {}
 
     def allocate(self, block: int, lane: Lane | None) -> None:
-        """Memory begins to be a block. lane: the stream that the allocator gives it to."""
+        """Begin a block at this memory. lane: the stream that the allocator gives it to."""
         self._blocks[block] = Block(block, lane=lane)
 
     def free(self, block: int, where: Any) -> None:
-        """The block's memory may be given to another tensor."""
+        """Free the block: its memory may be given to another tensor."""
         found = self._blocks.pop(block, None)
         if found is not None:
             found.freed = where
@@ -80,27 +80,27 @@ class Checker:
                 self._memory.forget(found.lo, found.lo + found.size, lambda each: each.lane in found.recorded)
 
     def forget(self, block: int, size: int) -> None:
-        """Nothing uses this memory any more: what is there from now on is another tensor."""
+        """Forget this memory: nothing uses it any more, and later it holds another tensor."""
         self._blocks.pop(block, None)
         self._memory.forget(block, block + size, lambda each: True)
 
     def forget_freed(self) -> None:
-        """All memory that is free goes back to the device, which waits for its work before."""
+        """Forget all free memory: it returns to the device, which waits for its work first."""
         self._memory.forget(0, ALL, lambda each: each.block.freed is not None)
 
     def record_stream(self, block: int, lane: Lane) -> None:
-        """The block is not given to another tensor before the stream has done what it has to do when it is freed."""
+        """Keep the block, once freed, from being reused before the stream has finished its work up to then."""
         found = self._blocks.get(block)
         if found is not None:
             found.recorded.add(lane)
 
     def synchronize(self, *lanes: Lane) -> None:
-        """The host waits for lanes."""
+        """Let the host wait for lanes."""
         for lane in lanes:
             self.order.host_waits(self.order.seen_by(lane))
 
     def touch(self, lane: Lane, touches: Iterable[Touch], where: Any) -> None:
-        """An operator of the lane reads and writes."""
+        """Let an operator of the lane read and write memory."""
         number = self.order.begin(lane) if lane != HOST else 0
         for start, size, region, writes, what in sorted(touches, key=lambda each: each.writes):
             access = Access(lane, number, writes, region, (self._block(start, size), what, where))

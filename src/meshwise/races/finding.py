@@ -15,7 +15,7 @@ INDENT = "\n    "
 
 
 class Tensor(NamedTuple):
-    """What is read or written. operator: by what."""
+    """A tensor that is read or written. operator: the one that does so."""
 
     dtype: str
     shape: Sequence[int]
@@ -27,7 +27,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """A race. sentence: in one. advice: what to write. details: the tensor, and the lines of both sides."""
+    """A race. sentence: what happens. advice: what to write. details: the tensor, and the lines of both sides."""
 
     sentence: str
     advice: str
@@ -38,22 +38,22 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole finding as text."""
         return INDENT.join((f"{self.sentence}.", f"{self.advice}.", *self.details))
 
 
 class LaneNames:
-    """Names of streams, which are numbered as they come."""
+    """Names for streams, numbered in the order in which they appear."""
 
     def __init__(self) -> None:
         self._names: dict[Lane, str] = {HOST: "the host"}
 
     def is_nccls(self, lane: Lane) -> None:
-        """The lane is a stream of a process group."""
+        """Mark the lane as a stream of a process group."""
         self._names[lane] = "NCCL's stream"
 
     def name(self, lane: Lane, other: Lane | None = None) -> str:
-        """The stream, with its device where `other` is of another one."""
+        """Name the stream, with its device if `other` is on another one."""
         if lane not in self._names:
             number = 1 + sum(known.device == lane.device and "stream " in name for known, name in self._names.items())
             self._names[lane] = f"stream {number}" if lane.stream else "the default stream"
@@ -63,7 +63,7 @@ class LaneNames:
 
 
 def find(race: Race, names: LaneNames, name: str = "") -> Finding:
-    """The race in words. name: of the tensor, where it is known."""
+    """Describe the race in words. name: of the tensor, if known."""
     earlier, later = race.earlier, race.later
     here, there = names.name(later.lane), names.name(earlier.lane, later.lane)
     before, after = _place(earlier), _place(later)

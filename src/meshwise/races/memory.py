@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from meshwise.races.order import Lane
 
 MOST_STRIDED = 64
-"""Accesses that leave bytes out, kept at one place; older ones are forgotten: columns that are written one by one."""
+"""How many accesses with gaps are kept for one place; older ones are forgotten, such as columns written one by one."""
 MOST_TRIED = 4096
-"""Offsets that are tried before two views are taken to overlap."""
+"""How many offsets are tried before two views are assumed to overlap."""
 
 
 class Region(NamedTuple):
-    """Bytes of a view, all in [lo, hi): pieces of `run` bytes, repeated by each (bytes, times) of `outer`."""
+    """The bytes of a view, all in [lo, hi): pieces of `run` bytes, repeated by each (bytes, times) of `outer`."""
 
     lo: int
     hi: int
@@ -28,7 +28,7 @@ class Region(NamedTuple):
 
 
 def region_of(start: int, item: int, shape: Sequence[int], strides: Sequence[int]) -> Region | None:
-    """The bytes of a view that begins at `start` and has items of `item` bytes; None of one without elements."""
+    """Return the bytes of a view that begins at `start` and has items of `item` bytes; None if it has no elements."""
     if 0 in shape:
         return None
     run, outer = item, list[tuple[int, int]]()
@@ -41,7 +41,7 @@ def region_of(start: int, item: int, shape: Sequence[int], strides: Sequence[int
 
 
 def have_common_bytes(one: Region, other: Region) -> bool:
-    """Whether two views share a byte."""
+    """Return whether two views share a byte."""
     if one.lo >= other.hi or other.lo >= one.hi:
         return False
     if not one.outer and not other.outer:
@@ -51,7 +51,7 @@ def have_common_bytes(one: Region, other: Region) -> bool:
     tried = 0
 
     def lands(apart: int, rest: list[tuple[int, int]]) -> bool:
-        """Whether the two begin so near to each other, for some of the repetitions that are left."""
+        """Return whether both can begin within reach of each other, for some of the remaining repetitions."""
         nonlocal tried
         tried += 1
         if not rest or tried > MOST_TRIED:
@@ -66,8 +66,8 @@ def have_common_bytes(one: Region, other: Region) -> bool:
 
 
 class Access:
-    """One operator that reads or writes bytes. number: of the work on its lane. block: the allocation that the bytes
-    belonged to. what: in words. where: by what code."""
+    """An operator that reads or writes bytes. number: of the work on its lane. block: the allocation that the bytes
+    belonged to. what: in words. where: the code."""
 
     __slots__ = ("block", "lane", "number", "region", "what", "where", "writes")
 
@@ -77,7 +77,7 @@ class Access:
 
 
 class _Cell:
-    """Accesses of the bytes in [lo, hi): the last writes, and reads since then."""
+    """Accesses of the bytes in [lo, hi): the last writes, and the reads since then."""
 
     __slots__ = ("hi", "lo", "reads", "writes")
 
@@ -99,7 +99,7 @@ class ShadowMemory:
         return len(self._cells)
 
     def add(self, access: Access, is_before: IsBefore) -> list[Access]:
-        """Remember an access. Gives earlier ones of the same bytes that are not before it, one of the two a write."""
+        """Add an access. Returns earlier unordered accesses of the same bytes, if one of the two is a write."""
         region, found = access.region, dict[int, Access]()
         cells = self._opened(region)
         for cell in cells:
@@ -130,7 +130,7 @@ class ShadowMemory:
         self._cells[first:last], self._starts[first:last] = left, [cell.lo for cell in left]
 
     def _opened(self, region: Region) -> list[_Cell]:
-        """The cells of the region, without gaps between them; cut at its ends, unless it leaves bytes out."""
+        """Return the cells of the region without gaps, cut at its ends unless it has gaps itself."""
         if not region.outer:
             self._split(region.lo)
             self._split(region.hi)
@@ -164,6 +164,6 @@ class ShadowMemory:
 
 
 def _kept(earlier: list[Access], access: Access, is_before: IsBefore) -> list[Access]:
-    """Without what this access stands for from now on: what is before it, in bytes that it has too."""
+    """Drop accesses that this one replaces: those before it whose bytes it covers."""
     dense = not access.region.outer
     return [each for each in earlier if not ((dense or each.region == access.region) and is_before(each))]

@@ -21,12 +21,12 @@ class Lane(NamedTuple):
 
 HOST = Lane("host", 0)
 Clock = dict[Lane, int]
-"""How many pieces of work of each lane are over."""
+"""For each lane, how many pieces of its work are done."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """An event as it was recorded last. where: by what code."""
+    """The last recording of an event. where: the code that recorded it."""
 
     lane: Lane
     seen: Clock
@@ -43,50 +43,50 @@ class Order:
         self._waited: dict[tuple[Lane, Lane], Recorded] = {}
 
     def begin(self, lane: Lane) -> int:
-        """The number of the next piece of work on the lane."""
+        """Return the number of the next piece of work on the lane."""
         own = self._clock(lane)
         own[lane] += 1
         return own[lane]
 
     def is_before(self, lane: Lane, number: int, other: Lane) -> bool:
-        """Whether a piece of work of `lane` is over before what `other` does next."""
+        """Return whether a piece of work of `lane` is done before the next one of `other`."""
         if lane in (other, HOST) or number <= self._host.get(lane, 0):
             return True
         return other != HOST and number <= self._clock(other).get(lane, 0)
 
     def record(self, event: Hashable, lane: Lane, where: Any = None) -> None:
-        """An event is recorded on a lane."""
+        """Record an event on a lane."""
         self._recorded[event] = Recorded(lane, dict(self._clock(lane)), where)
 
     def delete(self, event: Hashable) -> None:
-        """The event is no more; another one may come with its name."""
+        """Delete the event; a new one may get its name."""
         self._recorded.pop(event, None)
 
     def wait(self, event: Hashable, lane: Lane) -> None:
-        """The lane, or the host, waits for an event. One that was never recorded is over at once."""
+        """Let the lane, or the host, wait for an event. One that was never recorded counts as complete."""
         recorded = self._recorded.get(event)
         if recorded is not None:
             self._waited[lane, recorded.lane] = recorded
             _join(self._clock(lane), recorded.seen)
 
     def host_waits(self, seen: Clock) -> None:
-        """The host has waited for what a lane had seen."""
+        """Let the host wait for everything that a lane had seen."""
         _join(self._host, seen)
 
     def seen_by(self, lane: Lane) -> Clock:
-        """What the lane has seen and done up to now."""
+        """Return what the lane has seen and done up to now."""
         return dict(self._clock(lane))
 
     def lanes(self, device: str) -> list[Lane]:
-        """The lanes of a device that were used."""
+        """Return the lanes of a device that were used."""
         return [lane for lane in self._seen if lane.device == device]
 
     def let_wait(self, lane: Lane, other: Lane) -> None:
-        """Go on as if `lane` had waited for `other` here."""
+        """Continue as if `lane` had waited for `other` here."""
         self._clock(lane)[other] = self._clock(other)[other]
 
     def event_waited_for(self, lane: Lane, other: Lane) -> Recorded | None:
-        """The last event of `other` that `lane` has waited for."""
+        """Return the last event of `other` that `lane` has waited for."""
         return self._waited.get((lane, other))
 
     def _clock(self, lane: Lane) -> Clock:

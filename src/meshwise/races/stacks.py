@@ -35,7 +35,7 @@ class Line(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Lines, the innermost first. of: what they run, where that is not what happens itself: a backward."""
+    """Lines, the innermost first. of: what they run, if it is not the access itself: a backward."""
 
     lines: tuple[Line, ...]
     of: str = ""
@@ -49,8 +49,8 @@ class Stack(NamedTuple):
 
 
 def stack(of: str = "") -> Stack:
-    """The lines that this thread runs; those of the main thread where it runs none, as a thread of a backward. of: what
-    such a thread does."""
+    """Return the lines that this thread runs; if it runs none, like a thread of a backward, those of the main thread.
+    of: the work of such a thread."""
     lines = _lines(sys._getframe(1))
     if lines:
         return Stack(lines)
@@ -77,7 +77,7 @@ def _is_ours(file: str) -> bool:
 
 @functools.cache
 def is_shown(file: str) -> bool:
-    """Whether lines of this file are named: not those of torch, of Python and of what looks for races."""
+    """Return whether lines of this file are shown: not those of torch, Python and the race detector."""
     library = next((name for name in LIBRARIES if name in file), None)
     if library is not None:
         return not file.partition(library)[2].startswith("torch/")

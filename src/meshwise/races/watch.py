@@ -36,7 +36,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Event(NamedTuple):
-    """What orders streams, while an operator runs. waits, records: the lane that does so."""
+    """An ordering of streams during an operator. waits, records: the lane that waits, or records an event."""
 
     apply: Callable[[], None]
     waits: Lane | None = None
@@ -49,11 +49,11 @@ def _print(finding: Finding) -> None:
 
 @contextlib.contextmanager
 def find_races(notify: Callable[[Finding], None] = _print) -> Iterator[list[Finding]]:
-    """Look for races between CUDA streams in the body, and in threads that begin there: two accesses of the same
-    memory, one of them a write, and nothing says which comes first.
+    """Find races between CUDA streams in the body, and in threads that begin there: two accesses of the same memory, at
+    least one a write, without an order between them.
 
-    Gives the list of what is found, which without CUDA is empty: a sentence, advice, and the lines of both sides.
-    notify: takes each as it is found; by default it is printed. Inside another one it is that one. It takes time.
+    Yields the list of findings, empty without CUDA: a sentence, advice, and the lines of both sides. notify: called
+    with each at once; by default it is printed. A nested call shares the outer one. It is slow.
     """
     global _open
     if _open is not None or not gpu_trace.can_listen():
@@ -71,7 +71,7 @@ _open: _Watcher | None = None
 
 
 class _Watcher:
-    """Tells a checker of what happens."""
+    """Reports events to a checker."""
 
     def __init__(self, notify: Callable[[Finding], None]) -> None:
         self.found: list[Finding] = []
@@ -83,7 +83,7 @@ class _Watcher:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Where operators of this thread, and of backwards that it begins, are seen."""
+        """Watch the operators of this thread, and of backwards that it begins."""
         with intercept_operators(self._operator), _HostReads(self._read_by_host):
             yield
 
@@ -107,7 +107,7 @@ class _Watcher:
                     self._checker.synchronize(lane)
 
     def _settle(self, lane: Lane, touches: Sequence[Touch], events: Sequence[_Event], collective: bool) -> None:
-        """An operator is over: what orders streams in it comes before or after what it touches."""
+        """End an operator: its waits and records come before or after the memory that it touches."""
         at = 0
         waits = next((number for number, event in enumerate(events) if event.waits is not None), None)
         if waits is not None and touches:
@@ -126,8 +126,8 @@ class _Watcher:
     def _touches(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> tuple[Lane, list[Touch], bool]:
-        """The stream of an operator, what it touches, and whether the host waits for it: what writes to memory of the
-        host that is not pinned is over when it comes back."""
+        """Return the stream of an operator, its accesses, and whether the host waits for it: a write to unpinned host
+        memory is done when the operator returns."""
         name, found, lane, waited = operator_name(operator), list[Touch](), HOST, False
         if name == "record_stream":
             self._checker.record_stream(args[0].untyped_storage().data_ptr(), _lane_of(args[1]))
@@ -140,7 +140,7 @@ class _Watcher:
         return lane, found, waited and lane != HOST
 
     def _touch(self, tensor: torch.Tensor, writes: bool, operator: str) -> Touch | None:
-        """None of what lies in memory that streams do not reach by themselves."""
+        """Describe an access; None for memory that streams cannot reach by themselves."""
         storage = tensor.untyped_storage()
         on_cuda = tensor.device.type == "cuda" and storage.device.type == "cuda"  # a fake tensor lies nowhere
         if not on_cuda and not self._is_pinned(tensor):
@@ -222,7 +222,7 @@ class _Watcher:
 
 
 class _HostReads(TorchFunctionMode):
-    """Sees what the host reads without an operator."""
+    """Sees reads of the host that go through no operator."""
 
     def __init__(self, read: Callable[[torch.Tensor, str], None]) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def _lane_of(stream: torch.Stream) -> Lane:
 
 
 def _name_of(address: int) -> str:
-    """A tensor's name in the innermost function that is shown, by the address of its memory."""
+    """Return a tensor's name in the innermost shown function, found by the address of its memory."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_shown(frame.f_code.co_filename):
         frame = frame.f_back

@@ -25,9 +25,9 @@ Kwargs = Mapping[str, Any]
 
 
 def along(at: int, default: Any = None) -> Rule:
-    """Operators that run along a dim, or several, and maybe remove it: rows of other dims do not meet in them.
+    """Make a rule for operators along one dim or several, which may remove it, without mixing rows of other dims.
 
-    at: where the dim stands among the arguments. default: of the dim.
+    at: the position of the dim among the arguments. default: its default.
     """
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -54,7 +54,7 @@ def _unbind(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _summed(mean: bool) -> Rule:
-    """A sum or mean: along other dims, or over the split one, whose parts are added up."""
+    """Make a rule for a sum or mean: along other dims, or along the split one, whose partial sums are added."""
     other = along(1)
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -72,7 +72,7 @@ def _summed(mean: bool) -> Rule:
 
 
 def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Layer norms, over the last dims: they run on parts of the others."""
+    """Run layer norms over the last dims on parts of the other dims."""
     x = first_split(args)
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     if x.part.dim >= x.dim() - len(shape):
@@ -84,7 +84,7 @@ def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Of channels that are divided: each rank norms its own. The running statistics are whole on all ranks."""
+    """Run batch norm on split channels: each rank normalises its own. The running statistics are whole on all ranks."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training")
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     x, rest = values.pop("input"), args[len(names) :]

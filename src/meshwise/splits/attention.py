@@ -63,7 +63,7 @@ def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _within(qkv: Sequence[Tensor], mask: Tensor | None, asked: _Asked, columns: SplitPart) -> Tensor:
-    """The ring, of what memory has: of heads, or samples, that are split within, those of this rank."""
+    """Run the ring on the values in memory: if heads or samples are split at an inner level, on this rank's."""
     level = level_of(asked.rows)
     inner = [parts_of(each, level) for each in qkv]
     if any(part.dim > 1 or not part.is_even for parts in inner for part in parts) or any(
@@ -86,7 +86,7 @@ def _whole_within(tensor: Tensor, level: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What an attention is asked for. rows: which positions this rank's queries have."""
+    """The options of an attention call. rows: the positions of this rank's queries."""
 
     rows: SplitPart
     scale: float
@@ -94,7 +94,7 @@ class _Asked:
 
     @property
     def positions(self) -> Tensor:
-        """Of this rank's queries."""
+        """The positions of this rank's queries."""
         return _positions(self.rows, self.rows.axis.rank)
 
 
@@ -103,7 +103,7 @@ def _positions(part: SplitPart, rank: int) -> Tensor:
 
 
 def _of_whole_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, asked: _Asked, dropout: float) -> Tensor:
-    """Own rows (B, H, S, E) of attention to keys and values of all positions, of which each rank has the whole."""
+    """Return this rank's rows (B, H, S, E) of attention to keys and values of all positions, gathered on each rank."""
     axis = asked.rows.axis
     k, v = (enter(gather(each), axis) for each in (k, v))
     if q.shape[-3] != k.shape[-3]:
@@ -117,7 +117,7 @@ def _of_whole_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, asked: 
 
 
 class _Ring(Function):
-    """Attention of own queries (B, H, S, E) to keys and values (B, K, own, E) of which each rank has a part."""
+    """Attention of this rank's queries (B, H, S, E) to keys and values (B, K, own, E) of which each rank has a part."""
 
     @staticmethod
     def forward(
@@ -154,7 +154,7 @@ class _Ring(Function):
 
 
 def _ring_backward(saved: Sequence[Tensor], asked: _Asked, columns: SplitPart, gradient: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of own queries, keys and values."""
+    """Return the gradients of this rank's queries, keys and values."""
     q, k, v, mask, result, log_sum = saved
     wide = log_sum.dtype
     grouped, gradient = (each.to(wide).unflatten(1, (k.shape[1], -1)) for each in (q, gradient))
@@ -182,7 +182,7 @@ def _longest(part: SplitPart) -> int:
 
 
 def _round(k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Keys and values of each rank, and which one: this rank's own first, then those of the ranks before it."""
+    """Yield keys and values of each rank with its number: this rank's first, then those of the ranks before it."""
     axis = columns.axis
     both = functional.pad(torch.cat([k, v], -1), (0, 0, 0, _longest(columns) - k.shape[2]))
     for step in range(axis.size):
@@ -192,7 +192,7 @@ def _round(k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[tuple[Tensor, T
 
 
 def _scores(q: Tensor, k: Tensor, asked: _Asked, hidden: Tensor | None) -> Tensor:
-    """(B, K, H / K, rows, columns). hidden: what is added, or as bools what is not seen."""
+    """Return scores (B, K, H / K, rows, columns). hidden: values to add, or bools that mark masked entries."""
     scores = q @ k.transpose(-1, -2) * asked.scale
     if hidden is None:
         return scores
@@ -202,7 +202,7 @@ def _scores(q: Tensor, k: Tensor, asked: _Asked, hidden: Tensor | None) -> Tenso
 def _blocks(
     asked: _Asked, columns: SplitPart, owner: int, mask: Tensor | None, grouped: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Own rows and the owner's columns that see each other, as slices of what is here, and what is hidden in them."""
+    """Yield blocks of own rows and the owner's columns that see each other, as local slices, and masked entries."""
     top = 0
     for begin, end in asked.rows.of_rank(asked.rows.axis.rank):
         left = 0
@@ -219,7 +219,7 @@ def _blocks(
 
 
 def _hidden(mask: Tensor | None, rows: slice, columns: slice, grouped: Tensor) -> Tensor | None:
-    """A block of a mask (1 or B, 1 or H, 1 or S, 1 or T), with heads as those of `grouped`."""
+    """Return a block of a mask (1 or B, 1 or H, 1 or S, 1 or T), with heads grouped as in `grouped`."""
     if mask is None:
         return None
     block = mask[:, :, rows if mask.shape[2] > 1 else slice(None), columns if mask.shape[3] > 1 else slice(None)]

@@ -18,7 +18,7 @@ from meshwise.transfer import collectives
 from meshwise.transfer.reading import meet
 
 _own: dict[str, MeshAxis] = {}
-"""This rank's axes, by their names."""
+"""This rank's axes by name."""
 
 
 class Axis(Protocol):
@@ -35,19 +35,19 @@ class Axis(Protocol):
 
     @property
     def sequence(self) -> bool:
-        """Whether sums over the ranks are divided along positions, where a whole is not asked for."""
+        """Whether sums over the ranks are split along positions, unless a whole is asked for."""
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """`tensor` reduced over the ranks, in place."""
+        """Reduce `tensor` over the ranks, in place."""
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """This rank's entry of the first dim of `tensor`, one a rank, added up over the ranks."""
+        """Sum `tensor` over the ranks; return this rank's entry of its first dim, which has one per rank."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """`tensor` of every rank, stacked."""
+        """Gather `tensor` of every rank, stacked."""
 
     def pass_on(self, tensor: Tensor) -> Tensor:
-        """Give `tensor` to the next rank, and take that of the rank before; all are of one shape."""
+        """Send `tensor` to the next rank, and receive that of the rank before; all have the same shape."""
 
     def meet(self, what: str) -> None:
         """Return when all ranks have come to exchange `what`."""
@@ -55,7 +55,7 @@ class Axis(Protocol):
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """An axis of the device mesh. group: its ranks with this one among them."""
+    """An axis of the device mesh. group: its ranks, including this one."""
 
     name: str
     size: int
@@ -68,16 +68,16 @@ class MeshAxis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, name: str, *, sequence: bool = False) -> MeshAxis:
-        """The axis of `mesh` that has this name."""
+        """Return the axis of `mesh` that has this name."""
         one = mesh[name]
         return cls(name, one.size(), one.get_local_rank(), one.get_group(), sequence)
 
     def __deepcopy__(self, memo: Any) -> MeshAxis:
-        """Itself: a copy of a model has its parts on the same ranks."""
+        """Return the axis itself: a copy of a model has its parts on the same ranks."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Sent to another stage, it is the axis of that name there."""
+        """Pickle the axis by name: on another stage it becomes the axis of that name."""
         return _axis_named, (self.name,)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
@@ -108,10 +108,10 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class SplitPart:
-    """Which part of a tensor a rank holds, along dim `dim` of the whole length `length`.
+    """The part of a tensor that a rank holds, along dim `dim` of the whole length `length`.
 
-    repeats: the dim is so many runs, one after the other, each divided alike: samples whose positions are divided, once
-        the two dims are merged.
+    repeats: how many runs follow each other in the dim, each divided alike: such as samples with divided positions,
+    after the two dims are merged.
     pieces: what each rank holds of a run, as (begin, end) in rising order. None: as `torch.chunk` divides.
     """
 
@@ -123,16 +123,16 @@ class SplitPart:
 
     @property
     def run(self) -> int:
-        """The length of what is divided."""
+        """The length of a run."""
         return self.length // self.repeats
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one run, divided as `torch.chunk` divides."""
+        """Whether it is a single run, divided as `torch.chunk` divides."""
         return self.repeats == 1 and self.pieces is None
 
     def of_rank(self, rank: int) -> tuple[Range, ...]:
-        """What a rank holds of a run, without what is empty."""
+        """Return the ranges of a run that a rank holds, without empty ones."""
         if self.pieces is not None:
             return self.pieces[rank]
         step = -(-self.run // self.axis.size)
@@ -140,12 +140,12 @@ class SplitPart:
         return ((begin, end),) if begin < end else ()
 
     def held(self, rank: int) -> int:
-        """How much of a run a rank holds."""
+        """Return how much of a run a rank holds."""
         return sum(end - begin for begin, end in self.of_rank(rank))
 
     @property
     def begin(self) -> int:
-        """Where this rank's part of a plain whole begins."""
+        """The beginning of this rank's part of a plain whole."""
         return min(self.length, self.axis.rank * -(-self.length // self.axis.size))
 
     @property
@@ -155,28 +155,28 @@ class SplitPart:
 
     @property
     def is_even(self) -> bool:
-        """Whether it is plain, and all parts are of one length."""
+        """Whether it is plain, and all parts have the same length."""
         return self.is_plain and self.length % self.axis.size == 0
 
     def alike(self, other: SplitPart) -> bool:
-        """Whether both divide alike, of whatever dim."""
+        """Return whether both divide alike, along any dim."""
         return self == replace(other, dim=self.dim)
 
     def divided(self, pieces: Sequence[Sequence[Range]], length: int) -> SplitPart:
-        """The part of a whole of another length, of which ranks hold these pieces."""
+        """Return the part of a whole of another length, of which ranks hold these pieces."""
         new = tuple(tuple(_joined(each)) for each in pieces)
         plain = SplitPart(self.axis, self.dim, length)
         return plain if all(plain.of_rank(r) == new[r] for r in range(self.axis.size)) else replace(plain, pieces=new)
 
     def folded(self) -> SplitPart:
-        """Instead of one range, a rank has two that lie as far from the begin as from the end: under a causal mask
-        all have equally much to do."""
+        """Return a part of two ranges per rank, equally far from the beginning and the end: under a causal mask all
+        ranks have equally much to do."""
         ends = [self.length * place // (2 * self.axis.size) for place in range(2 * self.axis.size + 1)]
         pairs = [(rank, 2 * self.axis.size - 1 - rank) for rank in range(self.axis.size)]
         return self.divided([[(ends[n], ends[n + 1]) for n in pair] for pair in pairs], self.length)
 
     def scaled(self, run: int) -> SplitPart | None:
-        """The part once a run has another length, as dims behind it are merged with it; None where there is none."""
+        """Return the part for another run length, after later dims are merged with it; None if there is none."""
         every = [self.of_rank(rank) for rank in range(self.axis.size)]
         if self.run == 0 or any(bound * run % self.run for held in every for each in held for bound in each):
             return None
@@ -185,7 +185,7 @@ class SplitPart:
         return replace(new, length=run * self.repeats, repeats=self.repeats)
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of `whole`, a view where it lies in one place."""
+        """Return this rank's part of `whole`, as a view if it is contiguous in it."""
         dim = self.dim
         if self.repeats > 1:
             whole, dim = whole.unflatten(dim, (self.repeats, self.run)), dim + 1
@@ -194,7 +194,7 @@ class SplitPart:
         return part.flatten(self.dim, dim) if self.repeats > 1 else part
 
     def summed(self, value: Tensor) -> Tensor:
-        """This rank's part, which is plain, of the sum of all ranks' values of the whole. Collective."""
+        """Sum the whole over all ranks; return this rank's part, which must be plain. Collective."""
         size, dim = self.axis.size, self.dim
         step = -(-self.length // size)
         if self.length < size * step:
@@ -203,7 +203,7 @@ class SplitPart:
         return self.axis.reduce_scatter(parts).narrow(dim, 0, self.own)
 
     def gathered(self, local: Tensor) -> Tensor:
-        """The whole of what each rank has a part of. Collective."""
+        """Return the whole of which each rank has a part. Collective."""
         dim, ranks = self.dim, range(self.axis.size)
         if self.repeats > 1:
             local, dim = local.unflatten(dim, (self.repeats, local.shape[dim] // self.repeats)), dim + 1
@@ -223,7 +223,7 @@ class SplitPart:
 
 
 def _joined(pieces: Sequence[Range]) -> list[Range]:
-    """Ranges in rising order, without empty ones; neighbours become one."""
+    """Sort ranges, drop empty ones, and merge neighbours."""
     found: list[Range] = []
     for begin, end in pieces:
         if begin < end:

@@ -32,13 +32,13 @@ from meshwise.splits.axis import Axis, SplitPart
 from meshwise.splits.tensor import LEVELS, SplitTensor, at_level, is_split, level_of, parts_of, split, split_again
 
 _entered: list[dict[tuple[int, str, int], tuple[Tensor, Tensor]]] = []
-"""What has entered in each scope that is open, by the whole tensor's id, the axis and the tensor's version."""
+"""For each open scope, the tensors entered in it, by the whole tensor's id, the axis and the tensor's version."""
 
 
 @contextlib.contextmanager
 def entering_once() -> Iterator[None]:
-    """Inside, what enters several times does so once: its gradients are added up over the ranks together. A block that
-    runs again in the backward begins anew, so that it does the same again."""
+    """Inside, enter a tensor that is used several times once: its gradients are summed over the ranks together. A block
+    that runs again in the backward starts anew, so that it does the same again."""
     _entered.append({})
     try:
         yield
@@ -47,14 +47,14 @@ def entering_once() -> Iterator[None]:
 
 
 def enter(whole: Tensor, axis: Axis) -> Tensor:
-    """`whole`, about to be used with parts."""
+    """Return `whole` for use with parts; the backward sums its gradients over the ranks."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole
     return _once(whole, "enter", axis, axis.name)
 
 
 def spread(tensor: Tensor, axis: Axis) -> Tensor:
-    """A tensor, split or not, whole and about to be used with parts of others: gathered and entered in one."""
+    """Gather a tensor if it is split, and enter it for use with parts of others, in one step."""
     if not is_split(tensor):
         return enter(tensor, axis)
     return _once(tensor, "spread", tensor.part, axis.name)
@@ -70,12 +70,12 @@ def _once(tensor: Tensor, way: str, where: Any, axis: str) -> Tensor:
 
 
 def add_up(value: Tensor, axis: Axis) -> Tensor:
-    """The sum over the ranks, whole."""
+    """Sum over the ranks; the result is whole."""
     return _crossed(value, "add up", axis)
 
 
 def add_apart(value: Tensor, axis: Axis) -> Tensor:
-    """The sum over the ranks; its positions, dim 1, are divided where the axis says so."""
+    """Sum over the ranks; the result is split along positions, dim 1, if the axis asks for it."""
     if not axis.sequence or value.dim() != 3 or value.shape[1] < axis.size:
         return add_up(value, axis)
     part = SplitPart(axis, 1, value.shape[1])
@@ -83,14 +83,14 @@ def add_apart(value: Tensor, axis: Axis) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The whole of a split tensor; any other as it is."""
+    """Return the whole of a split tensor; any other unchanged."""
     while is_split(tensor):
         tensor = _crossed(tensor, "gather", tensor.part)
     return tensor
 
 
 def gather_over(axis: str, tensor: Tensor) -> Tensor:
-    """Whole along one axis; along others it stays split."""
+    """Gather along one axis; along others the tensor stays split."""
     level = LEVELS.index(axis)
     with at_level(level):
         whole = gather(tensor)
@@ -98,12 +98,12 @@ def gather_over(axis: str, tensor: Tensor) -> Tensor:
 
 
 def scatter(whole: Tensor, part: SplitPart) -> SplitTensor:
-    """This rank's part of a whole tensor, split."""
+    """Return this rank's part of a whole tensor, as a split tensor."""
     return split(_crossed(whole, "scatter", part), part)
 
 
 def _crossed(tensor: Tensor, way: str, where: Axis | SplitPart) -> Tensor:
-    """Along one axis. What the tensor is split along within it stays so, but where both divide one dim."""
+    """Convert along one axis. Splits at inner levels stay, unless both divide the same dim."""
     if not isinstance(tensor, SplitTensor):
         return through(_Crossing, tensor, way, where)
     level = LEVELS.index(where.axis.name if isinstance(where, SplitPart) else where.name)
@@ -114,7 +114,7 @@ def _crossed(tensor: Tensor, way: str, where: Axis | SplitPart) -> Tensor:
 
 
 def kept_within(level: int, tensor: Tensor, made: Tensor) -> Tensor:
-    """What was made of `tensor` in memory, split within this level as `tensor` is."""
+    """Return `made`, computed from `tensor` in memory, with the inner splits of `tensor`."""
     found = split_again(made, parts_of(tensor, level))
     if isinstance(found, SplitTensor) and getattr(tensor, "of_parameter", False):
         found.of_parameter = True  # type: ignore[attr-defined]
@@ -122,14 +122,14 @@ def kept_within(level: int, tensor: Tensor, made: Tensor) -> Tensor:
 
 
 def through(function: Any, *given: Any) -> Tensor:
-    """What an autograd function gives of what lies in memory."""
+    """Apply an autograd function to the values in memory."""
     with on_parts():
         made: Tensor = function.apply(*given)
     return made
 
 
 class _Crossing(Function):
-    """One of `WAYS`. where: an axis, or a part."""
+    """Converts in one of `WAYS`. where: an axis, or a part."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: Tensor, way: str, where: Any) -> Tensor:
@@ -153,4 +153,4 @@ _WAYS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     "sum apart": (lambda value, part: part.summed(value), "spread"),
     "spread": (lambda local, part: part.gathered(local), "sum apart"),
 }
-"""What each way does, and its backward."""
+"""For each way its function, and the way of its backward."""

@@ -37,13 +37,13 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def _as_given(made: Tensor, func: Func, x: Tensor, *rest: Any) -> Tensor:
-    """In the dtype in which torch gives it of `x`, under autocast too; `rest` of a call that is short."""
+    """Cast to the dtype that torch's function gives for `x`, also under autocast. rest: its other arguments."""
     return made.to(func(x.new_zeros([1] * x.dim()), *rest).dtype) if x.dtype in HALF else made
 
 
 def _log_sum(x: SplitTensor) -> tuple[Tensor, Tensor]:
-    """The part less the largest of its whole row, and the log of the row's sum of exponentials of that; both of one
-    shape but for the split dim."""
+    """Return the part minus the maximum of its whole row, and the log of the row's sum of exponentials; the shapes are
+    equal except for the split dim."""
     part = x.part
     if x.dtype in HALF:  # as torch, which sums in float32
         x = split(x.to(torch.float32), part)
@@ -97,7 +97,7 @@ def _cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _over_rows(func: Func, values: dict[str, Any]) -> Any:
-    """Of rows that are divided: their sum is added up, and divided by what all count."""
+    """Compute a loss of split rows: their sums are added, and divided by the total count."""
     x, target, weight = values.pop("input"), values.pop("target"), values.pop("weight", None)
     part, reduction = x.part, values.pop("reduction", "mean")
     rows = moved(part, part.dim - (part.dim > 1))
@@ -118,13 +118,13 @@ def _over_rows(func: Func, values: dict[str, Any]) -> Any:
 
 
 def _counted(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """How many targets count, or the sum of their weights."""
+    """Return how many targets count, or the sum of their weights."""
     counted = target != ignored
     return counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
 
 
 def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Losses of the elements at each place."""
+    """Compute losses of the elements at each place."""
     options = dict(kwargs)
     reduction = options.pop("reduction", "mean")
     if len(args) > 2 or options.pop("size_average", None) is not None or options.pop("reduce", None) is not None:
@@ -137,7 +137,7 @@ def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _own_targets(rows: Tensor, target: Tensor, x: SplitTensor, classes: int) -> Tensor:
-    """Of each row the value of its target, where this rank has it; else 0."""
+    """Return the value at the target of each row, if this rank has it; else 0."""
     own = target - x.part.begin
     elsewhere = (own < 0) | (own >= x.part.own)
     if x.part.own == 0:

@@ -24,11 +24,11 @@ from meshwise.compat.torch_function import called, on_parts
 
 
 class _Taken(Exception):
-    """The result was taken apart into so many sections."""
+    """Raised when the result was split into so many sections."""
 
 
 class _Result(Tensor):
-    """What the layer gives; its last dim is watched."""
+    """The layer's output, which watches how its last dim is sliced."""
 
     slices: list[tuple[int, int]]
 
@@ -63,7 +63,7 @@ def _watched(result: Tensor, slices: list[tuple[int, int]]) -> Tensor:
 
 
 def sections_of(model: nn.Module, name: str, layer: nn.Module, takes: int, gives: int) -> int:
-    """How many equal sections lie in what `layer`, of this name, gives; 1 where it is not known."""
+    """Return how many equal sections the output of `layer`, of this name, has; 1 if unknown."""
     parent = model.get_submodule(name.rpartition(".")[0])
     weight, slices = next(layer.parameters()), list[tuple[int, int]]()
     stand_in = nn.Module()

@@ -21,7 +21,7 @@ from meshwise.splits.tensor import SplitTensor, is_split, whole_shape
 
 
 def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
-    """This rank's part of the places from `begin` to `end`: of a part of several runs, those that lie between."""
+    """Return this rank's part of the places from `begin` to `end`; if the part has several runs, of whole runs only."""
     part = x.part
     if part.repeats > 1:
         run, held = part.run, part.own // part.repeats
@@ -37,7 +37,7 @@ def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
 
 
 def row(x: SplitTensor, place: int) -> Tensor:
-    """What lies at one place, whole, without the split dim."""
+    """Return the entry at one place, whole, without the split dim."""
     part = _one_run(x.part)
     if not -part.length <= place < part.length:
         raise NoRule  # torch says so
@@ -46,7 +46,7 @@ def row(x: SplitTensor, place: int) -> Tensor:
 
 
 def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitPart]:
-    """This rank's share of constant padding, whose numbers before and behind the split dim stand at `at`."""
+    """Return this rank's share of constant padding; `at`: where the widths for the split dim stand."""
     before, behind = pads[at : at + 2]
     if _one_run(part).length == 0 or before < 0 or behind < 0:
         raise NoRule
@@ -62,7 +62,7 @@ def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitP
 
 
 def joined(tensors: Sequence[Tensor], like: SplitPart) -> tuple[Tensor, SplitPart]:
-    """Tensors one after the other along the split dim of `like`; of whole ones each rank takes a part."""
+    """Join tensors along the split dim of `like`; of whole tensors each rank takes a part."""
     dim, length, parts = like.dim, 0, []
     pieces: list[list[Range]] = [[] for _ in range(like.axis.size)]
     for each in tensors:

@@ -16,63 +16,63 @@ from meshwise.splits.crossing import enter, gather, scatter
 from meshwise.splits.tensor import SplitTensor, is_split, split, whole_shape
 
 Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
-"""Carries out a function on split tensors. Raises NoRule, before it has done anything, for what it has no way to do."""
+"""Runs a function on split tensors. Raises NoRule, before it has done anything, if it cannot handle the call."""
 
 
 class NoRule(Exception):
-    """The operator must find the whole."""
+    """The operator must run on whole tensors."""
 
 
 def part_of(thing: Any) -> SplitPart | None:
-    """Which part of a whole `thing` is; None of what is whole."""
+    """Return the part of a whole that `thing` is; None if it is whole."""
     return thing.part if is_split(thing) else None
 
 
 def split_in(things: Sequence[Any]) -> list[SplitTensor]:
-    """The split tensors among `things`."""
+    """Return the split tensors among `things`."""
     return [thing for thing in things if is_split(thing)]
 
 
 def numbers(args: Sequence[Any]) -> tuple[int, ...]:
-    """Sizes or dims, given one by one or as one tuple."""
+    """Return sizes or dims that are given one by one or as one tuple."""
     one = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
     return tuple(int(each) for each in one)
 
 
 def first_split(args: Sequence[Any]) -> SplitTensor:
-    """The first argument. Raises NoRule where it is not split."""
+    """Return the first argument. Raises NoRule if it is not split."""
     if not is_split(args[0]):
         raise NoRule
     return args[0]
 
 
 def positive(dim: Any, dims: int) -> int:
-    """A dim that may be counted from the end."""
+    """Return a dim, which may be counted from the end, counted from the front."""
     if not isinstance(dim, int):
         raise NoRule
     return dim % dims
 
 
 def moved(part: SplitPart, dim: int, length: int | None = None) -> SplitPart:
-    """The part, of another dim; of a plain one, of another length too."""
+    """Return the same part along another dim; a plain one also of another length."""
     return replace(part, dim=dim, length=part.length if length is None else length)
 
 
 def given(result: Any, part: SplitPart) -> Any:
-    """What an operator gave of parts, as split tensors."""
+    """Return an operator's results on parts as split tensors."""
     if isinstance(result, Tensor):
         return split(result, part)
     return type(result)([given(each, part) for each in result]) if isinstance(result, tuple | list) else result
 
 
 def only_split(args: Sequence[Any], kwargs: Mapping[str, Any], first: Any) -> None:
-    """Raises NoRule where more than `first` is split."""
+    """Raise NoRule if more than `first` is split."""
     if any(is_split(thing) and thing is not first for thing in (*args, *kwargs.values())):
         raise NoRule
 
 
 def with_parts_of(operand: Any, like: SplitPart, dims: int) -> Any:
-    """An operand of an elementwise operator whose result of `dims` dims is split as `like` says."""
+    """Prepare an operand of an elementwise operator whose result, of `dims` dims, is split like `like`."""
     if not isinstance(operand, Tensor):
         return operand
     from_end = like.dim - dims

@@ -29,9 +29,9 @@ RULES: dict[str, Rule] = {
     for room in (elementwise, shapes, along, products, losses, attention)
     for name, rule in room.RULES.items()
 }
-"""By the name of the function, as torch calls it."""
+"""Rules by the name of the function, as torch calls it."""
 WRITTEN_OUT = {"multi_head_attention_forward"}
-"""Functions of Python, whose operators have rules."""
+"""Python functions whose operators have rules."""
 READS = {
     "__bool__",
     "__float__",
@@ -46,9 +46,9 @@ READS = {
 READS |= {"item", "numpy", "tolist"}
 """What takes values out of tensors."""
 gathered: Counter[str] = Counter()
-"""How often an operator without a rule found a split tensor, by its name."""
+"""How often an operator without a rule got a split tensor, by its name."""
 _large: set[str] = set()
-"""Those that found activations: tensors of three dims or more."""
+"""Those of them that got activations: tensors of three dims or more."""
 
 
 def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -94,7 +94,7 @@ def _property(name: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Gather what is split, and call the function. What it writes in place goes back into the parts."""
+    """Gather split tensors, and call the function. In-place results are written back to the parts."""
     whole: dict[int, Tensor] = {}
 
     def of(thing: SplitTensor) -> Tensor:
@@ -118,7 +118,7 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
 
 
 def writes_in_place(name: str) -> bool:
-    """Whether a function of this name writes into its first argument."""
+    """Return whether a function of this name writes to its first argument."""
     dunder = name.startswith("__") and name.endswith("__")
     return (
         name == "__setitem__"
@@ -131,15 +131,15 @@ IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "ia
 
 
 def prepare() -> None:
-    """To be called before a model has split tensors: autograd functions of the user are given wholes from now on, and
-    what is gathered is counted anew."""
+    """Prepare for split tensors, before a model has any: from now on the user's autograd functions get whole tensors,
+    and gathers are counted anew."""
     _give_functions_wholes()
     gathered.clear()
     _large.clear()
 
 
 def said() -> list[str]:
-    """What was gathered of the activations of a model, as a sentence for the user to read; none where nothing was."""
+    """Say which activations of a model were gathered, for the user to read; empty if none were."""
     names = sorted(_large, key=lambda name: (-gathered[name], name))
     text = f"whole on every rank, for lack of a rule for parts: {some(names)}. Exact, and not divided."
     return [text] if names else []
@@ -151,7 +151,7 @@ def _give_functions_wholes() -> None:
 
 
 def _whole_arguments(name: str, args: Sequence[Any]) -> Sequence[Any]:
-    """What an autograd function of the user is given: wholes."""
+    """Return the arguments of the user's autograd function as whole tensors."""
     if any(is_split(each) for each in args):
         _count(name, args)
     return [gather(each) for each in args]

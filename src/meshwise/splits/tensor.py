@@ -33,17 +33,17 @@ class _View(threading.local):
 
 
 _view = _View()
-"""Of which level the code that runs now is a rule; -1 where it is none, and sees what is whole at all levels."""
+"""The level whose rule is running; -1 outside of rules, where tensors look whole at all levels."""
 
 
 class SplitTensor(Tensor):
-    """See the module. `parts` says which part this rank holds at each level."""
+    """A tensor that is split over ranks; see the module. parts: this rank's part at each level."""
 
     parts: dict[int, SplitPart]
 
     @property
     def part(self) -> SplitPart:
-        """That at the level of the rule which asks; outside of rules, at the outermost."""
+        """The part at the level of the running rule; outside of rules, at the outermost level."""
         level = _view.level
         return self.parts[level if level >= 0 else min(self.parts)]
 
@@ -55,12 +55,12 @@ class SplitTensor(Tensor):
 
 
 def is_split(thing: Any) -> TypeGuard[SplitTensor]:
-    """Whether `thing` is a part of a whole, at the level of the rule that asks; outside of rules, at any."""
+    """Return whether `thing` is a part at the level of the running rule; outside of rules, at any level."""
     return isinstance(thing, SplitTensor) and (_view.level < 0 or _view.level in thing.parts)
 
 
 def split(local: Tensor, part: SplitPart) -> SplitTensor:
-    """`local` as this rank's part of a whole. It becomes a split tensor itself; further in it stays split as it is."""
+    """Make `local` this rank's part of a whole, in place: it becomes a split tensor. Inner splits stay."""
     level = level_of(part)
     if isinstance(local, SplitTensor):
         local.parts = {**local.parts, level: part}
@@ -71,19 +71,19 @@ def split(local: Tensor, part: SplitPart) -> SplitTensor:
 
 
 def level_of(part: SplitPart) -> int:
-    """At which level a part is one."""
+    """Return the level of a part."""
     return LEVELS.index(part.axis.name)
 
 
 def parts_of(thing: Any, above: int = -1) -> tuple[SplitPart, ...]:
-    """Which parts of wholes `thing` is, at the levels within `above`."""
+    """Return the parts that `thing` is at the levels inside `above`."""
     if not isinstance(thing, SplitTensor):
         return ()
     return tuple(part for level, part in thing.parts.items() if level > above)
 
 
 def split_again(tensor: Tensor, parts: Sequence[SplitPart]) -> Tensor:
-    """A tensor that was split before autograd kept it, which knows plain tensors alone."""
+    """Split a tensor again that was split before autograd saved it, as autograd saves plain tensors only."""
     if not isinstance(tensor, SplitTensor):
         for part in parts:
             split(tensor, part)
@@ -91,7 +91,7 @@ def split_again(tensor: Tensor, parts: Sequence[SplitPart]) -> Tensor:
 
 
 def levels_below(things: Iterable[Any]) -> list[int]:
-    """The levels at which tensors among `things` are split within the rule that asks, outermost first."""
+    """Return the levels inside the running rule at which tensors among `things` are split, outermost first."""
     found: set[int] = set()
     _add_levels(things, found)
     return sorted(level for level in found if level > _view.level) if len(found) > 1 or _view.level >= 0 else [*found]
@@ -106,7 +106,7 @@ def _add_levels(things: Iterable[Any], found: set[int]) -> None:
 
 
 class at_level:
-    """Inside, rules of this level run."""
+    """Run rules of this level inside."""
 
     def __init__(self, level: int) -> None:
         self._level = level
@@ -119,12 +119,12 @@ class at_level:
 
 
 def dispatch_with(rules: Dispatch) -> None:
-    """Let `rules` carry out what is called on split tensors."""
+    """Let `rules` run the functions that are called on split tensors."""
     _dispatch[:] = [rules]
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """The shape of the whole. To be called by rules, which see the shapes of parts."""
+    """Return the shape of the whole. For use in rules, which see the shapes of parts."""
     shape = list(tensor.shape)
     if is_split(tensor):
         shape[tensor.part.dim] = tensor.part.length

@@ -16,8 +16,8 @@ MISMATCH = 1 << 40  # added to the counter of a fact by a rank that came with an
 
 
 def agree(key: str, fact: str, ranks: int, seconds: float, gone: Callable[[], bool] = lambda: False) -> str | None:
-    """All ranks come to `key`, once, with one fact: None when they have. Else at once the fact that another rank came
-    with, or "" after `seconds` in which some rank did not come at all, or once it is known by `gone` not to come."""
+    """Compare one fact of all ranks, once per `key`: None if they agree. Otherwise return another rank's fact at once,
+    or "" if some rank has not come after `seconds`, or will not come, as `gone` tells."""
     store = default_store()
     first = store.compare_set(f"{key}/fact", "", fact).decode()
     if first != fact:
@@ -30,8 +30,8 @@ def agree(key: str, fact: str, ranks: int, seconds: float, gone: Callable[[], bo
 
 
 def wait_for_all(key: str, ranks: int, seconds: float, gone: Callable[[], bool] = lambda: False) -> bool:
-    """Whether the counter `key` reaches `ranks` within `seconds`. Each rank adds 1 to it beforehand. gone: whether
-    another rank is known not to come, asked now and then."""
+    """Wait until the counter `key` reaches `ranks`; False after `seconds`. Each rank adds 1 beforehand. gone: whether a
+    rank is known not to come, called now and then."""
     deadline, pause, look = time.monotonic() + seconds, POLL, time.monotonic() + TICK
     while default_store().add(key, 0) < ranks:
         if (now := time.monotonic()) > deadline or (now > look and gone()):

@@ -25,7 +25,7 @@ _NOT_ZERO = signed(GOLDEN)  # added to each sum: when reading the sums themselve
 
 
 def block_sums(tensor: Tensor) -> list[int]:
-    """The sum of each block of the tensor's bits, in the order of its elements, whatever its strides. Synchronises."""
+    """Return the sum of each block of the tensor's bits, in order of its elements, for any strides. Synchronises."""
     raw = _bits(tensor)
     whole = raw.numel() // BLOCK_BYTES
     keys = _keys(raw.device)
@@ -42,7 +42,7 @@ def block_sums(tensor: Tensor) -> list[int]:
 
 
 def sampled_sum(tensor: Tensor) -> Tensor:
-    """One sum of a tensor's shape and its bits, of evenly chosen elements where it is larger than a block: an int64
+    """Return one sum of a tensor's shape and bits, of evenly chosen elements if it is larger than a block: an int64
     scalar on its device. Does not synchronise."""
     flat = tensor.detach().reshape(-1)
     step = -(-flat.nbytes // BLOCK_BYTES) or 1
@@ -54,10 +54,10 @@ def sampled_sum(tensor: Tensor) -> Tensor:
 
 
 def first_difference(tensor: Tensor, other: Tensor) -> int | None:
-    """Offset of the first byte that differs between two tensors of one shape and dtype; None when none does.
+    """Return the offset of the first byte that differs between two tensors of one shape and dtype; None if none does.
 
-    They may lie on different devices: sums are compared, and of the first block that differs its bytes on the host.
-    Where those are the same, as when reading is what goes wrong, the offset is the block's.
+    They may lie on different devices: sums are compared, then the bytes of the first differing block on the host. If
+    these are equal, as when reading itself fails, the offset is the block's.
     """
     ours, theirs = block_sums(tensor), block_sums(other)
     for number, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
@@ -70,13 +70,13 @@ def first_difference(tensor: Tensor, other: Tensor) -> int | None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The elements' bytes in their order, in memory that begins at a whole word."""
+    """Return the elements' bytes in order, in memory that begins at a whole word."""
     raw = raw_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
     return raw.clone() if raw.storage_offset() % 4 else raw
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as bytes. With as_strided, as one element or none may have any stride."""
+    """Return a contiguous tensor's memory as bytes. Uses as_strided, as one element or none may have any stride."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -54,29 +54,29 @@ from meshwise.workers.heartbeat import PEERS, enter, leave
 
 _HOST = torch.device("cpu")
 entered: Counter[str] = Counter()
-"""How many collectives this rank has entered, by `group_key`. Ranks of a group enter them in one order."""
+"""How many collectives this rank has entered, by `group_key`. Ranks of a group enter them in the same order."""
 
 
 def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, *, of: str = "") -> Tensor:
-    """`tensor` reduced over the ranks, in place. op: `sum`, `max`, `min` or `product`; a sum of bools is `or`."""
+    """Reduce `tensor` over the ranks, in place. op: `sum`, `max`, `min` or `product`; a sum of bools is `or`."""
     check_known("op", op, backend.OPS)
     _run("all-reduce", [tensor], group, functools.partial(backend.all_reduce, tensor, op), of=of)
     return tensor
 
 
 def begin_sum(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
-    """Begin to sum `tensor` over all ranks, in place; the future gives it."""
+    """Begin to sum `tensor` over all ranks, in place; the future returns it."""
     return _begin_sum(tensor, of, mean=False)
 
 
 def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
-    """Begin to average `tensor` over all ranks, in place; the future gives it. Dividing first keeps fp16 in range."""
+    """Begin to average `tensor` over all ranks, in place; the future returns it. Dividing first keeps fp16 in range."""
     return _begin_sum(tensor, of, mean=True)
 
 
 def mean_now(tensor: Tensor, *, of: str = "") -> None:
-    """Average `tensor` over all ranks, in place: for a thread that has nothing to do meanwhile, which a sum on the host
-    then need not wake. `dist.all_reduce` takes as long as a small sum to come to the group."""
+    """Average `tensor` over all ranks, in place. For a thread with nothing to do meanwhile: a sum on the host need not
+    wake it again. `dist.all_reduce` takes as long to reach the group as a small sum takes."""
     group, name, recorder = DIVIDING[0] or dist.group.WORLD, collective_name("all-reduce", of), current()
     if group is None or foreign.OPEN or OPEN or has_streams(tensor.device) or tensor.dtype not in backend.PLAIN:
         begin_mean(tensor, of=of).wait()
@@ -93,7 +93,7 @@ def mean_now(tensor: Tensor, *, of: str = "") -> None:
 
 
 def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
-    """The span of the sum ends when the sum is there."""
+    """Begin a sum, whose span ends when the result is there."""
     group = DIVIDING[0]
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     if mean:
@@ -121,14 +121,14 @@ def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
 
 
 def all_reduce_mean(tensor: Tensor, *, of: str = "") -> Tensor:
-    """The mean of `tensor` over all ranks, in place."""
+    """Average `tensor` over all ranks, in place."""
     return all_reduce(tensor, of=of).div_(world_size())
 
 
 def all_gather(
     tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True, of: str = ""
 ) -> Tensor:
-    """`tensor` of every rank, stacked: shape (ranks, *tensor.shape). out: a contiguous tensor to write it into."""
+    """Gather `tensor` of every rank, stacked: shape (ranks, *tensor.shape). out: a contiguous tensor for the result."""
     into = _out("all_gather", out, (world_size(group), *tensor.shape), tensor)
     if len(into) == 1:
         return into.copy_(tensor.detach())
@@ -139,7 +139,7 @@ def all_gather(
 def reduce_scatter(
     tensor: Tensor, op: str = "sum", group: Group = None, *, out: Tensor | None = None, direct: bool = True
 ) -> Tensor:
-    """This rank's part of the first dimension of `tensor`, reduced over the ranks. UsageError for unequal parts."""
+    """Reduce `tensor` over the ranks; return this rank's part of its first dimension. UsageError for unequal parts."""
     check_known("op", op, backend.OPS)
     into = _out("reduce_scatter", out, (_rows("reduce_scatter", tensor, group), *tensor.shape[1:]), tensor)
     if world_size(group) == 1:
@@ -149,7 +149,7 @@ def reduce_scatter(
 
 
 def broadcast(tensor: Tensor, source: int = 0, group: Group = None, *, direct: bool = True, of: str = "") -> Tensor:
-    """`tensor` of rank `source`, on every rank, in place."""
+    """Broadcast `tensor` from rank `source`, in place."""
     _check_rank("broadcast", "source", source, group)
     call = functools.partial(backend.broadcast, tensor, source, direct=direct)
     _run("broadcast", [tensor], group, call, (source, None), of)
@@ -157,7 +157,7 @@ def broadcast(tensor: Tensor, source: int = 0, group: Group = None, *, direct: b
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: Group = None) -> None:
-    """Write rank 0's values into `tensors` of every rank, one after the other, as one collective."""
+    """Write rank 0's values to `tensors` of every rank, one after the other, as one collective."""
 
     def each(group: Group) -> None:
         for tensor in tensors:
@@ -168,7 +168,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: Group = None) -> None:
 
 
 def all_to_all(tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True) -> Tensor:
-    """Part i of the first dimension of `tensor` goes to rank i; part i of the result comes from rank i."""
+    """Send part i of the first dimension of `tensor` to rank i; part i of the result comes from rank i."""
     _rows("all_to_all", tensor, group)
     into = _out("all_to_all", out, tuple(tensor.shape), tensor)
     if world_size(group) == 1:
@@ -183,7 +183,7 @@ def send(tensor: Tensor, target: int, group: Group = None) -> None:
 
 
 def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[], None]:
-    """Begin to send `tensor` to rank `target`, which calls `receive`; what is returned waits until it is sent."""
+    """Begin to send `tensor` to rank `target`, which calls `receive`; the returned function waits until it is sent."""
     _check_rank("send", "target", target, group)
     with ours():
         await_sent = backend.begin_send(tensor, target, group or dividing())
@@ -197,7 +197,7 @@ def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[],
 
 
 def receive(tensor: Tensor, source: int, group: Group = None) -> Tensor:
-    """Write what rank `source` sends into `tensor`, of the same shape and dtype."""
+    """Receive from rank `source` into `tensor`, of the same shape and dtype."""
     send_receive([], [(tensor, source)], group, "receive", backend.one_way)
     return tensor
 
@@ -209,9 +209,9 @@ def send_receive(
     kind: str = "send-receive",
     carry: Callable[[Pairs, Pairs, Group], None] = backend.send_receive,
 ) -> None:
-    """Send (tensor, rank) pairs and receive into (tensor, rank) pairs, all at once. carry: by which of the backend's.
+    """Send (tensor, rank) pairs and receive into (tensor, rank) pairs, all at once. carry: the backend's function.
 
-    Bytes are those that this rank sends, or those that it receives where these are more.
+    Bytes are those that this rank sends, or those that it receives if these are more.
     """
     own = get_rank(group)
     for what, pairs in (("target", sends), ("source", receives)):
@@ -231,7 +231,7 @@ def barrier(group: Group = None) -> None:
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
-    """`value` of every rank, in rank order; any value that pickle takes."""
+    """Gather `value` of every rank, in rank order; any value that pickle accepts."""
     parts: list[Any] = [value] * world_size(group)
     if len(parts) > 1:
         with recorded("all-gather", 0, group, "main"):
@@ -240,7 +240,7 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
 
 
 def broadcast_object(value: Any, group: Group = None) -> Any:
-    """Rank 0's `value`, on every rank."""
+    """Broadcast rank 0's `value`."""
     box = [value]
     if world_size(group) > 1:
         with recorded("broadcast", 0, group, "main"):
@@ -268,8 +268,8 @@ def _run(
     ends: Ends = EVERYONE,
     of: str = "",
 ) -> None:
-    """Carry out a collective that moves these tensors, where there is more than one rank, and wait for it: on a CPU
-    until it is there, on an accelerator in its stream."""
+    """Run a collective on these tensors, if there are several ranks, and wait for it: on a CPU until it is done, on an
+    accelerator in its stream."""
     if world_size(group) == 1:
         return
     size, device = _bytes(moved), moved[0].device if moved else _HOST
@@ -285,12 +285,12 @@ def _run(
 
 
 def _is_of_all(group: Group) -> bool:
-    """Whether all ranks of the run enter it, each in its own group: its number is the same on all of them."""
+    """Return whether all ranks of the run enter it, each in its own group: its number is then the same on all."""
     return group in (None, dividing()) or world_size(group) == world_size(everyone())
 
 
 def _enter(group: Group, kind: str, of: str = "", ends: Ends = EVERYONE) -> int:
-    """Count a collective that this rank comes to, and tell its launcher, now and when it is over."""
+    """Count a collective that this rank enters, and tell its launcher now and when it ends."""
     if not dist.is_initialized():
         return 0
     if None in ends:
@@ -312,7 +312,7 @@ def _check_rank(verb: str, what: str, rank: int, group: Group) -> None:
 
 
 def _rows(verb: str, tensor: Tensor, group: Group) -> int:
-    """Rows of each rank's part."""
+    """Return the number of rows in each rank's part."""
     size = world_size(group)
     if tensor.dim() == 0 or len(tensor) % size:
         raise UsageError(

@@ -34,14 +34,14 @@ class Transfer:
 
 
 class CommLog(Sequence[Transfer]):
-    """The transfers of a block in the order in which they were begun. `print(log)` shows them as a table."""
+    """The transfers of a block in the order in which they began. `print(log)` shows them as a table."""
 
     def __init__(self) -> None:
         self.running = True
         self._rows: list[tuple[Transfer, Seconds]] = []
 
     def add(self, transfer: Transfer, seconds: Seconds) -> None:
-        """One row more; seconds may be a function that waits for them."""
+        """Add a row; seconds may be a function that waits for them."""
         self._rows.append((transfer, seconds))
 
     @overload
@@ -67,12 +67,12 @@ class CommLog(Sequence[Transfer]):
 
 
 OPEN: list[CommLog] = []
-"""The logs that are open now, of all threads; empty costs a caller one look."""
+"""The logs of all threads that are open now; if empty, it costs a caller almost nothing."""
 
 
 @contextmanager
 def comm_log() -> Iterator[CommLog]:
-    """List every transfer and collective of meshwise that begins in the block. Blocks may be nested: both get all."""
+    """List every transfer and collective of meshwise that begins in the block. In nested blocks both logs get all."""
     log = CommLog()
     OPEN.append(log)
     try:
@@ -83,13 +83,13 @@ def comm_log() -> Iterator[CommLog]:
 
 
 def note(operation: str, source: str, target: str, bytes: int, path: str, seconds: Seconds) -> None:
-    """Tell the open logs of one transfer. seconds: a float, or a function that is called after the block."""
+    """Add one transfer to the open logs. seconds: a float, or a function that is called after the block."""
     for log in OPEN:
         log.add(Transfer(operation, source, target, bytes, path, math.nan), seconds)
 
 
 def totals(moves: Sequence[Transfer]) -> dict[str, tuple[int, int, float]]:
-    """(transfers, bytes, seconds) by path. Seconds overlap where transfers did; nan where one of them is unknown."""
+    """Return (transfers, bytes, seconds) by path. Seconds overlap if transfers did; nan if one of them is unknown."""
     found: dict[str, tuple[int, int, float]] = {}
     for move in moves:
         count, size, seconds = found.get(move.path, (0, 0, 0.0))
@@ -98,7 +98,7 @@ def totals(moves: Sequence[Transfer]) -> dict[str, tuple[int, int, float]]:
 
 
 def table(moves: Sequence[Transfer]) -> str:
-    """A line a transfer, and a line a path with its totals."""
+    """Return one line per transfer, and one line per path with its totals."""
     if not moves:
         return "nothing was moved"
     rows = [_row(move) for move in moves]

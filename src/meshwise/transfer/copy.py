@@ -38,7 +38,7 @@ _ONE_MEMORY = torch.version.cuda is None and torch.version.hip is None
 
 @dataclass(frozen=True)
 class CopyOptions:
-    """How a copy is made: see `copy` and `to`. ends: what the log calls source and target, if not by their devices."""
+    """How a copy is made: see `copy` and `to`. ends: names of source and target in the log, if not their devices."""
 
     links: Machine | None = None
     verify: bool = False
@@ -60,14 +60,14 @@ def copy(
     path: str = AUTO,
     stream: torch.Stream | None = None,
 ) -> Tensor:
-    """Write `src` into `dst`, on whatever devices, and return `dst`. dtypes are cast. Shapes must be equal, but that
-    `dst` may have leading dims of 1 more.
+    """Copy `src` to `dst`, on any devices, and return `dst`. dtypes are cast. Shapes must be equal, except for
+    additional leading dims of 1 in `dst`.
 
     src: a tensor, or an array of NumPy, CuPy, JAX or Numba. links: a machine whose measured links choose the path;
     path: `peer` or `staged` to choose it by hand. verify: compare checksums of both sides, which waits for the copy.
-    stream: do it on this CUDA stream, without waiting; the caller waits for the stream before reading `dst` or
-    writing `src`. Otherwise both may be used at once on their current streams, and by the host. Overlapping memory is
-    copied through a temporary. Raises UsageError for what cannot be, TransferError when `verify` finds a difference.
+    stream: copy on this CUDA stream, without waiting; the caller waits for the stream before reading `dst` or writing
+    `src`. Otherwise both may be used at once on their current streams, and by the host. Overlapping memory is copied
+    through a temporary. Raises UsageError for an impossible copy, TransferError if `verify` finds a difference.
     """
     if path == AUTO and not (verify or OPEN or OPEN_DEVICES or links or stream):
         try:  # the common case; each look at a tensor costs some 50 ns, and 1 µs where caches are cold
@@ -92,11 +92,11 @@ def to(
     path: str = AUTO,
     non_blocking: bool = False,
 ) -> Any:
-    """`tree` with every tensor on `device`: tuples, lists, dicts, modules (in place) and arrays of other libraries.
+    """Move every tensor in `tree` to `device`: tuples, lists, dicts, modules (in place) and arrays of other libraries.
 
-    A tensor that is there already is returned as it is. Gradients flow back over the same way. non_blocking: from
-    pinned memory to a device the host does not wait; it must not write the source until the device has it. Copies to
-    the host always wait, so that they can be read. The other words are as in `copy`.
+    A tensor that is there already is returned unchanged. Gradients flow back the same way. non_blocking: from pinned
+    memory to a device the host does not wait; it must not write the source until the device has it. Copies to the host
+    always wait, so that they can be read. The other arguments are as in `copy`.
     """
     target, options = as_device(device), CopyOptions(links, verify, path, non_blocking=non_blocking)
 
@@ -120,7 +120,7 @@ def _is_leaf(item: Any) -> bool:
 def moved_to(
     leaf: Any, target: torch.device, operation: str, options: CopyOptions = DEFAULT, *, own: bool = False
 ) -> Tensor:
-    """A tensor or array on `target`; itself where it is there, unless `own` memory is wanted."""
+    """Return a tensor or array on `target`; unchanged if it is there, unless `own` memory is wanted."""
     tensor = interop.from_array(leaf)
     if device_of(tensor) == target and not own:
         return tensor
@@ -135,7 +135,7 @@ def moved_to(
 
 
 def move(dst: Tensor, src: Any, operation: str, options: CopyOptions = DEFAULT) -> Tensor:
-    """As `copy`, under the name of another operation in the log."""
+    """Copy as `copy` does, under the name of another operation in the log."""
     stream = options.stream
     src = _check(dst, interop.from_array(src), stream)
     source, target = device_of(src), device_of(dst)
@@ -170,7 +170,7 @@ class _Crossing(torch.autograd.Function):
 
 
 def _check(dst: Any, src: Tensor, stream: torch.Stream | None) -> Tensor:
-    """`src` in the shape of `dst`; UsageError for what cannot be copied."""
+    """Return `src` in the shape of `dst`. UsageError if it cannot be copied."""
     if not isinstance(dst, Tensor):
         raise UsageError(f"copy into {type(dst).__name__}: dst must be a tensor. Write to(src, device) for a new one.")
     if dst.dim() > src.dim() and dst.shape == (1,) * (dst.dim() - src.dim()) + src.shape:
@@ -198,7 +198,7 @@ def _check(dst: Any, src: Tensor, stream: torch.Stream | None) -> Tensor:
 
 
 def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], options: CopyOptions) -> None:
-    """Copy by `way`, and tell the log. row: operation, source, target, bytes."""
+    """Copy by `way`, and log it. row: operation, source, target, bytes."""
     watch = Stopwatch(None)
     if way == STAGED:
         seconds = staged(dst, src)
@@ -215,7 +215,7 @@ def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], opt
 
 
 def _on_stream(dst: Tensor, src: Tensor, stream: torch.Stream | None, non_blocking: bool) -> Seconds:
-    """torch's own copy, which makes the current streams of both devices wait for each other; the rest is timing."""
+    """Use torch's own copy, which makes the current streams of both devices wait for each other; the rest is timing."""
     owner = src.device if has_streams(src.device) else dst.device  # torch copies between devices on the source's stream
     current = torch.get_device_module(owner).current_stream(owner)
     run = stream or current
@@ -233,7 +233,7 @@ def _on_stream(dst: Tensor, src: Tensor, stream: torch.Stream | None, non_blocki
 
 
 def _verify(dst: Tensor, src: Tensor, way: str, what: str) -> None:
-    """Raise TransferError where `dst` has other bits than `src`, cast to its dtype, should have given it."""
+    """Raise TransferError if `dst` has other bits than `src`, cast to its dtype, should have given."""
     expected = src.detach().to(dst.dtype)
     offset = first_difference(dst.detach(), expected)
     if offset is None:
@@ -247,7 +247,7 @@ def _verify(dst: Tensor, src: Tensor, way: str, what: str) -> None:
 
 
 def _move_module(module: nn.Module, moved: Callable[[Tensor], Tensor]) -> None:
-    """Parameters, their gradients and buffers, in place, as torch's own Module.to."""
+    """Move parameters, their gradients and buffers in place, like torch's own Module.to."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.grad is not None:

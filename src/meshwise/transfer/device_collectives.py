@@ -30,7 +30,7 @@ Device = str | torch.device | int
 def broadcast(
     tensor: Tensor, devices: Sequence[Device], *, links: Machine | None = None, verify: bool = False
 ) -> list[Tensor]:
-    """A copy of `tensor` on each device, in their order, each in memory of its own. Gradients come back added."""
+    """Copy `tensor` to each device, in their order, each in memory of its own. The backward sums the gradients."""
     options = CopyOptions(links, verify)
     return [moved_to(tensor, device, "broadcast", options, own=True) for device in _devices("broadcast", devices)]
 
@@ -44,10 +44,10 @@ def scatter(
     links: Machine | None = None,
     verify: bool = False,
 ) -> list[Tensor]:
-    """A part of `tensor` along `dim` for each device, in their order, each in memory of its own.
+    """Give each device, in order, a part of `tensor` along `dim`, in memory of its own.
 
-    Parts differ by at most one and the larger ones come first, as in `torch.tensor_split`, unless `sizes` says how
-    many each gets; a part may be empty. Gradients flow back. Raises UsageError for sizes that do not add up.
+    Parts differ by at most one and the larger ones come first, as in `torch.tensor_split`, unless `sizes` says how many
+    entries each gets; a part may be empty. Gradients flow back. Raises UsageError for sizes that do not add up.
     """
     places, tensor = _devices("scatter", devices), from_array(tensor)
     dim = _dim("scatter", dim, tensor.dim())
@@ -68,9 +68,9 @@ def scatter(
 def gather(
     tensors: Sequence[Tensor], device: Device, dim: int = 0, *, links: Machine | None = None, verify: bool = False
 ) -> Tensor:
-    """The tensors in their order, joined along `dim` on `device`. Gradients flow back to where they came from.
+    """Join the tensors in order along `dim` on `device`. Gradients flow back to where they came from.
 
-    Raises UsageError where dtypes, or shapes other than along `dim`, differ.
+    Raises UsageError if dtypes, or shapes other than along `dim`, differ.
     """
     target = as_device(device)
     _check_several("gather", tensors)
@@ -91,12 +91,12 @@ def gather(
 def all_reduce(
     tensors: Sequence[Tensor], op: str = "sum", *, links: Machine | None = None, verify: bool = False
 ) -> list[Tensor]:
-    """Reduce tensors of equal shape, one a device, in place: each then holds the same bits. Returns them as a list.
+    """Reduce tensors of equal shape, one per device, in place: each then holds the same bits. Returns them as a list.
 
-    op: `sum`, `mean`, `product`, `min` or `max`. Each device reduces its slice of the elements in the list's order,
-    in the tensors' dtype, and hands it to all: 2 (n - 1) / n of the bytes leave each of n devices, as in a ring, and
-    the result does not depend on time. Distinct CUDA devices sum by NCCL unless `verify` or `links` is given; its
-    result is the same on all too, in an order of its own. No gradients.
+    op: `sum`, `mean`, `product`, `min` or `max`. Each device reduces its slice of the elements in the list's order, in
+    the tensors' dtype, and sends it to all: 2 (n - 1) / n of the bytes leave each of n devices, as in a ring, and the
+    result does not depend on timing. Distinct CUDA devices sum by NCCL unless `verify` or `links` is given; its result
+    is the same on all too, in an order of its own. No gradients.
     """
     _check_several("all_reduce", tensors)
     every = _reducible(list(tensors), op)
@@ -151,7 +151,7 @@ def _reduce_slices(
 
 
 def _by_nccl(tensors: list[Tensor]) -> bool:
-    """Sum by NCCL where all are dense on distinct CUDA devices; False where it is not for them."""
+    """Sum by NCCL if all tensors are dense and on distinct CUDA devices; return False otherwise."""
     distinct = len({tensor.device for tensor in tensors}) == len(tensors) > 1
     if not (distinct and all(tensor.is_cuda for tensor in tensors) and nccl.is_available(tensors)):
         return False
@@ -173,7 +173,7 @@ def _devices(verb: str, devices: Sequence[Device]) -> list[torch.device]:
 
 
 def _check_several(verb: str, tensors: object) -> None:
-    """Raises UsageError for one tensor, whose rows would be taken for the tensors of several devices."""
+    """Raise UsageError for one tensor, whose rows would be taken for the tensors of several devices."""
     if isinstance(tensors, Tensor):
         over = "mw.sum(tensor)" if verb == "all_reduce" else "mw.gather_samples(tensor)"
         raise UsageError(

@@ -19,7 +19,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
 
 UNDECIDED = -1
-"""Made inside an operator or a backward for no device in particular: it joins the first device it meets."""
+"""The place of a tensor made inside an operator or a backward for no particular device: it joins the first it meets."""
 
 Hook = Callable[[Tensor, Tensor, str], object]
 """(dst, src, path), called after the bytes were moved and before they are checked."""
@@ -41,7 +41,7 @@ class VirtualDevices(list[torch.device]):
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """In here operators are plain ones of the host: for the copy itself, and for looking at what it did."""
+        """Inside, operators are plain ones of the host: for the copy itself, and for checking its result."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -50,21 +50,21 @@ class VirtualDevices(list[torch.device]):
 
 
 OPEN_DEVICES: list[VirtualDevices] = []
-"""The virtual devices that are open: none, or those of one block."""
+"""The open virtual devices: none, or those of one block."""
 
 
 def open_devices() -> VirtualDevices | None:
-    """The virtual devices that are open, if any."""
+    """Return the open virtual devices, if any."""
     return OPEN_DEVICES[-1] if OPEN_DEVICES else None
 
 
 def plainly() -> AbstractContextManager[None]:
-    """In here operators know nothing of virtual devices, where some are open."""
+    """Inside, operators ignore virtual devices, if any are open."""
     return OPEN_DEVICES[-1].quiet() if OPEN_DEVICES else nullcontext()
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Where the tensor lives: `cuda:0`, a virtual `cpu:1`, or `cpu` for the host's memory."""
+    """Return where the tensor lives: `cuda:0`, a virtual `cpu:1`, or `cpu` for host memory."""
     if not OPEN_DEVICES:
         return tensor.device
     with OPEN_DEVICES[-1].quiet():
@@ -75,12 +75,12 @@ def device_of(tensor: Tensor) -> torch.device:
 
 @lru_cache(maxsize=1024)
 def name_of(device: torch.device) -> str:
-    """The device as a machine's links name it: `host`, `cuda:0`, `cpu:1`."""
+    """Return the name of the device in a machine's links: `host`, `cuda:0`, `cpu:1`."""
     return HOST if str(device) == "cpu" else str(device)
 
 
 def as_device(word: str | torch.device | int) -> torch.device:
-    """The device that is meant: `cuda` is the current one, `cpu` the host. Raises UsageError for what is not here."""
+    """Return the device that is meant: `cuda` is the current one, `cpu` the host. UsageError for a missing one."""
     try:
         device = torch.device(word)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -114,7 +114,7 @@ def _host_or_virtual(device: torch.device) -> torch.device:
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory on `device` for a copy of `tensor`: its shape, dtype and, where they are dense, its strides."""
+    """Allocate memory on `device` for a copy of `tensor`: its shape, dtype and, if dense, its strides."""
     open_one = open_devices()
     if open_one is None or device.type != "cpu":
         return torch.empty_like(tensor, device=device, requires_grad=False)

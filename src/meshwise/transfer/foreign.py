@@ -17,7 +17,7 @@ OPEN: list[Foreign] = []
 
 
 class Foreign:
-    """Counts from its making until `close`."""
+    """Counts collectives from its creation until `close`."""
 
     def __init__(self) -> None:
         self.ours = 0
@@ -25,14 +25,14 @@ class Foreign:
         OPEN.append(self)
 
     def close(self) -> bool:
-        """Whether the program has called a collective of its own meanwhile."""
+        """Stop, and return whether the program has called a collective of its own meanwhile."""
         OPEN.remove(self)
         return begun() - self._begun > self.ours
 
 
 @contextlib.contextmanager
 def ours() -> Iterator[None]:
-    """What the body begins is our own. Not nested."""
+    """Count the collectives of the body as our own. Do not nest it."""
     before = begun()
     try:
         yield

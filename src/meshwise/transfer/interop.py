@@ -23,15 +23,15 @@ from meshwise.transfer.stopwatch import Stopwatch
 
 
 def is_array(value: Any) -> bool:
-    """An array of another library: NumPy, or with one of the two protocols."""
+    """Return whether it is an array of another library: NumPy's, or one with either of the two protocols."""
     kind = type(value)
     return isinstance(value, np.ndarray) or hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__")
 
 
 def from_array(array: Any) -> Tensor:
-    """The array as a tensor on its own device, sharing its memory where it can. A tensor is returned as it is.
+    """Convert the array to a tensor on its own device, with shared memory if possible. Tensors are returned unchanged.
 
-    A read-only, byte-swapped or backwards NumPy array is copied. Raises UsageError for what is no array.
+    A read-only, byte-swapped or backwards NumPy array is copied. Raises UsageError for other values.
     """
     if isinstance(array, Tensor):
         return array

@@ -22,18 +22,18 @@ from meshwise.transfer.groups import dividing
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
 
 Ends = tuple[int | None, int | None]
-"""The rank of the group that the bytes come from and the one that they go to; None for all of its ranks."""
+"""The rank of the group that sends the bytes and the one that receives them; None for all of its ranks."""
 EVERYONE: Ends = (None, None)
 _NOTHING = nullcontext()
 
 
 def ours() -> AbstractContextManager[None]:
-    """What the body begins is not the program's, for who counts."""
+    """Count the collectives of the body as our own, if somebody counts."""
     return foreign.ours() if foreign.OPEN else _NOTHING
 
 
 def log(kind: str, size: int, device: torch.device, group: Group, seconds: Seconds, ends: Ends = EVERYONE) -> None:
-    """A row of each open `comm_log`."""
+    """Add a row to each open `comm_log`."""
     group = group or dividing()
     ranks = dist.get_process_group_ranks(group)
     several = "all ranks" if group is None else f"ranks {','.join(map(str, ranks))}"
@@ -42,7 +42,7 @@ def log(kind: str, size: int, device: torch.device, group: Group, seconds: Secon
 
 
 def begin_looked_at(tensor: Tensor, group: Group) -> Future[object]:
-    """A sum that is of a dtype or a layout of its own, or that somebody logs."""
+    """Begin a sum of a special dtype or layout, or one that somebody logs."""
     watch, took = Stopwatch(tensor.device) if OPEN else None, list[Seconds]()
     with ours():
         begun = backend.begin_sum(tensor, group)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def repeats(tensor: Tensor) -> bool:
-    """Two elements of the tensor are one place in memory, as in an expanded tensor or overlapping windows."""
+    """Return whether elements of the tensor share memory, as in an expanded tensor or overlapping windows."""
     if tensor.is_contiguous() or tensor.numel() < 2:
         return False
     reach = 0  # the furthest element of the smaller strides so far
@@ -27,8 +27,8 @@ def repeats(tensor: Tensor) -> bool:
 
 
 def overlapping(tensor: Tensor, other: Tensor) -> bool:
-    """The two have memory in common without being the same elements. May say so of interleaved ones, such as x[::2]
-    and x[1::2]: then the copy goes through a temporary without need."""
+    """Return whether two tensors share memory without being the same elements. May be true for interleaved ones, such
+    as x[::2] and x[1::2]: then the copy goes through a temporary without need."""
     if tensor.numel() == 0 or other.numel() == 0 or _apart(tensor, other) or tensor.is_set_to(other):
         return False
     start, end = _range(tensor)
@@ -37,28 +37,28 @@ def overlapping(tensor: Tensor, other: Tensor) -> bool:
 
 
 def torchs_check_is_sure(dst: Tensor, src: Tensor) -> bool:
-    """Whether torch's own copy raises where elements share memory: it knows of contiguous tensors. Or none can."""
+    """Return whether torch's own copy raises for shared memory (it checks contiguous tensors), or none is shared."""
     if dst.is_contiguous():
         return src.is_contiguous() or _apart(dst, src)
     return not repeats(dst) and _apart(dst, src)
 
 
 def _apart(tensor: Tensor, other: Tensor) -> bool:
-    """Their storages have no byte in common."""
+    """Return whether their storages have no byte in common."""
     ours, its = tensor.untyped_storage(), other.untyped_storage()
     start, first = ours.data_ptr(), its.data_ptr()
     return start + ours.nbytes() <= first or first + its.nbytes() <= start
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and behind the last one."""
+    """Return the address of the first byte and the one behind the last."""
     reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     start = tensor.data_ptr()
     return start, start + (reach + 1) * tensor.element_size()
 
 
 def _places(tensor: Tensor) -> Tensor:
-    """Offset of every element from the first, in elements."""
+    """Return the offset of every element from the first, in elements."""
     places = torch.zeros((), dtype=torch.int64)
     for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
         places = places.unsqueeze(-1) + torch.arange(size) * stride

@@ -19,7 +19,7 @@ PATHS = (AUTO, DIRECT, PEER, STAGED)
 
 
 def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Machine | None = None) -> str:
-    """The path from `source` to `target` (`host`, `cuda:0`) for `size` bytes. Raises UsageError for one there is not.
+    """Choose the path from `source` to `target` (`host`, `cuda:0`) for `size` bytes. UsageError for an impossible one.
 
     wanted: `auto`, or the path to take; links: the machine, described or measured.
     """
@@ -42,7 +42,7 @@ def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Ma
 
 
 def _faster(link: Link | None, size: int) -> str | None:
-    """Of two measured paths the faster one at this size; None where they were not both measured."""
+    """Return the faster of two measured paths at this size; None if not both were measured."""
     if link is None or not {PEER, STAGED} <= link.timings.keys() or link.peer is False:
         return None
     peer, staged = (seconds_at(link.timings[path], size) for path in (PEER, STAGED))
@@ -57,5 +57,5 @@ def _reaches(link: Link | None, source: str, target: str) -> bool:
 
 
 def reads_directly(reader: torch.device, owner: torch.device) -> bool:
-    """Whether a device can read the other's memory without the host."""
+    """Return whether a device can read the other's memory without the host."""
     return bool(torch.get_device_module(reader).can_device_access_peer(reader, owner))

@@ -20,14 +20,14 @@ LARGEST_TERM = 64  # of a sum: with up to 2^17 ranks every partial sum is exact 
 
 
 def fill(tensor: Tensor, key: int) -> Tensor:
-    """Write the pattern of `key` into a contiguous uint8 tensor on any device; returns it."""
+    """Write the pattern of `key` to a contiguous uint8 tensor on any device, and return it."""
     for start, part in _chunks(tensor):
         part.copy_(_bytes(start, part.numel(), key, part.device))
     return tensor
 
 
 def first_difference(tensor: Tensor, key: int) -> int | None:
-    """Offset of the first byte of a contiguous uint8 tensor that is not the pattern of `key`; None when all are."""
+    """Return the offset of the first byte in a contiguous uint8 tensor that is not the pattern of `key`, or None."""
     for start, part in _chunks(tensor):
         expected = _bytes(start, part.numel(), key, part.device)
         if not torch.equal(part, expected):
@@ -36,15 +36,15 @@ def first_difference(tensor: Tensor, key: int) -> int | None:
 
 
 def fill_terms(tensor: Tensor, rank: int) -> Tensor:
-    """Write rank's term of a checked sum into a contiguous floating tensor: whole numbers from 0 to 63."""
+    """Write a rank's term of a checked sum to a contiguous floating tensor: whole numbers from 0 to 63."""
     for start, part in _chunks(tensor):
         part.copy_(_terms(start, part.numel(), rank, part.device))
     return tensor
 
 
 def first_wrong_sum(tensor: Tensor, ranks: int, first: int = 0) -> int | None:
-    """Index of the first element that is not the sum of the terms of `first`, `first + 1` and so on, one a rank; None
-    when all are. Exact in float32."""
+    """Return the index of the first element that is not the sum of the terms of ranks `first`, `first + 1` and so on;
+    None if all are. Exact in float32."""
     for start, part in _chunks(tensor):
         expected = sum(_terms(start, part.numel(), rank, part.device) for rank in range(first, first + ranks))
         wrong = part.to(torch.int64) != expected
@@ -60,7 +60,7 @@ def _chunks(tensor: Tensor) -> list[tuple[int, Tensor]]:
 
 
 def words(first: int, count: int, key: int, device: torch.device) -> Tensor:
-    """Words `first` to `first + count` of the pattern of `key`, as int64."""
+    """Return words `first` to `first + count` of the pattern of `key`, as int64."""
     made = torch.arange(first, first + count, dtype=torch.int64, device=device)
     made.add_(1).mul_(_ODD).add_(signed(key * _KEY))
     made.bitwise_xor_(made >> 29).mul_(_ODD)

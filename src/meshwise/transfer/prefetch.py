@@ -16,12 +16,12 @@ from meshwise.spec.devices import has_streams
 
 
 def to_device(batch: Any, device: str) -> Any:
-    """Every tensor of `batch` on `device`."""
+    """Move every tensor of `batch` to `device`."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def prefetch(batches: Iterable[tuple[Any, Any]], device: str) -> Iterator[tuple[Any, Any]]:
-    """`(batch, facts)` pairs with the batch on `device`. An accelerator gets each while the one before is used."""
+    """Yield `(batch, facts)` pairs with the batch on `device`. An accelerator gets each while the last is in use."""
     if device == "cpu":
         return iter(batches)
     if not has_streams(device):
@@ -47,7 +47,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def _handed_over(batch: Any, stream: torch.Stream, device: str) -> Any:
-    """The copies of `stream`, safe to use on the device's current stream, and not reused before that is done."""
+    """Make copies of `stream` safe to use on the device's current stream, and keep their memory until that is done."""
     current = torch.get_device_module(device).current_stream(device)
     current.wait_stream(stream)
     for tensor in tensors_in(batch):

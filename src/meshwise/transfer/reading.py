@@ -43,7 +43,7 @@ _unmet = [False]  # of the whole process: a backward runs in threads of its own
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Inside, this process reads sharded tensors without meeting the others: our own code, which all ranks run."""
+    """Inside, this process reads sharded tensors without meeting the others: in our own code, which all ranks run."""
     before, _unmet[0] = _unmet[0], True
     try:
         yield
@@ -52,8 +52,8 @@ def together() -> Iterator[None]:
 
 
 def meet(what: str, sentence: str = SHARDED) -> None:
-    """Return when every rank has come to read `what` in the same line of the program, in a pipeline every rank of the
-    same stage. Raises UsageError, with this sentence, where a rank reads another thing, or cannot come."""
+    """Wait until every rank has come to read `what` in the same line of the program, in a pipeline every rank of the
+    same stage. Raises UsageError, with this sentence, if a rank reads something else, or cannot come."""
     pipe, rank = stages.pipe(), _own()
     ranks = range(collectives.world_size(collectives.everyone())) if pipe is None else pipe.same_stage
     if _unmet[0] or len(ranks) == 1 or rehearsing():
@@ -93,13 +93,13 @@ def _said(sentence: str, here: str, other: str) -> UsageError:
 
 
 def someone_is_past() -> bool:
-    """Whether some rank is past the place where this one is, so that it will not come there."""
+    """Return whether some rank is past the place where this one is, so that it will not come there."""
     ranks = range(collectives.world_size(collectives.everyone()))
     return any(_past_us(other) is not None for other in ranks if other != _own())
 
 
 def _past_us(other: int) -> str | None:
-    """Where a rank is that has not come, if it will not; None while nothing says so."""
+    """Say where a rank is that will not come here; None as long as it may."""
     store, key = default_store(), f"{KEY}/at/{other}"
     if not store.check([key]):
         return None
@@ -120,7 +120,7 @@ def _is_member(key: str) -> bool:
 
 
 def look_out() -> None:
-    """Begin to say in the store where this rank is, and that it has ended."""
+    """Begin to publish in the store where this rank is, and when it has ended."""
     if not rehearsing():
         _look_out()
 

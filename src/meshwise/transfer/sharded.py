@@ -26,7 +26,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor: the shards of a DTensor are gathered from all ranks. Collective for a DTensor."""
+    """Return the whole tensor: the shards of a DTensor are gathered from all ranks. Collective for a DTensor."""
     if not isinstance(tensor, DTensor):
         return tensor
     with together(), foreign.ours():
@@ -34,8 +34,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def full_tensors(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """`full_tensor` of each, in their order; shards are gathered in buckets, since a collective a tensor takes minutes
-    for thousands of small ones. Collective for DTensors."""
+    """Return `full_tensor` of each, in order; shards are gathered in buckets, since one collective per tensor takes
+    minutes for thousands of small ones. Collective for DTensors."""
     waiting: list[DTensor] = []
     held = 0
     for tensor in tensors:
@@ -57,13 +57,13 @@ def _alike(first: Any, tensor: Any) -> bool:
 
 
 def _sharded_axis(tensor: DTensor) -> int | None:
-    """The axis of the mesh over which the first dim is divided, if that is all that is divided."""
+    """Return the mesh axis over which the first dim is divided, if nothing else is divided."""
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return axes[0] if len(axes) == 1 and sharding.division(tensor.placements[axes[0]]) == (0, 1) else None
 
 
 def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
-    """The whole of tensors that are divided over one axis of one mesh, by one all-gather of parts of equal length."""
+    """Gather whole tensors that are divided over one axis of one mesh, by one all-gather of parts of equal length."""
     if not tensors:
         return
     mesh, axis = tensors[0].device_mesh, _sharded_axis(tensors[0])
@@ -79,9 +79,9 @@ def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
 
 
 def local_part(like: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
-    """This rank's shard of a whole tensor as `like` is sharded, all of it where it is not.
+    """Return this rank's shard of a whole tensor, sharded as `like`; all of it if `like` is not sharded.
 
-    read: gives what lies in these slices of the whole, one a dim.
+    read: returns the values in these slices of the whole, one per dim.
     """
     boxes, several = local_boxes(like)
     pieces = [read(tuple(slice(*each) for each in box)) for box in boxes]
@@ -89,8 +89,8 @@ def local_part(like: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> Ten
 
 
 def local_boxes(like: Tensor) -> tuple[list[Box], int]:
-    """The boxes of the whole tensor that this rank's shard consists of, and the dim along which they lie side by side
-    in it. A tensor that is not sharded is one box."""
+    """Return the boxes of the whole tensor that make up this rank's shard, and the dim along which they are joined in
+    it. A tensor that is not sharded is one box."""
     bounds = [[(0, length)] for length in like.shape]
     if isinstance(like, DTensor):
         for axis, dim, sections in sharding.in_order_of_division(like.device_mesh, like.placements):
@@ -112,14 +112,14 @@ def _nth(piece: tuple[int, int], own: int, size: int) -> tuple[int, int]:
 
 
 def placed(p: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """A parameter that all ranks have alike, as a DTensor, with what the program has put on it. Nothing is sent."""
+    """Make a DTensor of a parameter equal on all ranks, with the program's attributes on it. Nothing is sent."""
     new = nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None), p.requires_grad)
     new.__dict__.update(p.__dict__)
     return new
 
 
 def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """`value`, whole on every rank, sharded as `parameter` is; replicated where it has another shape.
+    """Shard `value`, whole on every rank, as `parameter` is; replicate it if it has another shape.
 
     Nothing is sent: each rank keeps its shard.
     """

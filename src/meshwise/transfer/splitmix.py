@@ -12,7 +12,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mixed(*numbers: int) -> int:
-    """One number below 2**32, all that torch's CPU generator keeps of a seed, in which each of `numbers` counts."""
+    """Mix `numbers` into one below 2**32, as torch's CPU generator keeps no more of a seed; each of them counts."""
     key = 0
     for number in numbers:
         key = (key + number + GOLDEN) % 2**64
@@ -23,18 +23,18 @@ def mixed(*numbers: int) -> int:
 
 
 def mixed_bits(bits: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 on each 64-bit integer of a tensor."""
+    """Apply the finaliser of SplitMix64 to each 64-bit integer of a tensor."""
     bits = (bits ^ shifted(bits, 30)) * signed(_FIRST)
     bits = (bits ^ shifted(bits, 27)) * signed(_SECOND)
     return bits ^ shifted(bits, 31)
 
 
 def signed(number: int) -> int:
-    """The lower 64 bits of `number` as a signed integer, which is what torch calculates with."""
+    """Return the lower 64 bits of `number` as a signed integer, which torch calculates with."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def shifted(bits: Tensor, by: int) -> Tensor:
-    """A shift to the right that fills with zeros; torch's own copies the sign."""
+    """Shift to the right, filling with zeros; torch's own shift copies the sign."""
     right: Tensor = (bits >> by) & (2 ** (64 - by) - 1)
     return right

@@ -28,8 +28,8 @@ from meshwise.transfer import collectives
 class Pipe:
     """The ranks of this pipeline, in the order of its stages.
 
-    down, up: groups of the same ranks, for what goes to a higher and to a lower one. Of two ranks, each then only sends
-    or only receives in a group, so that neither waits for the other.
+    down, up: groups of the same ranks, for data to a higher and to a lower one. So each of two ranks only sends or only
+    receives in a group, and neither waits for the other.
     """
 
     rank: int
@@ -38,15 +38,15 @@ class Pipe:
     down: Group
     up: Group
     same_stage: tuple[int, ...] = ()
-    """The ranks of the run that have the stages of this one, in all pipelines."""
+    """The ranks of the run that have the same stages as this one, in all pipelines."""
 
     def towards(self, source: int, target: int) -> Group:
-        """The group in which `source` sends to `target`."""
+        """Return the group in which `source` sends to `target`."""
         return self.down if target > source else self.up
 
 
 Mail = dict[tuple[int, int], list[bytes]]
-"""Objects that ranks have sent one another, pickled as between processes, by (from, to)."""
+"""Objects that ranks have sent to each other, pickled as between processes, by (from, to)."""
 _mail: list[Mail] = []
 _pipe: list[Pipe | None] = [None]
 _lacks: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
@@ -56,51 +56,51 @@ _left: list[nn.Module | None] = [None]  # the last of them, once it was run
 
 
 def pipe() -> Pipe | None:
-    """The pipeline that this rank is in."""
+    """Return the pipeline that this rank is in."""
     return _pipe[0]
 
 
 def join_pipe(found: Pipe | None) -> None:
-    """This rank is in a pipeline from now on, or in none."""
+    """Set the pipeline that this rank is in from now on, or None."""
     _pipe[0] = found
     enter_own_layers(True)
 
 
 def lacks(model: nn.Module) -> set[str]:
-    """Names of the parameters and buffers of `model` that other stages hold, and this rank does not."""
+    """Return the names of the parameters and buffers of `model` that only other stages hold."""
     return _lacks.get(model, set())
 
 
 def absent_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of `model` that other stages hold."""
+    """Return the parameters of `model` that only other stages hold."""
     names = lacks(model)
     return {p for name, p in model.named_parameters(remove_duplicate=False) if name in names}
 
 
 def now_lacks(model: nn.Module, names: set[str]) -> None:
-    """From now on this rank lacks these."""
+    """From now on, treat these as held by other stages only."""
     _lacks[model] = names
 
 
 def counts(module: nn.Module | None = None) -> bool:
-    """Whether what `module` gives now is what one device computes: inside the layers of this rank's stage, it is. What
-    lies behind the last of them is the next stage's, though this one runs it too."""
+    """Return whether the output of `module` is now that of one device: inside the layers of this rank's stage it is.
+    Code behind the last of them belongs to the next stage, though this one runs it too."""
     return _in_own_layers[0] and _left[0] in (None, module)
 
 
 def enter_own_layers(inside: bool) -> None:
-    """The forward has come to the layers of this rank, or begins or ends outside of them."""
+    """Note that the forward has come to the layers of this rank, or begins or ends outside of them."""
     _in_own_layers[0], _left[0] = inside, None
 
 
 def leave_own_layers(last: nn.Module) -> None:
-    """The forward has come through the last layer of this rank's stage."""
+    """Note that the forward has passed the last layer of this rank's stage."""
     _left[0] = last
 
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """What modules give in the body is not what one device computes in its forward: it runs twice, or for others."""
+    """Ignore module outputs in the body: there the forward runs twice, or for other ranks."""
     before = _in_own_layers[0]
     _in_own_layers[0] = False
     try:
@@ -111,7 +111,7 @@ def uncounted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def carried(leave: Callable[[], Any], enter: Callable[[Any], None]) -> Iterator[None]:
-    """During the body, what `leave` gives where a stage's layers end is given to `enter` where the next one's begin."""
+    """During the body, pass what `leave` returns at the end of a stage's layers to `enter` in the next stage."""
     _carried.append((leave, enter))
     try:
         yield
@@ -120,20 +120,20 @@ def carried(leave: Callable[[], Any], enter: Callable[[Any], None]) -> Iterator[
 
 
 def take_along() -> list[Any]:
-    """What travels to the next stage."""
+    """Collect the values that are sent along to the next stage."""
     return [leave() for leave, _ in _carried]
 
 
 def put_down(values: list[Any]) -> None:
-    """What has travelled from the stage before."""
+    """Restore the values that came along from the stage before."""
     for (_, enter), value in zip(_carried, values, strict=True):
         enter(value)
 
 
 @contextlib.contextmanager
 def kept(mail: Mail) -> Iterator[None]:
-    """During the body, of one rank after the other in one process, objects lie in `mail` until the rank comes that they
-    are for."""
+    """During the body, which runs one rank after the other in one process, keep objects in `mail` until their
+    receiver's turn."""
     _mail.append(mail)
     try:
         yield
@@ -146,7 +146,7 @@ def _own() -> int:
 
 
 def send_object(value: Any, target: int, group: Group) -> Callable[[], None]:
-    """Begin to send any value that pickle takes; what is returned waits for it."""
+    """Begin to send any value that pickle accepts; the returned function waits for it."""
     if _mail:
         _mail[-1].setdefault((_own(), collectives.ranks_of(group)[target]), []).append(pickle.dumps(value))
         return lambda: None
@@ -163,7 +163,7 @@ def send_object(value: Any, target: int, group: Group) -> Callable[[], None]:
 
 
 def receive_object(source: int, group: Group) -> Any:
-    """What rank `source` sends with `send_object`."""
+    """Receive an object that rank `source` sends with `send_object`."""
     if _mail:
         return pickle.loads(_mail[-1][collectives.ranks_of(group)[source], _own()].pop(0))
     device = collectives.device_of(group)

@@ -22,20 +22,20 @@ from meshwise.transfer.checksum import raw_bytes
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
 
 PARTS = 32
-"""Chunks of a large copy: the first leg's first and the second leg's last chunk have nothing to overlap with, so that
-the whole takes (PARTS + 1) / PARTS of the slower leg, 3 % more."""
+"""Chunks of a large copy. The first chunk of the first leg and the last of the second overlap with nothing, so the
+whole takes (PARTS + 1) / PARTS of the slower leg, 3 % more."""
 SMALLEST, LARGEST = 1 << 20, 32 << 20
-"""Bytes of a chunk: at 25 GB/s (PCIe 4) 1 MiB takes 42 µs, about what launching its two legs costs the host; two
-buffers of 32 MiB a pair of devices are what may stay pinned."""
+"""Bytes of a chunk: at 25 GB/s (PCIe 4) 1 MiB takes 42 µs, about as long as the host takes to launch its two legs; two
+buffers of 32 MiB for each pair of devices may stay pinned."""
 
 
 def chunk_bytes(size: int) -> int:
-    """Bytes of each chunk of a staged copy of `size` bytes."""
+    """Return the bytes of each chunk of a staged copy of `size` bytes."""
     return min(max(size // PARTS, SMALLEST), LARGEST)
 
 
 def staged(dst: Tensor, src: Tensor) -> Seconds:
-    """Copy through the host, any layout and dtype. Returns the seconds, on accelerators what waits for them."""
+    """Copy through the host, any layout and dtype. Returns seconds; on accelerators a function that waits for them."""
     if src.numel() == 0:
         return 0.0
     dst, src = dst.detach(), src.detach()
@@ -51,7 +51,7 @@ def staged(dst: Tensor, src: Tensor) -> Seconds:
 
 
 def _chunks(dst: Tensor, src: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(which buffer, chunk of dst, chunk of src)"""
+    """Yield (number of the buffer, chunk of dst, chunk of src)."""
     step = chunk_bytes(src.numel())
     for number, start in enumerate(range(0, src.numel(), step)):
         yield number % 2, dst[start : start + step], src[start : start + step]
@@ -69,7 +69,7 @@ def _host_legs(dst: Tensor, src: Tensor) -> Seconds:
 
 @dataclass
 class _Lane:
-    """What is kept for one pair of devices: a stream on each, two buffers, and when each was filled and emptied."""
+    """The state of one pair of devices: a stream on each, two buffers, and when each was filled and emptied."""
 
     out: torch.Stream
     back: torch.Stream
@@ -114,7 +114,7 @@ def _stream_legs(dst: Tensor, src: Tensor) -> Seconds:
 
 
 def _make_buffers(lane: _Lane, size: int) -> None:
-    """Two pinned buffers of at least `size` bytes; old ones go only when no copy uses them any more."""
+    """Return two pinned buffers of at least `size` bytes; old ones are freed only when no copy uses them any more."""
     if not lane.buffers or lane.buffers[0].numel() < size:
         for event in lane.emptied:
             event.synchronize()

@@ -10,11 +10,11 @@ import torch
 from meshwise.spec.devices import has_streams
 
 Seconds = float | Callable[[], float]
-"""A time, or what waits for it and gives it."""
+"""A time, or a function that waits for it and returns it."""
 
 
 class Stopwatch:
-    """Starts when it is made. device: the time is taken on `stream`, else its current one; None: by the host."""
+    """Starts when it is created. device: time is taken on `stream`, else on its current one; None: by the host."""
 
     def __init__(self, device: torch.device | None, stream: torch.Stream | None = None) -> None:
         timed = device is not None and has_streams(device)
@@ -24,7 +24,7 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     def stop(self, stream: torch.Stream | None = None) -> Seconds:
-        """The seconds since the start; for a stream, what waits until it is here and then gives them."""
+        """Return the seconds since the start; for a stream a function that waits until it is here, and returns them."""
         if not self._events:
             return time.perf_counter() - self._start
         self._events[1].record(stream)

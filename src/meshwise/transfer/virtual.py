@@ -38,9 +38,9 @@ MOST = 1024  # a typing slip must not promise a million devices
 
 @contextmanager
 def virtual_devices(count: int) -> Iterator[VirtualDevices]:
-    """`count` strict virtual devices, `cpu:0` and so on, for this thread while the block runs.
+    """Open `count` strict virtual devices, `cpu:0` and so on, for this thread while the block runs.
 
-    Raises UsageError for an impossible count, or where virtual devices are open already.
+    Raises UsageError for an impossible count, or if virtual devices are open already.
     """
     if not isinstance(count, int) or not 1 <= count <= MOST:
         raise UsageError(f"virtual_devices({count}): must be from 1 to {MOST}.")
@@ -57,8 +57,8 @@ def virtual_devices(count: int) -> Iterator[VirtualDevices]:
 
 
 class _Rules(TorchFunctionMode):
-    """What each operator may do, and where its result lives. As a mode it is Python's side of that: what torch decides
-    by a device that it cannot tell apart, before an operator is called."""
+    """Checks what each operator may do, and tracks where its result lives. As a mode it handles functions in which
+    torch would decide by the device before an operator is called, but cannot tell the devices apart."""
 
     def __init__(self, devices: VirtualDevices) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _Rules(TorchFunctionMode):
         return result
 
     def _common_place(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Where all inputs live; None for the host. Raises UsageError where they live on two places."""
+        """Return where all inputs live; None for the host. Raises UsageError if they live in two places."""
         get = self.places.get
         every = list(tensors_in((args, kwargs)))
         if not every:
@@ -125,7 +125,7 @@ class _Rules(TorchFunctionMode):
 
 
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-"""Operators whose indices may be the host's, as in torch."""
+"""Operators whose indices may be on the host, as in torch."""
 
 
 def _words(place: int | None) -> str:
@@ -133,7 +133,7 @@ def _words(place: int | None) -> str:
 
 
 def _to(func: Any, args: Any, kwargs: Any) -> Any:
-    """tensor.to(device, dtype), .to(other), .to(dtype) and their keywords."""
+    """Handle tensor.to(device, dtype), .to(other), .to(dtype) and their keywords."""
     tensor, *rest = args
     rest, kwargs = list(rest), dict(kwargs)
     asked = kwargs.pop("device", None)
@@ -170,7 +170,7 @@ def _set_item(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _made_from_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch.tensor and its like, whose device never reaches an operator."""
+    """Handle torch.tensor and its like, whose device never reaches an operator."""
     asked = kwargs.get("device")
     if asked is None or torch.device(asked).type != "cpu":
         return func(*args, **kwargs)
@@ -180,7 +180,7 @@ def _made_from_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _placed(tensor: Any, device: torch.device) -> Any:
-    """`tensor`, which now lives on `device`."""
+    """Return `tensor`, registered on `device`."""
     if name_of(device) != HOST:
         OPEN_DEVICES[-1].places.set(tensor, device.index)
     return tensor
@@ -194,7 +194,7 @@ def _host_only(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new_tensor(func: Any, args: Any, kwargs: Any) -> Any:
-    """On the tensor's own device unless another is asked; its values never reach an operator."""
+    """Make a tensor on its own device unless another is asked for; the values never reach an operator."""
     return _made_from_values(func, args, {"device": device_of(args[0])} | kwargs)
 
 

@@ -37,7 +37,7 @@ INSTALL = "pip install amdsmi, of your ROCm's version"
 
 
 def read_amd(sys: Path, amdsmi: Any = None) -> Found:
-    """All AMD devices that can compute, in the kernel's order. Never raises."""
+    """Return all AMD devices that can compute, in the kernel's order. Never raises."""
     nodes = _nodes(sys / "class/kfd/kfd/topology/nodes")
     if not nodes:
         return Found()
@@ -54,7 +54,7 @@ def read_amd(sys: Path, amdsmi: Any = None) -> Found:
 
 
 def _nodes(folder: Path) -> dict[int, Mapping[str, int]]:
-    """The properties of each node with compute units, by its number; CPU nodes have none."""
+    """Return the properties of each node with compute units, by its number; CPU nodes have none."""
     if not folder.is_dir():
         return {}
     numbers = sorted(int(node.name) for node in folder.iterdir() if node.name.isdecimal())
@@ -105,8 +105,8 @@ def _between(sys: Path, devices: Mapping[int, Accelerator]) -> dict[tuple[int, i
 
 
 def _xgmi_links(link: Mapping[str, int]) -> int | None:
-    """How many links join two devices: the kernel gives the bandwidth of one and of all, where it gives them. None for
-    devices over more than one hop, which have none of their own."""
+    """Return how many links join two devices, from the kernel's bandwidths of one link and of all, if given. None for
+    devices more than one hop apart, which have no link of their own."""
     if link.get("weight", DIRECT) > DIRECT:
         return None
     one, all_of_them = link.get("min_bandwidth", 0), link.get("max_bandwidth", 0)
@@ -114,7 +114,7 @@ def _xgmi_links(link: Mapping[str, int]) -> int | None:
 
 
 def _crosses(sys: Path, one: Accelerator, other: Accelerator) -> str:
-    """By the NUMA nodes, then by what both hang on."""
+    """Say what two devices cross, by their NUMA nodes, then by the bridges above both."""
     if one.numa is not None and other.numa is not None and one.numa != other.numa:
         return "socket"
     paths = [pci_facts(sys, device.pci).path for device in (one, other)]
@@ -123,13 +123,13 @@ def _crosses(sys: Path, one: Accelerator, other: Accelerator) -> str:
 
 
 def _properties(file: Path) -> dict[str, int]:
-    """`simd_count 1216` and so on as numbers."""
+    """Parse `simd_count 1216` and so on as numbers."""
     lines = (line.split() for line in read_text(file).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
 
 
 def _smi_names(amdsmi: Any) -> Mapping[str, str]:
-    """Names by PCI address from AMD's own library; empty where it is not installed or cannot be asked."""
+    """Return names by PCI address from AMD's own library; empty if it is missing or does not answer."""
     try:
         if amdsmi is None:
             import amdsmi  # type: ignore[import-not-found, no-redef, unused-ignore]

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Sockets = Mapping[int | None, int | None]
-"""The socket of each NUMA node; a node that is not known (None) has none."""
+"""The socket of each NUMA node; an unknown node (None) has none."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
     """One accelerator as its driver reports it. memory in bytes; pci as sysfs writes addresses.
 
-    now: (generation, lanes) of its PCIe link at this moment. system: the most that card and slot together can do.
-    own: the most that the card alone could do. Each None where it is not known.
+    now: (generation, lanes) of its PCIe link at this moment. system: the maximum of card and slot together. own: the
+    maximum of the card alone. Each None if unknown.
     """
 
     name: str
@@ -34,8 +34,8 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Between:
-    """What joins two accelerators. links: NVLinks or xGMI links, 0: PCIe only, None: not known. peer: may one read the
-    other's memory. crosses: `` (nothing but a switch), `bridge`, `socket`."""
+    """The connection of two accelerators. links: NVLinks or xGMI links, 0: PCIe only, None: unknown. peer: whether one
+    may read the other's memory. crosses: `` (only switches), `bridge`, `socket`."""
 
     links: int | None = None
     generation: int | None = None
@@ -45,7 +45,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Found:
-    """All accelerators of one driver, in its order, and each pair of them by their places in that order."""
+    """All accelerators of one driver, in its order, and each pair of them by position in that order."""
 
     accelerators: tuple[Accelerator, ...] = ()
     between: Mapping[tuple[int, int], Between] = field(default_factory=dict)

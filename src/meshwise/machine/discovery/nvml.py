@@ -27,14 +27,14 @@ NVLINK_TO_DEVICE, MOST_NVLINKS = 0, 36
 NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
 """nvmlNvlinkVersion_t is a count of versions (1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0, 6.0), not the version."""
 HOST_BRIDGE, OTHER_NODE = 30, 50
-"""nvmlGpuTopologyLevel_t: from the first on, a pair goes through the host's bridge; the second is another NUMA node."""
+"""nvmlGpuTopologyLevel_t: from the first on a pair crosses the host's bridge, from the second on NUMA nodes."""
 
 
 def read_nvidia(sys: Path, proc: Path, nvml: Any, sockets: Sockets) -> Found:
-    """All NVIDIA devices. nvml: the module to ask, None: pynvml where it is installed. Never raises.
+    """Return all NVIDIA devices. nvml: the module to ask, None: pynvml if it is installed. Never raises.
 
-    sockets: of each NUMA node: where two nodes lie on one socket, `SYS` between them crosses a bridge only.
-    Without NVML, what the driver writes to /proc must do, with a warning that says what to install.
+    sockets: of each NUMA node; if two nodes lie on one socket, `SYS` between them crosses a bridge only. Without NVML
+    it reads the driver's files in /proc, with a warning that says what to install.
     """
     present = displays(sys, VENDOR) or _listed(proc)
     if nvml is None:
@@ -55,9 +55,9 @@ def read_nvidia(sys: Path, proc: Path, nvml: Any, sockets: Sockets) -> Found:
 
 
 def pcie_now(nvml: Any = None) -> Mapping[str, tuple[int | None, int | None]]:
-    """(generation, lanes) of each NVIDIA device's PCIe link at this moment, by PCI address; ask while bytes move.
+    """Return (generation, lanes) of each NVIDIA device's PCIe link now, by PCI address; call it while bytes move.
 
-    Empty where NVML cannot be asked.
+    Empty if NVML does not answer.
     """
     nvml = nvml or _installed()
     try:
@@ -82,20 +82,20 @@ def _installed() -> Any:
 
 
 class _Nvml:
-    """NVML, each of whose functions some device, driver or version of the library does not have."""
+    """Wraps NVML, each of whose functions may be missing for some device, driver or version of the library."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        """What `nvml<name>` answers; None where it cannot answer."""
+        """Return the answer of `nvml<name>`; None if it has none."""
         try:
             return getattr(self._library, f"nvml{name}")(*arguments)
         except Exception:
             return None
 
     def handles(self) -> list[Any]:
-        """A handle of each device. Raises where NVML cannot be asked at all."""
+        """Return a handle of each device. Raises if NVML does not answer at all."""
         count = self._library.nvmlDeviceGetCount()
         return [self._library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
 
@@ -147,7 +147,7 @@ def _device(nvml: _Nvml, handle: Any, sys: Path) -> Accelerator:
 
 
 def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, int]:
-    """How many links are up to each device, by its place, and to a switch (`switch`); and their `generation`."""
+    """Count the links that are up to each device, by position, and to a `switch`; also give their `generation`."""
     found: dict[Any, int] = {}
     for link in range(MOST_NVLINKS):
         state = nvml("DeviceGetNvLinkState", handle, link)
@@ -168,7 +168,7 @@ def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, i
 def _links_between(
     nvml: _Nvml, pair: tuple[Any, Any], nvlinks: tuple[dict[Any, int], dict[Any, int]], second: int
 ) -> int:
-    """How many NVLinks join two devices, the second at its place: their own, else those of both to the switch."""
+    """Count NVLinks between two devices, the second by its position: their own, else those of both to the switch."""
     direct = nvlinks[0].get(second, 0)
     if direct:
         return direct
@@ -189,7 +189,7 @@ def _crosses(nvml: _Nvml, pair: tuple[Any, Any], same_socket: bool) -> str:
 
 
 def _without_nvml(sys: Path, proc: Path, why: str) -> Found:
-    """Names by /proc/driver/nvidia, links by /sys. Memory, NVLinks and peer access stay unknown."""
+    """Read names from /proc/driver/nvidia and links from /sys. Memory, NVLinks and peer access stay unknown."""
     addresses = _listed(proc) or displays(sys, VENDOR)
     devices = []
     for address in addresses:
@@ -209,11 +209,11 @@ def _listed(proc: Path) -> list[str]:
 
 
 def _address(pci: Any) -> str:
-    """`00000000:3B:00.0` of NVML as `0000:3b:00.0`, as sysfs writes it."""
+    """Convert NVML's `00000000:3B:00.0` to `0000:3b:00.0`, as sysfs writes it."""
     domain, _, rest = _text(pci.busId).lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 
 
 def _text(value: Any) -> str:
-    """Old versions of the library give bytes."""
+    """Decode text, which old versions of the library return as bytes."""
     return value.decode() if isinstance(value, bytes) else str(value or "")

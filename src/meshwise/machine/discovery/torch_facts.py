@@ -22,13 +22,13 @@ from meshwise.machine.find import accelerators
 from meshwise.spec.machine import HOST, Device, Link, Machine
 
 LEAST_WHOLE = 0.85
-"""The share of the driver's memory below which torch's device is a slice of it (MIG), as in the catalog's matching."""
+"""Below this share of the driver's memory, torch's device is a slice (MIG), as in the catalog's matching."""
 INSTALL = "https://pytorch.org/get-started/locally"
 
 
 @dataclass(frozen=True)
 class TorchDevice:
-    """One device as torch sees it. name: `cuda:0`; model: the driver's name of it; pci: empty where torch is silent."""
+    """One device as torch sees it. name: `cuda:0`; model: the driver's name; pci: empty if torch does not tell."""
 
     name: str
     model: str
@@ -47,12 +47,12 @@ class TorchFacts:
 
 
 def with_torch_facts(machine: Machine) -> Machine:
-    """The discovered machine with what torch knows of it. Never raises for a driver that does not start."""
+    """Add torch's facts to the discovered machine. Never raises for a driver that does not start."""
     return joined(machine, read_torch())
 
 
 def read_torch() -> TorchFacts:
-    """What this torch reports. Starts the CUDA driver in this process, where there is one."""
+    """Read what this torch reports. Starts the CUDA driver in this process, if there is one."""
     import torch
 
     kits = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
@@ -69,7 +69,7 @@ def read_torch() -> TorchFacts:
 
 
 def joined(machine: Machine, facts: TorchFacts) -> Machine:
-    """The machine as torch sees it: torch's devices in torch's order, with what else was found of each of them."""
+    """Return the machine as torch sees it: torch's devices in torch's order, with the other facts on each of them."""
     versions = {**machine.versions, **facts.versions}
     if capabilities := sorted({device.capability for device in facts.devices if device.capability}):
         versions["compute capability"] = ", ".join(capabilities)
@@ -120,7 +120,7 @@ def _peers(torch: Any, devices: tuple[TorchDevice, ...]) -> Mapping[tuple[str, s
 
 
 def _one(seen: TorchDevice, known: Device | None) -> Device:
-    """The device under torch's name; a slice of what the driver reports has torch's memory and no nominal figures."""
+    """Describe the device under torch's name; a slice of a device has torch's memory and no nominal figures."""
     whole = known is not None and (
         seen.memory is None or known.memory is None or seen.memory >= LEAST_WHOLE * known.memory
     )
@@ -131,13 +131,13 @@ def _one(seen: TorchDevice, known: Device | None) -> Device:
 
 
 def _renamed(link: Link, names: Mapping[str, str], peers: Mapping[tuple[str, str], bool]) -> Link:
-    """The link between torch's names. What the runtime says of peer access goes before what the driver could do."""
+    """Rename a link's ends as torch does. What the runtime says of peer access overrides what the driver says."""
     ends = (names.get(link.source, link.source), names.get(link.target, link.target))
     return replace(link, source=ends[0], target=ends[1], peer=peers.get(ends, link.peer))
 
 
 def _peers_lost(machine: Machine, names: Mapping[str, str], peers: Mapping[tuple[str, str], bool]) -> list[str]:
-    """Pairs of which the driver says that they can reach each other, and the runtime does not let them."""
+    """Return a warning for pairs with peer access in the driver, which the runtime does not allow."""
     ends = [(names.get(link.source, ""), names.get(link.target, "")) for link in machine.links if link.peer]
     lost = [pair for pair in ends if peers.get(pair) is False and pair[0] < pair[1]]
     if not lost:
@@ -149,7 +149,7 @@ def _peers_lost(machine: Machine, names: Mapping[str, str], peers: Mapping[tuple
 
 
 def _renumbered(warning: str, names: Mapping[str, str]) -> str:
-    """A warning with torch's numbers in it."""
+    """Return a warning with torch's numbers in it."""
     return re.sub(r"\S+?(?=[:,.]*(?:\s|$))", lambda word: names.get(word[0], word[0]), warning)
 
 

@@ -20,16 +20,16 @@ from meshwise.spec.machine import MOST_DEVICES
 from meshwise.spec.quantity import read_quantity, value_text, write_quantity
 
 UNKNOWN = "unknown"
-"""Stands for a figure that is not known, where the catalog has one."""
+"""Marks a figure as unknown, although the catalog has one."""
 LARGEST = 2**53
-"""Whole numbers above it are no counts, sizes or lanes of any machine, and floats would round them."""
+"""Larger whole numbers are no counts, sizes or lanes of any machine, and floats would round them."""
 SHORTEST, LONGEST = 1e-12, 1e9  # seconds of one transfer; what is outside is a slip of the unit
 Table = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Field:
-    """One key. read: from the file's value and where it stands (for errors) to ours; write: back."""
+    """One key. read: converts the file's value, given its place for errors, to ours; write: converts it back."""
 
     read: Callable[[Any, str], Any]
     write: Callable[[Any], Any] = lambda value: value
@@ -42,8 +42,8 @@ Fields = Mapping[str, Field]
 def read_table(
     table: Table, known: Fields, where: str, also: Iterable[str] = (), required: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The values of a table by key. also: keys that the caller reads; required: keys that must be there, with an
-    example of each. Raises UsageError for a key that is not known, with the nearest that is."""
+    """Read the values of a table by key. also: keys that the caller reads; required: keys that must be there, with an
+    example of each. Raises UsageError for an unknown key, with the nearest known one."""
     names = [*also, *known]
     for key in table:
         if key not in names:
@@ -56,7 +56,7 @@ def read_table(
 
 
 def write_table(thing: Any, known: Fields) -> dict[str, Any]:
-    """The fields of a dataclass as values of a file; those that have their default are left out."""
+    """Convert the fields of a dataclass to values of a file, without those that have their default."""
     default = {field.name: field.default for field in fields(thing)}
     values = {name: getattr(thing, name) for name in known}
     return {name: known[name].write(v) for name, v in values.items() if v not in (default[name], (), {})}
@@ -66,12 +66,12 @@ def write_table(thing: Any, known: Fields) -> dict[str, Any]:
 
 
 def wrong(value: object, where: str, must: str) -> UsageError:
-    """The error for a value that is not what it must be."""
+    """Return the error for an invalid value."""
     return UsageError(f"{where} = {value_text(value)}: must be {must}.")
 
 
 def of_type(kind: type, must: str) -> Field:
-    """A value of one of TOML's types, as it is."""
+    """Accept a value of one of TOML's types, unchanged."""
 
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, kind):
@@ -87,7 +87,7 @@ TABLE = of_type(dict, "a table: keys and values below its name in brackets")
 
 
 def number(least: float, most: float) -> Field:
-    """A number within a range."""
+    """Accept a number within a range."""
 
     def read(value: Any, where: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -100,7 +100,7 @@ def number(least: float, most: float) -> Field:
 
 
 def whole(least: int, most: int = LARGEST) -> Field:
-    """A whole number within a range."""
+    """Accept a whole number within a range."""
 
     def read(value: Any, where: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -113,12 +113,12 @@ def whole(least: int, most: int = LARGEST) -> Field:
 
 
 def quantity(kind: str) -> Field:
-    """A number with its unit, in base units."""
+    """Accept a number with its unit, converted to base units."""
     return Field(lambda value, where: read_quantity(value, kind, where), lambda value: write_quantity(value, kind))
 
 
 def or_unknown(field: Field) -> Field:
-    """A value, or "unknown" for None."""
+    """Accept a value, or "unknown" for None."""
     return Field(
         lambda value, where: None if value == UNKNOWN else field.read(value, where),
         lambda value: UNKNOWN if value is None else field.write(value),
@@ -126,7 +126,7 @@ def or_unknown(field: Field) -> Field:
 
 
 def one_of(*known: str) -> Field:
-    """One of some words, or an empty text."""
+    """Accept one of some words, or an empty text."""
 
     def read(value: Any, where: str) -> str:
         if TEXT.read(value, where) not in ("", *known):
@@ -138,7 +138,7 @@ def one_of(*known: str) -> Field:
 
 
 def list_of(field: Field, what: str) -> Field:
-    """A list of values of one kind."""
+    """Accept a list of values of one kind."""
 
     def read(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
@@ -149,7 +149,7 @@ def list_of(field: Field, what: str) -> Field:
 
 
 def table_of(field: Field) -> Field:
-    """A table of values of one kind, such as shares by dtype."""
+    """Accept a table of values of one kind, such as shares by dtype."""
 
     def read(value: Any, where: str) -> dict[str, Any]:
         return {name: field.read(item, f"{where}.{name[:60]}") for name, item in TABLE.read(value, where).items()}
@@ -158,7 +158,7 @@ def table_of(field: Field) -> Field:
 
 
 def record(make: Callable[[dict[str, Any], str], Any], known: Fields, required: Mapping[str, str]) -> Field:
-    """A table of its own keys. make: from its values, and where it stands, to what it describes."""
+    """Accept a table with its own keys. make: from its values and its place to the object that it describes."""
     return Field(
         lambda value, where: make(read_table(TABLE.read(value, where), known, where, required=required), where),
         lambda thing: write_table(thing, known),
@@ -166,7 +166,7 @@ def record(make: Callable[[dict[str, Any], str], Any], known: Fields, required: 
 
 
 def one_or_each(field: Field) -> Field:
-    """One value for all devices of a table, or a list with one for each."""
+    """Accept one value for all devices of a table, or a list with one for each."""
 
     def read(value: Any, where: str) -> Any:
         return [field.read(item, where) for item in value] if isinstance(value, list) else field.read(value, where)
@@ -188,7 +188,7 @@ def _bytes(value: Any, where: str) -> int:
 
 
 def _limit(value: Any, where: str) -> float:
-    """A count, or bytes with their unit; `inf` is no limit."""
+    """Read a count, or bytes with their unit; `inf` means no limit."""
     if isinstance(value, str):
         return read_quantity(value, "bytes", where)
     if isinstance(value, float) and math.isinf(value):

@@ -27,12 +27,12 @@ HEADER = """\
 """
 INSTALL = "pip install meshwise[machine]"
 _LIST = re.compile(r"\[\n((?: +[^\n\[\]{}]+,\n)+)\s*\]")
-"""A list of numbers or texts, which tomli-w writes in a line each."""
+"""Matches a list of numbers or texts, which tomli-w writes with one item per line."""
 _WIDTH = 100
 
 
 def toml_writer() -> Any:
-    """The module that writes TOML. Raises UsageError, with the command that installs it, where it is missing."""
+    """Return the module that writes TOML. Raises UsageError, with the command that installs it, if it is missing."""
     try:
         import tomli_w
     except ImportError:
@@ -41,7 +41,7 @@ def toml_writer() -> Any:
 
 
 def machine_to_toml(machine: Machine) -> str:
-    """The machine as TOML. Figures are written exactly, so that reading gives the same machine."""
+    """Write the machine as TOML. Figures are exact, so that reading gives the same machine."""
     first = {device.part: device for device in reversed(machine.devices)}
     hosts = max((device.host for device in machine.devices), default=0) + 1
     file = write_table(machine, {name: FILE[name] for name in ("name", "measured", "warnings", "versions")})
@@ -63,7 +63,7 @@ def machine_to_toml(machine: Machine) -> str:
 
 
 def _wrapped(found: re.Match[str]) -> str:
-    """The items of a list in as few lines as they fit in."""
+    """Write the items of a list on as few lines as possible."""
     rows = [""]
     for item in found[1].rstrip("\n").split("\n"):
         if rows[-1] and len(rows[-1]) + len(item) > _WIDTH:
@@ -73,12 +73,12 @@ def _wrapped(found: re.Match[str]) -> str:
 
 
 def _figures(device: Device) -> dict[str, Any]:
-    """All figures that a part has too, unknown ones as well: what is left out would be the catalog's."""
+    """Return all figures that a part has too, also unknown ones: a missing figure would mean the catalog's."""
     return {name: field.write(getattr(device, name)) for name, field in FIGURES.items()}
 
 
 def _device(device: Device, first: Device) -> dict[str, Any]:
-    """A device: its figures only where they are not those of the first device of its part."""
+    """Return a device, with its figures only if they differ from those of the first device of its part."""
     own = {name: field for name, field in DEVICE.items() if name not in FIGURES}
     same = all(getattr(device, name) == getattr(first, name) for name in FIGURES)
     return {**write_table(device, own), **({} if same else _figures(device))}

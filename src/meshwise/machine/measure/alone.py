@@ -22,11 +22,11 @@ from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 
 MEMORY_SHARE = 0.15
-"""Of the budget goes to the memory's rate, the rest to products."""
+"""The share of the budget for the memory's rate; the rest is for products."""
 
 
 def device_names(slots: Sequence[WorkerSlot]) -> list[str]:
-    """The name of each slot's device: `cuda:2` for an accelerator, `cpu:1` for the second CPU worker."""
+    """Return the name of each slot's device: `cuda:2` for an accelerator, `cpu:1` for the second CPU worker."""
     return [f"cpu:{rank}" if slot.index is None else slot.name for rank, slot in enumerate(slots)]
 
 

@@ -25,9 +25,8 @@ _ACK = 8  # bytes of the answer to a copy
 
 @dataclass(frozen=True)
 class Case:
-    """size: bytes, as they are counted. fill(round) writes this rank's data, call communicates, wrong(round) says in
-    words where what has arrived here differs; None when nothing does. counts: whether this rank's seconds do.
-    """
+    """A path at one size. size: bytes, as they are counted. fill(round) writes this rank's data, call communicates,
+    wrong(round) says where the received data differs; None if nowhere. counts: whether this rank's seconds do."""
 
     size: int
     fill: Callable[[int], object]
@@ -38,7 +37,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Member:
-    """A rank that measures: its rank among how many, the group, its device."""
+    """A measuring rank: its rank among how many, the group, its device."""
 
     rank: int
     ranks: int
@@ -49,25 +48,25 @@ class Member:
         return torch.empty(*shape, dtype=torch.uint8, device=self.device)
 
     def key(self, number: int, one: int, other: int) -> int:
-        """A key that no other round and no other pair of rank and part has."""
+        """Return a key that no other round, pair of ranks or part has."""
         return (number * self.ranks + one) * self.ranks + other
 
 
 Maker = Callable[[Member, int], Case]
-"""Makes the case of a size; each rank makes its own."""
+"""Makes the case for a size; each rank makes its own."""
 Parts = Mapping[tuple[int, int], Tensor]
-"""Tensors by the rank that they are from and the part of its data that they are, or the rank that they go to."""
+"""Tensors by their source rank and the part of its data, or the target rank."""
 
 
 def checked(case: Case, number: int) -> str | None:
-    """Communicate once with the data of round `number`; where what has arrived here differs, or None."""
+    """Communicate once with the data of round `number`; return where the received data differs, or None."""
     case.fill(number)
     case.call()
     return case.wrong(number)
 
 
 def all_reduce(member: Member, size: int) -> Case:
-    """Size is of the tensor on each rank."""
+    """All-reduce. The size is that of the tensor on each rank."""
     tensor = torch.empty(max(size // 4, 1), device=member.device)
     return Case(
         tensor.nbytes,
@@ -78,7 +77,7 @@ def all_reduce(member: Member, size: int) -> Case:
 
 
 def broadcast(source: int, direct: bool) -> Maker:
-    """From rank `source`. Size is of the tensor."""
+    """Broadcast from rank `source`. The size is that of the tensor."""
 
     def make(member: Member, size: int) -> Case:
         tensor = member.bytes(size)
@@ -93,7 +92,7 @@ def broadcast(source: int, direct: bool) -> Maker:
 
 
 def all_gather(direct: bool) -> Maker:
-    """Size is of what every rank has in the end."""
+    """All-gather. The size is that of the result on every rank."""
 
     def make(member: Member, size: int) -> Case:
         part = max(size // member.ranks, 1)
@@ -109,7 +108,7 @@ def all_gather(direct: bool) -> Maker:
 
 
 def reduce_scatter(direct: bool) -> Maker:
-    """Size is of the tensor on each rank before it is divided."""
+    """Reduce-scatter. The size is that of the tensor on each rank before it is divided."""
 
     def make(member: Member, size: int) -> Case:
         count = max(size // 4 // member.ranks, 1)
@@ -131,7 +130,7 @@ def reduce_scatter(direct: bool) -> Maker:
 
 
 def all_to_all(direct: bool) -> Maker:
-    """Size is of the tensor on each rank."""
+    """All-to-all. The size is that of the tensor on each rank."""
 
     def make(member: Member, size: int) -> Case:
         tensor, out = (member.bytes(member.ranks, max(size // member.ranks, 1)) for _ in range(2))
@@ -147,13 +146,13 @@ def all_to_all(direct: bool) -> Maker:
 
 
 def send_receive(member: Member, size: int) -> Case:
-    """Every rank sends to the next one and receives from the one before, at once. Size is of the tensor."""
+    """Send from every rank to the next one, all at once. The size is that of the tensor."""
     after, before = (member.rank + 1) % member.ranks, (member.rank - 1) % member.ranks
     return _exchanged(member, size, [after], [before], size)
 
 
 def copy(source: int, target: int) -> Maker:
-    """Rank `source` sends to `target`, which answers with a few bytes: one clock sees both. Size is of the tensor."""
+    """Send from rank `source` to `target`, whose short answer lets one clock time both. Size is of the tensor."""
 
     def make(member: Member, size: int) -> Case:
         if member.rank not in (source, target):
@@ -177,7 +176,7 @@ def copy(source: int, target: int) -> Maker:
 
 
 def both_ways(one: int, other: int) -> Maker:
-    """Two ranks send to each other at once. Size is of one direction."""
+    """Send between two ranks, both ways at once. The size is that of one direction."""
 
     def make(member: Member, size: int) -> Case:
         if member.rank not in (one, other):
@@ -189,7 +188,7 @@ def both_ways(one: int, other: int) -> Maker:
 
 
 def one_to_all(source: int, back: bool) -> Maker:
-    """Rank `source` sends to all others at once, or (back) receives from all. Size is of what leaves or reaches it."""
+    """Send from rank `source` to all others at once, or (back) receive. Size is what leaves or reaches it."""
 
     def make(member: Member, size: int) -> Case:
         others = [rank for rank in range(member.ranks) if rank != source]
@@ -202,7 +201,7 @@ def one_to_all(source: int, back: bool) -> Maker:
 
 
 def _exchanged(member: Member, size: int, to: list[int], by: list[int], counted: int) -> Case:
-    """Sends to some ranks and receives from some, at once."""
+    """Make a case that sends to some ranks and receives from some, at once."""
     outgoing = {(member.rank, rank): member.bytes(size) for rank in to}
     incoming = {(rank, member.rank): member.bytes(size) for rank in by}
 
@@ -219,7 +218,7 @@ def _exchanged(member: Member, size: int, to: list[int], by: list[int], counted:
 def _of_parts(
     member: Member, size: int, outgoing: Parts, incoming: Parts, call: Callable[[], object], counts: bool = True
 ) -> Case:
-    """What leaves this rank is written part by part, what arrives compared part by part."""
+    """Make a case that fills outgoing data and compares received data part by part."""
 
     def write(number: int) -> None:
         for tensor in incoming.values():
@@ -238,7 +237,7 @@ def _of_parts(
 
 
 def _idle(size: int) -> Case:
-    """Of a rank that does not take part."""
+    """Make the case of a rank that does not take part."""
     return Case(size, lambda number: None, lambda: None, lambda number: None, counts=False)
 
 

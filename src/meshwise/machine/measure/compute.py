@@ -21,14 +21,14 @@ from meshwise.spec.machine import Matmul
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Square products of these sizes, smallest first, and at each one a product of a transformer block: (m, 4m, m)."""
+"""Sizes of square products, smallest first; at each one also a product of a transformer block: (m, 4m, m)."""
 FLUSH_BYTES = 256 << 20  # larger than the last cache of any device of the catalog
 COPY_BYTES = {"cpu": 256 << 20}  # elsewhere 1 GiB; read and written by the measure of memory: four times the cache
 LAUNCHES = 1000
 
 
 def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None = None) -> Iterator[Matmul]:
-    """Products at growing shapes, each as it is measured. budget: seconds, in equal parts for the dtypes."""
+    """Measure products at growing shapes, and yield each. budget: seconds, shared equally by the dtypes."""
     names = dtypes if dtypes is not None else dtypes_of(device)
     flush = _flusher(device)
     for name in names:
@@ -49,13 +49,13 @@ def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None 
 
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
-    """Those that the device computes in: tf32 is CUDA's, and a dtype that raises is left out."""
+    """Return the dtypes that the device computes in: tf32 is CUDA's, and a dtype that raises is left out."""
     tf32 = device.type == "cuda" and not torch.version.hip
     return tuple(name for name in DTYPES if (name != "tf32" or tf32) and _computes(device, DTYPES[name]))
 
 
 def memory_rate(device: torch.device, budget: float) -> float:
-    """Bytes a second that a copy inside the device's memory reads and writes, both counted."""
+    """Return the bytes per second that a copy inside the device's memory reads and writes, both counted."""
     size = min(COPY_BYTES.get(device.type, 1 << 30), free_bytes(device) // 8)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -63,7 +63,7 @@ def memory_rate(device: torch.device, budget: float) -> float:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Seconds a kernel when many small ones follow each other: what the host needs to launch one."""
+    """Return the seconds per kernel when many small ones follow each other: the host's cost of a launch."""
     tensor = torch.zeros(1, device=device)
     host_seconds(lambda: tensor.add_(1), device, LAUNCHES // 10)
     return median(host_seconds(lambda: tensor.add_(1), device, LAUNCHES) for _ in range(5))
@@ -85,7 +85,7 @@ def _product(
 
 
 def _flusher(device: torch.device) -> Callable[[], object] | None:
-    """Writes more than the cache holds; on a CPU the products themselves are larger than what is kept of the last."""
+    """Return a function that overwrites the cache; None on a CPU, where the products are larger than the cache."""
     if device.type == "cpu":
         return None
     buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)

@@ -24,26 +24,26 @@ from meshwise.spec.units import bytes_text
 from meshwise.transfer.pattern import fill, first_difference
 
 Move = Callable[[Tensor, Tensor, str], None]
-"""Copies the second tensor into the first by a path (`pinned`, `pageable`, `peer`, `staged`), in stream order."""
+"""Copies the second tensor to the first by a path (`pinned`, `pageable`, `peer`, `staged`), in stream order."""
 Leg = tuple[str, str]
 """One copy: the names of its source and its target."""
 
 
 @dataclass(frozen=True)
 class CopySpec(PathSpec):
-    """Copies that one process makes: legs run at once, all of the same size."""
+    """Copies that one process makes at once; all legs have the same size."""
 
     legs: tuple[Leg, ...]
 
 
 def copy_spec(operation: str, source: str, target: str, path: str, *legs: Leg) -> CopySpec:
-    """A path by its legs; without one, a single copy from source to target."""
+    """Make a path from its legs; without any, a single copy from source to target."""
     legs = legs or ((source, target),)
     return CopySpec(operation, source, target, path, len({end for leg in legs for end in leg}), legs)
 
 
 def copy_paths(devices: Sequence[str], peers: Callable[[str, str], bool]) -> list[CopySpec]:
-    """All paths of these devices of one host. peers: whether the first can read the second's memory directly."""
+    """Return all paths of these devices of one host. peers: whether the first can read the second's memory directly."""
 
     def ways(legs: Sequence[Leg]) -> tuple[str, ...]:
         return ("peer", "staged") if all(peers(*leg) for leg in legs) else ("staged",)
@@ -70,9 +70,9 @@ def copy_paths(devices: Sequence[str], peers: Callable[[str, str], bool]) -> lis
 def measure_copy(
     path: CopySpec, sizes: Sequence[int], budget: float, move: Move, place: Callable[[str], str]
 ) -> PathResult:
-    """Time one path at growing sizes for about `budget` seconds, then see whether its bytes arrive.
+    """Time one path at growing sizes for about `budget` seconds, then check that its bytes arrive.
 
-    place: the torch device of a name. A size that would take more than what is left of the budget is left out.
+    place: the torch device of a name. A size that would exceed the remaining budget is left out.
     """
     end = time.perf_counter() + budget
 
@@ -96,7 +96,7 @@ def measure_copy(
 
 
 def check_path(path: CopySpec, tensors: Sequence[tuple[Tensor, Tensor]], move: Move) -> str | None:
-    """Where bytes did not arrive as they were sent, in words; None when all did."""
+    """Say where bytes did not arrive as they were sent; None if all did."""
     for key, (source, target) in enumerate(tensors):
         fill(source, key + 1)
         fill(target, -key - 1)  # what an earlier copy left must not pass for this one's
@@ -114,12 +114,12 @@ def check_path(path: CopySpec, tensors: Sequence[tuple[Tensor, Tensor]], move: M
 
 
 def _clocked(leg: Leg, place: Callable[[str], str]) -> torch.device:
-    """The device whose clock times a copy: its source's, in whose stream torch copies; not the host's."""
+    """Return the device whose clock times a copy: the source, whose stream torch uses, but never the host."""
     return torch.device(place(next(end for end in leg if end != "host")))
 
 
 def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callable[[], None]:
-    """Copies all legs: a single one in the current streams, several at once, each in streams of its own."""
+    """Return a call that copies all legs: one in the current streams, several at once in streams of their own."""
     if len(legs) == 1:
         ((source, target),) = legs
         if how == "staged" and not source.is_cpu and not target.is_cpu:
@@ -141,7 +141,7 @@ def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callab
 
 
 def _staged_alone(target: Tensor, source: Tensor, move: Move) -> None:
-    """The clock is in the source's stream, which a staged copy frees after its first leg: it waits for the second."""
+    """Copy staged and let the source's stream, which is timed but free after the first leg, wait for the second leg."""
     move(target, source, "staged")
     here, there = (torch.get_device_module(end).current_stream(end) for end in (source.device, target.device))
     here.wait_stream(there)

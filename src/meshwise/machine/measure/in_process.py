@@ -31,7 +31,7 @@ def measure_in_process(
 ) -> dict[str, Lanes]:
     """Measure and check every path of these accelerators for about `budget` seconds in all.
 
-    Returns (generation, lanes) of each device's PCIe link while bytes moved, by the device's name, where NVML has it.
+    Returns (generation, lanes) of each device's PCIe link while bytes moved, by the device's name, if NVML has it.
     """
     paths = [path for path in copy_paths(devices, _peers) if _can(path)]
     for path in paths:
@@ -42,7 +42,7 @@ def measure_in_process(
 
 
 def _lanes_under_load(device: str) -> Lanes | None:
-    """A link that idles is slower and narrower than it can be, so it is asked while pinned copies are under way."""
+    """Read a link's lanes while pinned copies run: an idle link is slower and narrower than it can be."""
     if not has_streams(device):
         return None
     source = torch.zeros(LOAD_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -55,12 +55,12 @@ def _lanes_under_load(device: str) -> Lanes | None:
 
 
 def _peers(source: str, target: str) -> bool:
-    """Whether one device can read the other's memory without the host."""
+    """Return whether one device can read the other's memory without the host."""
     return has_streams(source) and reads_directly(torch.device(source), torch.device(target))
 
 
 def _can(path: CopySpec) -> bool:
-    """Pinned memory and staging need streams; other accelerators are measured to the host and back."""
+    """Return whether a path can run: pinned memory and staging need streams; others copy to the host and back."""
     return path.path == "pageable" or all(end == "host" or has_streams(end) for leg in path.legs for end in leg)
 
 
@@ -76,7 +76,7 @@ def _move(target: Tensor, source: Tensor, how: str) -> None:
 
 @contextmanager
 def _near(path: CopySpec) -> Iterator[None]:
-    """On the cores beside the device, so that pinned memory lies on its side of the host."""
+    """Run on the cores beside the device, so that pinned memory is on its side of the host."""
     device = next(end for leg in path.legs for end in leg if end != "host")
     before = allowed_cores()
     near = cores_near(pci_address(device), before)

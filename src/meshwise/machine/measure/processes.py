@@ -27,17 +27,17 @@ from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 
 WHAT = ("links", "collectives")
-"""What is measured unless something else is asked; `direct` adds our own sends and receives in place of gloo's."""
+"""What is measured by default; `direct` adds our own sends and receives in place of gloo's."""
 MORE = ("direct",)
 DIRECT = " direct"
-"""Behind the backend's name: composed of sends and receives, where gloo's own does not reach the link's rate."""
+"""Added to the backend's name for collectives composed of sends and receives, where gloo's own are slower."""
 _COMPOSED: dict[str, tuple[Callable[[bool], Maker], Callable[[int], bool]]] = {
     "broadcast": (lambda direct: cases.broadcast(0, direct), lambda ranks: ranks > 2),
     "all-gather": (cases.all_gather, lambda ranks: ranks == 2),
     "reduce-scatter": (cases.reduce_scatter, lambda ranks: True),
     "all-to-all": (cases.all_to_all, lambda ranks: True),
 }
-"""How each collective is made that may be composed, and from how many ranks it is (compat/collectives.py)."""
+"""How each composable collective is made, and from how many ranks on it is composed (compat/collectives.py)."""
 
 
 def measure_processes(
@@ -47,10 +47,10 @@ def measure_processes(
     what: Sequence[str] = WHAT,
     progress: Progress = SILENT,
 ) -> list[PathResult]:
-    """Start one worker a slot and measure between them for about `budget` seconds.
+    """Start one worker per slot and measure between them for about `budget` seconds.
 
-    `progress` gets each path as soon as it is done. Raises UsageError for an unknown `what`, and WorkerFailed when a
-    worker dies; `progress` has then got all that was done before.
+    `progress` gets each path as soon as it is done. Raises UsageError for an unknown `what`, and WorkerFailed if a
+    worker dies; `progress` has then received all that was done before.
     """
     _check(sizes, what)
     if len(slots) < 2:
@@ -70,7 +70,7 @@ def measure_ranks(
     device: torch.device | None = None,
     group: Group = None,
 ) -> list[PathResult]:
-    """Measure between the ranks of a group that exists, for about `budget` seconds. Collective over that group.
+    """Measure between the ranks of an existing group, for about `budget` seconds. Collective over that group.
 
     names: of the ranks, `cpu:0` or `node0`. `progress` is called on rank 0. Every rank gets the results.
     """
@@ -94,9 +94,9 @@ def measure_ranks(
 def measure_hosts(
     sizes: Sequence[int], budget: float, what: Sequence[str] = WHAT, progress: Progress = SILENT
 ) -> list[PathResult]:
-    """Measure between hosts, under a launcher that started this on all of them: one rank a host, its local rank 0.
+    """Measure between hosts, under a launcher that started this on all of them: one rank per host, its local rank 0.
 
-    Results are on the ranks that measure, `progress` is called on rank 0 alone. Raises UsageError outside such a
+    Results are on the ranks that measure; `progress` is called on rank 0 only. Raises UsageError outside such a
     launcher and on one host.
     """
     _check(sizes, what)
@@ -123,7 +123,7 @@ def measure_hosts(
 
 
 def paths_between(names: Sequence[str], backend: str, what: Sequence[str]) -> list[RanksSpec]:
-    """What is measured between these ranks, in that order."""
+    """Return the paths to measure between these ranks, in that order."""
     ranks = len(names)
     paths: list[RanksSpec] = []
     if "links" in what:

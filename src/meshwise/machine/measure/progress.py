@@ -21,8 +21,8 @@ def _ignore(event: object) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """Called while a machine is measured. starts: what is measured now, in words; done: a path or a device that has
-    been measured; found: the machines of all hosts, before anything between them is measured."""
+    """Callbacks while a machine is measured. starts: with the name of the next measurement; done: with a measured path
+    or device; found: with the machines of all hosts, before anything between them is measured."""
 
     starts: Callable[[str], object] = _ignore
     done: Callable[[PathResult | DeviceResult], object] = _ignore
@@ -33,7 +33,7 @@ SILENT = Progress()
 
 
 def sent_over(channel: WorkerChannel | None) -> Progress:
-    """The progress of a worker, sent to its launcher, which gets it by `listeners`. None: a worker of no launcher."""
+    """Send the progress of a worker to its launcher, which receives it by `listeners`. None: without a launcher."""
     if channel is None:
         return SILENT
 
@@ -44,7 +44,7 @@ def sent_over(channel: WorkerChannel | None) -> Progress:
 
 
 def listeners(progress: Progress) -> Listeners:
-    """What a launcher does with the messages of its workers, to have their progress."""
+    """Return the launcher's handlers for its workers' progress messages."""
 
     def received(rank: int, message: Message) -> None:
         if message["kind"] == "measuring":

@@ -15,7 +15,7 @@ from meshwise.spec.timings import Timings, fitted
 
 @dataclass(frozen=True)
 class PathSpec:
-    """One path or collective.
+    """A path or collective to measure.
 
     operation: `copy`, `copy both ways`, `one-to-all`, `all-to-one`, or a collective (`all-reduce`). source and target:
     names of devices, `host`, or `node0` for a host; empty for a collective. path: `pinned`, `pageable`, `peer`,
@@ -35,9 +35,9 @@ class PathSpec:
 
 @dataclass(frozen=True)
 class PathResult(PathSpec):
-    """What was measured. timings: sizes are bytes one way, for a collective of the full tensor. wrong: where the bytes
-    differed, in words; None when all of them were right. note: what else to know, such as that the budget was spent
-    before the largest size."""
+    """The measurements of a path. timings: sizes are bytes one way, for a collective of the full tensor. wrong: where
+    the bytes differed; None if all were right. note: other remarks, such as that the budget was spent before the
+    largest size."""
 
     timings: Timings
     wrong: str | None = None
@@ -45,7 +45,7 @@ class PathResult(PathSpec):
 
 
 def result_of(spec: PathSpec, samples: Mapping[int, Sample], wrong: str | None, note: str) -> PathResult:
-    """The result of a path from its samples by size."""
+    """Return the result of a path from its samples by size."""
     columns = zip(*((sample.seconds, sample.p95, sample.p99) for sample in samples.values()), strict=True)
     timings = fitted(list(samples), *columns)
     return PathResult(spec.operation, spec.source, spec.target, spec.path, spec.ranks, timings, wrong, note)
@@ -53,7 +53,7 @@ def result_of(spec: PathSpec, samples: Mapping[int, Sample], wrong: str | None, 
 
 @dataclass(frozen=True)
 class DeviceResult:
-    """What one device did by itself: bytes/s of its memory (read and written), products, seconds a launch."""
+    """The measurements of one device: bytes/s of its memory (read and written), products, seconds per launch."""
 
     device: str
     memory_rate: float | None = None

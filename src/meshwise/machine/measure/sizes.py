@@ -13,13 +13,13 @@ from meshwise.spec.units import bytes_text
 DEFAULT = "1K:1G"
 FACTOR = 4
 SHARE_OF_MEMORY = 0.8
-"""Of the memory that is free: the rest is for what the program itself needs meanwhile."""
+"""The share of free memory to use: the rest is for what the program itself needs meanwhile."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _WRITE = "Write --sizes 1K:1G, one size (64M), or 1K:1G:2 to double from size to size."
 
 
 def read_sizes(words: str) -> tuple[int, ...]:
-    """`1K:1G` as 1 KiB, 4 KiB and so on to 1 GiB; `1K:1G:2` doubles; `64M` is one size. Raises UsageError."""
+    """Read `1K:1G` as 1 KiB, 4 KiB and so on to 1 GiB; `1K:1G:2` doubles; `64M` is one size. Raises UsageError."""
     parts = words.strip().split(":")
     if not 1 <= len(parts) <= 3:
         raise UsageError(f"--sizes {words}: not a range of sizes. {_WRITE}")
@@ -37,9 +37,9 @@ def read_sizes(words: str) -> tuple[int, ...]:
 
 
 def fitting(sizes: tuple[int, ...], free: int, buffers: int, asked: bool) -> tuple[int, ...]:
-    """Those of `sizes` for which `buffers` times as many bytes fit in the `free` ones.
+    """Return those of `sizes` of which `buffers` copies fit in the `free` bytes.
 
-    asked: the user named the sizes, so that one which does not fit is a UsageError; otherwise it is left out.
+    asked: the user named the sizes, so one that does not fit is a UsageError; otherwise it is left out.
     """
     most = int(free * SHARE_OF_MEMORY) // buffers
     small = tuple(size for size in sizes if size <= most)
@@ -60,7 +60,7 @@ def _size(words: str, text: str) -> int:
 
 
 def _word(size: int) -> str:
-    """`size` rounded down to a power of two, as it is written in --sizes."""
+    """Round `size` down to a power of two, as written in --sizes."""
     power = 1 << max(size.bit_length() - 1, 0)
     unit = next((unit for unit in "TGMK" if power >= _UNITS[unit]), "")
     return f"{power // _UNITS[unit]}{unit}"

@@ -33,7 +33,7 @@ class Sample:
 
 
 def sample_of(seconds: list[float]) -> Sample:
-    """The percentiles of some repeats."""
+    """Return the percentiles of some repeats."""
     if len(seconds) < 2:
         return Sample(seconds[0], seconds[0], seconds[0], 1)
     cuts = quantiles(seconds, n=100, method="inclusive")
@@ -41,7 +41,7 @@ def sample_of(seconds: list[float]) -> Sample:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -55,7 +55,7 @@ def repeat(
 ) -> Sample:
     """Time `call` for about `budget` seconds on `device`, at least LEAST and at most MOST times.
 
-    between: called before each repeat and not timed, such as one that flushes the cache.
+    between: called before each repeat without being timed, such as a flush of the cache.
     """
 
     def timed(batch: int) -> float:
@@ -74,7 +74,7 @@ def repeat(
 
 
 def _seconds(call: Callable[[], object], device: torch.device, batch: int, clock: Callable[[], float]) -> float:
-    """Seconds of one call, the mean of `batch` in a row."""
+    """Return the seconds of one call, the mean of `batch` in a row."""
     if has_streams(device):
         with torch.get_device_module(device).device(device):
             hold_stream(HOST_SECONDS * (batch + 2))
@@ -85,7 +85,7 @@ def _seconds(call: Callable[[], object], device: torch.device, batch: int, clock
 def host_seconds(
     call: Callable[[], object], device: torch.device, batch: int, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds of one call by the host's clock, the mean of `batch` in a row."""
+    """Return the seconds of one call by the host's clock, the mean of `batch` in a row."""
     wait(device)
     start = clock()
     for _ in range(batch):
@@ -95,7 +95,7 @@ def host_seconds(
 
 
 def stream_seconds(call: Callable[[], object], device: torch.device, batch: int) -> float:
-    """Seconds of one call in the current stream of a device, the mean of `batch` in a row."""
+    """Return the seconds of one call in the current stream of a device, the mean of `batch` in a row."""
     start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
     start.record()
     for _ in range(batch):

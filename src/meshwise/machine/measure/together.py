@@ -35,8 +35,8 @@ _SMALL = 8  # bytes of a ping
 
 @dataclass(frozen=True)
 class RanksSpec(PathSpec):
-    """A path between ranks. make: how a rank makes its case. answered: the two ranks of a copy, which is timed by the
-    first one's clock and answered by the second, so that no two of them are in a row."""
+    """A path between ranks. make: how a rank makes its case. answered: the two ranks of a copy; the first one's clock
+    times it and the second answers, so that copies do not queue."""
 
     make: Maker
     answered: tuple[int, int] | None = None
@@ -45,7 +45,7 @@ class RanksSpec(PathSpec):
 def measure_path(
     path: RanksSpec, member: Member, sizes: Sequence[int], budget: float, starts: Callable[[str], object]
 ) -> PathResult:
-    """Times of growing sizes until `budget` seconds are spent, each size checked before and after. Collective."""
+    """Time growing sizes until `budget` seconds are spent, each size checked before and after. Collective."""
     began = time.perf_counter()
     latency = _ping_pong(member, *path.answered) if path.answered else 0.0
     samples: dict[int, Sample] = {}
@@ -74,8 +74,8 @@ def measure_path(
 
 
 def check_path(path: RanksSpec, member: Member, case: Case, number: int) -> str | None:
-    """Communicate once with the data of round `number`. What differs, in words that name the path, as the first rank
-    found it that found something; None when every byte is right everywhere. The same on every rank; collective."""
+    """Communicate once with the data of round `number`. Return what differs, with the path's name, as the first rank to
+    find a fault reports it; None if every byte is right everywhere. The same on every rank; collective."""
     found = checked(case, number)
     if not _agree(member, float(found is not None))[0]:
         return None
@@ -84,7 +84,7 @@ def check_path(path: RanksSpec, member: Member, case: Case, number: int) -> str 
 
 
 def _repeat(case: Case, member: Member, share: float, latency: float, single: bool) -> tuple[Sample, float]:
-    """Seconds of one call, and the seconds that were spent beyond the least number of repeats."""
+    """Return the seconds of one call, and the seconds spent beyond the least number of repeats."""
     began = time.perf_counter()
     last = 0.0
     for number in range(WARM_UP):
@@ -105,7 +105,7 @@ def _repeat(case: Case, member: Member, share: float, latency: float, single: bo
 
 
 def _timed(case: Case, member: Member, batch: int) -> float:
-    """This rank's seconds of one call: by the stream's events on an accelerator, by the host's clock elsewhere."""
+    """Return this rank's seconds of one call: by the stream's events on an accelerator, else by the host's clock."""
     if has_streams(member.device):
         seconds = stream_seconds(case.call, member.device, batch)
     else:
@@ -114,13 +114,13 @@ def _timed(case: Case, member: Member, batch: int) -> float:
 
 
 def _agree(member: Member, *values: float) -> list[float]:
-    """The largest of each value over the ranks. Also a barrier; always on the host."""
+    """Return the largest of each value over the ranks. Also a barrier; always on the host."""
     largest: list[float] = all_reduce(torch.tensor(values, dtype=torch.float64), "max", member.group).tolist()
     return largest
 
 
 def _ping_pong(member: Member, one: int, other: int) -> float:
-    """Seconds of a few bytes one way: half of what they take there and back, the median of some. Collective."""
+    """Return the seconds of a few bytes one way: half of a round trip, the median of some. Collective."""
     halves = [0.0]
     if member.rank in (one, other):
         peer = other if member.rank == one else one

@@ -19,7 +19,7 @@ FACTS = ("operation", "source", "target", "path", "ranks", "wrong", "note")
 
 
 def bench_dict(bench: Bench) -> dict[str, Any]:
-    """What was measured, what was wrong, the verdicts, and the machine with all of it."""
+    """Return the measurements, faults, verdicts, and the machine with all of it."""
     return {
         "exit_code": bench.exit_code,
         "stopped": bench.stopped.why if bench.stopped else None,

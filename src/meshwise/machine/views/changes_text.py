@@ -21,7 +21,7 @@ MOST_ROWS = 40
 
 
 def changes_text(changes: Sequence[Change], width: int | None = None) -> RenderableType:
-    """The changes, at most `width` characters wide (None: as wide as the console)."""
+    """Show the changes, at most `width` characters wide (None: as wide as the console)."""
     return Drawn(lambda screen: _lines(changes, screen), width)
 
 
@@ -37,7 +37,7 @@ def _lines(changes: Sequence[Change], screen: Screen) -> list[Text]:
 
 
 def _size(change: Change) -> float:
-    """How large a change of speed is, either way."""
+    """Return how large a change of speed is, either way."""
     return max(change.speed, 1 / change.speed) if change.speed else 0.0
 
 

@@ -23,18 +23,18 @@ from meshwise.terminal.screen import LABEL, Drawn, Screen, labelled, spaced
 from meshwise.terminal.table import table_lines
 
 MOST_SINGLE = 4
-"""Devices that get a row each; of more, those that stand next to each other and are alike share one."""
+"""Up to this many devices have a row each; of more, equal neighbours share one."""
 MOST_NOTES = 6
 MOST_ROWS = 12
 LEAST_NAME = 16
 PEAKS = ("bf16", "fp16", "fp32")
-"""The peak that is shown is the first of these that a part has."""
+"""The first of these that a part has is shown as its peak."""
 
 
 def devices_text(machine: Machine, width: int | None = None) -> RenderableType:
-    """The machine, at most `width` characters wide (None: as wide as the console).
+    """Show the machine, at most `width` characters wide (None: as wide as the console).
 
-    Sentences stay whole lines where they go into a file or a pipe and no width is given.
+    Sentences stay on one line if they go to a file or a pipe and no width is given.
     """
     return Drawn(lambda screen: _lines(machine, screen, width is not None), width)
 
@@ -55,7 +55,7 @@ def _lines(machine: Machine, screen: Screen, wrapped: bool) -> list[Text]:
 
 
 def _hosts(machine: Machine, width: int) -> list[Text]:
-    """`host      AMD EPYC 7763 · 2 sockets, 2 NUMA nodes · 2 of 256 cores · 16.0 GiB of 1.0 TiB`."""
+    """Return `host AMD EPYC 7763 · 2 sockets, 2 NUMA nodes · 2 of 256 cores · 16.0 GiB of 1.0 TiB`."""
     nameless = [replace(host, name="", limits={}) for host in machine.hosts]
     alike = [(host, len(list(many))) for host, many in groupby(nameless)]
     lines = []
@@ -79,12 +79,12 @@ def _host_facts(host: Host) -> list[str]:
 
 
 def _of(allowed: int | None, present: int | None, text: Callable[[int], str]) -> str:
-    """`2 of 64`, or `64` where all are allowed."""
+    """Return `2 of 64`, or `64` if all are allowed."""
     return " of ".join(dict.fromkeys(text(count) for count in (allowed, present) if count is not None))
 
 
 def _fit(facts: Sequence[str], width: int) -> str:
-    """The facts in one line; the first, a name, is cut where there is no room."""
+    """Put the facts on one line; the first, a name, is cut if there is no room."""
     line = " · ".join(facts)
     over = len(line) - width
     return line if over <= 0 else " · ".join([_cut(facts[0], max(len(facts[0]) - over, LEAST_NAME)), *facts[1:]])
@@ -110,7 +110,7 @@ def _table(machine: Machine, width: int) -> list[Text]:
 
 
 def _rows(machine: Machine) -> list[list[str]]:
-    """The cells of each row; hosts whose devices are alike share theirs."""
+    """Return the cells of each row; hosts with equal devices share theirs."""
     hosts_of: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for host in range(len(machine.hosts)):
         own = [device for device in machine.devices if device.host == host]
@@ -123,7 +123,7 @@ def _rows(machine: Machine) -> list[list[str]]:
 
 
 def _grouped(machine: Machine, devices: Sequence[Device]) -> list[tuple[str, ...]]:
-    """Each device by its name; of many, neighbours that are alike as `cuda:0-3`."""
+    """Return each device by its name; of many, equal neighbours as `cuda:0-3`."""
     if len(devices) <= MOST_SINGLE:
         return [(device.name, *_cells(machine, device)) for device in devices]
     rows = []
@@ -152,7 +152,7 @@ def _shown_dtype(devices: Sequence[Device]) -> str:
 
 
 def _reached_product(device: Device) -> str:
-    """Of a part without a known peak: the best product that was measured on it."""
+    """Return the best measured product of a part without a known peak."""
     best = max(device.matmuls, key=lambda product: product.rate, default=None)
     return "unknown" if best is None else f"reached {flops_text(best.rate)} {best.dtype}"
 

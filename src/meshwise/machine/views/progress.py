@@ -17,7 +17,7 @@ from meshwise.machine.views.bench_text import done_text
 
 @contextmanager
 def progress_shown() -> Iterator[Progress]:
-    """A line that changes on a terminal, a line for what is done elsewhere."""
+    """Show a line that changes on a terminal; elsewhere a line for each finished measurement."""
     console = Console(stderr=True)
 
     def line(done: PathResult | DeviceResult) -> None:
