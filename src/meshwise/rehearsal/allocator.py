@@ -20,25 +20,25 @@ from meshwise.rehearsal.constants import FIGURES
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Free, Work
 
 BLOCK = 512
-"""Sizes are rounded up to it (kMinBlockSize)."""
+"""Sizes are rounded up to a multiple of it (kMinBlockSize)."""
 SMALL = 1 << 20
-"""The largest allocation of the small pool (kSmallSize); in the large pool, what is split off must be larger."""
+"""The largest allocation of the small pool (kSmallSize); in the large pool, a remainder is split off only above it."""
 SMALL_SEGMENT = 2 << 20
-"""What the small pool takes from the device (kSmallBuffer)."""
+"""The size of a segment of the small pool (kSmallBuffer)."""
 LARGE_SEGMENT = 20 << 20
-"""What is taken for an allocation of less than LARGE (kLargeBuffer)."""
+"""The size of a segment for an allocation of less than LARGE (kLargeBuffer)."""
 LARGE = 10 << 20
-"""From here on an allocation gets a segment of its own size (kMinLargeAlloc), rounded up to ROUND (kRoundLarge)."""
+"""Allocations from here on get a segment of their own size (kMinLargeAlloc), rounded up to ROUND (kRoundLarge)."""
 ROUND = 2 << 20
 
 
 def rounded(size: int) -> int:
-    """Bytes of the block for an allocation of `size` bytes (`round_size`)."""
+    """Return the bytes of the block for an allocation of `size` bytes (`round_size`)."""
     return BLOCK if size < BLOCK else -(-size // BLOCK) * BLOCK
 
 
 def segment_size(size: int) -> int:
-    """Bytes that are taken from the device where no cached block fits (`get_allocation_size`). size: rounded."""
+    """Return the bytes taken from the device if no cached block fits (`get_allocation_size`). size: rounded."""
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
@@ -46,9 +46,9 @@ def segment_size(size: int) -> int:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The allocation that the cap refuses. place: of its event, counted over all works, -1 for what is held before.
+    """The allocation that the cap refuses. place: of its event, counted over all works, -1 for memory held before.
 
-    short: how many bytes the cap lacks for its segment after all that was cached has been given back.
+    short: how many bytes the cap lacks for its segment after all cached memory has been returned.
     """
 
     place: int
@@ -62,7 +62,7 @@ class OutOfMemory:
 class Replayed:
     """Peaks over the sequence, in bytes. allocated: of all blocks in use; reserved: of all segments, at event `place`.
 
-    retries: how often cached segments had to be given back to stay below the cap. failed: None where the cap held.
+    retries: how often cached segments had to be returned to stay below the cap. failed: None if the cap held.
     """
 
     allocated: int
@@ -95,7 +95,7 @@ class _Heap:
     at: dict[int, _Block] = field(default_factory=dict)
 
     def take(self, asked: int, stream: str) -> _Block | None:
-        """A block for `asked` bytes; None where the cap leaves no room for it."""
+        """Return a block for `asked` bytes; None if the cap leaves no room for it."""
         size = rounded(asked)
         small = size <= SMALL
         block = self._best(size, small, stream) or self._new(size, small, stream)
@@ -117,7 +117,7 @@ class _Heap:
         return block
 
     def give(self, block: _Block) -> None:
-        """A block is not used any more: it becomes one with its free neighbours, and is cached."""
+        """Free a block: merge it with its free neighbours, and cache it."""
         self.allocated -= block.size
         block.free = True
         for other in (block.before, block.behind):
@@ -133,11 +133,11 @@ class _Heap:
         self._cache(block)
 
     def short_of(self, asked: int) -> int:
-        """Bytes that the cap lacks for a new segment."""
+        """Return the bytes that the cap lacks for a new segment."""
         return 0 if self.cap is None else self.reserved + segment_size(rounded(asked)) - self.cap
 
     def _best(self, size: int, small: bool, stream: str) -> _Block | None:
-        """The smallest cached block of the stream that is large enough."""
+        """Return the smallest cached block of the stream that is large enough."""
         cached = self.cached[small, stream]
         place = bisect_left(cached, (size, -1))
         if place == len(cached):
@@ -153,7 +153,7 @@ class _Heap:
         return _Block(whole, self.next_address - whole, stream, small)
 
     def _give_back(self) -> None:
-        """Segments that are one free block go back to the device."""
+        """Return segments to the device that consist of one free block."""
         for cached in self.cached.values():
             for key in list(cached):
                 block = self.at[key[1]]
@@ -173,10 +173,10 @@ class _Heap:
 
 
 def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] = ()) -> Replayed:
-    """What the allocator reserves on the device over these steps of one rank, such as the first and a later one.
+    """Replay these steps of one rank, such as the first and a later one, and return what the allocator reserves.
 
-    cap: bytes that segments may take together, as `torch.cuda.set_per_process_memory_fraction` sets. first: sizes that
-    are allocated before all else and stay, such as a workspace. Storages keep their numbers from step to step.
+    cap: bytes that all segments may take, as `torch.cuda.set_per_process_memory_fraction` sets. first: sizes that are
+    allocated before all else and stay, such as a workspace. Storages keep their numbers from step to step.
     """
     heap = _Heap(cap)
     blocks: dict[int, _Block] = {}
@@ -219,8 +219,8 @@ def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[tuple[int, 
 
 @dataclass(frozen=True)
 class Total:
-    """Bytes that the device lacks for others, as nvidia-smi shows: low and high are an 80 % interval. parts: by name,
-    `reserved`, `context`, `communicators`."""
+    """Bytes in use on the device, as nvidia-smi shows: low and high are an 80 % interval. parts: by name, `reserved`,
+    `context`, `communicators`."""
 
     bytes: int
     low: int
@@ -229,8 +229,8 @@ class Total:
 
 
 def reserved_on(works: Sequence[Work], name: str, capacity: int | None = None) -> int:
-    """Bytes that the allocator holds after these steps on a part of this name, cuBLAS's workspace with them. capacity:
-    of the device, on which what is cached goes back before an allocation fails."""
+    """Return the bytes that the allocator holds after these steps on a part of this name, with cuBLAS's workspace.
+    capacity: of the device, where cached memory is returned before an allocation fails."""
     known = part(name)
     first = [workspace(known.architecture if known else "")]
     reserved = replay(works, first=first).reserved
@@ -245,12 +245,12 @@ def reserved_on(works: Sequence[Work], name: str, capacity: int | None = None) -
 
 
 def workspace(architecture: str) -> int:
-    """Bytes of cuBLAS's workspace, which torch allocates with the first matmul."""
+    """Return the bytes of cuBLAS's workspace, which torch allocates with the first matmul."""
     return int(FIGURES[f"workspace.{'hopper' if architecture in ('hopper', 'blackwell') else 'other'}"].value)
 
 
 def device_total(reserved: int, work: Work) -> Total:
-    """What the process takes of a GPU: the allocator's segments, the context and the communicators of its groups."""
+    """Return what the process takes of a GPU: the allocator's segments, the context and its groups' communicators."""
     groups: set[tuple[int, ...]] = set()
     peers: set[int] = set()
     for launch in work.launches:

@@ -17,7 +17,7 @@ from meshwise.rehearsal.work import CollectiveOperation
 
 
 class Beside:
-    """What runs so in one step."""
+    """The collectives of one step that overlap."""
 
     def __init__(self) -> None:
         self.running: dict[int, int] = {}
@@ -27,32 +27,32 @@ class Beside:
         self._groups: dict[tuple[int, ...], int] = {}
 
     def stream_of(self, what: CollectiveOperation) -> str:
-        """The name of the stream that it runs in."""
+        """Return the name of the stream that it runs in."""
         if what.kind in ("send", "receive"):
             return f"{what.kind}s"
         return f"collectives {self._groups.setdefault(what.ranks, len(self._groups))}"
 
     def begin(self, place: int, storages: Iterable[int], work: Any) -> None:
-        """The launch at `place` of the record runs beside the others now, on these storages."""
+        """Note that the launch at `place` of the record overlaps with others from now on, using these storages."""
         self.running.update(dict.fromkeys(storages, place))
         if work is not None:
             self._works[id(work)] = work, place
 
     def wait(self, work: Any, stream: str, storages: Iterable[int]) -> None:
-        """What comes next in `stream` waits for this work, and for what runs on these storages."""
+        """Make the next launch in `stream` wait for this work, and for collectives on these storages."""
         _, place = self._works.pop(id(work), (None, -1))
         self.wait_for(place, stream)
         for storage in storages:
             self.wait_for(self.running.get(storage, -1), stream)
 
     def wait_for(self, place: int, stream: str) -> None:
-        """What comes next in `stream` waits for the launch at `place`; below 0 there is none."""
+        """Make the next launch in `stream` wait for the launch at `place`; below 0 there is none."""
         if place >= 0:
             self._pending[stream].add(place)
             self.running = {storage: other for storage, other in self.running.items() if other != place}
 
     def after(self, stream: str, storages: Iterable[int]) -> set[int]:
-        """What a launch in `stream` on these storages waits for."""
+        """Return the launches that a launch in `stream` on these storages must wait for."""
         for storage in storages:
             self.wait_for(self.running.get(storage, -1), stream)
         return self._pending.pop(stream, set())

@@ -20,7 +20,7 @@ COMPUTED_IN = ("fp64", "fp32", "tf32", "bf16", "fp16")
 
 
 class Bounds:
-    """Of the plans of one job on one machine."""
+    """Lower bounds for the plans of one job on one machine."""
 
     def __init__(self, model: Facts, machine: Machine, cap: int | None) -> None:
         """cap: as in `estimator`."""
@@ -34,8 +34,8 @@ class Bounds:
         self._flops = 0.0
 
     def learn(self, found: Rehearsed) -> None:
-        """From the first plan in which every rank does an equal part: state for each byte of
-        parameters, and operations of a step."""
+        """Learn from the first plan with equal ranks: the state's bytes for each byte of parameters, and the FLOPs of a
+        step."""
         plan, work = found.estimate.plan, found.traces[0].step
         simple = plan.devices == plan.data * plan.shard and not plan.shares
         if self._flops or plan.zero1 or plan.offload or not simple:
@@ -48,7 +48,7 @@ class Bounds:
         self._flops = work.flops * plan.devices * once
 
     def too_large(self, plan: Plan) -> str:
-        """Why it does not fit, whatever its activations take; empty where it may."""
+        """Say why the plan cannot fit, whatever its activations take; empty if it may fit."""
         if self.room is None or plan.offload or plan.param_dtype is not None:
             return ""
         ways = plan.shard * plan.tensor * plan.pipeline * plan.expert
@@ -59,7 +59,7 @@ class Bounds:
         return f"parameters, gradients and the optimizer's state alone take more than {bytes_text(self.room)}"
 
     def seconds(self, plan: Plan) -> float:
-        """Of a step, at least; 0 where nothing is known."""
+        """Return a lower bound for the seconds of a step; 0 if nothing is known."""
         if not self._peaks:
             return 0.0
         bubble = 1 + (plan.pipeline - 1) / (plan.accumulate * CHUNKS.get(plan.schedule, 1))

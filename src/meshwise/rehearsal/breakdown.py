@@ -18,15 +18,15 @@ from meshwise.rehearsal.simulate import Step
 from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation
 
 KINDS = ("computing", "communication", "copies", "waiting", "launches", "idle")
-"""Of a moment: an operator runs; communication is exposed; a copy; other ranks are late (a pipeline's bubble too); the
-host launches too slowly; nothing of these."""
+"""What a rank does at a moment: an operator; exposed communication; a copy; waiting for other ranks (also a pipeline's
+bubble); waiting for the host's launches; anything else."""
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """The seconds of one rank until the whole step has ended, by kind, and of those by (phase, kind).
+    """The seconds of one rank until the whole step has ended, by kind, and by (phase, kind).
 
-    hidden: seconds of communication under computing, which are in no kind. operators: seconds of operators by name.
+    hidden: seconds of communication overlapped by computing, which are in no kind. operators: seconds by operator name.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class RankStep:
 
 
 def breakdown(step: Step, rank: int) -> RankStep:
-    """What the time of one simulated rank is made of."""
+    """Break down the time of one simulated rank."""
     done = step.done[rank]
     edges = _edges(done)
     begun = sorted(done, key=lambda one: one.start)
@@ -68,12 +68,12 @@ def breakdown(step: Step, rank: int) -> RankStep:
 
 
 def slowest_rank(step: Step) -> RankStep:
-    """Of the simulated rank that computes longest."""
+    """Break down the time of the simulated rank that computes longest."""
     return max((breakdown(step, rank) for rank in step.ranks), key=lambda one: one.kinds["computing"])
 
 
 def _edges(done: tuple[Done, ...]) -> list[tuple[float, bool, int, str]]:
-    """(time, whether it begins, index of its kind, phase), in the order of time; ends before beginnings."""
+    """Return (time, whether it begins, index of its kind, phase) in order of time; ends before beginnings."""
     edges: list[tuple[float, bool, int, str]] = []
     for one in done:
         what = one.launch.what

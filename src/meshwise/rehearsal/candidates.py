@@ -20,17 +20,17 @@ from meshwise.spec.plan import RECOMPUTES, Plan
 from meshwise.spec.plan_settings import plan_from_settings
 
 MICROBATCHES = 4
-"""For each stage of a pipeline: the bubble is then under a fifth of the step (design of 1F1B: (p - 1) / m)."""
+"""Microbatches for each pipeline stage: the bubble is then under a fifth of the step (design of 1F1B: (p - 1) / m)."""
 MOST_TENSOR = 8
-"""Devices that split a layer, at most: beyond a host its collectives cost more than they save."""
+"""The most devices that split a layer: beyond a host its collectives cost more than they save."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """What may be searched. devices: counts of devices; per_host: devices of a host. batch: samples of the global
-    batch. settings: `field=value` texts that every plan has. allow: what may change numbers: `precision`,
-    `microbatch` (under batch norms). batch_norms: whether the model has some. cut: whether a step can be cut into
-    microbatches and stages, as a job's; a script's loop is its own."""
+    """The plans to search. devices: counts of devices; per_host: devices of a host. batch: samples of the global batch.
+    settings: `field=value` texts that every plan has. allow: what may change numbers: `precision`, `microbatch` (under
+    batch norms). batch_norms: whether the model has some. cut: whether a step can be cut into microbatches and stages,
+    as a job's; a script's loop is its own."""
 
     devices: Sequence[int]
     per_host: int
@@ -42,18 +42,18 @@ class Space:
 
     @property
     def microbatches(self) -> bool:
-        """Whether more of them are searched than stages need."""
+        """Whether more microbatches are searched than stages need."""
         return self.cut and (not self.batch_norms or "microbatch" in self.allow)
 
     @property
     def fixed(self) -> set[str]:
-        """Fields that every plan has as they are given."""
+        """The fields that every plan has with given values."""
         return {setting.partition("=")[0].strip() for setting in self.settings}
 
 
 def candidates(space: Space) -> list[Plan]:
-    """The plans of each mesh that divides the global batch, with what saves memory at no more than a third of the time:
-    sharded ones that recompute first, those of one device last."""
+    """Yield the plans of each mesh that divides the global batch, with memory savings that cost at most a third of the
+    time: sharded plans that recompute come first, those for one device last."""
     found: dict[Plan, None] = {}
     for count in space.devices:
         for mesh in _meshes(count, space.per_host):
@@ -71,7 +71,7 @@ def candidates(space: Space) -> list[Plan]:
 
 
 def _edits(mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """What a mesh is combined with: recompute, and what divides more of what it holds."""
+    """Yield what a mesh is combined with: recompute, and options that divide more of what a rank holds."""
     more: list[dict[str, Any]] = [{}]
     if mesh["tensor"] > 1:
         more.append({"sequence": True})
@@ -84,7 +84,7 @@ def _edits(mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
 
 
 def savers(plan: Plan, space: Space) -> list[Plan]:
-    """What `plan` would be with less memory, at a price in time: the cheapest first."""
+    """Return variants of `plan` that need less memory but more time, the cheapest first."""
     local = space.batch // plan.replicas
     more = [power for power in _powers(local) if power > plan.accumulate and local % power == 0]
     edits: list[dict[str, Any]] = [{"zero1": True}, {"recompute": "full"}]
@@ -102,7 +102,7 @@ def savers(plan: Plan, space: Space) -> list[Plan]:
 
 
 def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Plan | None:
-    """`start` with these values, where that can be a plan."""
+    """Return `start` with these values, if that is a valid plan."""
     try:
         return plan_from_settings(settings, replace(start, **values))
     except PlanError:
@@ -110,8 +110,7 @@ def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Pl
 
 
 def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
-    """Ways to lay `count` devices on the axes. `data` and `shard` are together all of what is left, or hosts × a
-    host."""
+    """Yield ways to lay `count` devices on the axes. `shard` is 1, all of the remaining devices, or those of a host."""
     for tensor, pipeline in itertools.product(_powers(min(count, per_host, MOST_TENSOR)), _powers(count)):
         rest, over = divmod(count, tensor * pipeline)
         if over:
@@ -122,8 +121,8 @@ def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
 
 
 def _microbatches(mesh: Mapping[str, int], space: Space) -> list[int]:
-    """Into how many a batch is cut: any power of two; at least one for each stage, and where no more are searched those
-    that keep the stages busy, four for each."""
+    """Return into how many microbatches a batch is cut: any power of two, at least one for each stage; if no more are
+    searched, only those that keep the stages busy, four for each."""
     local, stages = max(1, space.batch // (mesh["data"] * mesh["shard"])), mesh["pipeline"]
     possible = [power for power in _powers(local) if local % power == 0 and power >= stages]
     if space.microbatches:
@@ -132,7 +131,7 @@ def _microbatches(mesh: Mapping[str, int], space: Space) -> list[int]:
 
 
 def _divides(plan: Plan, batch: int) -> bool:
-    """Whether every rank has as many samples of each microbatch as the others."""
+    """Return whether every rank has as many samples of each microbatch as the others."""
     return batch % (plan.replicas * plan.accumulate) == 0
 
 
@@ -142,5 +141,5 @@ def _order(plan: Plan) -> tuple[int, ...]:
 
 
 def _powers(most: int) -> list[int]:
-    """1, 2, 4 … up to `most`."""
+    """Return 1, 2, 4 … up to `most`."""
     return [2**power for power in range(max(1, most).bit_length())]

@@ -20,7 +20,7 @@ OURS = "our judgement, no source"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """value, and spread: in 80 of 100 cases the truth lies from value / spread to value * spread. source: in words."""
+    """value, and spread: in 80 of 100 cases the truth is from value / spread to value * spread. source: in words."""
 
     value: float
     spread: float
@@ -128,11 +128,11 @@ FIGURES: Mapping[str, Figure] = {
 }
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.65))
-"""Tiles of a matmul (rows, columns) and the share of the best one's rate that each has in its inside."""
+"""Tiles of a matmul (rows, columns), and the rate inside each as a share of the best one's."""
 LL, LL128, SIMPLE = 0, 1, 2
 NEVER = float("inf")
 BASE = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4), "nvls": (NEVER, NEVER, 8.4), "pat": (NEVER, NEVER, 8.4)}
-"""Microseconds before the first byte, by algorithm and protocol (LL, LL128, Simple); NEVER: there is no such one."""
+"""Microseconds before the first byte, by algorithm and protocol (LL, LL128, Simple); NEVER: no such combination."""
 HOP = {
     ("nvlink", "ring"): (0.6, 1.9, 3.4),
     ("nvlink", "tree"): (0.6, 1.25, 4.0),
@@ -143,20 +143,20 @@ HOP = {
     ("network", "tree"): (5.0, 8.5, 14.0),
     ("network", "pat"): (NEVER, NEVER, 14.0),
 }
-"""Microseconds a hop, by link, algorithm and protocol. xGMI counts as NVLink."""
+"""Microseconds per hop, by link, algorithm and protocol. xGMI counts as NVLink."""
 PROTOCOL = (0.25, 0.92, 1.0)
-"""Share of the bus bandwidth that each protocol has."""
+"""The share of the bus bandwidth that each protocol reaches."""
 IN_NETWORK = {4: 0.767, 5: 0.875, 6: 0.922, 7: 0.973, 8: 1.0}
-"""What NVLS has of its best with fewer ranks: stas00/ml-engineering@744d01e18b, network, all-reduce on H200."""
+"""NVLS with fewer ranks, relative to its best: stas00/ml-engineering@744d01e18b, network, all-reduce on H200."""
 
 
 def figure(name: str) -> Figure:
-    """The figure of this name."""
+    """Return the figure of this name."""
     return FIGURES[name]
 
 
 def digest() -> str:
-    """Twelve hexadecimal digits that change when any constant does."""
+    """Return twelve hexadecimal digits that change if any constant does."""
     table = [(name, one.value, one.spread) for name, one in sorted(FIGURES.items())]
     text = repr((table, TILES, BASE, sorted(HOP.items()), PROTOCOL, sorted(IN_NETWORK.items())))
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -20,9 +20,9 @@ from meshwise.spec.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A launch and its price. host: of launching it; share, blocks, number: as in `Item`.
+    """A launch and its price. host: the price of launching it; share, blocks, number: as in `Item`.
 
-    joins: it follows the launch before on its stream, and nothing else comes between or waits for that one.
+    joins: it directly follows the launch before it on its stream, and nothing waits for that one.
     """
 
     launch: Launch
@@ -36,7 +36,7 @@ class Cost:
 
 
 def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
-    """The launches of a step with their prices; None where one is not known."""
+    """Return the launches of a step with their prices; None if one is unknown."""
     found: list[Cost] = []
     numbers: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
     awaited = {place for launch in work.launches for place in launch.after}
@@ -75,9 +75,9 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
 
 
 def items(costs: Sequence[Cost], ends: Mapping[str, str], merged: bool = False) -> list[Item]:
-    """What is played. ends: by factor `low` or `high`, at which end of their intervals its prices are taken.
+    """Return the items to simulate. ends: by factor, `low` or `high` to take prices from that end of intervals.
 
-    merged: operators in a row are one item. It takes as long as they do one by one, the host's launches included.
+    merged: join consecutive operators to one item. It takes as long as they do, including the host's launches.
     """
     if not merged:
         return [_item(cost, ends) for cost in costs]
@@ -98,7 +98,7 @@ def _rows(costs: Sequence[Cost]) -> Iterator[Sequence[Cost]]:
 
 
 def _joined(row: Sequence[Cost], ends: Mapping[str, str]) -> Item:
-    """late: an operator cannot begin before its launch, and those behind it follow."""
+    """Join operators to one item. late: an operator cannot begin before its launch, and delays those behind it."""
     host = late = seconds = 0.0
     for cost in row:
         own = _at(cost.price, ends)

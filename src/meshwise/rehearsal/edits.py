@@ -16,8 +16,8 @@ from meshwise.spec.plan import Plan
 
 @dataclass(frozen=True)
 class Edit:
-    """A plan beside another one. changes: the fields that differ, with their new values. memory: bytes more; seconds:
-    the share of the step that it takes more, None where times are not known. fits: as `Memory.verdict`."""
+    """A plan compared with another. changes: the fields that differ, with new values. memory: additional bytes;
+    seconds: additional time as a share of the step, None if times are unknown. fits: as `Memory.verdict`."""
 
     changes: dict[str, Any]
     memory: float
@@ -26,8 +26,8 @@ class Edit:
 
 
 def edits(of: Estimate, others: Sequence[Estimate]) -> list[Edit]:
-    """Those of `others` that are `of` with one or two fields changed, on the same devices, and save memory or time: the
-    cheapest in time first, each of which saves more memory than those before it."""
+    """Return those of `others` that differ from `of` in one or two fields, on the same devices, and save memory or
+    time: in order of time, each saving more memory than those before it."""
     found: list[Edit] = []
     for other in others:
         changes = _changes(of.plan, other.plan)

@@ -27,10 +27,10 @@ class Range:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of the rank that needs most. total: of the device, with what lies outside of the allocator. allocated: the
-    peak of tensors, by category what there is of each at that moment. reserved: what the allocator holds for them.
-    host: the peak in the host's memory. capacity: of the device; None where it is not known. kept: of a job, what
-    `--redundancy 1` keeps of this rank's state in the host's memory."""
+    """Memory of the rank that needs most, in bytes. total: of the device, with memory outside of the allocator.
+    allocated: the peak of tensors, by category at that moment. reserved: what the allocator holds for them. host: the
+    peak in host memory. capacity: of the device; None if unknown. kept: for a job, the size of this rank's state that
+    `--redundancy 1` keeps in host memory."""
 
     rank: int
     total: Range
@@ -43,12 +43,12 @@ class MemoryEstimate:
 
     @property
     def filled(self) -> float:
-        """How full the device is; of one whose capacity is not known, bytes."""
+        """How full the device is; bytes, if its capacity is unknown."""
         return self.total.value / (self.capacity or 1)
 
     @property
     def verdict(self) -> str:
-        """One of VERDICTS: a plan fits where the upper end of the interval does."""
+        """One of VERDICTS: a plan fits if the upper end of the interval does."""
         if self.capacity is None:
             return UNKNOWN
         if self.total.high <= self.capacity:
@@ -58,10 +58,10 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One plan on one machine. seconds: of a step; None where the machine's speed is not known, with `unknown` why.
-    parts: seconds of the step by what the slowest rank does in them. notes: what the plan says of the program. samples:
-    of the global batch. balanced: shares of the batch with which unequal devices would compute as long as each other;
-    empty where all are alike."""
+    """The estimate of one plan on one machine. seconds: of a step; None if the machine's speed is unknown, with
+    `unknown` why. parts: seconds of the slowest rank's step by what it does. notes: what the plan says of the program.
+    samples: of the global batch. balanced: shares of the batch with which unequal devices would compute equally long;
+    empty if all are equal."""
 
     plan: Plan
     memory: MemoryEstimate
@@ -74,11 +74,11 @@ class Estimate:
 
     @property
     def rate(self) -> float | None:
-        """Samples a second, where both are known."""
+        """Samples per second, if both are known."""
         return self.samples / self.seconds.value if self.samples and self.seconds and self.seconds.value else None
 
     @property
     def rank_key(self) -> tuple[int, float, float]:
-        """Smaller is better: what fits first, then the fastest."""
+        """A sort key, smaller is better: plans that fit first, then by time."""
         seconds = float("inf") if self.seconds is None else self.seconds.value
         return VERDICTS.index(self.memory.verdict), seconds, self.memory.total.value

@@ -27,13 +27,13 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.units import plural
 
 MEASURE = 5.0
-"""Seconds for which a CPU's operators are measured for each plan; what was measured is remembered."""
+"""Seconds to measure a CPU's operators for each plan; measurements are remembered."""
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """An estimate with what it was made of: the traces of its ranks, their prices, and the step as it was played; None
-    where its time is not known."""
+    """An estimate with its inputs: the traces of its ranks, their prices, and the simulated step; None if its time is
+    unknown."""
 
     estimate: Estimate
     traces: Sequence[Trace]
@@ -42,13 +42,13 @@ class Rehearsed:
 
 
 def kind_of(machine: Machine) -> str:
-    """What is rehearsed for a machine: `cpu` or `gpu`."""
+    """Return what is rehearsed for a machine: `cpu` or `gpu`."""
     return "cpu" if machine.devices[0].kind == "cpu" else "gpu"
 
 
 def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Rehearsed]:
-    """What estimates plans of this job on this machine, with all that an estimate is made of. cap: bytes that a step
-    may take of a device, where that is less than it has."""
+    """Return a function that estimates plans of this job on this machine, with the estimate's inputs. cap: bytes that a
+    step may take of a device, if less than it has."""
     described = {compiled: Prices(machine, compiled=compiled) for compiled in (False, True)}
     kind = kind_of(machine)
     program = Tracer(job) if isinstance(job, Job) else job
@@ -81,7 +81,7 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
 
 
 def _cells(work: Work) -> tuple[str, ...]:
-    """What is to be known of recurrent layers on a GPU: fake tensors take them apart."""
+    """Return a note on recurrent layers on a GPU, which fake tensors split into cells."""
     cells = sum("_thnn_fused" in launch.what.name for launch in work.launches if isinstance(launch.what, Operation))
     if work.kind == "cpu" or not cells:
         return ()
@@ -92,8 +92,8 @@ def _cells(work: Work) -> tuple[str, ...]:
 
 
 def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...]:
-    """In proportion to the samples that each replica would compute in the same time; of those that were not rehearsed,
-    as of the one that is alike."""
+    """Return shares in proportion to the samples that each replica would compute in the same time; replicas that were
+    not rehearsed count as an equal one."""
     if len(set(speeds[: plan.devices])) < 2 or plan.replicas == 1:
         return ()
     within = plan.within_samples
@@ -109,8 +109,8 @@ def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...
 
 
 def kept_bytes(held: Sequence[Allocate], plan: Plan) -> int:
-    """What `--redundancy 1` keeps of a rank that holds this as a step begins: replicas share what is alike on them, and
-    the new copy is written beside the one before."""
+    """Return the bytes that `--redundancy 1` keeps of a rank with this state: replicas share equal state, and the new
+    copy is written while the old one exists."""
     groups = (("parameters", "buffers"), ("optimizer",))
     parts, state = (sum(each.size for each in held if each.category in names) for names in groups)
     alone = plan.state_divided and not plan.parameters_divided
@@ -118,12 +118,12 @@ def kept_bytes(held: Sequence[Allocate], plan: Plan) -> int:
 
 
 def works_of(traced: Trace, prices: Prices) -> list[Work]:
-    """Its first step and a later one, with what operators allocate inside."""
+    """Return the first step and a later one, with the memory that operators allocate inside."""
     return [with_inside(work, prices.inside) for work in (traced.first, traced.step)]
 
 
 def memory_of(traced: Trace, prices: Prices, cap: int | None) -> MemoryEstimate:
-    """The memory of a rank: of the larger of its first step and a later one, after one another."""
+    """Return the memory of a rank: its first step and a later one, whichever is larger."""
     device = prices.machine.devices[traced.step.rank]
     works = works_of(traced, prices)
     capacity = device.memory if cap is None else min(cap, device.memory or cap)

@@ -22,17 +22,17 @@ from meshwise.spec.machine import DEVICE, Machine, link_between
 
 LAUNCHES, WAITING, IDLE, TO_HOST = "launches", "waiting for other ranks", "idle", "link to the host"
 MOST = 8
-"""Operators that are named, and collectives."""
+"""How many operators are named, and how many collectives."""
 
 
 @dataclass(frozen=True)
 class Costly:
-    """Launches of a rank that are alike. what: an operator with its shapes, or a collective with its ranks; times: in a
-    step; seconds: that all of them ran.
+    """Equal launches of a rank. what: an operator with its shapes, or a collective with its ranks; times: in a step;
+    seconds: of all of them.
 
-    bytes: of each, what an operator moves, and the full tensor of a collective. rate: of an operator FLOP/s where its
-    price hangs on them and bytes/s otherwise; of a collective bytes/s of bus bandwidth. limit: `compute`, `memory`, or
-    a link. origin: of the price, `measured` with its date where that is known, `catalog` or `model`.
+    bytes: per launch, what an operator moves, or the full tensor of a collective. rate: of an operator FLOP/s if its
+    price depends on them, else bytes/s; of a collective bytes/s of bus bandwidth. limit: `compute`, `memory`, or a
+    link. origin: of the price, `measured` with its date if known, `catalog` or `model`.
     """
 
     what: str
@@ -46,9 +46,9 @@ class Costly:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The step of one plan. time: of the rank that computes longest. limits: its seconds by what they hang on, which
-    add up to the step: `compute`, `memory`, links, and what has no price of its own. factors: seconds that the step is
-    longer where all prices of a kind are at the upper end of their interval. runner_up: the plan behind it."""
+    """The explanation of one plan's step. time: of the rank that computes longest. limits: its seconds by what limits
+    them, adding up to the step: `compute`, `memory`, links, and time without a price of its own. factors: seconds that
+    the step is longer if all prices of a kind are at the upper end of their interval. runner_up: the next best plan."""
 
     estimate: Estimate
     time: RankStep
@@ -60,7 +60,7 @@ class Explanation:
 
 
 def explain(estimate: Estimate, step: Step, prices: Prices, runner_up: Estimate | None = None) -> Explanation:
-    """What the step of an estimate is made of."""
+    """Explain the step of an estimate."""
     time = slowest_rank(step)
     done = step.done[time.rank]
     operators = _costly([one for one in done if isinstance(one.launch.what, Operation)], time.rank, prices)
@@ -70,7 +70,7 @@ def explain(estimate: Estimate, step: Step, prices: Prices, runner_up: Estimate 
 
 
 def link_words(machine: Machine, ranks: Sequence[int]) -> str:
-    """The slowest link among these ranks: `NVLink4 x18`, `network`; or that its kind is not known."""
+    """Name the slowest link among these ranks: `NVLink4 x18`, `network`; or say that its kind is unknown."""
     devices = [machine.devices[rank] for rank in ranks]
     if len({device.host for device in devices}) > 1:
         return "network"
@@ -80,7 +80,7 @@ def link_words(machine: Machine, ranks: Sequence[int]) -> str:
 
 
 def _limits(done: Sequence[Done], time: RankStep, prices: Prices) -> dict[str, float]:
-    """Computing is divided by what its operators' prices hang on, exposed communication by links."""
+    """Split computing by what its operators' prices depend on, and exposed communication by links."""
     computing: dict[str, float] = defaultdict(float)
     links: dict[str, float] = defaultdict(float)
     for one in done:
@@ -108,7 +108,7 @@ def _limit(what: Operation | CollectiveOperation | Copy, rank: int, prices: Pric
 
 
 def _costly(done: Sequence[Done], rank: int, prices: Prices) -> tuple[Costly, ...]:
-    """Launches that are alike as one, the dearest first."""
+    """Group equal launches, the most expensive first."""
     seconds: dict[Operation | CollectiveOperation | Copy, float] = defaultdict(float)
     times = Counter(one.launch.what for one in done)
     for one in done:
@@ -139,7 +139,7 @@ def _told(
 
 
 def operation_words(what: Operation) -> str:
-    """`mm 4096×4096, 4096×512 bf16`; of many tensors the first two."""
+    """Name an operation: `mm 4096×4096, 4096×512 bf16`; of many tensors the first two."""
     shapes = ["×".join(map(str, shape)) or "1" for shape in what.shapes[:2]]
     more = f" and {len(what.shapes) - 2} more" if len(what.shapes) > 2 else ""
     dtype = what.dtypes[0] if what.dtypes else ""

@@ -38,17 +38,17 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 
 FEW = 3
-"""Groups of blocks of the shorter one, on each stage: the first and the last differ from those between. Where blocks
-communicate, or stages before their own are passed by, one more: a shard holds up to three at once, the one that runs,
-the next one's parameters and the gradients of the one before."""
+"""Groups of blocks per stage in the shorter model: the first and the last differ from those between. One more if blocks
+communicate, or earlier stages are skipped: a shard holds up to three at once, the running one, the next one's
+parameters and the previous one's gradients."""
 FEW_MICROBATCHES = 3
-"""Of the step of the shorter one: the first and the last differ from those between. Each stage behind the first is
-another backward that waits; under 1F1B two more, so that each refers to one that is repeated itself."""
+"""Microbatches of a shorter step: the first and the last differ from those between. Each later stage adds a waiting
+backward; under 1F1B two, so that each refers to one that is itself repeated."""
 
 
 @dataclass(frozen=True)
 class Depth:
-    """Of the groups of blocks on a stage: all of them, and those of the shorter one; and how many stages there are."""
+    """Groups of blocks on a stage: own, all of them; few, those of the shorter model. stages: their number."""
 
     own: int
     few: int
@@ -57,8 +57,8 @@ class Depth:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a model: its alike blocks, whether it has batch norms, bytes of its parameters, and of the trained ones; how
-    many parameters are float32; what a forward of the global batch comes to."""
+    """Facts on a model: its equal blocks, whether it has batch norms, the bytes of its parameters and of the trained
+    ones, the number of float32 parameters, and the size of a forward of the global batch."""
 
     stretch: Stretch | None
     batch_norms: bool
@@ -72,12 +72,12 @@ class Tracer:
     """Traces a job's plans, as `trace` does."""
 
     def __init__(self, job: Job) -> None:
-        """Its data is opened once, for all plans and stages, and read without processes of its own."""
+        """Opens the data once, for all plans and stages, and reads it without extra processes."""
         self.job = replace(job, data=functools.cache(job.data), loader_workers=0)
         self.batch_size = job.batch_size
 
     def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = ()) -> list[Trace]:
-        """Raises as `trace` does."""
+        """Trace a plan. Raises the same errors as `trace`."""
         few = microbatches_of(plan)
         if few is not None and self._reads_alike(plan):
             part = self.batch_size // plan.accumulate
@@ -94,7 +94,7 @@ class Tracer:
         return self._replayed(self.job, plan, kind, speeds)
 
     def _replayed(self, job: Job, plan: Plan, kind: str, speeds: Sequence[Hashable]) -> list[Trace]:
-        """All blocks of all microbatches, from few blocks where that is exact."""
+        """Return traces of all blocks and microbatches, extended from few blocks if that is exact."""
         stretch = None
         with contextlib.suppress(MeshwiseError):  # as the trace of the whole model will say
             stretch = self.model.stretch
@@ -111,7 +111,7 @@ class Tracer:
         return trace(job, plan, kind, speeds)
 
     def _reads_alike(self, plan: Plan) -> bool:
-        """Whether rank 0 has microbatches of the same sizes in its first steps."""
+        """Return whether rank 0 has microbatches of the same sizes in its first steps."""
         data = open_data(self.job, self.job.data(), "training set")
         if data.samples < STEPS * self.batch_size or self.batch_size % (plan.replicas * plan.accumulate):
             return False
@@ -121,7 +121,7 @@ class Tracer:
         return len({tuple((t.shape, t.dtype) for t in tensors_in(batch)) for batch in batches}) == 1
 
     def _batch(self) -> Any:
-        """The first one, on fake tensors."""
+        """Return the first batch, on fake tensors."""
         with real_values():
             data = open_data(self.job, self.job.data(), "training set")
             order = epoch_order(self.job.seed, 0, data.samples)
@@ -131,7 +131,7 @@ class Tracer:
 
     @functools.cached_property
     def model(self) -> Facts:
-        """What is known of the model from its modules alone. Raises UsageError where it does not build."""
+        """The facts known from the model's modules alone. Raises UsageError if it cannot be built."""
         heard = Heard()
         with FakeTensors(heard.on_operator, stands_for_real=True), fake_without_values():
             try:
@@ -157,15 +157,15 @@ class Tracer:
 
 
 def microbatches_of(plan: Plan) -> int | None:
-    """How many are enough for the shorter one; None where nothing is gained by tracing few, or where stages of a rank
-    take turns with them."""
+    """Return how many microbatches a shorter step needs; None if tracing few saves nothing, or if a rank's stages
+    alternate."""
     few = FEW_MICROBATCHES + (plan.pipeline - 1) * (1 if plan.schedule == "gpipe" else 2)
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     return few if alike and plan.accumulate > 2 * few + 1 else None
 
 
 def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
-    """None where nothing is gained by tracing few blocks, or stages would hold other ones."""
+    """Return the depth to trace; None if tracing few blocks saves nothing, or would change what stages hold."""
     stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
     if (
         isinstance(plan.recompute, tuple)
@@ -178,13 +178,13 @@ def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
 
 
 def blocks_axis(stretch: Stretch) -> GrowthAxis:
-    """Blocks of the stretch have numbers; the places in their group are alike. A rank calls the blocks of the stages
-    before its own too, which hand on a shape: all of them are one stretch."""
+    """Return an axis that numbers the blocks of the stretch; the positions in their groups are equal. A rank also calls
+    the blocks of earlier stages, which pass on a shape: all of them are one stretch."""
     places = {name: place - stretch.start for place, name in enumerate(stretch.names)}
 
     @functools.cache
     def known(module: str) -> tuple[int, str]:
-        """The place of its block in the stretch, and what of its name lies behind the block's; -1 outside."""
+        """Return the position of its block in the stretch, and the rest of its name after the block's; -1 outside."""
         name = module
         while name and name not in places:
             name = name.rpartition(".")[0]

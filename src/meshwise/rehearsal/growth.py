@@ -20,17 +20,17 @@ from typing import Any
 from meshwise.rehearsal.work import CollectiveOperation, Operation
 
 ENOUGH = 64
-"""Entries that tell how two sequences go on."""
+"""How many entries decide how two sequences continue."""
 
 
 class Unlike(Exception):
-    """What is longer does not come from repeating pieces of what is shorter."""
+    """The longer sequence does not arise from repeating pieces of the shorter one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """A piece of the longer sequence that the shorter one has not: `length` entries from `at` on. first, end: the
-    stretch in which every entry equals the one `length` before it. shift: length of all pieces before."""
+    """A piece that only the longer sequence has: `length` entries from `at` on. first, end: the stretch in which every
+    entry equals the one `length` before it. shift: total length of the pieces before."""
 
     at: int
     length: int
@@ -40,27 +40,27 @@ class Insertion:
 
 
 class Insertions:
-    """All pieces, in their order."""
+    """All inserted pieces, in order."""
 
     def __init__(self, short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]) -> None:
-        """loosely: the same two, where entries that have grown themselves are equal too."""
+        """loosely: the same two sequences, with numbers that are also equal for entries which have grown."""
         self.all = tuple(_widened(_found(short, long, loosely), long))
         self._firsts = [piece.first for piece in self.all]
         self._ats = [piece.at for piece in self.all]
 
     def around(self, place: int) -> Insertion | None:
-        """The piece in whose stretch a place of the longer sequence lies."""
+        """Return the piece whose stretch contains a position of the longer sequence."""
         number = bisect_right(self._firsts, place) - 1
         return self.all[number] if number >= 0 and place < self.all[number].end else None
 
     def of(self, place: int) -> Insertion | None:
-        """The piece that a place of the longer sequence belongs to."""
+        """Return the piece that a position of the longer sequence belongs to."""
         number = bisect_right(self._ats, place) - 1
         piece = self.all[number] if number >= 0 else None
         return piece if piece is not None and place < piece.at + piece.length else None
 
     def shift(self, place: int) -> int:
-        """Entries of all pieces before a place that is of none."""
+        """Return the total length of the pieces before a position outside of them."""
         number = bisect_right(self._ats, place) - 1
         return self.all[number].shift + self.all[number].length if number >= 0 else 0
 
@@ -68,7 +68,7 @@ class Insertions:
 def _found(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Where pieces were put in, and their lengths."""
+    """Return the positions and lengths of inserted pieces."""
     found: list[tuple[int, int]] = []
     one = other = 0
     while other < len(long):
@@ -89,8 +89,8 @@ def _found(
 def _put_in(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
 ) -> int:
-    """The length of the piece that begins at `other`; 0 where the entry has grown. What both go on with alike for
-    longer is taken. Raises Unlike where it is neither."""
+    """Return the length of the piece that begins at `other`; 0 if the entry itself has grown. Of several possible, the
+    one after which both sequences agree longest. Raises Unlike if none fits."""
     left, right = loosely
     most = min(len(long) - other - (len(left) - one), other)
     options: list[tuple[int, int, int]] = []
@@ -110,7 +110,7 @@ def _put_in(
 def _alike(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
 ) -> tuple[int, int]:
-    """How many entries are equal from here on, and how many also where they have grown, at most as many as need to."""
+    """Count equal entries from here on, and those equal up to growth; it stops when there are enough."""
     left, right = loosely
     equal = alike = 0
     for mine, its in zip(range(one, one + ENOUGH), range(other, other + ENOUGH), strict=True):
@@ -125,7 +125,7 @@ def _repeats(long: Sequence[int], place: int, length: int) -> bool:
 
 
 def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Insertion]:
-    """Late in the stretches in which they repeat, with one more behind: what they refer to lies before."""
+    """Move pieces late into their stretches, with one more copy behind, as they refer to entries before them."""
     stretches = []
     for place, length in found:
         first, end = place - length, place + length
@@ -148,8 +148,8 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Inse
 
 
 def grown(short: Any, long: Any, times: int) -> Any:
-    """The value at `times` steps of growth, of those at none and at one: numbers grow by as much at each step, lists by
-    the same pieces. Raises Unlike for what grows otherwise."""
+    """Return the value after `times` steps of growth, from those after none and one: numbers grow by the same amount
+    each time, lists by the same pieces. Raises Unlike for other growth."""
     if short == long and type(short) is type(long):
         return long
     if type(short) is type(long) is int:

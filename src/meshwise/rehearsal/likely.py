@@ -24,38 +24,38 @@ from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 
 PRODUCTS, RATE, MEMORY_RATE, LAUNCH = 0.7, 1e11, 1e10, 1e-5
-"""Of the peak, what matrix products reach; FLOP/s and bytes a second where no peak is known; seconds to launch an
-operator from Python."""
+"""The share of the peak that matrix products reach; FLOP/s and bytes per second if no peak is known; seconds to launch
+an operator from Python."""
 SPLIT = 8
-"""Parts of a layer that small traces have, at most: what others take goes with one over their number."""
+"""The most parts of a layer in small traces; the cost of other numbers is interpolated in one over the number."""
 STATE = 2.0
-"""Bytes of an optimizer's state for each of the trained parameters': Adam's."""
+"""Bytes of optimizer state for each byte of trained parameters: Adam's."""
 ADDED, STEPPED = 3, 7
-"""How often bytes of gradients are read or written to be added to those before, and those of parameters by a step."""
+"""How often the bytes of gradients are read or written to accumulate them, and those of parameters in a step."""
 AGAIN = 1.25
-"""Of what split layers send each other, with recompute: one of the four of a block is sent again."""
+"""Factor for the traffic of split layers under recompute: one of a block's four collectives runs again."""
 HELD = 1.1
-"""Times what tensors take, that the allocator holds."""
+"""Factor between what tensors take and what the allocator holds."""
 ALONE = 2
-"""Blocks whose parameters are gathered, or whose gradients are reduced, beside no computing: the first and the last."""
+"""Blocks whose gather or reduction overlaps with no computing: the first and the last."""
 
 
 @dataclass(frozen=True)
 class Guess:
-    """Of a plan: seconds of a step and bytes of a device."""
+    """A guess for a plan: seconds of a step and bytes of a device."""
 
     seconds: float
     memory: float
 
 
 class Likely:
-    """Guesses of the plans of one job on one machine."""
+    """Guesses the costs of the plans of one job on one machine."""
 
     def __init__(
         self, model: Facts, machine: Machine, batch: int, small: Callable[[Kind], Small | None] = lambda kind: None
     ) -> None:
-        """batch: samples of the global one. small: as `small_traces` makes it; where it gives None, what a block takes
-        is known from the forward."""
+        """batch: global batch size. small: as made by `small_traces`; if it returns None, a block's cost is estimated
+        from the forward."""
         self._model, self._forward, self._batch = model, model.forward, batch
         self._prices, self._machine = Prices(machine), machine
         self._off: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -66,13 +66,13 @@ class Likely:
         self._parts = 1 << (min(SPLIT, len(machine.devices)).bit_length() - 1)
 
     def __call__(self, plan: Plan) -> Guess:
-        """By how far guesses of plans were off that are like this one."""
+        """Guess a plan's cost, corrected by the errors of guesses for similar plans."""
         first = self._first(plan)
         seconds, memory = self._factors(plan)
         return Guess(first.seconds * seconds, first.memory * memory)
 
     def learn(self, found: Estimate) -> None:
-        """From a plan that was rehearsed."""
+        """Learn from a plan that was rehearsed."""
         first = self._first(found.plan)
         seconds = found.seconds.value / first.seconds if found.seconds is not None and first.seconds else 1.0
         for key in _likenesses(found.plan):
@@ -85,7 +85,7 @@ class Likely:
         return Guess(self._seconds(plan), self._bytes(plan))
 
     def _seconds(self, plan: Plan) -> float:
-        """One microbatch after the other in the last stage, which has the loss; what is sent beside it; the step."""
+        """Return the seconds of a step: the last stage's microbatches, exposed communication, and the update."""
         count, stages = plan.accumulate, plan.pipeline
         rows, blocks = self._batch / (plan.replicas * count), max(self._forward.blocks / stages, 1)
         part = self._model.parameters / (plan.tensor * stages * plan.expert)
@@ -110,20 +110,20 @@ class Likely:
         return turns * (forward + back + send) + reduce + alone
 
     def _step(self, plan: Plan, part: float) -> float:
-        """Of the optimizer."""
+        """Return the seconds of the optimizer's step."""
         divided = part / (plan.shard * (plan.data if plan.zero1 else 1))
         sent = self._one("broadcast", part, plan.data, plan.within_samples * plan.shard) if plan.zero1 else 0.0
         return STEPPED * divided / self._memory_rate + sent
 
     def _gather(self, plan: Plan, part: float, blocks: float) -> float:
-        """Of the parameters of all blocks of a stage; those of split layers as they are stored."""
+        """Return the seconds to gather a stage's blocks; parameters of split layers in their stored dtype."""
         if plan.shard == 1:
             return 0.0
         size = part * (self._narrow(plan) if plan.tensor == 1 else 1)
         return blocks * self._one("all-gather", size / blocks, plan.shard, plan.within_samples)
 
     def _reduce(self, plan: Plan, part: float, blocks: float) -> float:
-        """Of their gradients."""
+        """Return the seconds to reduce their gradients."""
         apart, seconds = plan.within_samples, 0.0
         if plan.shard > 1:
             seconds += blocks * self._one("reduce-scatter", part / blocks, plan.shard, apart)
@@ -132,7 +132,7 @@ class Likely:
         return seconds
 
     def _together(self, computing: float, sent: float) -> float:
-        """Seconds of both, each of which slows the other."""
+        """Return the seconds of computing and communication together, each of which slows the other."""
         slower, longer = self._overlap.compute, self._overlap.communication
         if sent * longer < computing * slower:
             return computing + sent * longer * (1 - 1 / slower)
@@ -140,19 +140,19 @@ class Likely:
 
     @property
     def _hidden(self) -> float:
-        """Bytes that a block is given of a sample."""
+        """Return the bytes that a block receives for a sample."""
         return self._forward.inputs / max(self._forward.blocks, 1) / self._batch
 
     def _block(self, plan: Plan, rows: float) -> Small:
-        """What a block takes of so many samples, with what its layers send each other. Small traces have as many of
-        them as a device of the machine where nothing is split, so that their kernels are as full."""
+        """Return a block's cost for so many samples, with the traffic of its split layers. Small traces have as many
+        samples as one device would have unsplit, so that their kernels are as full."""
         word, parts, part, rows = plan.precision, self._parts, 1 / plan.tensor, rows / plan.context
         few = max(self._batch // len(self._machine.devices), 1)
         one, two, many = Kind(word, rows=few), Kind(word, rows=2 * few), Kind(word, parts, rows=parts * few)
         split = replace(many, sequence=plan.sequence) if plan.tensor > 1 else one
 
         def at(name: str) -> float:
-            """Some of it whatever the samples are, as casts of weights; the rest with them."""
+            """Return a part independent of the samples, such as casts of weights, plus a part proportional to them."""
             fixed = max(2 * few * (self._each(one, name) - self._each(two, name)), 0.0)
             whole = self._each(one, name) - fixed / few
             rest = self._between(whole, self._each(split, name) - fixed / few / parts**2, part)
@@ -180,18 +180,18 @@ class Likely:
         return Small(forward + sent / 2, backward + sends, at("outside"), sent, kept)
 
     def _each(self, kind: Kind, name: str) -> float:
-        """Of a sample."""
+        """Return the cost per sample."""
         return float(getattr(self._small(kind), name)) / kind.rows
 
     def _between(self, whole: float, split: float, part: float) -> float:
-        """Of what is split into parts; known whole and in the most parts."""
+        """Interpolate the cost of a split layer between the whole one and the one with most parts."""
         if part == 1 or self._parts == 1:
             return whole
         divided = (whole - split) / (1 - 1 / self._parts)
         return whole - divided + divided * part
 
     def _rough(self, kind: Kind) -> Small:
-        """From the forward of the model: its products at a share of the peak, and what it gives, read and written."""
+        """Estimate from the model's forward: its products at a share of the peak, and its outputs read and written."""
         forward, devices, word = self._forward, self._machine.devices, dtypes_of(kind.precision).computed
         rate = min(device.peak.get(word, 0.0) or RATE for device in devices) * PRODUCTS
         each = kind.rows / self._batch / max(forward.blocks, 1)
@@ -232,7 +232,7 @@ class Likely:
 
 
 def _inside(tensor: int, sequence: bool) -> float:
-    """What a rank has of what a block keeps: of tensors between split layers a third is whole on every rank."""
+    """Return a rank's share of a block's activations: a third of those between split layers is whole on all."""
     return 1 / tensor if sequence else 1 / 3 + 2 / 3 / tensor
 
 
@@ -242,6 +242,6 @@ def _collective(kind: str, size: int, ranks: int, apart: int) -> CollectiveOpera
 
 
 def _likenesses(plan: Plan) -> list[tuple[object, ...]]:
-    """What plans are alike by, the closest first."""
+    """Return keys by which plans are similar, the closest first."""
     mesh = plan.tensor > 1, plan.pipeline > 1, plan.shard > 1, plan.devices > 1
     return [(mesh, plan.recompute, plan.sequence), (mesh,), (plan.recompute,), ()]

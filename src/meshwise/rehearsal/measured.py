@@ -36,18 +36,17 @@ from meshwise.rehearsal.work import Operation, Work
 from meshwise.spec.machine import Machine
 
 ADAM = 7
-"""Operators of a step of torch's Adam on one parameter without weight decay: lerp_, mul_, addcmul_, sqrt, div, add_,
-addcdiv_."""
+"""The operators in a step of torch's Adam on one parameter without weight decay: lerp_, mul_, addcmul_, sqrt, div,
+add_, addcdiv_."""
 MEMORY_RATE = "bytes a second of a copy"
 PROGRAM, DTENSOR = "what a program adds to an operator", "what DTensor adds to an operator"
 
 
 class OperatorTimes:
-    """Seconds of operators on this machine's processor. `known` of `kernel_seconds` may be an instance."""
+    """Measured seconds of operators on this machine's processor. An instance can be the `known` of `kernel_seconds`."""
 
     def __init__(self, threads: int | None = None, folder: Path | None = None, workers: int = 1) -> None:
-        """threads: that a worker computes with, torch's own number by default. folder: of the cache. workers: that
-        compute at once."""
+        """threads: of a worker, by default torch's own number. folder: of the cache. workers: that compute at once."""
         self.threads, self.workers = threads or torch.get_num_threads(), workers
         facts = {"torch": torch.__version__, "processor": host_facts().processor, "threads": self.threads}
         facts |= {"workers": workers}
@@ -59,15 +58,15 @@ class OperatorTimes:
         """What is to be said of calls that ended their process."""
 
     def __call__(self, operation: Operation) -> float | None:
-        """Seconds of an operator that was measured; None for another."""
+        """Return the seconds of an operator that was measured; None for any other."""
         return self._seconds.get(operation.call) if operation.call else None
 
     def inside(self, operation: Operation) -> int:
-        """Bytes that an operator allocates for its own while it runs; 0 for one that was not measured."""
+        """Return the bytes that an operator allocates internally while it runs; 0 if it was not measured."""
         return self._inside.get(operation.call, 0)
 
     def memory_rate(self) -> float:
-        """Bytes a second that a copy reads and writes."""
+        """The bytes per second that a copy reads and writes."""
         if MEMORY_RATE not in self._seconds:
             with threads_set(self.threads):
                 self._remember({MEMORY_RATE: memory_rate(torch.device("cpu"), 0.1)})
@@ -75,17 +74,17 @@ class OperatorTimes:
 
     @property
     def program(self) -> float | None:
-        """Seconds that Python, modules and autograd add to an operator; None until it was measured."""
+        """Seconds that Python, modules and autograd add to an operator; None until measured."""
         return self._seconds.get(PROGRAM)
 
     @property
     def dtensor(self) -> float | None:
-        """Seconds that DTensor adds to an operator of an optimizer; None until it was measured."""
+        """Seconds that DTensor adds to an operator of an optimizer; None until measured."""
         return self._seconds.get(DTENSOR)
 
     def measure(self, works: Iterable[Work], budget: float = 20.0) -> int:
-        """Measure the operators of these steps that are not known, what takes most of the steps first, for about
-        `budget` seconds; how many are left. What cannot be run here is passed over."""
+        """Measure the unknown operators of these steps, those that take most time first, for about `budget` seconds;
+        return how many are left. Operators that cannot run here are skipped."""
         works, known = list(works), {**self._seconds, **self.ended}
         waiting = [operation for operation in _most_first(works) if operation.call not in known]
         if waiting and budget:
@@ -114,7 +113,7 @@ class OperatorTimes:
         return left
 
     def _remember(self, found: dict[str, float], inside: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Beside what another process may have written meanwhile."""
+        """Store measurements, together with those that another process may have written meanwhile."""
         seconds, bytes_inside = _read(self.path)
         self._seconds = {**seconds, **self._seconds, **found}
         self._inside = {**bytes_inside, **self._inside, **inside}
@@ -131,11 +130,11 @@ def prices_here(
     folder: Path | None = None,
     workers: int | None = None,
 ) -> Prices:
-    """Prices on a machine of CPU workers, with the operators of these steps measured where its processor is this one:
-    for about `budget` seconds, what takes most of the steps first. Of any other machine its prices as they are.
+    """Return the prices of a machine of CPU workers; if its processor is this one, measure the operators of these steps
+    for about `budget` seconds, those that take most time first. Other machines' prices are unchanged.
 
-    What cannot be measured by itself is priced by the rate of the memory, which is measured too where it is not known.
-    workers: that share the cores; by default the devices of a host.
+    Operators that cannot be measured are priced by the memory rate, which is measured too if unknown. workers: that
+    share the cores; by default the devices of a host.
     """
     device = machine.devices[0]
     if device.part not in ("cpu", host_facts().processor):
@@ -153,7 +152,7 @@ def prices_here(
 
 
 def said(times: OperatorTimes, works: Iterable[Work]) -> tuple[str, ...]:
-    """Of operators of these steps that ended their process."""
+    """Describe operators of these steps that ended their process."""
     calls = {launch.what.call for work in works for launch in work.launches if isinstance(launch.what, Operation)}
     return tuple(
         dict.fromkeys(
@@ -163,12 +162,12 @@ def said(times: OperatorTimes, works: Iterable[Work]) -> tuple[str, ...]:
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/meshwise`, else `~/.cache/meshwise`."""
+    """Return `$XDG_CACHE_HOME/meshwise`, else `~/.cache/meshwise`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwise"
 
 
 def program_seconds() -> float:
-    """Seconds an operator that a small model's forward and backward take longer than its operators alone."""
+    """Measure by how many seconds per operator a small model's forward and backward exceed their operators alone."""
     torch.manual_seed(0)
     width, depth = 16, 24
     layers = [torch.nn.Linear(width, width) for _ in range(depth)]
@@ -192,7 +191,7 @@ def program_seconds() -> float:
 
 
 def dtensor_seconds() -> float:
-    """Seconds an operator that an optimizer takes longer on DTensors than on their parts."""
+    """Measure by how many seconds per operator an optimizer is slower on DTensors than on their parts."""
     with fake_world(0, 2):
         mesh = init_device_mesh("cpu", (2,))
 
@@ -207,14 +206,14 @@ def dtensor_seconds() -> float:
 
 
 def _most_first(works: Iterable[Work]) -> list[Operation]:
-    """Each operator once, those first whose FLOPs and bytes over all launches are most."""
+    """Return each operator once, in descending order of its total FLOPs and bytes."""
     counts = Counter(launch.what for work in works for launch in work.launches if isinstance(launch.what, Operation))
     callable_here = [operation for operation in counts if operation.call]
     return sorted(callable_here, key=lambda one: -counts[one] * (one.flops / 10 + one.read + one.written))
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, int]]:
-    """Seconds, and bytes inside."""
+    """Read seconds, and bytes allocated inside."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         seconds = {str(call): float(value) for call, value in table["seconds"].items()}

@@ -25,9 +25,9 @@ Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that was allocated at once. place: of the event in `Work.events` that reached it, -1 before the first.
+    """The most memory allocated at once. place: of the event in `Work.events` that reached it, -1 before the first.
 
-    split: bytes by category, those that are there. phase, module, microbatch: of the launch that the memory was for.
+    split: bytes by category, without empty ones. phase, module, microbatch: of the launch that the memory was for.
     """
 
     bytes: int
@@ -40,8 +40,8 @@ class Peak:
 
 @dataclass(frozen=True)
 class Curve:
-    """places: of the events that change it, ascending, first -1 for what is held when the step begins. by_category:
-    bytes after each, one row a place, one column a category, in the order of CATEGORIES."""
+    """Memory over a step. places: of the events that change it, ascending, first -1 for memory held when the step
+    begins. by_category: bytes after each, one row per place, one column per category, in the order of CATEGORIES."""
 
     work: Work
     places: Bytes
@@ -55,7 +55,7 @@ class Curve:
 
     @cached_property
     def peak(self) -> Peak:
-        """The first moment of the most bytes."""
+        """Return the first moment of the most bytes."""
         at = int(self.total.argmax())
         place = int(self.places[at])
         split = {name: int(size) for name, size in zip(CATEGORIES, self.by_category[at], strict=True) if size}
@@ -65,8 +65,8 @@ class Curve:
 
 
 def memory_curve(work: Work, on_host: bool = False) -> Curve:
-    """The memory of the device over the step, or of its host. Raises ValueError for a storage that is given back and
-    was never taken, or taken twice."""
+    """Return the memory of the device, or of its host, over the step. Raises ValueError for a storage that is freed
+    without having been allocated, or allocated twice."""
     column = {name: number for number, name in enumerate(CATEGORIES)}
     unit = 1 if on_host or work.kind == "cpu" else 0
     alive: dict[int, tuple[int, int]] = {}
@@ -96,8 +96,8 @@ def memory_curve(work: Work, on_host: bool = False) -> Curve:
 
 
 def with_inside(work: Work, inside: Callable[[Operation], int]) -> Work:
-    """The same with what operators allocate for their own while they run, for its memory alone: the places of launches
-    become others. inside: bytes of that."""
+    """Add the memory that operators allocate internally while they run. The result is for memory only: places of
+    launches change. inside: bytes of an operator."""
     events: list[Event] = []
     for event in work.events:
         size = inside(event.what) if isinstance(event, Launch) and isinstance(event.what, Operation) else 0
@@ -116,7 +116,7 @@ def _memory_events(work: Work) -> Iterator[tuple[int, Allocate | Free]]:
 
 
 def _launch_at(work: Work, place: int) -> Launch | None:
-    """The launch that follows an event, else the last before it: memory is taken for what is launched next."""
+    """Return the launch after an event, else the last before it: memory is allocated for the next launch."""
     after = (event for event in work.events[max(place, 0) :] if isinstance(event, Launch))
     before = (event for event in reversed(work.events[: max(place, 0)]) if isinstance(event, Launch))
     return next(after, None) or next(before, None)

@@ -19,13 +19,13 @@ from meshwise.spec.machine import Device
 
 BEFORE = "before the step"
 MOST = 10
-"""Sorts of tensors that are named."""
+"""How many kinds of tensors are named."""
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors that are there at the peak and are alike. size: bytes of each; maker: the operator that made them, in
-    which phase; empty where they were there when the step began."""
+    """Equal tensors at the peak. size: bytes of each; maker: the operator that made them, and its phase; empty if they
+    existed when the step began."""
 
     category: str
     size: int
@@ -36,10 +36,10 @@ class Tensors:
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """The memory of one rank in the step in which it needs most. first: that is its first step. peak: of its tensors;
-    phases: bytes by category at the most of each phase, and before the step. largest: sorts of tensors at the peak, by
-    all their bytes together. outside: bytes by name beside tensors: what the allocator holds without a tensor in it,
-    the context, communicators. host: bytes in the host's memory, by category at their peak."""
+    """The memory of one rank in the step in which it needs most. first: whether that is its first step. peak: of its
+    tensors; phases: bytes by category at the peak of each phase, and before the step. largest: kinds of tensors at the
+    peak, by total bytes. outside: bytes outside of tensors by name: unused memory of the allocator, the context,
+    communicators. host: bytes in host memory, by category at their peak."""
 
     rank: int
     first: bool
@@ -51,7 +51,7 @@ class MemoryParts:
 
 
 def memory_parts(first: Work, step: Work, device: Device) -> MemoryParts:
-    """Of a rank on its device: in its first step and in a later one."""
+    """Return the memory parts of a rank on its device, for its first step and a later one."""
     works = (first, step)
     curves = [memory_curve(work) for work in works]
     most = max(curves, key=lambda curve: curve.peak.bytes)
@@ -74,7 +74,7 @@ def memory_parts(first: Work, step: Work, device: Device) -> MemoryParts:
 
 
 def _next_launches(work: Work) -> list[Launch | None]:
-    """For each event the launch that it was for: the next one, behind the last one that one."""
+    """Return for each event the launch that it was for: the next one, or after the last launch that one."""
     found: list[Launch | None] = [None] * len(work.events)
     last = next((event for event in reversed(work.events) if isinstance(event, Launch)), None)
     for place in range(len(work.events) - 1, -1, -1):

@@ -30,7 +30,7 @@ REDUCTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`batch` matrix products, (m × k) by (k × n) each. misaligned: a side is no multiple of 16 bytes."""
+    """`batch` matrix products, (m × k) by (k × n) each. misaligned: a side is not a multiple of 16 bytes."""
 
     batch: int
     m: int
@@ -40,7 +40,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """The number of multiplications and additions."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
@@ -67,8 +67,8 @@ def _sort_of_name(name: str) -> str:
 
 
 def sort_of(operation: Operation) -> str:
-    """`matmul`, `attention`, `convolution`, `recurrent`, `depthwise`, `gather`, `reduction`, `optimizer` or
-    `elementwise`, which is every other. An operator of no known name with FLOPs counted is a matmul."""
+    """Return `matmul`, `attention`, `convolution`, `recurrent`, `depthwise`, `gather`, `reduction`, `optimizer` or, for
+    all others, `elementwise`. An operator of unknown name with counted FLOPs is a matmul."""
     sort = _sort_of_name(operation.name)
     if sort == "convolution":
         weight = _convolution_weight(operation)
@@ -79,8 +79,8 @@ def sort_of(operation: Operation) -> str:
 
 
 def product_of(operation: Operation) -> Product | None:
-    """The matrix product that the operator does, of a convolution the one that it is computed as (implicit GEMM); None
-    where its shapes do not say."""
+    """Return the matrix product that the operator computes, for a convolution the implicit GEMM; None if its shapes do
+    not tell."""
     sort = _sort_of_name(operation.name)
     if sort == "convolution":
         return _of_convolution(operation)
@@ -116,14 +116,14 @@ def _of_two(word: str, left: tuple[int, ...], right: tuple[int, ...]) -> Product
 
 
 def _convolution_weight(operation: Operation) -> tuple[int, ...] | None:
-    """(channels out, channels in of a group, then the kernel's sides)."""
+    """Return (channels out, channels in of a group, then the kernel's sides)."""
     shapes = [shape for shape in operation.shapes if len(shape) >= 3]
     place = 2 if "backward" in operation.name else 1
     return shapes[place] if len(shapes) > place else None
 
 
 def _of_convolution(operation: Operation) -> Product | None:
-    """Forward: pixels × channels in of the kernel × channels out. A backward is two such products of one size."""
+    """Forward: pixels × channels in of the kernel × channels out. A backward is two such products of equal size."""
     weight = _convolution_weight(operation)
     if weight is None or not operation.flops:
         return None

@@ -26,12 +26,12 @@ _until: list[tuple[float, Callable[[], float]]] = []
 
 
 class OutOfTime(BaseException):
-    """A rehearsal is over its time. Not an Exception: the program's own handlers let it pass."""
+    """A rehearsal has used up its time. Not an Exception, so that a program's own handlers do not catch it."""
 
 
 @contextlib.contextmanager
 def until(moment: float, clock: Callable[[], float]) -> Iterator[None]:
-    """Raises OutOfTime in the body where a forward, backward or optimizer step begins later by the clock."""
+    """Raise OutOfTime in the body if a forward, backward or optimizer step begins after this time."""
     _until.append((moment, clock))
     try:
         yield
@@ -40,7 +40,7 @@ def until(moment: float, clock: Callable[[], float]) -> Iterator[None]:
 
 
 class Places(Recorder):
-    """A rank's recorder, which records nothing and knows where the step is. `follow` the model first."""
+    """A recorder that records nothing, but knows the current position in the step. `follow` the model first."""
 
     def __init__(self) -> None:
         super().__init__(on=False)
@@ -50,7 +50,7 @@ class Places(Recorder):
         self._blocks: list[str] = []
 
     def follow(self, model: nn.Module, microbatch: Callable[[], int]) -> None:
-        """microbatch: the number of the one under way, where the name of a phase does not say it."""
+        """Follow a model. microbatch: returns the current number, if the name of a phase does not tell."""
         self._microbatch = microbatch
         for name, block in blocks_of(model):
             block.register_forward_pre_hook(functools.partial(self._turns_to, name))
@@ -75,7 +75,7 @@ class Places(Recorder):
             self._starts, self._blocks = [], []
 
     def now(self) -> tuple[str, int]:
-        """The block (empty outside of all) and the microbatch (-1 outside) of an operator that is called now."""
+        """Return the block (empty outside of all) and the microbatch (-1 outside) of the current operator."""
         if self.phase not in ("forward", "backward"):
             return "", -1
         staged = stage_and_microbatch(self._name)

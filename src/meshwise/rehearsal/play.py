@@ -20,16 +20,16 @@ from meshwise.rehearsal.prices import Overlap
 from meshwise.rehearsal.work import CollectiveOperation, Copy, Launch, Operation
 
 COMPUTING, INSIDE, ACROSS, TO_HOST, TO_DEVICE = range(5)
-"""What shares what: the device, the links inside a host, those between hosts, and each way to the host."""
+"""What activities share: the device, the links inside a host, those between hosts, and each way to the host."""
 
 
 @dataclass(slots=True)
 class Item:
     """A launch with its price. seconds: alone, on its stream; host: of the host; share: what it shares, as above.
 
-    number: of collectives of one kind and group, counted in the order of the host; blocks: the host waits for its end.
-    Several operators as one: lead is of the first's launch, and late is when they can have ended at the earliest, after
-    the host has begun to launch them.
+    number: counts collectives of one kind and group in the order of the host; blocks: the host waits for its end.
+    Several operators as one: lead is of the first launch, and late is when they can end at the earliest, after the host
+    has begun to launch them.
     """
 
     place: int
@@ -45,8 +45,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What was done: launch `place` of a rank. ready: its stream came to it; start: it began, which is later where it
-    waited for other ranks; end. by_host: its stream had waited for the host's launch. Seconds from the step's start."""
+    """A finished launch `place` of a rank. ready: its stream came to it; start: it began, later if it waited for other
+    ranks; end. by_host: its stream had waited for the host's launch. Seconds from the step's start."""
 
     rank: int
     place: int
@@ -112,7 +112,7 @@ class _Play:
             self.settle(now)
 
     def launch(self, rank: int, now: float) -> None:
-        """The host launches until it has to wait."""
+        """Launch for the host until it has to wait."""
         of = self.ranks[rank]
         of.host = max(of.host, now)
         while of.next < len(of.items):
@@ -129,7 +129,7 @@ class _Play:
                 return
 
     def begin_next(self, rank: int, stream: str, now: float) -> None:
-        """Begin what is next on a stream, if it can begin now."""
+        """Begin the next item on a stream, if it can begin now."""
         of = self.ranks[rank]
         queue = of.queues[stream]
         if stream in of.busy or not queue:
@@ -192,7 +192,7 @@ class _Play:
                 self.deliver((what.ranks, item.number), now)
 
     def deliver(self, message: tuple[tuple[int, ...], int], now: float) -> None:
-        """A message is there."""
+        """Deliver a message."""
         self.sent.add(message)
         for rank, item, ready, by_host in self.arrived.pop(("receive", *message), ()):
             began = max(ready, self.sends[message])
@@ -212,7 +212,7 @@ class _Play:
             self.begin_next(rank, waiting, now)
 
     def settle(self, now: float) -> None:
-        """New rates for what runs on the ranks on which something has changed, and new times of its end."""
+        """Update the rates of what runs on ranks where something has changed, and the times at which it ends."""
         if len(self.changed) == 1:
             tasks = list(self.ranks[self.changed.pop()].active)
         else:
@@ -228,7 +228,7 @@ class _Play:
             self.push(now + task.left / rate, task, task.version, 0, "")
 
     def rate(self, rank: int, share: int) -> float:
-        """How fast such an activity of the rank proceeds now, of its speed alone."""
+        """Return the current speed of such an activity of the rank, relative to its speed alone."""
         of = self.ranks[rank]
         counts = of.counts
         rate = 1 / max(counts[share], 1)
@@ -249,10 +249,10 @@ def _first(task: _Task) -> tuple[int, int]:
 
 
 def play(items: Mapping[int, Sequence[Item]], overlaps: Mapping[int, Overlap]) -> list[Done]:
-    """What every rank does when, in the order of its ends. items: by rank, in the order of its host's launches.
+    """Simulate what each rank does when, in the order of its ends. items: by rank, as its host launches them.
 
-    Ranks that are not among them are taken to come when the first of those that are does. Raises ValueError where
-    ranks wait for each other for ever.
+    Ranks that are missing are assumed to come when the first of the others does. Raises ValueError if ranks wait for
+    each other for ever.
     """
     playing = _Play({rank: _Rank(list(own), overlaps[rank]) for rank, own in items.items()})
     playing.run()
@@ -269,7 +269,7 @@ def _stuck(rank: int, of: _Rank) -> str:
 
 
 def name_of(what: Operation | CollectiveOperation | Copy) -> str:
-    """`aten.mm`, `all-reduce of 8 ranks`, `copy to host`."""
+    """Return `aten.mm`, `all-reduce of 8 ranks`, `copy to host`."""
     if isinstance(what, Operation):
         return what.name
     return f"copy to {what.to}" if isinstance(what, Copy) else f"{what.kind} of {len(what.ranks)} ranks"

@@ -27,15 +27,15 @@ from meshwise.spec.timings import seconds_at
 MEASURED, CATALOG, MODEL = "measured", "catalog", "model"
 COMPUTE, MEMORY, COMMUNICATION, LAUNCH = "compute", "memory", "communication", "launch"
 FACTORS = (COMPUTE, MEMORY, COMMUNICATION, LAUNCH)
-"""What a price hangs on. Errors of prices of one factor go together, those of different factors do not."""
+"""What a price depends on. Errors of prices with one factor are dependent, those with different factors are not."""
 Known = Callable[[Operation], float | None]
-"""Seconds of an operator that was measured at its shape on the device in question, or None."""
+"""Returns the seconds of an operator that was measured at its shape on the device in question, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """seconds, and low and high: an 80 % interval. origin: `measured`, `catalog` (a measured share of a nominal figure)
-    or `model` (a share that nobody measured). factor: of FACTORS."""
+    """A price. seconds, and low and high: an 80 % interval. origin: `measured`, `catalog` (a measured share of a
+    nominal figure) or `model` (an unmeasured share). factor: of FACTORS."""
 
     seconds: float
     low: float
@@ -45,19 +45,19 @@ class Priced:
 
 
 def priced(seconds: float, spread: float, origin: str, factor: str) -> Priced:
-    """From `seconds / spread` to `seconds * spread`."""
+    """Return a price with the interval from `seconds / spread` to `seconds * spread`."""
     return Priced(seconds, seconds / spread, seconds * spread, origin, factor)
 
 
 def times(price: Priced, factor: float) -> Priced:
-    """So many times the price."""
+    """Multiply a price by a factor."""
     if factor == 1.0:
         return price
     return replace(price, seconds=price.seconds * factor, low=price.low * factor, high=price.high * factor)
 
 
 def kernel_seconds(operation: Operation, device: Device, known: Known | None = None) -> Priced | None:
-    """How long the device computes one operator; on a CPU with the cost of calling it. None: a figure is not known.
+    """Return the seconds to compute one operator; on a CPU with the cost of its call. None if a figure is unknown.
 
     known: operators that were measured on this device, asked first.
     """
@@ -81,14 +81,14 @@ def kernel_seconds(operation: Operation, device: Device, known: Known | None = N
 
 
 def fused_share(operation: Operation) -> float:
-    """What is left of an operator's time where its block is compiled: kernels that wait for memory are fused."""
+    """Return the share of an operator's time that remains in a compiled block: kernels limited by memory are fused."""
     return FIGURES["compile.memory"].value if sort_of(operation) in ("elementwise", "reduction") else 1.0
 
 
 def launch_seconds(device: Device, phase: str = "") -> Priced:
-    """Seconds of the host to begin one operator on an accelerator; 0 on a CPU, whose operators hold their own.
+    """Return the host's seconds to launch an operator on an accelerator; 0 on a CPU, whose operators include them.
 
-    phase: in which a program does it, of PHASES: Python, modules and autograd come on top of the launch itself.
+    phase: of PHASES, in which a program does it: Python, modules and autograd are added to the launch itself.
     """
     if device.kind == "cpu":
         return Priced(0.0, 0.0, 0.0, MEASURED, LAUNCH)
@@ -102,7 +102,7 @@ def launch_seconds(device: Device, phase: str = "") -> Priced:
 
 
 def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
-    """Seconds of a copy between an accelerator and its host, from and to pinned memory."""
+    """Return the seconds of a copy between an accelerator and its host, from and to pinned memory."""
     ends = (HOST, device.name) if copy.to == "device" else (device.name, HOST)
     link = link_between(machine, *ends)
     if link is None:
@@ -123,7 +123,7 @@ def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
 
 
 def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """What moving the operator's bytes takes on an accelerator."""
+    """Return the seconds to move the operator's bytes on an accelerator."""
     moved = operation.read + operation.written
     group = sort if f"memory.{sort}" in FIGURES else "elementwise"
     share, floor = FIGURES[f"memory.{group}"], FIGURES["kernel"]
@@ -144,7 +144,7 @@ def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
 
 
 def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """What the operator's FLOPs take on an accelerator; None where no rate is known of this dtype."""
+    """Return the seconds for the operator's FLOPs on an accelerator; None if no rate of this dtype is known."""
     if not operation.dtypes:
         return None
     dtype, known = operation.dtypes[0], part(device.part)
@@ -180,7 +180,7 @@ def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
 
 
 def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[float, float, str] | None:
-    """(FLOP/s of a large matmul, spread, origin) from the peak; None where the peak of the dtype is not known."""
+    """Return (FLOP/s of a large matmul, spread, origin) from the peak; None if the peak of the dtype is unknown."""
     peak = device.peak.get(dtype)
     if peak is None:
         return None
@@ -196,8 +196,8 @@ def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[f
 
 
 def _transposing(operation: Operation, device: Device) -> float:
-    """Seconds to bring the images of a convolution into the layout that tensor cores take, and back: each byte is read
-    and written once more. None of it where the convolution does not run on them."""
+    """Return the seconds to convert a convolution's images to the layout of tensor cores and back: each byte is read
+    and written once more. None if the convolution does not run on them."""
     narrow = operation.dtypes[0] in ("bf16", "fp16") or "tf32" in {*device.peak, *device.best_rates}
     rate = device.memory_rate or FIGURES["memory.copy"].value * (device.memory_bandwidth or 0.0)
     if not narrow or not rate:
@@ -206,7 +206,7 @@ def _transposing(operation: Operation, device: Device) -> float:
 
 
 def _attention(operation: Operation, device: Device, dtype: str, known: CatalogPart | None) -> Priced | None:
-    """Attention in one kernel, whose share of the peak is not a matmul's. FLOPs are those done: half where causal."""
+    """Price attention in one kernel, with its own share of the peak. FLOPs are those done: half if causal."""
     peak = device.peak.get(dtype)
     if peak is None:
         return None
@@ -227,14 +227,14 @@ def _attention(operation: Operation, device: Device, dtype: str, known: CatalogP
 
 
 def _filled(blocks: int, multiprocessors: int) -> float:
-    """What of the multiprocessors is at work, over all waves of `blocks` equal blocks."""
+    """Return the share of the multiprocessors at work, over all waves of `blocks` equal blocks."""
     return max(blocks, 1) / (math.ceil(max(blocks, 1) / multiprocessors) * multiprocessors)
 
 
 @lru_cache(maxsize=65_536)
 def tile_share(product: Product, multiprocessors: int | None) -> float:
-    """The share of a large matmul's rate that this one has: whole tiles in whole waves, with the best of TILES, and its
-    k divided over idle multiprocessors where that helps. 1 where the multiprocessors are not known."""
+    """Return the rate relative to a large matmul: whole tiles in whole waves, with the best of TILES, and k divided
+    over idle multiprocessors if that helps. 1 if the multiprocessors are unknown."""
     if not multiprocessors:
         return 1.0
     fill = FIGURES["matmul.fill"].value
@@ -254,13 +254,13 @@ def tile_share(product: Product, multiprocessors: int | None) -> float:
 
 
 def _measured_rate(products: Sequence[Matmul], flops: int, multiprocessors: int | None) -> float:
-    """FLOP/s of a matmul whose tiles fill the device, between the two measured ones of about as many FLOPs."""
+    """Return the FLOP/s of a matmul that fills the device, interpolated between two measured ones by FLOPs."""
     sizes = {2 * p.m * p.n * p.k: p.rate / tile_share(Product(1, p.m, p.n, p.k), multiprocessors) for p in products}
     return _between(sorted(sizes.items()), flops)
 
 
 def _between(table: Sequence[tuple[int, float]], at: float) -> float:
-    """The second at `at` of the first, on logarithmic axes; the nearest end's outside."""
+    """Interpolate the second at `at` of the first, on logarithmic axes; outside, the nearest end's value."""
     place = bisect_left(table, (at,))
     if place == 0 or place == len(table):
         return table[min(place, len(table) - 1)][1]
@@ -273,7 +273,7 @@ def _between(table: Sequence[tuple[int, float]], at: float) -> float:
 
 
 def _on_processor(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """A CPU's operator: measured products by their FLOPs, else the measured rate of memory, and the cost of a call."""
+    """Price a CPU's operator: measured products by FLOPs, else the measured memory rate, and the cost of a call."""
     if device.memory_rate is None:
         return None
     bytes_seconds = (operation.read + operation.written) / device.memory_rate
@@ -294,5 +294,5 @@ def _on_processor(operation: Operation, device: Device, sort: str) -> Priced | N
 
 
 def _joint(one: float, other: float) -> float:
-    """The spread of a product of two figures whose errors are independent."""
+    """Return the spread of a product of two figures with independent errors."""
     return math.exp(math.hypot(math.log(one), math.log(other)))

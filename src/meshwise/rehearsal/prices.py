@@ -32,9 +32,9 @@ from meshwise.spec.units import plural
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much longer what computes, and what communicates, takes while the other is under way: at least 1.
+    """How much longer computing, and communication, takes while the other runs: at least 1.
 
-    inside: of what communicates inside a host, where that is another figure."""
+    inside: for communication inside a host, if different."""
 
     compute: float
     communication: float
@@ -42,7 +42,7 @@ class Overlap:
 
 
 def overlap_of(device: Device, end: int = 0) -> Overlap:
-    """The factors of the table of constants for this kind of device; at -1 and 1 the ends of their intervals."""
+    """Return the factors in the table of constants for this kind of device; at -1 and 1 the ends of their intervals."""
     if device.kind != "cpu":
         return _overlap("gpu", end)
     return replace(_overlap("cpu", end), inside=_overlap("cpu.inside", end))
@@ -68,11 +68,10 @@ class Prices:
         notes: tuple[str, ...] = (),
         compiled: bool = False,
     ) -> None:
-        """known: measured seconds of operators, by the name of the device's part. program: seconds that Python, modules
-        and autograd add to each operator of a CPU worker; dtensor: that DTensor adds to one of its optimizer. crowd:
-        workers that share one core, at least 1.
-        inside: measured bytes that an operator allocates for its own while it runs. notes: what is to be said.
-        compiled: blocks run compiled on accelerators, where they were traced as they run uncompiled."""
+        """known: measured seconds of operators, by the device's part. program: seconds that Python, modules and
+        autograd add to each operator of a CPU worker; dtensor: that DTensor adds to one of its optimizer. crowd:
+        workers that share one core, at least 1. inside: measured bytes that an operator allocates internally. notes:
+        for the user. compiled: blocks run compiled on accelerators, though they were traced uncompiled."""
         self.machine, self._crowd, self.inside, self.notes = machine, crowd, inside, notes
         self._program, self._dtensor, self.compiled = program, dtensor or 0.0, compiled
         self._known = known or {}
@@ -85,7 +84,7 @@ class Prices:
         self._alike = [alike.setdefault(speed_of(device), len(alike)) for device in machine.devices]
 
     def of(self, what: Operation | CollectiveOperation | Copy, rank: int) -> Priced | None:
-        """Seconds on the stream of this rank; None where a figure is not known."""
+        """Return the seconds on the stream of this rank; None if a figure is unknown."""
         key = self._alike[rank], id(what)  # the same object again: what is alike is one object in a trace
         found = self._objects.get(key)
         if found is None:
@@ -113,7 +112,7 @@ class Prices:
     def host(
         self, what: Operation | CollectiveOperation | Copy, rank: int, phase: str = "other", dtensors: bool = False
     ) -> Priced:
-        """Seconds of the host of this rank to launch it, in this phase. dtensors: as in `Work`."""
+        """Return the seconds of this rank's host to launch it, in this phase. dtensors: as in `Work`."""
         ranks = len(what.ranks) if isinstance(what, CollectiveOperation) and what.kind == "all-reduce" else 0
         key = self._alike[rank], type(what), phase, dtensors, min(ranks, self._each)
         if key not in self._hosts:
@@ -138,8 +137,8 @@ class Prices:
 
 
 def missing(works: Sequence[Work], prices: Prices) -> tuple[str, ...]:
-    """What has no price in these steps, in sentences; empty where all is known. Raises UsageError where the machine has
-    too few devices."""
+    """Describe what has no price in these steps; empty if all is known. Raises UsageError if the machine has too few
+    devices."""
     machine = prices.machine
     unknown: Counter[str] = Counter()
     for work in works:
@@ -164,7 +163,7 @@ def _named(what: Operation | CollectiveOperation | Copy, device: Device) -> str:
 
 
 def speed_of(device: Device) -> str:
-    """The same for devices of the same figures, and no other."""
+    """Return a text that is equal exactly for devices with equal figures."""
     return repr(
         (device.kind, device.part, device.memory, device.peak, device.matmuls, device.memory_rate, device.launch)
     )

@@ -50,10 +50,10 @@ TAKES_MEMORY = {
     "resize_",
     "set_",
 }
-"""Operators that launch nothing, though they give a tensor that is no view."""
+"""Operators that launch nothing, although they return a tensor that is not a view."""
 ON_HOST = {"cpu", "meta"}
 READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2"}
-"""Operators that tell the program values, or give a tensor whose size depends on them."""
+"""Operators that reveal values to the program, or return a tensor whose size depends on them."""
 
 
 class Record:
@@ -74,12 +74,12 @@ class Record:
 
     @property
     def phase(self) -> str:
-        """What the engine is at now."""
+        """What the engine is doing now."""
         phase = self.places.phase
         return phase if phase in PHASES else "other"
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Call) -> Any:
-        """`compat.fake.Handler`: run an operator, and note it."""
+        """Implement `compat.fake.Handler`: run an operator, and note it."""
         if func is torch.ops.aten.add.Tensor and sums_in_place(args):
             func = run.func = torch.ops.aten.add_.Tensor
         if self.phase in ("forward", "backward") and _tells_values(func, args):
@@ -133,13 +133,13 @@ class Record:
         return self._operations.setdefault(operation, operation)
 
     def _dtypes(self, name: str, taken: list[Tensor]) -> tuple[str, ...]:
-        """tf32 for products that the program lets be computed so."""
+        """Return the dtypes, with tf32 for products if the program allows it."""
         words = tuple(_word(tensor) for tensor in taken)
         loose = self.device != "cpu" and torch.get_float32_matmul_precision() != "highest"
         return tuple("tf32" if word == "fp32" else word for word in words) if loose and name in MATMULS else words
 
     def _on_collective(self, moved: Moved, values: Any) -> None:
-        """It runs beside the stream that begins it, or that stream waits for it at once."""
+        """Note a collective: it overlaps with the stream that begins it, or that stream waits for it at once."""
         what, own = _collective(moved), self._stream
         if what is None:  # a barrier; a wait for one
             self.beside.wait(moved.work, own, self._storages(values))
@@ -153,7 +153,7 @@ class Record:
             self.beside.begin(place, self._storages(values), moved.work)
 
     def waits(self, work: Any) -> None:
-        """The program waits for a collective."""
+        """Note that the program waits for a collective."""
         self.beside.wait(work, self._stream, ())
 
     @property
@@ -168,7 +168,7 @@ class Record:
         return [number for number in found if number is not None]
 
     def _launch(self, what: Operation | CollectiveOperation | Copy, stream: str, storages: Iterable[int]) -> int:
-        """Its place. storages: of what it reads and writes."""
+        """Note a launch, and return its place. storages: of the tensors that it reads and writes."""
         place = len(self.events)
         after = self.beside.after(stream, storages) | set(fake_device.launched(stream, place))
         where = self.places.now()
@@ -178,7 +178,7 @@ class Record:
     # Memory.
 
     def _buffers(self, what: CollectiveOperation, moved: Moved) -> None:
-        """The full tensor of a collective is a buffer, where it is not what is computed with."""
+        """Mark the flat tensors of a collective as communication buffers."""
         if what.kind in ("all-gather", "reduce-scatter", "all-reduce"):
             self.tell((t for t in moved.tensors if t.dim() == 1 and t.numel() > 1), "communication")
 
@@ -192,7 +192,7 @@ class Record:
         self._take(number, storage.nbytes(), tensor)
 
     def resized(self, tensor: Tensor, size: int) -> None:
-        """The storage of a tensor is about to have `size` bytes: sharded parameters are gathered and let go so."""
+        """Note that a tensor's storage is about to have `size` bytes: shards are gathered and freed this way."""
         self._notice(tensor)
         number = self._numbers[tensor.untyped_storage()]
         self._gone(number)
@@ -213,25 +213,25 @@ class Record:
             self.events.append(Free(number))
 
     def tell(self, tensors: Iterable[Tensor], category: str) -> None:
-        """These tensors are of this category, also what was noted of them before."""
+        """Set the category of these tensors, also in earlier notes."""
         for tensor in tensors:
             self._notice(tensor)
             self._categories[self._numbers[tensor.untyped_storage()]] = category
 
     def allocated_since(self, place: int, category: str) -> None:
-        """What was taken since that place of the events is of this category."""
+        """Set the category of all memory allocated since that place of the events."""
         for event in self.events[place:]:
             if isinstance(event, Allocate):
                 self._categories[event.storage] = category
 
     def backward_ends(self) -> None:
-        """What the backward has left is gradients."""
+        """Count what the backward has left as gradients."""
         for number, event in self._alive.items():
             if event.category == "temporary":
                 self._categories.setdefault(number, "gradients")
 
     def cut(self) -> tuple[tuple[Allocate, ...], tuple[Event, ...]]:
-        """What is alive now, and the events so far, which are let go: a step begins. Places are counted anew."""
+        """Return what is alive now, and the events so far, and drop these: a step begins, and places start at 0."""
         events, self.events = self.events, []
         self.beside = Beside()
         fake_device.begin_record()
@@ -265,21 +265,21 @@ def _word(tensor: Tensor) -> str:
 
 
 def _layout(tensors: list[Tensor]) -> str:
-    """`channels_last` where the images or the weights are: a convolution takes the others so too."""
+    """Return `channels_last` if the images or the weights are: a convolution then converts the others."""
     images = [tensor for tensor in tensors if tensor.dim() == 4 and not tensor.is_contiguous()]
     last = any(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in images)
     return "channels_last" if last else ""
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes that lie in memory: an expanded tensor has fewer than its elements."""
+    """Return the bytes in memory: an expanded tensor has fewer than its elements suggest."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 GATHERS = {"embedding", "index_select", "gather", "index", "take"}
-"""They read as much of their first tensor as they give."""
+"""Operators that read as much of their first tensor as they return."""
 PICKS = {"nll_loss_forward": 0, "nll_loss2d_forward": 0, "nll_loss_backward": 1, "nll_loss2d_backward": 1}
-"""They read one value a row of this tensor, or its shape alone: as much as of the targets, which come behind it."""
+"""Operators that read one value per row of this tensor, or its shape: as much as the targets after it hold."""
 
 
 def _read(name: str, taken: list[Tensor], given: list[Tensor]) -> int:

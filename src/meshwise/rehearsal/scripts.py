@@ -64,7 +64,7 @@ from meshwise.workers.join import RankContext, standing_for
 from meshwise.workers.scratch import scratch_folder
 
 NOT_A_WORKERS = (BLOCKS, DEVICE_KIND, EXACT_RANDOM, LOG, RUN_FOLDER)
-"""Of this process's environment, what is not for the script."""
+"""Variables of this process's environment that a script must not see."""
 
 OF_WORKERS = (
     "num_workers",
@@ -82,8 +82,8 @@ _UNKNOWN = Facts(None, False, 0, 0)
 
 @dataclass(frozen=True)
 class Script:
-    """A program that keeps its own loop. run: runs it in this process, as `python name` would. batch_size: samples of
-    its global batch. model: what is known of its models."""
+    """A program with its own loop. run: runs it in this process, as `python name` would. batch_size: samples of its
+    global batch. model: what is known of its models."""
 
     name: str
     run: Callable[[], object]
@@ -92,11 +92,11 @@ class Script:
 
 
 class RehearsalEnds(BaseException):
-    """The rehearsal has seen enough. Not an error: a script's `except Exception` lets it pass."""
+    """The rehearsal has seen enough. Not an error: a script's `except Exception` does not catch it."""
 
 
 def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
-    """The script with what a search must know of it, from its first steps on one device."""
+    """Return the script with what a search must know of it, from its first steps on one device."""
     loop = _rehearsed(Script(name, run), Plan(), kind)
     held, events = loop.works[-1]
     parameters = sum(each.size for each in held if each.category == "parameters")
@@ -105,7 +105,7 @@ def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
 
 
 def _forward(work: Work) -> Forward:
-    """About what a forward comes to, of a step whose blocks are not known."""
+    """Estimate the size of a forward, for a step whose blocks are unknown."""
     forwards = [each for each in work.launches if each.phase == "forward"]
     operations = [each.what for each in forwards if isinstance(each.what, Operation)]
     kept = memory_curve(work).peak.split.get("activations", 0)
@@ -115,10 +115,9 @@ def _forward(work: Work) -> Forward:
 
 
 def trace_script(script: Script, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
-    """What the ranks of `plan` do in the first steps of a script, one of each kind. See `trace`.
+    """Trace what the ranks of `plan` do in the first steps of a script, one rank of each kind. See `trace`.
 
-    Raises PlanError for a plan that no script can have, UsageError for a script that cannot be rehearsed, with its
-    line.
+    Raises PlanError for a plan that no script can have, UsageError with the line for a script that cannot be rehearsed.
     """
     check_for_scripts(plan)
     return [_trace_rank(script, plan, kind, rank) for rank in kinds_of_ranks(plan, speeds)]
@@ -131,7 +130,7 @@ def _trace_rank(script: Script, plan: Plan, kind: str, rank: int) -> Trace:
 
 
 class _Loop(Places):
-    """What the loop of a script does, as the engine tells any recorder; ends the script after STEPS steps."""
+    """Records the loop of a script, as the engine reports it to any recorder; ends the script after STEPS steps."""
 
     def __init__(self, record: Record, engine: Engine) -> None:
         super().__init__()
@@ -151,7 +150,7 @@ class _Loop(Places):
         return super().turn(phase, over, since)
 
     def begin_step(self, step: int) -> None:
-        """A batch is there. Raises RehearsalEnds where the steps before it were enough."""
+        """Begin a step with its batch. Raises RehearsalEnds if there were enough steps."""
         super().begin_step(step)
         self._look()
         self._record.allocated_since(self._asked, "input")
@@ -164,7 +163,7 @@ class _Loop(Places):
         self.phase, self._batch = "forward", self._batch + 1
 
     def end(self) -> None:
-        """The step before is over, if there was one: what was done since is none of the next."""
+        """End the step before, if there was one: what was done since then does not belong to the next."""
         held, events = self._record.cut()
         if self._stepped and len(self.works) < STEPS:
             self.works.append((self._held, events))
@@ -190,14 +189,14 @@ class _Loop(Places):
         self.phase, self._stepped = "other", self._trained
 
     def stepped(self) -> None:
-        """An optimizer made a step. Raises RehearsalEnds where several have, and no model was given to distribute."""
+        """Note an optimizer's step. Raises RehearsalEnds if several were made and no model was distributed."""
         if not self._engine.has_applied:
             self._alone += 1
             if self._alone > STEPS:
                 raise RehearsalEnds
 
     def number(self, dtype: torch.dtype) -> float | None:
-        """What a number is taken for that the program reads outside of its model."""
+        """Return the assumed value of a number that the program reads outside of its model."""
         if dtype == torch.bool:
             return None
         self._engine.notify(f"{user_place()} reads a number that only a run knows: it is taken for 1")
@@ -228,7 +227,7 @@ def _rehearsed(script: Script, plan: Plan, kind: str, rank: int = 0) -> _Loop:
 
 @contextmanager
 def _steps_seen(loop: _Loop) -> Iterator[None]:
-    """Let `loop.stepped` know of each step of any optimizer, also of one that was never given to mw.distribute."""
+    """Report each step of any optimizer to `loop.stepped`, also of one that mw.distribute never got."""
     handle = register_optimizer_step_post_hook(lambda *unused: loop.stepped())
     try:
         yield
@@ -274,7 +273,7 @@ def _no_step(script: Script, engine: Engine) -> str:
 
 @contextmanager
 def _as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
-    """This process as a worker of a run with that plan, as which a script finds it. Gives what it says."""
+    """Make this process look to a script like a worker of a run with that plan. Yields its messages."""
     said = io.StringIO()
     with ExitStack() as stack:
         stack.enter_context(_as_it_was())
@@ -298,7 +297,7 @@ def _as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """After the body, what a script changes of its process is as before."""
+    """After the body, undo what a script changes in its process."""
     root, folder, modules = logging.getLogger(), Path.cwd(), set(sys.modules)
     handlers, level = root.handlers[:], root.level
     states = random.getstate(), numpy.random.get_state()
@@ -330,7 +329,7 @@ def _starts_processes(*args: Any, **kwargs: Any) -> Any:
 
 
 def _without_workers(plain: Any) -> Any:
-    """A DataLoader that reads in this process: those that it would start know of no rehearsal."""
+    """Return a DataLoader that reads in this process: worker processes would not be rehearsed."""
 
     names = list(inspect.signature(plain).parameters)
 

@@ -25,16 +25,16 @@ from meshwise.spec.plan import Plan
 Rehearse = Callable[[Plan], Estimate]
 SLOWER = "slower than the first even at the peak rate of its devices"
 UNLIKELY = 1.25
-"""Times the best step: plans of which more is expected are not rehearsed."""
+"""Plans expected to take so many times the best step are not rehearsed."""
 MOST_TRACED = 7
 SOON = 2 * MOST_TRACED
-"""Microbatches on a stage that are traced of a plan that may be the first: any without stages."""
+"""The most microbatches that are traced on a stage of a plan that may come first: any plan without stages."""
 SIMPLER = 0.04
-"""By how much a plan with twice as many microbatches, stages or parts of layers must be faster to come first."""
+"""How much faster a plan with twice as many microbatches, stages or parts of layers must be to come first."""
 FIRST = 5
-"""Plans that are named before any is rehearsed."""
+"""How many plans are named before any is rehearsed."""
 NEAREST = 3
-"""Plans whose memory is saved by what the search did not begin with, where none fits."""
+"""If no plan fits, for so many plans memory savings outside of the search's plans are tried."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search has found. estimates: the best first. left: plans that were not rehearsed, the likely best first.
-    worse: how many more were not, because they are likely slower. seconds: of a processor. first: guesses of the likely
-    best ones, before any is rehearsed."""
+    """The result of a search. estimates: the best first. left: plans not rehearsed, the likely best first. worse: how
+    many more were not, because they are likely slower. seconds: of a processor. first: guesses for the likely best
+    plans, before any is rehearsed."""
 
     estimates: tuple[Estimate, ...]
     refused: tuple[Refused, ...]
@@ -61,9 +61,9 @@ class Search:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of plans before they are rehearsed. bounds: plans that cannot fit, or cannot be the fastest, are
-    refused by them. guess: of what a plan takes: those that have `room` come first, of them the fastest; without it
-    plans come in their order."""
+    """What is known of plans before they are rehearsed. bounds: reject plans that cannot fit, or cannot be the fastest.
+    guess: of a plan's cost: those that have `room` come first, the fastest of them first; without it plans keep their
+    order."""
 
     bounds: Bounds | None = None
     guess: Callable[[Plan], Guess] | None = None
@@ -84,12 +84,11 @@ def search(
     roomy: float = 0.0,
     clock: Callable[[], float] = time.process_time,
 ) -> Search:
-    """Rehearse `plans` until `seconds` of the clock are over; at least one is.
+    """Rehearse `plans` for `seconds` of wall time; at least one is.
 
-    known: before they are rehearsed. savers: what a plan would be with less memory, the cheapest first: where none fits
-    they are rehearsed of the nearest ones until one does. What would be saved of the best plan is rehearsed at the end,
-    while there is time, unless it needs less than `roomy` of a device. show: called after each with what is known so
-    far.
+    known: before they are rehearsed. savers: variants of a plan that need less memory, the cheapest first. If none
+    fits, those of the nearest plans are rehearsed until one does. Those of the best plan are rehearsed at the end, if
+    there is time, unless it needs less than `roomy` of a device. show: called after each with what is known so far.
     """
     going = _Searching(plans, rehearse, seconds, show, known, clock)
     if known.guess is not None:
@@ -112,7 +111,7 @@ def search(
 
 
 class _Searching:
-    """A search under way."""
+    """A running search."""
 
     def __init__(
         self,
@@ -139,7 +138,7 @@ class _Searching:
         return self._over or (bool(self.estimates) and self._clock() - self._begun > self._seconds)
 
     def next(self) -> Plan | None:
-        """The likely best of those that are left; None where all are likely worse than what is known."""
+        """Return the likely best plan that is left; None if all are likely worse than a known one."""
         for plan in [plan for plan in self._open if self._out_of_bounds(plan)]:
             del self._open[plan]
         left = self._seconds - (self._clock() - self._begun)
@@ -150,15 +149,15 @@ class _Searching:
         return None if self._is_worse(plan) else plan
 
     def _is_worse(self, plan: Plan) -> bool:
-        """Whether it likely has no room, or is slower, where a plan is known that fits."""
+        """Return whether a plan likely does not fit, or is slower than a known plan that fits."""
         best = min((each.seconds.value for each in self._fitting() if each.seconds is not None), default=None)
         if best is None or self._guess is None:
             return False
         return self._likely(plan)[0] or self._guess(plan).seconds > UNLIKELY * best
 
     def _likely(self, plan: Plan) -> tuple[bool, int, float, float]:
-        """Smaller is better: what has room first, of it at first what splits no layers and is rehearsed soon, then
-        the fastest, of those that are alike the simpler one; what has none, by its memory."""
+        """Return a sort key, smaller is better: plans that fit, at first those that split no layers and are quick to
+        rehearse, then by time, among similar ones the simpler; plans that do not fit, by memory."""
         assert self._guess is not None
         guess = self._guess(plan)
         over = guess.memory > self._room
@@ -172,13 +171,13 @@ class _Searching:
 
     @property
     def nearest(self) -> list[Plan]:
-        """Those that do not fit, the smallest first; behind them what the bound of memory refused."""
+        """Return plans that do not fit, the smallest first; behind them those that the memory bound rejected."""
         tried = sorted(self.estimates.values(), key=lambda each: each.memory.total.value)
         large = self.too_large if self._guess is None else sorted(self.too_large, key=lambda p: self._likely(p)[-1])
         return list(dict.fromkeys([*(each.plan for each in tried), *large]))
 
     def found(self) -> Search:
-        """What is known so far."""
+        """Return what is known so far."""
         ranked = sorted(self.estimates.values(), key=lambda estimate: estimate.rank_key)
         no = tuple(Refused(plan, why) for plan, why in self._refused.items())
         left = [plan for plan in self._open if not self._is_worse(plan)]
@@ -189,7 +188,7 @@ class _Searching:
         return Search(tuple(ranked), no, tuple(left), self._clock() - self._begun, worse, first)
 
     def tried(self, plan: Plan, bounded: bool = True) -> Estimate | None:
-        """Its estimate; None for one that is refused. bounded: also by the bounds."""
+        """Return the plan's estimate; None if it is refused. bounded: also by the bounds."""
         if plan in self.estimates or (plan in self._refused and bounded):
             return self.estimates.get(plan)
         alike = (why for other, why in self._refused.items() if other in self._cannot and _cut_alike(plan, other))
@@ -219,7 +218,7 @@ class _Searching:
         return self.estimates.get(plan)
 
     def _out_of_bounds(self, plan: Plan) -> bool:
-        """Whether a bound refuses it, which is noted."""
+        """Return whether a bound rejects the plan, and note it."""
         if self._bounds is None:
             return False
         why = self._bounds.too_large(plan)
@@ -233,27 +232,27 @@ class _Searching:
         return bool(why)
 
     def saved(self, cheaper: Sequence[Plan], until: bool) -> None:
-        """Rehearse what saves memory. until: until one fits."""
+        """Rehearse plans that save memory. until: stop when one fits."""
         for plan in cheaper:
             if self.late or ((other := self.tried(plan)) is not None and until and other.memory.verdict == FITS):
                 return
 
 
 def _parts_traced(plan: Plan) -> int:
-    """How often a rehearsal runs the model, about: microbatches on each stage, of many a few."""
+    """Estimate how often a rehearsal runs the model: microbatches on each stage, of many only a few."""
     few = microbatches_of(plan)
     return (plan.accumulate if few is None else 2 * few + 1) * plan.pipeline * (2 if plan.tensor > 1 else 1)
 
 
 def _needs(estimate: Estimate, share: float) -> bool:
-    """Whether it needs so much of a device; of one whose size is not known nobody asks."""
+    """Return whether it needs so much of a device; False if the device's size is unknown."""
     memory = estimate.memory
     return not share or (memory.capacity is not None and memory.total.high >= share * memory.capacity)
 
 
 def _cut_alike(plan: Plan, refused: Plan) -> bool:
-    """Whether a plan cuts the model as one that was refused does, and has all else that it had: the reason is the
-    same."""
+    """Return whether a plan cuts the model like a refused one and has all of its other options, so that the same reason
+    applies."""
     axes = ("pipeline", "tensor", "context", "expert")
     cut = tuple(getattr(plan, axis) for axis in axes)
     also = ((getattr(plan, name), getattr(refused, name), default) for name, default in ALSO.items())
@@ -265,4 +264,4 @@ def _cut_alike(plan: Plan, refused: Plan) -> bool:
 
 
 ALSO = {"sequence": False, "recompute": "none"}
-"""What a plan may have been refused for beside its cut, with what never is the reason."""
+"""Options that a plan may have been refused for beside its cut, with values that are never the reason."""

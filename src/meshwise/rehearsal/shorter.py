@@ -39,13 +39,13 @@ _OF_MODULES = set(vars(nn.Module()))
 
 
 class Unlike(Exception):
-    """A block does not hand on what another one could be given: the job cannot be made shorter."""
+    """A block's output cannot be another block's input: the job cannot be shortened."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Blocks of a model that are alike. names: of all its repeated blocks; those from `start` on are `count` groups of
-    `group` blocks. kind: their class."""
+    """Equal blocks of a model. names: of all its repeated blocks; those from `start` on are `count` groups of `group`
+    blocks. kind: their class."""
 
     names: tuple[str, ...]
     start: int
@@ -61,9 +61,9 @@ class Stretch:
 
 @dataclass
 class Forward:
-    """What a forward of the global batch comes to. Bytes of what operators give: `kept` of all inside of blocks,
-    `products` of matrix products and attention among them, `largest` of the largest block, `outside` of blocks;
-    `inputs` of what the blocks are given."""
+    """The size of a forward of the global batch. Bytes of operators' results: `kept` of all inside blocks, `products`
+    of matrix products and attention among them, `largest` of the largest block, `outside` of blocks; `inputs` of the
+    blocks' inputs."""
 
     flops: int = 0
     operators: int = 0
@@ -76,7 +76,7 @@ class Forward:
 
 
 class Heard:
-    """What each block does in a forward: the operators, what they are given; and what all of it comes to."""
+    """What each block does in a forward: its operators and their inputs; and the totals."""
 
     def __init__(self) -> None:
         self.done: dict[str, list[object]] = defaultdict(list)
@@ -85,7 +85,7 @@ class Heard:
         self._made = 0  # in this block, so far
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        """`compat.fake.Handler`."""
+        """Implement `compat.fake.Handler`."""
         if self._inside:
             plain = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, bool))
             given = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in((args, kwargs)))
@@ -125,7 +125,7 @@ class Heard:
 
 
 def stretch_of(model: nn.Module, done: Mapping[str, object] | None = None) -> Stretch | None:
-    """The longest stretch of blocks that are alike; None where no two are. done: by block what it does in a forward."""
+    """Return the longest stretch of equal blocks; None if no two are equal. done: what each block does in a forward."""
     blocks = repeated_blocks(model) or blocks_of(model)
     done = done or {}
     held = Counter(id(p) for _, block in blocks for p in {id(p): p for p in block.parameters()}.values())
@@ -142,7 +142,7 @@ def stretch_of(model: nn.Module, done: Mapping[str, object] | None = None) -> St
 
 
 def _stretches(prints: Sequence[object], group: int) -> Iterator[tuple[int, int]]:
-    """(start, groups) of each stretch in which every block is like the one `group` before it."""
+    """Return (start, groups) of each stretch in which every block equals the one `group` before it."""
     start = 0
     for place in range(group, len(prints) + 1):
         if place == len(prints) or prints[place] != prints[place - group]:
@@ -152,7 +152,7 @@ def _stretches(prints: Sequence[object], group: int) -> Iterator[tuple[int, int]
 
 
 def _print(block: nn.Module, held: Counter[int], number: int) -> object:
-    """Equal for blocks that are alike."""
+    """Return a value that is equal for equal blocks."""
     if any(held[id(p)] > 1 for p in block.parameters()):
         return number
     return tuple((name, _print_of_one(module)) for name, module in block.named_modules())
@@ -186,7 +186,7 @@ def _plain(value: Any) -> object:
 
 
 def shortened(job: Job, stretch: Stretch, count: int) -> Job:
-    """The job with `count` groups of the stretch in place of all. Its model raises Unlike where that cannot be."""
+    """Return the job with `count` groups of the stretch instead of all. Its model raises Unlike if impossible."""
     return replace(job, model=functools.partial(_short_model, job.model, stretch, count))
 
 
@@ -227,7 +227,7 @@ def _building(kind: type[nn.Module], places: Iterator[int], left_out: set[int]) 
 
 
 class _Skipped(nn.Module):
-    """Hands on what it is given, in the form in which the blocks before it gave theirs."""
+    """Passes its input on, in the form that the blocks before it returned."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = vars(self)
@@ -238,15 +238,15 @@ class _Skipped(nn.Module):
 
 
 class _Given:
-    """What blocks give: a tensor (rest is None), or a tuple of a tensor and `rest`."""
+    """The form of blocks' results: a tensor (rest is None), or a tuple of a tensor and `rest`."""
 
     def __init__(self) -> None:
         self.rest: tuple[Any, ...] | None = None
         self._before: tuple[object, ...] = ()
 
     def check(self, after: int, tensor: Tensor, references: int) -> None:
-        """Raises Unlike where something is done, or kept, between two blocks that are left out: it would be done
-        behind those that are there. after: how many were left out before it."""
+        """Raise Unlike if something is done, or kept, between two blocks that are left out, as it would happen after
+        the remaining ones. after: how many were left out before it."""
         now = id(tensor), references, calls_so_far()
         if after and now != self._before:
             raise Unlike("the model does something between blocks")

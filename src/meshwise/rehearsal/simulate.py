@@ -25,13 +25,12 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
 
 OVERLAP, STEP = "overlap", "step"
-"""Factors of the interval beside FACTORS: how much what overlaps slows each other, and what a step takes that no price
-knows of."""
+"""Factors of the interval beside FACTORS: how much overlapping activities slow each other, and time without a price."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step as it is predicted. seconds: until the last simulated rank has ended; low and high: its 80 % interval.
+    """A predicted step. seconds: until the last simulated rank has ended; low and high: its 80 % interval.
 
     done: what was done when, by rank, each in the order of its beginnings. factors: how many seconds the step is longer
     with each factor at the upper end of its interval.
@@ -45,7 +44,7 @@ class Step:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that were simulated."""
+        """The simulated ranks."""
         return tuple(self.done)
 
 
@@ -57,12 +56,12 @@ def simulate(
     merged: bool = False,
     overlap: Overlap | None = None,
 ) -> Step:
-    """The step of these ranks, which are different ones, such as one of each stage of a pipeline.
+    """Simulate the step of these different ranks, such as one of each stage of a pipeline.
 
-    machine: or its prices, to use them again. interval: without it low and high are the seconds. merged: operators in a
-    row are played as one, several times as fast; the step is as long, but for what overlaps with late launches, and
-    launches count as computing. overlap: in place of the constants. Raises UsageError where a price is not known
-    (`missing` says which) or the machine has too few devices, ValueError where the ranks wait for each other for ever.
+    machine: or its prices, for reuse. interval: without it low and high equal seconds. merged: simulate consecutive
+    operators as one, several times as fast; the step takes the same time, except for overlap with late launches, and
+    launches count as computing. overlap: in place of the constants. Raises UsageError if a price is unknown (`missing`
+    says which) or the machine has too few devices, ValueError if the ranks wait for each other for ever.
     """
     prices = machine if isinstance(machine, Prices) else Prices(machine)
     costs = _costs(works, prices)

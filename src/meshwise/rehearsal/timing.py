@@ -30,18 +30,18 @@ from meshwise.machine.memory import free_bytes
 from meshwise.rehearsal.calls import bytes_of, made
 
 REPEATS, LONGEST = 7, 0.05
-"""Calls of an operator that are timed, fewer where they take more seconds than LONGEST together, but at least two."""
+"""How many calls of an operator are timed; fewer, but at least two, if together they take more than LONGEST seconds."""
 COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
-"""Calls behind a write of FLUSHED bytes, which empties the caches, of operators on more than IN_CACHE bytes: in a step
-some of their tensors were just made and others long ago."""
+"""Calls after a write of FLUSHED bytes, which empties the caches, for operators on more than IN_CACHE bytes: in a step
+some of their tensors are new and others old."""
 INSIDE_FROM = 16 << 10
-"""Bytes of an operator's tensors from which on it is looked at what it allocates inside."""
+"""Bytes of an operator's tensors from which on its internal allocations are measured."""
 SERVE = "from meshwise.rehearsal.timing import serve; serve()"
 
 
 def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, int, str]:
-    """Seconds of a call, with `threads` threads, while as many others do the same, None where it cannot be made; bytes
-    that it takes inside; and how it ended its process, empty where it did not."""
+    """Return the seconds of a call, with `threads` threads, while as many others do the same, None if it cannot be
+    made; the bytes that it allocates inside; and how it ended its process, empty if it did not."""
     child = _child()
     if child.poll() is not None:  # at rest, by someone else
         _child.cache_clear()
@@ -63,12 +63,12 @@ def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, int, 
 
 
 def begin() -> None:
-    """Return when the process beside this one is there."""
+    """Return when the process beside this one is running."""
     timed("", 1)
 
 
 def serve() -> None:
-    """Time what is asked for, a line of JSON a call, until there is no more."""
+    """Time the requested calls, one line of JSON each, until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # an operator may print
     for line in sys.stdin:
@@ -77,7 +77,7 @@ def serve() -> None:
 
 
 def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, int]:
-    """As `timed`, in this process."""
+    """Do as `timed` does, in this process."""
     with threads_set(threads), torch.no_grad():
         seconds = _timed(call, others) if call else None
         return seconds, 0 if seconds is None else _taken_inside(call)
@@ -85,7 +85,7 @@ def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, 
 
 @functools.cache
 def _child() -> subprocess.Popen[str]:
-    """It ends with this process, whose end closes what it reads. Operators that a program registers are not there."""
+    """Start the process, which ends with this one as its input closes. Operators of the program are missing."""
     return subprocess.Popen(
         [sys.executable, "-c", SERVE],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -97,8 +97,8 @@ def _child() -> subprocess.Popen[str]:
 
 
 def _timed(call: str, others: int = 0) -> float | None:
-    """Seconds of a call while as many others do the same, half-way between caches that hold its tensors and caches that
-    do not; None where it cannot be made, or would take more than a quarter of the free memory."""
+    """Return the seconds of a call while as many others do the same, averaged between warm and cold caches; None if it
+    cannot be made, or would take more than a quarter of the free memory."""
     size = bytes_of(call)
     if size * (1 + others) > free_bytes(torch.device("cpu")) // 4:
         return None
@@ -116,7 +116,7 @@ def _timed(call: str, others: int = 0) -> float | None:
 
 @contextlib.contextmanager
 def _at_once(call: str, others: int) -> Iterator[None]:
-    """While the body runs, threads do the same on tensors of their own."""
+    """While the body runs, let threads do the same on tensors of their own."""
     over = threading.Event()
 
     def work() -> None:
@@ -137,7 +137,7 @@ def _at_once(call: str, others: int) -> Iterator[None]:
 
 
 def _taken_inside(call: str) -> int:
-    """Bytes that a call allocates beside what it gives, at most at once, by torch's own events of its allocator."""
+    """Return the peak bytes that a call allocates beside its results, by the events of torch's allocator."""
     if bytes_of(call) < INSIDE_FROM:
         return 0
     totals = list(itertools.accumulate(allocations_of(made(call))))
@@ -145,7 +145,7 @@ def _taken_inside(call: str) -> int:
 
 
 def median_of(call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:
-    """By the thread's own clock where one thread computes, which what else the machine does cannot slow."""
+    """Return the median seconds of a call; with one thread by its own clock, which other load does not slow."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     call()
     seconds: list[float] = []
@@ -160,7 +160,7 @@ def median_of(call: Callable[[], object], repeats: int, before: Callable[[], obj
 
 @contextlib.contextmanager
 def threads_set(count: int) -> Iterator[None]:
-    """torch's own number of threads, during the body."""
+    """Set torch's number of threads during the body."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -51,13 +51,13 @@ from meshwise.transfer import stages
 from meshwise.workers.gate import StepGate
 
 STEPS = 2
-"""The first one makes the optimizer's state and the buckets; those after it are alike."""
+"""The first step creates the optimizer's state and the buckets; later ones are equal."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank does in its first step, and in each later one. reads_values: whether the model asks for a number in
-    its forward or backward, which may be of the batch."""
+    """What one rank does in its first step, and in each later one. reads_values: whether the model reads a number in
+    its forward or backward, which may depend on the batch."""
 
     first: Work
     step: Work
@@ -65,11 +65,11 @@ class Trace:
 
 
 def trace(job: Job, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
-    """What the ranks of `plan` do in a step of `job`: one of each kind, first that of rank 0.
+    """Trace what the ranks of `plan` do in a step of `job`: one rank of each kind, rank 0 first.
 
-    kind: of device, `gpu` or `cpu`. speeds: of the ranks' devices, equal for those that are alike; by default all are.
-    Raises PlanError for what cannot run, with the reason of `parallel`; UsageError for
-    a program that cannot run on tensors without values, with its line.
+    kind: of device, `gpu` or `cpu`. speeds: of the ranks' devices, the same value for equal ones; by default all are
+    equal. Raises PlanError for what cannot run, with the reason of `parallel`; UsageError with the line for a program
+    that cannot run on tensors without values.
     """
     mail: stages.Mail = {}
     try:
@@ -83,7 +83,7 @@ def trace(job: Job, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = 
 
 
 def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
-    """One rank of each kind: of each stage, and of those by speed and share of the batch. Each has behind it those of
+    """Return one rank of each kind: per stage, and per speed and share of the batch. Each is preceded by those of
     earlier stages that send to it."""
     within, apart = plan.within_samples, plan.within_samples // plan.pipeline
     found: dict[Any, list[range]] = {}
@@ -97,7 +97,7 @@ def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
 
 
 def why_not(what: str, error: Exception) -> str:
-    """Why `what` cannot be rehearsed, of an error that it raised."""
+    """Return why `what` cannot be rehearsed, from an error that it raised."""
     first = by_its_name(str(error)).partition("\n")[0].partition(". This could be because")[0]
     if isinstance(error, NEEDS_VALUES):
         return (
@@ -128,7 +128,7 @@ def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail) -
 
 @contextmanager
 def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[tuple[Record, FakeTensors]]:
-    """One rank's process on a device of this kind, with nothing behind it: the record, and the mode to be entered."""
+    """Set up one rank's process on a device of this kind, in isolation; yields the record, and the mode to enter."""
     with ExitStack() as stack:
         device = stack.enter_context(fake_device.fake_device(MAIN)) if kind != "cpu" else "cpu"
         stack.enter_context(fake_world(rank, ranks))
@@ -150,7 +150,7 @@ def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[t
 
 
 def _batches(job: Job, plan: Plan, world: World) -> list[list[Microbatch]]:
-    """The microbatches of the first steps, with their real tensors."""
+    """Yield the microbatches of the first steps, with their real tensors."""
     data = open_data(job, job.data(), "training set")
     order = epoch_order(job.seed, 0, data.samples)
     steps = list(itertools.islice(epoch_slices(order, job.batch_size, world, plan.accumulate), STEPS))
@@ -160,7 +160,7 @@ def _batches(job: Job, plan: Plan, world: World) -> list[list[Microbatch]]:
 
 
 class _Steps:
-    """Tells the record where optimizers step."""
+    """Tells the record when optimizers step."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -200,5 +200,5 @@ def _steps(
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:
-    """What lies in memory of its state."""
+    """Return the tensors of the optimizer's state that are in memory."""
     return [local_of(t) for t in tensors_in(list(optimizer.state.values()))]

@@ -14,17 +14,16 @@ MAIN = "main"
 """The stream in which a program computes."""
 PHASES = ("forward", "backward", "optimizer", "other")
 CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "communication", "input")
-"""What memory is for. `communication`: buffers of collectives, and what is gathered of sharded parameters."""
+"""What memory is for. `communication`: buffers of collectives, and gathered parts of sharded parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operator on one device.
+    """An operator on one device.
 
     name: torch's, without its overload: `aten.mm`. shapes and dtypes (`bf16`): of its tensor arguments, in their order.
-    flops: multiplications and additions, of a causal attention those that are done; read and written: bytes. call: how
-    it was called, of a CPU's operators (calls.py), so that it can be measured. layout: `channels_last` where images are
-    so.
+    flops: multiplications and additions, for causal attention those that are done; read and written: bytes. call: how a
+    CPU's operator was called (calls.py), so that it can be measured. layout: `channels_last` if images are.
     """
 
     name: str
@@ -40,8 +39,8 @@ class Operation:
 @dataclass(frozen=True, slots=True)
 class CollectiveOperation:
     """One collective, send or receive. kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `broadcast`,
-    `send`, `receive`. size: bytes of the full tensor, as nccl-tests count them. ranks: of the group, as the whole run
-    counts them; of a send (from, to), of a receive (from, to)."""
+    `send`, `receive`. size: bytes of the full tensor, as nccl-tests count them. ranks: of the group, as numbered in the
+    run; for a send or receive (from, to)."""
 
     kind: str
     size: int
@@ -51,7 +50,7 @@ class CollectiveOperation:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Bytes between the memory of the host and that of the device. to: `host` or `device`."""
+    """A copy between host and device memory, in bytes. to: `host` or `device`."""
 
     size: int
     to: str
@@ -59,10 +58,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The host begins something on a stream. Streams do one thing after the other.
+    """The host begins something on a stream. Each stream does one thing after the other.
 
-    after: places in `Work.events` of launches of other streams that must have ended before. blocks: the host itself
-    goes on only when it has ended. module: the block of the model; microbatch: counted from 0, -1 outside of one.
+    after: places in `Work.events` of launches on other streams that must end first. blocks: the host continues only
+    when it has ended. module: the block of the model; microbatch: counted from 0, -1 outside of one.
     """
 
     what: Operation | CollectiveOperation | Copy
@@ -76,7 +75,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Memory is taken. storage: its number, for `Free`. category: of `CATEGORIES`. on_host: in the host's memory."""
+    """Memory is allocated. storage: its number, for `Free`. category: of `CATEGORIES`. on_host: in host memory."""
 
     storage: int
     size: int
@@ -87,7 +86,7 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Memory is given back."""
+    """Memory is freed."""
 
     storage: int
 
@@ -99,9 +98,9 @@ Event = Launch | Allocate | Free
 class Work:
     """What one rank does in one step, in the order in which its host does it.
 
-    kind: of device that was rehearsed: `cpu`, or `gpu` for any accelerator. held: what is allocated when the step
-    begins (parameters, state of the optimizer). notes: what the plan said of the program. dtensors: the optimizer steps
-    on DTensors, whose every operator goes through Python.
+    kind: of the rehearsed device: `cpu`, or `gpu` for any accelerator. held: what is allocated when the step begins
+    (parameters, optimizer state). notes: what the plan said of the program. dtensors: the optimizer steps on DTensors,
+    whose operators all go through Python.
     """
 
     rank: int
@@ -114,10 +113,10 @@ class Work:
 
     @property
     def launches(self) -> Iterator[Launch]:
-        """What is begun, without what memory it takes."""
+        """The launches, without memory events."""
         return (event for event in self.events if isinstance(event, Launch))
 
     @property
     def flops(self) -> int:
-        """Of all operators."""
+        """The FLOPs of all operators."""
         return sum(launch.what.flops for launch in self.launches if isinstance(launch.what, Operation))

@@ -27,7 +27,7 @@ from meshwise.compat.fake_values import value_of
 from meshwise.spec.user_code import OURS, is_users
 
 MEMORY = 80 * 2**30
-"""Bytes that a script finds, where it asks."""
+"""Bytes of memory that a script sees, if it asks."""
 _TORCH = str(Path(torch.__file__).parent)
 _CUDA = torch.device("cuda", 0)
 _OF_GPU: dict[str, Callable[..., Any]] = {
@@ -53,13 +53,13 @@ _OF_NONE: dict[str, Callable[..., Any]] = {"is_available": lambda: False, "devic
 
 
 def by_its_name(text: str) -> str:
-    """What torch says of the device that is not there, as it would say it of a GPU."""
+    """Change torch's message about the fake device so that it names a GPU."""
     return text.replace(f"{NAME}:0", str(_CUDA))
 
 
 @contextmanager
 def cuda_by_name(there: bool) -> Iterator[None]:
-    """During the body, `cuda` is the fake device, or nothing. To be entered inside of `FakeTensors`."""
+    """During the body, `cuda` is the fake device, or no device at all. Enter it inside of `FakeTensors`."""
     with ExitStack() as stack:
         table = _OF_GPU if there else _OF_NONE
         stack.enter_context(patch.multiple(torch.cuda, **{name: _told(name, own) for name, own in table.items()}))
@@ -74,7 +74,7 @@ def cuda_by_name(there: bool) -> Iterator[None]:
 
 
 def _default_device() -> object:
-    """What `torch.set_default_device` has put on the stack of modes; None without a call of it."""
+    """Return the mode that `torch.set_default_device` has put on the stack; None if it was not called."""
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
@@ -85,7 +85,7 @@ def _back_to(before: object) -> None:
 
 @contextmanager
 def torch_as_it_was() -> Iterator[None]:
-    """After the body, the settings of torch that a program may change for its whole process are as before."""
+    """After the body, restore the settings of torch that a program may change for its whole process."""
     flags = {name: getattr(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")}
     settings: list[tuple[Callable[..., Any], Any]] = [
         (torch.set_default_dtype, torch.get_default_dtype()),
@@ -105,7 +105,7 @@ def torch_as_it_was() -> Iterator[None]:
 
 
 def _told(name: str, own: Callable[..., Any]) -> Any:
-    """A function of `torch.cuda`, for others than torch and us."""
+    """Replace a function of `torch.cuda` for all callers but torch and us."""
     real = getattr(torch.cuda, name)
     if isinstance(real, type):
         return own
@@ -138,7 +138,7 @@ def _named_device(real: Any) -> Any:
 
 
 class _Named(TorchFunctionMode):
-    """Replaces `cuda` in what a function of torch is given."""
+    """Replaces `cuda` in the arguments of torch's functions."""
 
     def __init__(self, there: bool) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class _Named(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def inside(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of torch, in which the names hold too: a backward computes again what the script has computed."""
+        """Wrap a function of torch to replace names in it too: a backward recomputes what the script computed."""
 
         @functools.wraps(real)
         def named(*args: Any, **kwargs: Any) -> Any:

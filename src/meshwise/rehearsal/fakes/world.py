@@ -29,11 +29,11 @@ from meshwise.compat import fake, fake_device
 
 _Backend = torch._C._distributed_c10d.Backend
 _MESH_METHODS = ("__init__", "_concatenate", "__getitem__", "_flatten", "_unflatten")
-"""They compute ranks from tensors, whose values a fake one does not have."""
+"""Methods that compute ranks from tensors, whose values a fake tensor does not have."""
 
 
 class _Store:
-    """Answers as a store would that all ranks have come to with the same facts."""
+    """Answers like a store to which all ranks have come with the same facts."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -56,7 +56,7 @@ class _Store:
 
 @contextmanager
 def resizing(call: Callable[[Tensor, int], None]) -> Iterator[None]:
-    """Calls `call(tensor, bytes)` whenever FSDP2 gives a tensor memory, or takes it: no operator says so."""
+    """Call `call(tensor, bytes)` whenever FSDP2 allocates or frees a tensor's memory, as no operator reports it."""
     real = _fsdp_param.alloc_storage, _fsdp_param.free_storage
 
     def alloc(tensor: Tensor) -> None:
@@ -73,7 +73,7 @@ def resizing(call: Callable[[Tensor, int], None]) -> Iterator[None]:
 
 @contextmanager
 def start_values_unread() -> Iterator[None]:
-    """torch draws a truncated normal distribution again until no value lies outside: a fake tensor has none."""
+    """Draw truncated normal values once: torch draws until none is outside, and fake tensors have no values."""
 
     def drawn(tensor: Tensor, *arguments: Any, **named: Any) -> Tensor:
         with torch.no_grad():
@@ -85,9 +85,9 @@ def start_values_unread() -> Iterator[None]:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """This process is rank `rank` of `size`, whose others are not there. One of size 1 has no process group.
+    """Make this process rank `rank` of `size`, without the other ranks. A world of size 1 has no process group.
 
-    Raises RuntimeError where this process has a group already.
+    Raises RuntimeError if this process has a group already.
     """
     if size == 1:
         yield
@@ -122,7 +122,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 class _Chunks(Sequence[Tensor]):
-    """`torch.chunk` with empty ones up to `count`, each made where it is asked for: FSDP2 looks at two of them."""
+    """The result of `torch.chunk`, padded with empty chunks to `count`, each made on demand: FSDP2 reads only two."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._count, self._dim = tensor, count, dim
@@ -145,7 +145,7 @@ def _of_all(parts: list[Any], value: Any, group: Any = None) -> None:
 
 
 def _on_real(name: str) -> Any:
-    """A method of DeviceMesh that computes with real tensors."""
+    """Run a method of DeviceMesh with real tensors."""
     method = DeviceMesh.__dict__[name]
 
     def real(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,13 +32,13 @@ LIMITS = {
 }
 """What limits a step, in words; any other limit is a link."""
 OTHER_COLUMNS, LEAST_NAME = 72, 28
-"""Characters of the columns beside an operator's name, and of the name where a screen is too narrow for it."""
+"""Characters of the columns beside an operator's name, and the least for the name on a narrow screen."""
 WORTH_SAYING = 0.005
-"""Of the step: smaller shares are left out of sentences."""
+"""Smaller shares of the step are left out of sentences."""
 
 
 def explain_lines(found: Explanation, width: int) -> list[Text]:
-    """The explanation, at most `width` characters wide."""
+    """Show the explanation, at most `width` characters wide."""
     estimate = found.estimate
     assert estimate.seconds is not None
     step = seconds_text(estimate.seconds.value)
@@ -54,7 +54,7 @@ def explain_lines(found: Explanation, width: int) -> list[Text]:
 
 
 def _phases(found: Explanation, width: int) -> list[Text]:
-    """Seconds by phase and kind; what is nowhere is left out."""
+    """Return the seconds by phase and kind, without empty ones."""
     kinds = [kind for kind in KINDS if found.time.kinds.get(kind)]
     rows: list[list[Cell]] = []
     for phase in PHASES:
@@ -69,7 +69,7 @@ def _phases(found: Explanation, width: int) -> list[Text]:
 
 
 def limit_sentences(found: Explanation) -> list[str]:
-    """What limits the step, its shares, what is hidden, and what its interval hangs on."""
+    """Say what limits the step, its shares, what is hidden, and what its interval depends on."""
     whole, hidden = found.time.seconds, found.time.hidden
     first = next(iter(found.limits), IDLE)
     shares = [
@@ -95,7 +95,7 @@ def _costly(title: str, costly: Sequence[Costly], step: float, width: int) -> li
 
 
 def costly_columns(title: str, costly: Sequence[Costly], step: float) -> dict[str, list[Cell]]:
-    """The dearest launches by column. step: its seconds."""
+    """Return the most expensive launches by column. step: its seconds."""
     return {
         title: [one.what for one in costly],
         "times": [str(one.times) for one in costly],
@@ -109,7 +109,7 @@ def costly_columns(title: str, costly: Sequence[Costly], step: float) -> dict[st
 
 
 def runner_up_sentences(best: Estimate, other: Estimate | None) -> list[str]:
-    """Why a plan is behind another one: the difference of their times by part, and of their memory."""
+    """Say why a plan is behind another one: the differences in time by part, and in memory."""
     if other is None:
         return []
     name = settings_text(other.plan)

@@ -16,7 +16,7 @@ from meshwise.terminal.table import Cell, columns_lines, table_lines
 
 
 def memory_lines(found: MemoryParts, width: int) -> list[Text]:
-    """The parts, at most `width` characters wide."""
+    """Show the parts, at most `width` characters wide."""
     peak = found.peak
     at = ", ".join(part for part in (f"in {peak.phase}" if peak.phase else "", peak.module) if part)
     step = "its first step" if found.first else "a step"
@@ -33,7 +33,7 @@ def memory_lines(found: MemoryParts, width: int) -> list[Text]:
 
 
 def _phases(found: MemoryParts, width: int) -> list[Text]:
-    """Bytes by category, a row for the most of each phase; the peak is in bold."""
+    """Show bytes by category, a row for the peak of each phase; the overall peak is bold."""
     names = [name for name in CATEGORIES if any(name in split for split in found.phases.values())]
     most = max(sum(split.values()) for split in found.phases.values())
     rows: list[list[Cell]] = []
@@ -46,7 +46,7 @@ def _phases(found: MemoryParts, width: int) -> list[Text]:
 
 
 def largest_columns(found: MemoryParts) -> dict[str, list[Cell]]:
-    """The tensors that are there at the peak, by column."""
+    """Return the tensors at the peak, by column."""
     return {
         "at the peak": [one.category for one in found.largest],
         "tensors": [str(one.times) for one in found.largest],

@@ -30,11 +30,11 @@ from meshwise.timeline.timeline import Timeline
 from meshwise.timeline.views.html_page import page_of
 
 POINTS = 600
-"""Most moments of the memory that are drawn; of several the one with the most bytes."""
+"""The most moments of the memory curve that are drawn; of several the one with the most bytes."""
 
 
 def plan_page(plans: Any, first: Rehearsed) -> str:
-    """The page of `api.plan.Plans`. first: what the first of them was made of."""
+    """Return the page of `api.plan.Plans`. first: the inputs of the first plan's estimate."""
     found = plans.found
     title = f"{plans.job} on {plans.machine.name}, batch {plans.batch}"
     timeline = Timeline(source="predicted") if first.step is None else timeline_of(first, plans.job)
@@ -62,14 +62,14 @@ def plan_page(plans: Any, first: Rehearsed) -> str:
 
 
 def _table(columns: Mapping[str, Sequence[Any]], right: Sequence[str]) -> dict[str, Any]:
-    """Titles, rows of texts, and which columns are aligned to the left."""
+    """Return titles, rows of texts, and which columns are left-aligned."""
     titles = list(columns)
     rows = [[str(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
     return {"titles": titles, "rows": rows, "left": [at for at, title in enumerate(titles) if title not in right]}
 
 
 def _memory(first: Rehearsed) -> dict[str, Any]:
-    """The memory of the rank that needs most, in a step after the first, over time where that is known."""
+    """Show the memory of the rank that needs most, in a step after the first, over time if that is known."""
     rank = first.estimate.memory.rank
     traced = next(each for each in first.traces if each.step.rank == rank)
     before, after = (with_inside(work, first.prices.inside) for work in (traced.first, traced.step))
@@ -93,8 +93,8 @@ def _memory(first: Rehearsed) -> dict[str, Any]:
 
 
 def _times(curve: Curve, step: Step | None, rank: int) -> NDArray[np.float64]:
-    """When each moment of a curve is: where the launch begins that the memory is for, in ms; without a step the number
-    of that launch."""
+    """Return the time of each moment of a curve, in ms: when the launch that the memory is for begins; without a step
+    the number of that launch."""
     launched = np.cumsum([isinstance(event, Launch) for event in curve.work.events])
     number = np.where(curve.places < 0, 0, launched[np.maximum(curve.places, 0)])
     if step is None:
@@ -104,7 +104,7 @@ def _times(curve: Curve, step: Step | None, rank: int) -> NDArray[np.float64]:
 
 
 def _thinned(curve: Curve) -> list[int]:
-    """Rows of the curve that are drawn: the first, and of each stretch the one with the most bytes."""
+    """Return the rows of the curve to draw: the first, and in each stretch the one with the most bytes."""
     parts = np.array_split(np.arange(1, len(curve.places)), min(POINTS, max(len(curve.places) - 1, 1)))
     total = curve.total
     return [0, *(int(part[total[part].argmax()]) for part in parts if len(part))]

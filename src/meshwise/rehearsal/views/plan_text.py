@@ -23,13 +23,13 @@ from meshwise.spec.words import some
 from meshwise.terminal.table import NO_LIMIT, Cell, columns_lines
 
 LESS_NEEDED = ("samples/s", "most of it", "80 % of cases")
-"""Columns that are left out, in this order, where the screen is too narrow."""
+"""Columns that are left out, in this order, on a narrow screen."""
 MOST_ROWS, MOST_REFUSED, MOST_EDITS = 12, 4, 6
 HOST_WORTH_SAYING = 1 << 20  # bytes
 
 
 def plans_text(plans: Any, width: int | None = None) -> Text:
-    """`api.plan.Plans` for a terminal."""
+    """Show `api.plan.Plans` in a terminal."""
     found, machine = plans.found, plans.machine
     head = f"{plans.job} on {machine.name}, batch {plans.batch}"
     counts = f"{plural(len(found.estimates), 'plan')} rehearsed in {seconds_text(found.seconds)} of a processor"
@@ -43,7 +43,7 @@ def plans_text(plans: Any, width: int | None = None) -> Text:
 
 
 def first_text(plans: Any) -> str:
-    """The likely best plans of `api.plan.Plans`, before any is rehearsed."""
+    """Show the likely best plans of `api.plan.Plans`, before any is rehearsed."""
     rows = [
         f"  {settings_text(plan)}: about {seconds_text(guess.seconds)}, {bytes_text(guess.memory)}"
         for plan, guess in plans.found.first
@@ -52,8 +52,8 @@ def first_text(plans: Any) -> str:
 
 
 def worth_showing(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Without those that another plan of the same axes beats: as fast or faster, in as little memory or less; and
-    without those that do not fit, where another may. Nobody would take them; the JSON has them."""
+    """Return the plans without those that another plan of the same axes beats in time and memory, and without those
+    that do not fit if another may. Nobody would choose them; the JSON has them."""
     shown: list[Estimate] = []
     for each in estimates:  # the best first
         nowhere = each.memory.verdict == TOO_LARGE and estimates[0].memory.verdict != TOO_LARGE
@@ -72,7 +72,7 @@ def _beats(one: Estimate, other: Estimate) -> bool:
 
 
 def plan_columns(plans: Any) -> dict[str, list[Cell]]:
-    """The table of plans by its columns: a row for each plan that is worth one."""
+    """Return the table of plans by its columns: a row for each plan worth showing."""
     every = plans.found.estimates
     shown = every[:1] if plans.one else worth_showing(every)[:MOST_ROWS]
     room = {each.memory.capacity for each in shown if each.memory.capacity is not None}
@@ -91,7 +91,7 @@ def plan_columns(plans: Any) -> dict[str, list[Cell]]:
 
 
 def _table(plans: Any, width: int) -> list[Text]:
-    """What is less needed is left out where the screen is too narrow."""
+    """Make the table; less important columns are left out on a narrow screen."""
     columns = plan_columns(plans)
     left = [title for title in columns if title in ("plan", "most of it") or title.startswith(("in ", "fits"))]
     return columns_lines(columns, width, left=left, less_needed=LESS_NEEDED)
@@ -103,7 +103,7 @@ def _cost(plans: Any, estimate: Estimate) -> str:
 
 
 def training_sentence(plans: Any) -> str:
-    """What the whole training takes under the first plan; empty where that is not known."""
+    """Say how long the whole training takes under the first plan; empty if that is unknown."""
     first = plans.found.estimates[0]
     hours = plans.device_hours(first)
     if hours is None:
@@ -114,7 +114,7 @@ def training_sentence(plans: Any) -> str:
 
 
 def kept_sentence(plans: Any) -> str:
-    """What keeping the state of the first plan after each step takes of a host; empty where that is little."""
+    """Say what keeping the first plan's state after each step takes of a host's memory; empty if that is little."""
     first, machine = plans.found.estimates[0], plans.machine
     ranks = min(first.plan.devices, len(machine.devices) // max(1, len(machine.hosts)) or first.plan.devices)
     each, whole, room = first.memory.kept, first.memory.kept * ranks, machine.hosts[0].memory
@@ -131,7 +131,7 @@ def _interval(estimate: Estimate) -> str:
 
 
 def _parts(estimate: Estimate) -> str:
-    """The two largest parts of the step, as shares of it."""
+    """Return the two largest parts of the step, as shares of it."""
     total = sum(estimate.parts.values())
     largest = sorted(estimate.parts.items(), key=lambda part: -part[1])[:2]
     return ", ".join(f"{name} {percent_text(value / total)}" for name, value in largest if total and value)
@@ -157,7 +157,7 @@ def _below(plans: Any) -> list[Text]:
 
 
 def _edits(first: Estimate, others: Sequence[Estimate]) -> list[Text]:
-    """What the first plan would be with one thing changed."""
+    """Show what changing one thing in the first plan would cost or save."""
     priced = list(edits(first, others))[:MOST_EDITS]
     lines = [Text(), Text("changed, it would be")] if priced else []
     for edit in priced:
@@ -169,7 +169,7 @@ def _edits(first: Estimate, others: Sequence[Estimate]) -> list[Text]:
 
 
 def sentences(estimates: Sequence[Estimate], *, one: bool) -> list[str]:
-    """What the best plan, or the one that was asked about, comes to, and why it is the first."""
+    """Describe the best plan, or the one that was asked about, and why it is the first."""
     first = estimates[0]
     memory = first.memory
     need, low, high = (bytes_text(value) for value in (memory.total.value, memory.total.low, memory.total.high))
