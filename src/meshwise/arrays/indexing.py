@@ -74,9 +74,9 @@ def _shown(found: Array, key: Key, depth: int) -> Array:
 
 @dataclass(frozen=True)
 class Region:
-    """What cuts leave of an array, entries in ascending order: views of the parts, where they lie, the shape of it.
+    """The part of an array that cuts select, in ascending order: views of its parts, their sharding, the shape.
 
-    flipped: the dims that the cuts want in descending order."""
+    flipped: the dims that the cuts list in descending order."""
 
     views: list[Tensor]
     placed: Sharding

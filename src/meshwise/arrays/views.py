@@ -20,7 +20,7 @@ def made(parts: list[Tensor], placed: Sharding, x: Array, shape: Shape | list[in
 
 
 def undivided(x: Array) -> Array:
-    """Describe an array that is divided over a single place as whole on it."""
+    """Return an array that is divided over a single place as one that lies whole on it."""
     return (
         x
         if x.sharding.dim is None or not x.sharding.single

@@ -245,14 +245,14 @@ def _is_divided_sum(node: Any, samples: int) -> bool:
 
 
 def _divisor(node: Any) -> list[Tensor]:
-    """Return the one number that a sum is divided by, where the graph keeps it."""
+    """Return the number that a sum is divided by, in a list; empty if the graph does not keep it."""
     above, below = (each for each, _ in node.next_functions)
     is_sum = above is not None and above.name() == "SumBackward0" and below is None
     return [number for number in (node._saved_other,) if is_sum and number is not None and number.numel() == 1]
 
 
 def count_of_sum(loss: Tensor) -> list[Tensor]:
-    """Return what a loss divides its one sum by; nothing for another loss. Nothing is read."""
+    """Return the number that a loss divides its only sum by, in a list; empty for other losses. Reads no values."""
     node = loss.grad_fn
     return _divisor(node) if node is not None and node.name() == "DivBackward0" else []
 

@@ -76,8 +76,8 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def fake_batch(batch: Any, device: str | None = None) -> Any:
-    """The tensors of a real batch as fake ones, with their values where they are few: integers alone, where they go to
-    another device."""
+    """Return a real batch with fake tensors, which keep their values if these are few; on another device only integers
+    do."""
 
     def faked(tensor: Tensor) -> Tensor:
         there = torch.empty_like(tensor, device=device)
@@ -90,8 +90,8 @@ def fake_batch(batch: Any, device: str | None = None) -> Any:
 
 @contextmanager
 def fake_without_values() -> Iterator[None]:
-    """transformers goes another way with fake tensors, past what it would decide by their values: to it, only those are
-    fake whose values are not known."""
+    """Keep transformers from taking another path for fake tensors: inside, it sees as fake only those whose values are
+    unknown."""
     library = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(library, "is_fake_tensor"):
         yield

@@ -34,7 +34,7 @@ DEPTH, MANY = 4, 16  # how deep a generator is looked for in what a data set hol
 
 @dataclass(frozen=True)
 class Reading:
-    """Where batches come from: see `Contents`."""
+    """The source of batches: see `Contents`."""
 
     source: str = ""
     draws: str = ""

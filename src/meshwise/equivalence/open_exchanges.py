@@ -36,7 +36,7 @@ def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]
 
 
 def say_nan(found: list[str], what: str, under_way: list[str]) -> None:
-    """Add the sentence."""
+    """Add a sentence on an open exchange at the moment when a value is NaN."""
     found.append(f"nobody had waited for {some(under_way)} when {what} what it writes")
 
 

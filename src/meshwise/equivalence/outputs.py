@@ -49,7 +49,7 @@ class Layout:
 
 
 ORDERS = ("one after the other", "in turn", "from both ends")
-"""Contiguous; every n-th; a chunk from the front and one from the back, which balances causal attention."""
+"""Orders of slices: contiguous; every n-th; one chunk from each end, which balances causal attention."""
 
 
 def _order(layout: Layout) -> Tensor:

@@ -59,7 +59,7 @@ class Holding:
 
     @property
     def model(self) -> nn.Module:
-        """The model."""
+        """The model whose blocks the stages hold."""
         model = self._model()
         assert model is not None
         return model

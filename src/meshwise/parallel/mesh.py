@@ -24,13 +24,13 @@ _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
 def make_mesh(plan: Plan, world: World, *, replicas: bool = False) -> DeviceMesh:
-    """The devices of the run on the axes that `plan` divides, outermost first, each by its name. Collective.
+    """Return the run's devices on a mesh of the axes that `plan` divides, outermost first, by name. Collective.
 
-    Ranks count up along the last axis first. Launchers number the devices of a host one after the other, so what
-    communicates most, the last, uses the fastest links. An axis of size 1 is left out, but `shard`, where another axis
-    needs it: parts of split parameters are reduced over `data` as shards are. One device has the last axis alone.
+    Ranks count up along the last axis first. Launchers number the devices of a host one after the other, so the last
+    axis, which communicates most, uses the fastest links. An axis of size 1 is left out, except `shard` if another axis
+    needs it: parts of split parameters are reduced over `data` as shards are. One device has only the last axis.
 
-    replicas: `expert` counts as `data`, as it does for the parameters that are no experts'.
+    replicas: `expert` counts as `data`, as it does for parameters that are not experts'.
     """
     shapes = {axis: getattr(plan, axis) for axis in AXES}
     needed = plan.split or plan.expert > 1

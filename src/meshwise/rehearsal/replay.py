@@ -29,7 +29,7 @@ NUMBERS = 1 << 16
 """Bytes of a collective that may grow: one with a number for each parameter, as for norms, or with the losses of
 microbatches, which stages exchange. Larger ones are cut into buckets at some depth."""
 GROWS = ("optimizer", "other")
-"""Phases of such collectives."""
+"""Phases of collectives that may grow."""
 
 
 @dataclass(frozen=True)
