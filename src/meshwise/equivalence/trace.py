@@ -29,9 +29,9 @@ Draws = Mapping[int, Sequence[Draw]]
 
 @dataclass(frozen=True)
 class CheckSpec:
-    """What is checked.
+    """A check's settings.
 
-    plan: the plan of the other side; of a script that chooses its own, replicas on as many devices. steps: optimizer
+    plan: the plan of the other side; for a script that chooses its own, replicas on as many devices. steps: optimizer
     steps that both sides take. in_float64: whether both compute everything in float64; else in the plan's own
     precision, to see its rounding. perturb: whether the plan's ranks are late at random, and exchanged values are NaN
     until they are waited for (compat/perturbed.py). noise: the values that one device takes over from the plan.
@@ -153,16 +153,16 @@ class StepTrace:
 class Trace:
     """The trace of one side.
 
-    modules: name -> class. places: name -> line of its forward, where the user has written that. tied: groups of names
-    that are one parameter. draws: of all forwards. evaluated: indices of the test set that counted. rank_divergence:
-    before the first step and in the evaluation. unkeyed: random operators that could not be keyed, so that ranks draw
-    different numbers. drawn_alike: draws for a rank's own rows that in a run are the same on every rank. numpy_draws:
-    whether a forward drew from numpy's own generator. random_modules: modules that draw, without those that contain
-    them. recomputed_modules: modules that run again in the backward. evaluation_draws: random draws in the evaluation.
-    metric_sums: sum and weight of each metric. single_sample_metrics: metric -> sample -> its mean and weight alone, of
-    samples at the ends of batches. padding_ranks: first sample of an evaluated batch -> how many ranks had no sample of
-    it. races: faults of exchanges, if they were perturbed. shown: lines of a script, and what each printed or logged.
-    exchanges, exchanges_backward: of the program itself (see exchanges.py), on rank 0. counted_again: sentences on
+    modules: name -> class. places: name -> line of its forward, if the user wrote it. tied: groups of names that share
+    one parameter. draws: of all forwards. evaluated: indices of the test set that counted. rank_divergence: before the
+    first step and in the evaluation. unkeyed: random operators that could not be keyed, so that ranks draw different
+    numbers. drawn_alike: draws for a rank's own rows that are the same on every rank in a run. numpy_draws: whether a
+    forward drew from NumPy's own generator. random_modules: modules that draw, without those that contain them.
+    recomputed_modules: modules that run again in the backward. evaluation_draws: random draws in the evaluation.
+    metric_sums: sum and weight of each metric. single_sample_metrics: metric -> sample -> its mean and weight alone,
+    for samples at the ends of batches. padding_ranks: first sample of an evaluated batch -> how many ranks had no
+    sample of it. races: faults of exchanges, if they were perturbed. shown: lines of a script, and what each printed or
+    logged. exchanges, exchanges_backward: the program's own (see exchanges.py), on rank 0. counted_again: sentences on
     loops that every rank reads as a whole, so that mw.sum counts them once per rank. resumed: the state that each
     resume before the last step of a job has restored. hints: what is wrong on one device too, a sentence each (see
     hints.py).

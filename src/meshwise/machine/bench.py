@@ -132,7 +132,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _with_copies(machine: Machine, results: Sequence[PathResult]) -> tuple[Link, ...]:
-    """Return the links with the timings of their copies; a pair without a link copies that for any such pair."""
+    """Return the links with the timings of their copies; a pair without a link uses the one for any such pair."""
     measured: dict[tuple[str, str], Link] = {(link.source, link.target): link for link in machine.links}
     for result in results:
         if result.operation not in COPIES:
