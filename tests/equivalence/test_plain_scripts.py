@@ -153,7 +153,7 @@ def test_what_cannot_be_judged_is_refused(tmp_path: Path, text: str, why: str) -
 
 def step(**changes: object) -> Step:
     parameters = {name: torch.ones_like(gradient) for name, gradient in GRADIENTS.items()}
-    made = Step(0, LINES, [{"lr": 0.1}], dict(GRADIENTS), parameters, loss=1.0, scales=(1.0,), ticks=1)
+    made = Step(0, LINES, [{"lr": 0.1}], dict(GRADIENTS), parameters, losses=(1.0,), scales=(1.0,), ticks=1)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -189,7 +189,7 @@ OTHER = {**GRADIENTS, "bias": torch.tensor([0.7])}
 FOUND: dict[str, tuple[Callable[[int], dict[str, object]], dict[str, object]]] = {
     "gradients not reduced": (lambda rank: {"steps": [step(gradients=times(1 + rank))]}, {}),
     "gradient times a number": (lambda rank: {"steps": [step(gradients=times(0.5))]}, {}),
-    "mean over unequal counts": (lambda rank: {"steps": [step(gradients=OTHER, loss=2.0 + rank)]}, {}),
+    "mean over unequal counts": (lambda rank: {"steps": [step(gradients=OTHER, losses=(2.0 + rank,))]}, {}),
     "a hook before the reduction": (lambda rank: {"steps": [step(gradients=OTHER, hooks=("train.py:9",))]}, {}),
     "other gradients": (lambda rank: {"steps": [step(gradients=OTHER)]}, {}),
     "clipping before the reduction": (lambda rank: {"steps": [step(clips=(("train.py:22", 1.0 + rank),))]}, {}),
@@ -288,3 +288,26 @@ def test_the_scale_of_a_loss_and_the_length_of_a_schedule() -> None:
     warmup, total = 4, 32
     assert horizon_of(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(n / warmup, total - n))) == 32
     assert horizon_of(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)) is None
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "kind"), [("0.50", "number of one rank"), ("0.60", "metric differs from one device's")]
+)
+def test_a_loss_of_the_training_that_stands_beside_a_metric_is_of_one_rank(accuracy: str, kind: str) -> None:
+    def side(rank: int, ranks: int, losses: tuple[float, ...], text: str) -> Record:
+        steps = [step(losses=losses, scales=(0.5, 0.5), start=number + rank) for number in range(2)]
+        return record(rank, ranks, steps=steps, shown=[("train.py:30", text, False)])
+
+    ranks = [side(rank, 2, (0.5, 0.7 + rank / 10), "loss 1.4000 acc 0.50") for rank in range(2)]
+    found = found_in(ranks, side(0, 1, (0.5, 0.75), f"loss 1.5000 acc {accuracy}"))
+    assert {name for name in found if name in ("number of one rank", "metric differs from one device's")} == {kind}
+
+
+def test_a_schedule_of_whole_accumulations_is_of_epochs() -> None:
+    def side(rank: int, ranks: int, batches: int) -> Record:
+        passes = [replace(read(rank, ranks), batches=[[0]] * batches)]
+        return record(
+            rank, ranks, passes=passes, horizon=36, steps=[step(scales=(0.5, 0.5))] * 3, ticked_at=("a.py:1",)
+        )
+
+    assert found_in([side(rank, 2, 13) for rank in range(2)], side(0, 1, 25))["scheduler ticks at another pace"]

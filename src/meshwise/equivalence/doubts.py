@@ -13,7 +13,7 @@ Tested in tests/equivalence/test_doubts.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -65,13 +65,24 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
     kinds = {"parameters are": "parameters", "the optimizer's state is": "optimizer_state"}
     for what, kind in kinds.items() if len(rounded) == 2 else ():
         one, plan = (getattr(trace.steps[0], kind) for trace in rounded)
+        first = rounded[0].steps[0]
+        of_rounding = _of_rounding(first.clipped_gradients or first.gradients)
         lower = {name: _lower(t) for name, t in plan.items() if name in one and _lower(t) and not _lower(one[name])}
+        lower = {name: held for name, held in lower.items() if name.rpartition(" ")[0] not in of_rounding}
         if lower:
             yield (
                 f"{what} kept in {some(sorted(set(lower.values())))} under the plan alone: after step 1 it holds every "
                 f"value of {some(list(lower))}, and not those of one device. Updates that are small beside a value are "
                 "lost: keep both in float32."
             )
+
+
+def _of_rounding(gradients: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the parameters whose gradients are rounding alone, such as a bias in front of a batch norm: what an
+    optimizer keeps of them may fit any precision."""
+    sizes = {name: float(t.abs().max()) for name, t in gradients.items() if t.numel()}
+    least = TIMES * torch.finfo(torch.float32).eps * max(sizes.values(), default=0.0)
+    return {name for name, size in sizes.items() if size <= least}
 
 
 def _lower(tensor: torch.Tensor) -> str:

@@ -67,6 +67,12 @@ def _apart(text: str, other: str) -> list[int]:
     return [n for n, pair in enumerate(zip(numbers, others, strict=True)) if not _close(*map(Decimal, pair))]
 
 
+def numbers_apart(text: str, other: str) -> list[tuple[Decimal, Decimal]]:
+    """Return the numbers that differ, in pairs."""
+    numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
+    return [(Decimal(numbers[n]), Decimal(others[n])) for n in _apart(text, other)]
+
+
 def _close(a: Decimal, b: Decimal) -> bool:
     if a.as_tuple().exponent == b.as_tuple().exponent == 0:  # counts
         return a == b

@@ -5,13 +5,16 @@ Tested in tests/equivalence/test_plain_scripts.py.
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 
 from meshwise.equivalence.plain.findings import Finding
 from meshwise.equivalence.plain.record import Pass, Record, Step
-from meshwise.equivalence.shown import shown_otherwise
+from meshwise.equivalence.shown import numbers_apart, shown_otherwise
 
 TWICE = "samples counted twice in the evaluation"
 
@@ -145,8 +148,9 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
         if all(ticks) and ticks[0] != ticks[1] and not many.accelerate:
             yield _ticks_twice(many, True, f"{ticks[0]:g} times a step on {len(ranks)} devices, {ticks[1]:g} on one.")
         return
-    paces = [t * n for t, n in zip(ticks, lengths, strict=True)]  # ticks of an epoch
-    epochs = [h / pace for h, pace in zip((many.horizon, one.horizon), paces, strict=True)]
+    horizons = many.horizon, one.horizon
+    paces = [t * _whole_steps(n, h / t) for t, n, h in zip(ticks, lengths, horizons, strict=True)]  # ticks of an epoch
+    epochs = [h / pace for h, pace in zip(horizons, paces, strict=True)]
     if abs(paces[0] * one.horizon / many.horizon - paces[1]) > max(len(ranks), 0.1 * paces[1]):  # a batch may be uneven
         by_steps = ticks[0] == ticks[1] and many.horizon == one.horizon and abs(epochs[1] - round(epochs[1])) > 0.01
         yield _ticks_twice(
@@ -180,6 +184,13 @@ def _steps_of_pass(record: Record) -> float:
     return len(trained[0].batches) / max(statistics.median([len(s.scales) for s in record.steps]), 1)
 
 
+def _whole_steps(steps: float, horizon: float) -> float:
+    """Return the steps of an epoch, of which the last accumulation may be left out or made of fewer batches: whichever
+    a schedule of `horizon` steps ends with."""
+    whole = (each for each in (math.floor(steps), math.ceil(steps)) if each and horizon % each == 0)
+    return next(whole, steps)
+
+
 def norms(ranks: Sequence[Record]) -> Iterator[Finding]:
     """Report layers that normalize each rank's samples separately."""
     if ranks[0].norms and len(ranks) > 1:
@@ -206,10 +217,32 @@ def shown(first: Record, one: Record, devices: str) -> Iterator[Finding]:
         texts, _ = shown_otherwise(sides[0], sides[1], devices)
         for text in texts:
             line = text.partition(" shows ")[0]
+            printed = [[shown for place, shown in side if place == line] for side in sides]
+            apart = [pair for both in zip(*printed, strict=False) for pair in numbers_apart(*both)]
+            metric = wrong and not all(_is_of_training(pair, one, first) for pair in apart)
             yield Finding(
-                "metric differs from one device's" if wrong else "number of one rank",
-                wrong,
+                "metric differs from one device's" if metric else "number of one rank",
+                metric,
                 (line,),
                 text,
-                "Sum over all ranks' samples, each counted once, before dividing." if wrong else "",
+                "Sum over all ranks' samples, each counted once, before dividing." if metric else "",
             )
+
+
+def _is_of_training(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> bool:
+    """Return whether two numbers are the same losses of a training on both sides, added or averaged: of a few steps or
+    of one microbatch, divided by how many a step has or not."""
+    losses = [[loss for step in record.steps for loss in step.losses] for record in (one, first)]
+    micro = float(max((len(step.losses) for step in one.steps), default=1))
+    for begin, end in itertools.combinations(range(1 + min(map(len, losses))), 2):
+        totals = [sum(side[begin:end]) for side in losses]
+        for by in {1.0, 1 / micro, float(end - begin), (end - begin) / micro}:
+            if all(_shows(number, total / by) for number, total in zip(pair, totals, strict=True)):
+                return True
+    return False
+
+
+def _shows(printed: Decimal, value: float) -> bool:
+    """Return whether a printed number is the value, up to its last digit."""
+    exponent = int(printed.as_tuple().exponent)
+    return exponent < 0 and abs(printed - Decimal(value)) <= Decimal(1).scaleb(exponent)

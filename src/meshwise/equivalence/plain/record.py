@@ -46,9 +46,9 @@ class Step:
     """One step of an optimizer.
 
     places: the lines of the last forward, its backward, and the step. settings: numbers of each group, before the step.
-    gradients: by parameter, before the step. parameters: after it. loss: sum of the losses of its backwards. scales:
-    the final factor of each loss. ticks: scheduler steps since the last optimizer step. unreduced: why its gradients
-    may not be those of all ranks. hooks: lines of hooks on the gradients. clips: lines that clip, and the norm before.
+    gradients: by parameter, before the step. parameters: after it. losses: of its backwards. scales: the final factor
+    of each. ticks: scheduler steps since the last optimizer step. unreduced: why its gradients may not be those of all
+    ranks. hooks: lines of hooks on the gradients. clips: lines that clip, and the norm before.
     draws: whether random numbers were drawn between a batch and its backward. start: the sum of the parameters' norms
     before the step.
     """
@@ -58,7 +58,7 @@ class Step:
     settings: list[dict[str, float]]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    loss: float = 0.0
+    losses: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
     ticks: int = 0
     unreduced: str = ""
@@ -66,6 +66,11 @@ class Step:
     clips: tuple[tuple[str, float], ...] = ()
     draws: bool = False
     start: float = 0.0
+
+    @property
+    def loss(self) -> float:
+        """The sum of its losses."""
+        return sum(self.losses)
 
 
 @dataclass

@@ -91,7 +91,7 @@ class _Watcher:
         self._fresh()
 
     def _fresh(self) -> None:
-        self._since = {"loss": 0.0, "scales": [], "clips": [], "backward": "", "draws": False, "why": ""}
+        self._since = {"losses": [], "scales": [], "clips": [], "backward": "", "draws": False, "why": ""}
         self._wrapped_forward = False
 
     def ended(self) -> Record:
@@ -164,7 +164,7 @@ class _Watcher:
                 raise ScriptEnds
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if losses and losses[0].numel() == 1:
-                self._since["loss"] += float(losses[0].detach())
+                self._since["losses"].append(float(losses[0].detach()))
                 self._since["scales"].append(scale_of(losses[0]))
             self._since["backward"] = user_place()
             self._since["draws"] |= self.reads.backward()
@@ -202,7 +202,7 @@ class _Watcher:
             (self._forward_at, since["backward"], user_place()),
             [_numbers(group) for group in optimizer.param_groups],
             {self._name(p): p.grad.detach().to("cpu", copy=True) for p in held if p.grad is not None},
-            loss=since["loss"],
+            losses=tuple(since["losses"]),
             scales=tuple(since["scales"]),
             ticks=self.record.ticks,
             hooks=hooks,
