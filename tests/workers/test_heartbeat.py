@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwise.timeline import recorder as recorder_of
+from meshwise.timeline.recorder import Recorder
 from meshwise.workers import heartbeat
 from meshwise.workers.heartbeat import MOST_STEPS, Beat, Heartbeat, beat_path, read_beat, read_beats
 
@@ -25,6 +27,15 @@ def test_step_phase_and_steps_are_read_as_they_were_told(path: Path) -> None:
     assert (told.step, told.phase, told.ours, len(told.steps)) == (6, "forward", False, 3)  # two are no measure
     beat.loop(ours=True, compiles=True)
     assert read_beat(path).ours and read_beat(path).compiles
+
+
+def test_a_recorder_that_turns_beats_as_a_phase_does(path: Path) -> None:
+    beat, recorder = Heartbeat(path), Recorder()
+    recorder.pulse = beat
+    for number, phase in enumerate(("data", "forward", "data"), 1):
+        recorder.turn(phase)
+        assert (read_beat(path).phase, read_beats(path)) == (phase, number)
+    assert (recorder_of.BEATS, recorder_of.PHASE) == (heartbeat.BEATS, heartbeat.PHASE)
 
 
 def test_every_beat_is_another_number(path: Path) -> None:

@@ -15,7 +15,7 @@ from meshwise.api.bench import bench
 from meshwise.api.machines import find_machine
 from meshwise.api.plan import Plans, plan_options
 from meshwise.api.plan_options import PlanOptions
-from meshwise.job.options import OF_THE_PLAN, PlanText, RunOptions
+from meshwise.job.options import AUTO_OF_A_SCRIPT, OF_THE_PLAN, PlanText, RunOptions
 from meshwise.machine.bench import only_devices
 from meshwise.machine.find import find_devices
 from meshwise.machine.measure.alone import device_names
@@ -42,8 +42,8 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
 
     Raises UsageError for a script, and where the devices of a run are not all here, PlanError where no plan fits.
     """
-    if str(options.job).endswith(".py"):  # a script: refused before it is run
-        options.plan_on(1)
+    if str(options.job).endswith(".py"):
+        raise UsageError(AUTO_OF_A_SCRIPT)
     if options.nnodes > 1 or started_by_launcher():
         raise UsageError(
             "--plan auto looks at the devices of one machine that meshwise run starts itself. Find the plan with "

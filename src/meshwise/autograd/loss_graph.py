@@ -247,8 +247,8 @@ def _is_divided_sum(node: Any, samples: int) -> bool:
 def _divisor(node: Any) -> list[Tensor]:
     """Return the number that a sum is divided by, in a list; empty if the graph does not keep it."""
     above, below = (each for each, _ in node.next_functions)
-    is_sum = above is not None and above.name() == "SumBackward0" and below is None
-    return [number for number in (node._saved_other,) if is_sum and number is not None and number.numel() == 1]
+    is_sum, number = above is not None and above.name() == "SumBackward0" and below is None, node._saved_other
+    return [number] if is_sum and number is not None and number.numel() == 1 else []
 
 
 def count_of_sum(loss: Tensor) -> list[Tensor]:

@@ -13,13 +13,13 @@ Tested in tests/equivalence/test_doubts.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from meshwise.equivalence.compare import Comparison
 from meshwise.equivalence.tolerance import precision_of
-from meshwise.equivalence.trace import Trace
+from meshwise.equivalence.trace import StepTrace, Trace
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.words import some
 
@@ -63,12 +63,11 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
     """Return a sentence for parameters and one for the optimizer's state, if only the plan keeps them in a lower
     precision between steps. rounded: one device and the plan, both in the plan's precision; or nothing."""
     kinds = {"parameters are": "parameters", "the optimizer's state is": "optimizer_state"}
+    noise = _of_rounding(rounded[0].steps[0]) if rounded else set()
     for what, kind in kinds.items() if len(rounded) == 2 else ():
         one, plan = (getattr(trace.steps[0], kind) for trace in rounded)
-        first = rounded[0].steps[0]
-        of_rounding = _of_rounding(first.clipped_gradients or first.gradients)
         lower = {name: _lower(t) for name, t in plan.items() if name in one and _lower(t) and not _lower(one[name])}
-        lower = {name: held for name, held in lower.items() if name.rpartition(" ")[0] not in of_rounding}
+        lower = {name: held for name, held in lower.items() if name.rpartition(" ")[0] not in noise}
         if lower:
             yield (
                 f"{what} kept in {some(sorted(set(lower.values())))} under the plan alone: after step 1 it holds every "
@@ -77,9 +76,10 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
             )
 
 
-def _of_rounding(gradients: Mapping[str, torch.Tensor]) -> set[str]:
+def _of_rounding(step: StepTrace) -> set[str]:
     """Return the parameters whose gradients are rounding alone, such as a bias in front of a batch norm: what an
     optimizer keeps of them may fit any precision."""
+    gradients = step.clipped_gradients or step.gradients
     sizes = {name: float(t.abs().max()) for name, t in gradients.items() if t.numel()}
     least = TIMES * torch.finfo(torch.float32).eps * max(sizes.values(), default=0.0)
     return {name for name, size in sizes.items() if size <= least}

@@ -32,6 +32,7 @@ LOG_EVERY, CHECK_EVERY = 100, 500
 STOP, SKIP, BACK = ON_NAN = ("stop", "skip", "back")
 RESTARTS = 3
 AUTO = "auto"
+AUTO_OF_A_SCRIPT = "--plan auto is for meshwise run of a job. Save a plan with meshwise plan --save FILE."
 """As a plan: the one that `meshwise plan` would choose for the devices."""
 OF_THE_PLAN = ("accumulate", "precision")
 """Fields of the plan that have an option of their own, besides `--set`."""
@@ -209,7 +210,7 @@ class RunOptions(NodeOptions):
     def plan_on(self, devices: int) -> Plan:
         """Return the plan on this many devices: the given one, else replicas, changed by settings and options."""
         if self.plan == AUTO:
-            raise UsageError("--plan auto is for meshwise run of a job. Save a plan with meshwise plan --save FILE.")
+            raise UsageError(AUTO_OF_A_SCRIPT)
         own = {name: value for name in OF_THE_PLAN if (value := getattr(self, name)) is not None}
         settings = (*self.settings, *(setting_text(name, value) for name, value in own.items()))
         if self.plan is None:

@@ -34,5 +34,5 @@ def address_of(error: BaseException) -> str:
         for frame in reversed(traceback.extract_tb(error.__traceback__)):
             place = frame.filename.removeprefix(f"{PACKAGE}/").removesuffix(".py")
             if place != "spec/errors":  # it refuses in the name of who called it
-                return next(filter(None, map(addresses().get, (f"{place}/{frame.name}", place))), "")
+                return (known := addresses()).get(f"{place}/{frame.name}") or known.get(place, "")
     return ""

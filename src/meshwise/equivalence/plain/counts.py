@@ -217,7 +217,7 @@ def shown(first: Record, one: Record, devices: str) -> Iterator[Finding]:
         texts, _ = shown_otherwise(sides[0], sides[1], devices)
         for text in texts:
             line = text.partition(" shows ")[0]
-            printed = [[shown for place, shown in side if place == line] for side in sides]
+            printed = [[other for place, other in side if place == line] for side in sides]
             apart = [pair for both in zip(*printed, strict=False) for pair in numbers_apart(*both)]
             metric = wrong and not all(_is_of_training(pair, one, first) for pair in apart)
             yield Finding(
