@@ -41,6 +41,16 @@ def _of_transformers(path: str, arguments: str, *made: data.Made, **options: obj
     )  # fmt: skip
 
 
+def _of_trl(name: str, arguments: str, **options: object) -> Script:
+    """arguments: the data set, and what more."""
+    return Script(
+        TRL, f"trl/scripts/{name}.py", (("    trainer.train()", "    mw.distribute(trainer)\n    trainer.train()"),),
+        package="transformers", probe=PROBE, made=(data.gpt2, data.chats),
+        arguments=COMMON + MODEL + "--dtype auto --eval_strategy epoch --num_train_epochs 2 "
+        f"--gradient_checkpointing False --bf16 False --dataset_name {arguments}", **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
 SCRIPTS = {
     "run_glue": _of_transformers(
         "text-classification/run_glue.py",
@@ -134,39 +144,13 @@ SCRIPTS = {
         data.translations,
         unlike=LAST_BATCH,
     ),
-    "trl_sft": Script(
-        TRL,
-        "trl/scripts/sft.py",
-        (("    trainer.train()", "    mw.distribute(trainer)\n    trainer.train()"),),
+    "trl_sft": _of_trl(
+        "sft",
+        "chats --max_length 24 --gradient_accumulation_steps 2",
         kept=(("trainer.train()", f"trainer.train(resume_from_checkpoint={PROBE}.newest())"),),
-        package="transformers",
-        probe=PROBE,
-        made=(data.gpt2, data.chats),
-        arguments=COMMON + MODEL + "--dataset_name chats --dtype auto --max_length 24 --eval_strategy epoch "
-        "--num_train_epochs 2 --gradient_accumulation_steps 2 --gradient_checkpointing False --bf16 False",
     ),
-    "trl_reward": Script(
-        TRL,
-        "trl/scripts/reward.py",
-        (("    trainer.train()", "    mw.distribute(trainer)\n    trainer.train()"),),
-        package="transformers",
-        probe=PROBE,
-        made=(data.gpt2, data.chats),
-        arguments=COMMON + MODEL + "--dataset_name preferences --dtype auto --max_length 48 --eval_strategy epoch "
-        "--num_train_epochs 2 --gradient_checkpointing False --bf16 False",
-        refused="TRL's RewardTrainer",
-    ),
-    "trl_dpo": Script(
-        TRL,
-        "trl/scripts/dpo.py",
-        (("    trainer.train()", "    mw.distribute(trainer)\n    trainer.train()"),),
-        package="transformers",
-        probe=PROBE,
-        made=(data.gpt2, data.chats),
-        arguments=COMMON + MODEL + "--dataset_name preferences --dtype auto --max_length 48 --eval_strategy epoch "
-        "--num_train_epochs 2 --gradient_checkpointing False --bf16 False",
-        refused="TRL's DPOTrainer",
-    ),
+    "trl_reward": _of_trl("reward", "preferences --max_length 48", refused="TRL's RewardTrainer"),
+    "trl_dpo": _of_trl("dpo", "preferences --max_length 48", refused="TRL's DPOTrainer"),
     "peft_sft": Script(
         PEFT,
         "examples/sft/train.py",

@@ -23,10 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from keep import keep
+from keep import RESULTS, keep
 
 ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "bench" / "results" / "suite.json"
+RESULT = RESULTS / "suite.json"
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 UNSLOW = ("-m", "not slow", "--dist", "loadfile")
 
@@ -58,7 +58,7 @@ def tested(options: tuple[str, ...], behind: list[str], workers: str) -> dict[st
     return {
         "green": done.returncode in (0, 5),  # 5: nothing to run on this machine
         "tests": re.sub(r" in [\d.]+s.*", "", last),
-        "failed": re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE),
+        "failed": re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE),
         "seconds": round(time.monotonic() - began),
     }
 
@@ -88,7 +88,8 @@ def main() -> None:
             keep("suite", {"seconds": sum(one["seconds"] for one in kept.values()), "parts": kept})
             print(f"{name}: {found[name]['tests']}, {found[name]['seconds']} s", flush=True)
     not_green = [name for name in all_parts if not found.get(name, {}).get("green")]
-    print("\n  ".join([f"{len(all_parts) - len(not_green)} of {len(all_parts)} parts are green; not yet:", *not_green]))
+    text = f"{len(all_parts) - len(not_green)} of {len(all_parts)} parts are green" + "; not yet:" * bool(not_green)
+    print("\n  ".join([text, *not_green]))
     sys.exit(bool(not_green))
 
 
