@@ -39,7 +39,7 @@ OTHERS = (
 OF_ONE_RANK = (
     "Lightning: self.log({name!r}) outside of a step is of this rank's samples ({own:.6g}; others have {other:.6g}). "
     "Log it in the step, or use a metric of torchmetrics, or self.all_gather(torch.cat(rows)) before it is computed; "
-    "or say reduce_fx='sum'."
+    "or, for a count, say reduce_fx='sum'."
 )
 NO_MEAN = (
     "Lightning: self.log({name!r}) is no mean, sum, largest or smallest of the rows of a batch, as far as it can be "
