@@ -123,7 +123,7 @@ setattr(Plans, "figure", page)  # noqa: B010  # as of a report
 def plan_options(options: PlanOptions) -> Plans:
     """Run the search with these options."""
     with ExitStack() as stack:
-        machine = _machine_of(options)
+        machine = options.machine if isinstance(options.machine, Machine) else find_machine(options.machine)
         return _planned(options, machine, _job_of(options, machine, stack))
 
 
@@ -274,10 +274,6 @@ def _judged(
         found = search([asked], estimate, min(options.seconds, EDITS), savers=lambda plan: savers(plan, space()))
     others = tuple(each for each in found.estimates if each.plan != asked)
     return replace(found, estimates=(first, *others))
-
-
-def _machine_of(options: PlanOptions) -> Machine:
-    return options.machine if isinstance(options.machine, Machine) else find_machine(options.machine)
 
 
 def _job_of(options: PlanOptions, machine: Machine, stack: ExitStack) -> Job | Script:

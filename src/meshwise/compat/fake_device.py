@@ -40,11 +40,8 @@ class Stream:
         Stream.made += 1
         self.name = name or f"stream {Stream.made}"
         self._before: list[Stream] = []
-        self.stream_id, self.device_index, self.device_type = (
-            Stream.made,
-            0,
-            20,
-        )  # as FSDP2 of torch 2.15 asks
+        # FSDP2 of torch 2.15 asks for these.
+        self.stream_id, self.device_index, self.device_type = Stream.made, 0, 20
 
     def wait_stream(self, other: Stream) -> None:
         self._wait(_last.get(other.name, -1))
@@ -113,8 +110,10 @@ class _Module:
     def is_available(self) -> bool:
         return _users[0] > 0
 
-    def current_device(self) -> int:
+    def current_device(self, *args: Any, **kwargs: Any) -> int:
         return 0
+
+    _get_device_index = current_device
 
     def device_count(self) -> int:
         return 1
@@ -128,26 +127,16 @@ class _Module:
     def _is_in_bad_fork(self) -> bool:
         return False
 
-    def manual_seed_all(self, seed: int) -> None:
+    def synchronize(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def set_device(self, device: Any) -> None:
-        pass
-
-    def synchronize(self, *args: Any) -> None:
-        pass
+    manual_seed_all = set_device = set_rng_state = synchronize
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
     def get_rng_state(self, *args: Any) -> Tensor:
         return torch.zeros(16, dtype=torch.uint8)
-
-    def set_rng_state(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def _get_device_index(self, *args: Any, **kwargs: Any) -> int:
-        return 0
 
 
 def is_there() -> bool:
@@ -255,11 +244,10 @@ def _register() -> None:
     )
 
     class Hook(_DummyPrivateUse1Hook):
-        def is_available(self) -> bool:
+        def is_available(self, device: int = 0) -> bool:
             return _users[0] > 0
 
-        def has_primary_context(self, device: int) -> bool:
-            return _users[0] > 0
+        has_primary_context = is_available
 
     class Guard(_DummyDeviceGuard):
         def type_(self) -> Any:
@@ -270,10 +258,23 @@ def _register() -> None:
     library = torch.library.Library("aten", "IMPL")
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key)
+    library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
+    library.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward, "Meta")
     _kept.extend([library, *fake_autocast.register()])
 
 
 _kept: list[Any] = []  # a library that is let go takes its operators back
+
+
+def _gru_cell(gates: Tensor, hidden_gates: Tensor, before: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the shapes of CUDA's cell: the state after it, and what its backward needs. torch has it for the LSTM."""
+    return torch.empty_like(before), before.new_empty(before.size(0), before.size(1) * 5)
+
+
+def _gru_cell_backward(gradient: Tensor, kept: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+    gates, hidden_gates = (gradient.new_empty(gradient.size(0), gradient.size(1) * 3) for _ in range(2))
+    biases = (gates.sum(0), hidden_gates.sum(0)) if has_bias else (None, None)
+    return gates, hidden_gates, torch.empty_like(gradient), *biases
 
 
 def _attention(

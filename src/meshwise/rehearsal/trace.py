@@ -99,6 +99,11 @@ def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
 def why_not(what: str, error: Exception) -> str:
     """Return why `what` cannot be rehearsed, from an error that it raised."""
     first = by_its_name(str(error)).partition("\n")[0].partition(". This could be because")[0]
+    if "_pack_padded_sequence" in first:
+        return (
+            f"{what} packs sequences, and how long each is decides what is computed: not rehearsed. To plan it, "
+            "give the recurrent layer the padded batch (pack_padded_sequence left out): it takes as much or more."
+        )
     if isinstance(error, NEEDS_VALUES):
         return (
             f"{what} is rehearsed on tensors without values, and this line needs one ({first}). Known are numbers and "
