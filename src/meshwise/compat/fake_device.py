@@ -244,7 +244,7 @@ def _register() -> None:
     )
 
     class Hook(_DummyPrivateUse1Hook):
-        def is_available(self, device: int = 0) -> bool:
+        def is_available(self, dev_id: Any = 0) -> bool:
             return _users[0] > 0
 
         has_primary_context = is_available
