@@ -21,9 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
 from meshwise.compat import program_calls
+from meshwise.compat.collective_calls import Call
 from meshwise.process.session import end_sessions
 from meshwise.recording import plain_program
 from meshwise.records import folder as names
+from meshwise.spec.world import World
 from meshwise.timeline import advice
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
@@ -296,15 +298,30 @@ def test_training_in_processes_of_its_own_is_not_recorded_and_said(
     seconds, spent = [0.0], resource.getrusage(resource.RUSAGE_CHILDREN)  # of all tests of this process before
     monkeypatch.setattr(resource, "getrusage", lambda who: type(spent)([*seconds, *spent[1:]]))
     plain_program.begin(lines.append)
-    plain_program.tell_if_unseen("train.py")
+    plain_program.tell_what_is_missing("train.py")
     assert lines == []
     seconds[0] = 12.0
-    plain_program.tell_if_unseen("train.py")
+    plain_program.tell_what_is_missing("train.py")
     (line,) = lines
     assert line.startswith("train.py: no step was recorded.") and "(mp.spawn, subprocess)" in line and " 12" in line
     ordinary(epochs=1)
-    plain_program.tell_if_unseen("train.py")
+    plain_program.tell_what_is_missing("train.py")
     assert lines == [line]
+
+
+@pytest.mark.parametrize(("exchanged", "told"), [(0, 1), (8, 0)])
+def test_workers_that_exchanged_nothing_are_told_to_have_trained_alone(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, exchanged: int, told: int
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(plain_program, "rank_context", lambda: replace(rank_context(), world=World(0, 2)))
+    plain_program.begin(lines.append)
+    program = plain_program._programs[-1]
+    for number in (0, exchanged):  # a barrier is none
+        program._collective(Call("all-reduce", "", number, "", "cpu", 2, True, True))
+    ordinary(epochs=1)
+    plain_program.tell_what_is_missing("train.py")
+    assert [line.startswith("train.py: its 2 workers trained 2 models, each alone") for line in lines] == [True] * told
 
 
 def test_a_stop_that_came_while_the_process_started_interrupts_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

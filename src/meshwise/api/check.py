@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from meshwise.api.check_options import DEFAULT_DEVICES, PRELOAD_OF_CHECK, CheckOptions
-from meshwise.api.check_plain import is_plain, names_accelerate, refuse_unjudged, watch
+from meshwise.api.check_plain import names_accelerate, refuse_unjudged, watch
 from meshwise.compat.compiling import uncompile, unwrapped
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.passes import Passes, say_next_pass
@@ -34,7 +34,7 @@ from meshwise.equivalence.trace import CheckSpec, Draws, Trace
 from meshwise.equivalence.views.check_text import check_text
 from meshwise.job.job import Job
 from meshwise.jobs.registry import find_job
-from meshwise.jobs.script import run_script_file
+from meshwise.jobs.script import is_plain, run_script_file
 from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.find import find_devices
 from meshwise.parallel.fits import check_fits, check_for_scripts

@@ -5,7 +5,6 @@ Tested in tests/equivalence/test_plain_scripts.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,11 +19,6 @@ from meshwise.workers.join import rank_context
 BY_ACCELERATE = ("accelerate", "transformers", "trl", "peft", "diffusers")
 
 
-def is_plain(script: Path) -> bool:
-    """Check whether the script does not mention meshwise: it may be DDP or accelerate."""
-    return "meshwise" not in script.read_text(encoding="utf-8", errors="replace")
-
-
 def names_accelerate(script: Path) -> bool:
     """Check whether the script mentions accelerate, or a library that trains with it."""
     text = script.read_text(encoding="utf-8", errors="replace")
@@ -37,10 +31,7 @@ def watch(
     """Record what this rank did; None where the script proves to use our verbs."""
     if accelerate and find_spec("accelerate") is not None:
         import_module("accelerate")  # before anybody keeps one of its methods
-    world = rank_context().world
-    if world.device == "cpu":
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-    record = watch_plain(script, steps, seed, follow, world.rank)
+    record = watch_plain(script, steps, seed, follow, rank_context().world.rank)
     return None if has_begun() else record
 
 

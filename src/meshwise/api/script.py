@@ -116,7 +116,7 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
     finally:
         if "meshwise.process.session" in sys.modules:  # else it has used none of our verbs
             process.session.program_ends()
-    recording.plain_program.tell_if_unseen(script.name)
+    recording.plain_program.tell_what_is_missing(script.name)
     refuse_untrained_job(script, variables)
     if options.gives_plan:
         api.plans.tell_if_unused(script.name)

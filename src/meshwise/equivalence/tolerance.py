@@ -21,11 +21,8 @@ def ratio(difference: Tensor, scale: Tensor) -> float:
 
 def largest(tensors: Iterable[Tensor]) -> float:
     """Return the largest finite absolute value in the floating tensors; 0 if there is none."""
-    return max((float(t.abs().masked_fill(~t.isfinite(), 0.0).max()) for t in tensors if _has_size(t)), default=0.0)
-
-
-def _has_size(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.is_floating_point()
+    sizes = (t.abs().masked_fill(~t.isfinite(), 0.0) for t in tensors if t.is_floating_point())
+    return max((float(size.max()) for size in sizes if size.numel()), default=0.0)
 
 
 def apart(mine: Tensor, other: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Tested in tests/equivalence/test_scripts.py.
 from __future__ import annotations
 
 import inspect
+import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,13 +17,21 @@ from meshwise import parallel, process
 from meshwise.job.job import Job
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import name_line
+from meshwise.workers.environment import read_world
 
 VERBS = {"meshwise.api.run", "meshwise.api.check"}
 """Other modules that may have trained a script's job: they are imported when first used."""
 
 
+def is_plain(script: Path) -> bool:
+    """Check whether the script does not mention meshwise: it may be DDP or accelerate."""
+    return "meshwise" not in script.read_text(encoding="utf-8", errors="replace")
+
+
 def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Run `script` as `__main__` with these arguments, its folder first on the module path. Returns its variables."""
+    if is_plain(script) and read_world(os.environ).device == "cpu":  # else accelerate and Trainer look for GPUs alone
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:

@@ -62,23 +62,33 @@ def end() -> Recording | None:
     return _programs.pop().close() if _programs else None
 
 
-def tell_if_unseen(script: str) -> None:
-    """Report, at the end, that nothing of a program was recorded although its child processes have computed."""
-    program = _programs[-1] if _programs else None
+def tell_what_is_missing(script: str) -> None:
+    """Report, at the end, that nothing of a program was recorded although its child processes have computed, or that
+    its workers have each trained alone."""
     theirs = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    if program is not None and program.recording is None and theirs >= UNSEEN:
-        program.say(
-            f"{script}: no step was recorded. Processes that it starts itself (mp.spawn, subprocess) are not watched, "
-            f"and they computed for {seconds_text(theirs)}. To record its ranks, let meshwise start them: call what it "
-            "spawns with RANK and WORLD_SIZE of the environment, and use --devices 2xcpu."
-        )
+    for program in _programs:
+        size = program.world.size
+        if program.recording is not None and program.world.rank == 0 and not program.exchanges:
+            program.say(
+                f"{script}: its {size} workers trained {size} models, each alone: they exchanged nothing. Wrap the "
+                "model in DistributedDataParallel (on CPUs Accelerator(cpu=True), or use_cpu=True of a Trainer), or "
+                "give model, optimizer and loaders to mw.distribute."
+            )
+        elif program.recording is None and theirs >= UNSEEN:
+            program.say(
+                f"{script}: no step was recorded. Processes that it starts itself (mp.spawn, subprocess) are not "
+                f"watched, and they computed for {seconds_text(theirs)}. To record its ranks, let meshwise start them: "
+                "call what it spawns with RANK and WORLD_SIZE of the environment, and use --devices 2xcpu."
+            )
 
 
 class PlainProgram:
     """A process that is watched from outside, and where its loop is."""
 
     def __init__(self, world: World, own_group: Callable[[], None] | None, say: Callable[[str], None]) -> None:
-        self._world, self._own_group, self.say = world, own_group, say
+        self.world, self._own_group, self.say = world, own_group, say
+        self.exchanges = world.size == 1
+        """Whether ranks have exchanged values, as far as is seen."""
         self._recorder = Recorder(world.device, on=False)
         self._before = make_current(self._recorder)
         self.recording: Recording | None = None
@@ -233,7 +243,7 @@ class PlainProgram:
         if self.recording is not None:
             return
         self.recording = record_script(
-            self._world, foreign=False, say=self.say, recorder=self._recorder, clocks=self._clocks
+            self.world, foreign=False, say=self.say, recorder=self._recorder, clocks=self._clocks
         )
         self._recorder.on = True
         self._recorder.begin_step(1)
@@ -251,18 +261,21 @@ class PlainProgram:
             return
         if self._own_group is not None:
             self._own_group()
-        if (dist.get_rank(), dist.get_world_size()) != (self._world.rank, self._world.size) or self._world.size == 1:
+        if (dist.get_rank(), dist.get_world_size()) != (self.world.rank, self.world.size) or self.world.size == 1:
+            self.exchanges |= dist.get_world_size() > 1  # perhaps: other ranks than the launcher's
             return
         try:
             self._ends.append(watch(self._collective, self._waits))
         except AttributeError as missing:
+            self.exchanges = True  # perhaps
             self.say(f"collectives are not recorded: this torch has other names for them ({missing}).")
         with contextlib.suppress(RuntimeError, OSError):  # no clock of rank 0
-            self._clocks = Clocks(self._world, self._recorder.clock, PATIENCE)
+            self._clocks = Clocks(self.world, self._recorder.clock, PATIENCE)
 
     def _collective(self, call: Call) -> Ended | None:
         recorder = self._recorder
-        together = call.size == self._world.size and call.kind not in BETWEEN_RANKS
+        self.exchanges |= call.size > 1 and call.bytes > 0
+        together = call.size == self.world.size and call.kind not in BETWEEN_RANKS
         number = recorder.arrive() if together else NO_COLLECTIVE
         if not recorder.on:
             return None

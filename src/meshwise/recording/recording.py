@@ -142,7 +142,7 @@ def record_script(
         run = joined_run.begin(partial(_opened, folder, world))
         atexit.register(lambda: run.ends(_last_error()))
     recording = Recording(world, folder, say, recorder=recorder, clocks=clocks)
-    atexit.register(lambda: recording.close(_ending()))
+    atexit.register(lambda: recording.close("finished" if _last_error() is None else "failed"))
     return recording
 
 
@@ -151,11 +151,6 @@ def _opened(folder: Path, world: World) -> tuple[Path, int]:
     facts = {"devices": [world.kind] * world.size, "world": world.size, "versions": names.versions()}
     number = names.begin_session(folder, time.time(), rank_context().place.record(), job=sys.argv[0], **facts)
     return folder, number
-
-
-def _ending() -> str:
-    """Return how this process ends, asked at its exit."""
-    return "failed" if _last_error() is not None else "finished"
 
 
 def _last_error() -> BaseException | None:

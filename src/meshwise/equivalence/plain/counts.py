@@ -31,18 +31,13 @@ def has_own_data(ranks: Sequence[Record]) -> bool:
     return any(len({p.content for p in passes}) > 1 for passes in _by_pass(ranks))
 
 
-def _draws_again(alone: Pass) -> bool:
-    """Return whether one process, too, reads samples several times: a sampler with replacement."""
-    return len(set(alone.read)) < len(alone.read)
-
-
 def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Finding]:
     """Judge whether each sample is read once an epoch, in a new order each time. agrees: an evaluation prints what one
     device prints."""
     for passes in _by_pass(ranks):
         first, trained = passes[0], any(p.trained for p in passes)
         alone = [p for p in one.passes if (p.loader, p.number) == (first.loader, first.number)]
-        draws_again = any(_draws_again(p) for p in alone)
+        draws_again = any(len(set(p.read)) < len(p.read) for p in alone)  # a sampler with replacement
         shared = len(passes) == len(ranks) > 1 and not has_own_data(ranks)
         if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
             yield from _shares(passes, trained, agrees)
@@ -134,7 +129,7 @@ def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
 def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
     """Judge whether the schedule runs to its end at the same pace as on one device."""
     many = ranks[0]
-    ticks = [_ticks_of_step(record) for record in (many, one)]
+    ticks = [statistics.median([step.ticks for step in side.steps[1:]] or [0]) for side in (many, one)]
     lengths = [_steps_of_pass(record) for record in (many, one)]
     rates = [step.settings[0].get("lr", 0.0) if step.settings else 0.0 for pair in pairs[:1] for step in pair]
     if rates and rates[0] != rates[1]:
@@ -170,10 +165,6 @@ def _ticks_twice(many: Record, wrong: bool, evidence: str) -> Finding:
         evidence,
         "Count its length in the ticks that this number of devices makes.",
     )
-
-
-def _ticks_of_step(record: Record) -> float:
-    return statistics.median([step.ticks for step in record.steps[1:]] or [0])
 
 
 def _steps_of_pass(record: Record) -> float:

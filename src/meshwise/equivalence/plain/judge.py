@@ -33,7 +33,8 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record) -> Pl
         *counts.norms(ranks),
         *([] if _reads_others(ranks) else shown),
     ]
-    return PlainProof(script, devices, len(pairs), largest, tuple(_once(found)), tuple(not_judged))
+    once = {(each.kind, each.places): each for each in reversed(found)}  # the first of each kind and line
+    return PlainProof(script, devices, len(pairs), largest, tuple(reversed(once.values())), tuple(not_judged))
 
 
 def _reads_others(ranks: Sequence[Record]) -> bool:
@@ -55,15 +56,6 @@ def _not_judged(ranks: Sequence[Record], one: Record) -> Iterator[str]:
         )
     if not one.refused and len(one.steps) < len(ranks[0].steps):
         yield f"{len(ranks[0].steps) - len(one.steps)} steps that one process does not make."
-
-
-def _once(found: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the first finding of each kind and line."""
-    seen = set[tuple[str, tuple[str, ...]]]()
-    for finding in found:
-        if (finding.kind, finding.places) not in seen:
-            seen.add((finding.kind, finding.places))
-            yield finding
 
 
 def _pairs(many: Sequence[Step], one: Sequence[Step]) -> list[tuple[Step, Step]]:
