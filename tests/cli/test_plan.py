@@ -93,6 +93,21 @@ reads = Job("reads", lambda: Reads(4, 4), lambda m, b: m(b[0]).mean(), adam, lam
 """
 
 SCRIPT = OF_ONE_LOOP + "    open('log.txt', 'a').write('step')\nprint('epoch')\n"
+LARGE_SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import meshwise as mw
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = nn.Sequential(nn.Embedding(1_100_000, 1000), nn.Linear(1000, 2)).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.randint(9, (32,))), batch_size=8)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for (x,) in loader:
+    mw.backward(model(x.to(device)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
 @pytest.fixture
@@ -156,9 +171,20 @@ def test_a_model_above_a_billion_parameters_is_planned_in_bf16_unless_a_dtype_is
     code, out, err = planned(*words)
     assert code == 0, err
     assert "1.1 billion parameters are planned in bf16" in out
-    assert "guessed, not rehearsed yet" in err
+    assert "guessed, not rehearsed yet" in err and err.count("guessed") == 1
     _, out, _ = planned(*words, "--set", "param_dtype=fp32")
     assert "bf16" not in out
+
+
+def test_a_large_script_is_planned_in_bf16_as_a_job_is(planned: Planned, tmp_path: Path) -> None:
+    """A script of a billion parameters was priced in fp32 without a word."""
+    (tmp_path / "train.py").write_text(LARGE_SCRIPT)
+    words = ("--machine", "8xH100", "--seconds", "0.01")
+    code, out, err = planned(*words, "train.py")
+    assert code == 0, err
+    assert "1.1 billion parameters are planned in bf16" in out and "batch 8, computed in bf16" in out
+    _, out, _ = planned(*words, "--set", "precision=fp32", "train.py")
+    assert "bf16" not in out and "batch 8, computed in fp32" in out
 
 
 def test_a_plan_that_does_not_fit_is_one(planned: Planned, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from meshwise.api.plan import Plans
+from meshwise.rehearsal.likely import Guess
 from meshwise.rehearsal.search import Refused, Search
 from meshwise.rehearsal.views.plan_dict import plans_dict
 from meshwise.rehearsal.views.plan_text import plans_text, worth_showing
@@ -27,8 +28,8 @@ def test_the_table_ranks_and_says_why():
     text = str(plans_text(plans(estimate(Plan(), 0.1, 50), estimate(Plan(data=2), 0.2, 50),
                                 refused=[Refused(Plan(tensor=2), "three heads")])))  # fmt: skip
     assert "1 device: a step takes 100 ms; with data=2 it takes 200 ms." in text
-    assert "refused: tensor=2: three heads" in text
-    assert "not rehearsed, for lack of time: 1 plan." in text
+    assert "tensor=2: refused: three heads" in text
+    assert "data=8: not rehearsed, for lack of time (--seconds gives more)" in text
     assert "note: the network is unknown" in text
 
 
@@ -64,7 +65,30 @@ def test_what_another_plan_of_the_same_axes_beats_is_not_shown():
     )
     assert worth_showing([one, slower, smaller]) == [one, smaller]
     text = str(plans_text(plans(one, slower, smaller)))
-    assert "accumulate=2" not in text and "\n2  data=1" not in text and "\n3  data=1 accumulate=4" in text
+    assert "\n2  data=1" not in text and "\n3  data=1 accumulate=4" in text
+    assert "\ndata=1 accumulate=2: behind a row on the same axes" in text
+
+
+def test_each_plan_that_was_guessed_at_first_has_a_row_or_a_line():
+    """Plans behind a row, and those that are likely slower, went without a word."""
+    guess, row = Guess(1.0, 50.0), estimate(Plan(shard=2), 1, 50)
+    behind, large = estimate(Plan(shard=2, recompute="full"), 2, 50), estimate(Plan(data=2), 3, 500)
+    slower = [Plan(tensor=2), *(Plan(tensor=2, recompute=how) for how in ("full", "selective"))]
+    slower += [Plan(tensor=2, sequence=True, recompute=how) for how in ("none", "full", "selective")]
+    first = tuple((plan, guess) for plan in (behind.plan, large.plan, slower[-1], Plan(data=8)))
+    found = Search((row, behind, large), (), (Plan(data=8),), 3.0, tuple(slower), first)
+    text = str(plans_text(replace(plans(row), found=found)))
+    assert "shard=2 recompute=full: behind a row on the same axes" in text
+    assert "data=2: does not fit" in text and "data=8: not rehearsed, for lack of time" in text
+    assert (
+        "tensor=2 sequence=true recompute=selective, tensor=2, " in text and " and 1 more: not rehearsed, since" in text
+    )
+
+
+def test_the_dtype_that_is_computed_in_is_named():
+    assert "gpt on 2xH100, batch 8, computed in bf16" in str(
+        plans_text(plans(replace(estimate(Plan(), 1, 50), dtype="bf16")))
+    )
 
 
 def test_a_narrow_screen_has_fewer_columns_and_every_plan_on_a_line():

@@ -158,6 +158,16 @@ def test_recurrent_layers_are_rehearsed_cell_by_cell_on_a_gpu(script, layer):
         assert sum(what.flops for what in launched(work, ["backward"])) > 0
 
 
+def test_a_script_knows_how_many_of_its_parameters_are_computed_wide(script):
+    parameters = 8 * 32 + 32 + 2 * 32 + 32 * 3 + 3
+    assert known_script("train.py", script().run, "gpu").model.wide == parameters
+    narrow = SCRIPT.replace(
+        "    loss = ", "    with torch.autocast('cuda', torch.bfloat16): out = model(x)\n    loss = "
+    )
+    found = known_script("train.py", script(narrow.replace("model(x), y", "out, y")).run, "gpu")
+    assert found.model.wide == 0 and found.model.parameters == 4 * parameters
+
+
 def test_a_number_that_is_shown_is_taken_for_one_and_said(script):
     notes = trace_script(script(), Plan())[0].step.notes
     assert any("train.py:" in note and "taken for 1" in note for note in notes)

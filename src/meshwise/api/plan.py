@@ -74,7 +74,6 @@ class Plans:
     memory: MemoryParts | None = None
     steps: int | None = None
     said: tuple[str, ...] = ()
-    batch_option: str = "--batch-size"
     price: float | None = None
     first: Rehearsed | None = field(default=None, repr=False, compare=False)
 
@@ -133,8 +132,6 @@ def _planned(options: PlanOptions, machine: Machine, job: Job | Script) -> Plans
     options, said = _in_bf16(program, options)
     space = functools.cache(lambda: _space(program, machine, options))
     plans = Plans(job.name, job.batch_size, machine, _NOTHING, price=options.price, said=said)
-    if isinstance(job, Script):
-        plans = replace(plans, batch_option="a loader with the batch_size")
     if options.fits is not None or options.memory:
         estimate = functools.cache(lambda plan: rehearse(plan).estimate)
         plans = replace(plans, found=_judged(machine, options, estimate, space), one=True)
@@ -167,9 +164,7 @@ class _Kept:
 def _in_bf16(program: Tracer | Script, options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
     """Plan a model too large for float32 in bfloat16, unless a dtype is given; also return a note about that."""
     given = {setting.partition("=")[0].strip() for setting in options.settings}
-    if options.fits is not None or given & {"precision", *OWN_DTYPES} or isinstance(program, Script):
-        return options, ()
-    if program.model.wide < LARGE:
+    if options.fits is not None or given & {"precision", *OWN_DTYPES} or program.model.wide < LARGE:
         return options, ()
     billions = f"{program.model.wide / 1e9:.1f} billion parameters"
     said = f"{billions} are planned in bf16: --set precision=fp32 for float32, and run with --set precision=bf16."
@@ -179,7 +174,8 @@ def _in_bf16(program: Tracer | Script, options: PlanOptions) -> tuple[PlanOption
 def _space(program: Tracer | Script, machine: Machine, options: PlanOptions) -> Space:
     counts, cut = options.counts(len(machine.devices)), not isinstance(program, Script)
     norms = program.model.batch_norms
-    return Space(counts, _per_host(machine), program.batch_size, options.settings, options.allow, norms, cut)
+    per_host = max(1, len(machine.devices) // max(1, len(machine.hosts)))
+    return Space(counts, per_host, program.batch_size, options.settings, options.allow, norms, cut)
 
 
 def _searched(
@@ -190,12 +186,14 @@ def _searched(
     program: Tracer | Script,
 ) -> Search:
     asked, machine = candidates(space), plans.machine
-    most = max(space.devices)
     if not asked:
+        most = max(space.devices)
+        multiple = max(1, round(plans.batch / most)) * most
+        option = "a loader with the batch_size" if isinstance(program, Script) else "--batch-size"
         raise PlanError(
             f"no plan divides a global batch of {plans.batch} samples over {most} devices"
             f"{' with ' + ' '.join(options.settings) if options.settings else ''}. "
-            f"Use {plans.batch_option} {_multiple(plans.batch, most)}, or fewer devices: --devices 1..{most}."
+            f"Use {option} {multiple}, or fewer devices: --devices 1..{most}."
         )
     small = (small_traces(program, machine),) if isinstance(program, Tracer) and kind_of(machine) == "gpu" else ()
     bounds = Bounds(program.model, machine, options.cap)
@@ -291,14 +289,6 @@ def _job_of(options: PlanOptions, machine: Machine, stack: ExitStack) -> Job | S
 def _run_aside(folder: Path, script: Path, arguments: Sequence[str]) -> None:
     with scratch_files(folder):
         run_script_file(script, arguments)
-
-
-def _per_host(machine: Machine) -> int:
-    return max(1, len(machine.devices) // max(1, len(machine.hosts)))
-
-
-def _multiple(batch: int, devices: int) -> int:
-    return max(1, round(batch / devices)) * devices
 
 
 shown_by(Plans, plans_text)

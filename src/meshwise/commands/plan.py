@@ -67,7 +67,7 @@ def plan(
     with console.status("rehearsing") as status:
 
         def show(part: Any) -> None:
-            if part.found.first and not as_json:
+            if part.found.first and not (part.found.estimates or part.found.refused or as_json):
                 console.print(first_text(part), markup=False, highlight=False, soft_wrap=True)
             status.update(_progress(part))
 

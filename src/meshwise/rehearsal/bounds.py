@@ -40,10 +40,7 @@ class Bounds:
         simple = plan.devices == plan.data * plan.shard and not plan.shares
         if self._flops or plan.zero1 or plan.offload or not simple:
             return
-        held = {
-            name: sum(one.size for one in work.held if one.category == name) for name in ("parameters", "optimizer")
-        }
-        self._state = held["optimizer"] / max(held["parameters"], 1)
+        self._state = work.holds("optimizer") / max(work.holds("parameters"), 1)
         once = 1.0 if plan.recompute == "none" else 3 / 4  # the forward is at most a fourth, and runs twice
         self._flops = work.flops * plan.devices * once
 

@@ -60,8 +60,8 @@ class MemoryEstimate:
 class Estimate:
     """The estimate of one plan on one machine. seconds: of a step; None if the machine's speed is unknown, with
     `unknown` why. parts: seconds of the slowest rank's step by what it does. notes: what the plan says of the program.
-    samples: of the global batch. balanced: shares of the batch with which unequal devices would compute equally long;
-    empty if all are equal."""
+    samples: of the global batch. dtype: in which most is computed; empty if no FLOPs are known. balanced: shares of the
+    batch with which unequal devices would compute equally long; empty if all are equal."""
 
     plan: Plan
     memory: MemoryEstimate
@@ -70,6 +70,7 @@ class Estimate:
     unknown: str = ""
     notes: tuple[str, ...] = ()
     samples: int = 0
+    dtype: str = ""
     balanced: tuple[float, ...] = ()
 
     @property

@@ -58,23 +58,22 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
         own = speeds[: plan.devices] if len(set(speeds)) > 1 else ()
         traces = trace_script(program, plan, kind, own) if isinstance(program, Script) else program(plan, kind, own)
         steps = [each.step for each in traces]
-        notes, samples = (*steps[0].notes, *_cells(steps[0])), program.batch_size
         used = replace(machine, devices=machine.devices[: plan.devices])  # their workers share the cores of a host
         prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described[plan.compile]
-        notes = (*notes, *prices.notes)
+        notes = (*steps[0].notes, *_cells(steps[0]), *prices.notes)
         memory = max((memory_of(each, prices, cap) for each in traces), key=lambda memory: memory.filled)
         if not isinstance(program, Script):
             held = next(each.step.held for each in traces if each.step.rank == memory.rank)
             memory = replace(memory, kept=kept_bytes(held, plan))
-        unknown = missing(steps, prices)
-        if unknown:
-            return Rehearsed(Estimate(plan, memory, None, {}, unknown[0], notes, samples), traces, prices)
+        estimate = Estimate(plan, memory, notes=notes, samples=program.batch_size, dtype=steps[0].dtype)
+        if unknown := missing(steps, prices):
+            return Rehearsed(replace(estimate, unknown=unknown[0]), traces, prices)
         try:
             step = simulate(steps, prices)
         except ValueError as error:  # the ranks that were traced wait for each other
-            return Rehearsed(Estimate(plan, memory, None, {}, str(error), notes, samples), traces, prices)
-        seconds, balanced = Range(step.seconds, step.low, step.high), _balanced(plan, speeds, step)
-        estimate = Estimate(plan, memory, seconds, slowest_rank(step).kinds, "", notes, samples, balanced)
+            return Rehearsed(replace(estimate, unknown=str(error)), traces, prices)
+        seconds, parts = Range(step.seconds, step.low, step.high), slowest_rank(step).kinds
+        estimate = replace(estimate, seconds=seconds, parts=parts, balanced=_balanced(plan, speeds, step))
         return Rehearsed(estimate, traces, prices, step)
 
     return rehearse

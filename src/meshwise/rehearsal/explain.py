@@ -16,7 +16,7 @@ from meshwise.rehearsal.play import Done
 from meshwise.rehearsal.price import COMPUTE, MEASURED, MEMORY
 from meshwise.rehearsal.prices import Prices
 from meshwise.rehearsal.simulate import Step
-from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation
+from meshwise.rehearsal.work import CollectiveOperation, Operation, What
 from meshwise.spec.bandwidth import bus_bandwidth
 from meshwise.spec.machine import DEVICE, Machine, link_between
 
@@ -100,7 +100,7 @@ def _divided(seconds: float, over: Mapping[str, float], otherwise: str) -> dict[
     return {name: seconds * part / whole for name, part in over.items()} if whole else {otherwise: seconds}
 
 
-def _limit(what: Operation | CollectiveOperation | Copy, rank: int, prices: Prices) -> str:
+def _limit(what: What, rank: int, prices: Prices) -> str:
     if isinstance(what, CollectiveOperation):
         return link_words(prices.machine, what.ranks)
     price = prices.of(what, rank)
@@ -109,7 +109,7 @@ def _limit(what: Operation | CollectiveOperation | Copy, rank: int, prices: Pric
 
 def _costly(done: Sequence[Done], rank: int, prices: Prices) -> tuple[Costly, ...]:
     """Group equal launches, the most expensive first."""
-    seconds: dict[Operation | CollectiveOperation | Copy, float] = defaultdict(float)
+    seconds: dict[What, float] = defaultdict(float)
     times = Counter(one.launch.what for one in done)
     for one in done:
         seconds[one.launch.what] += one.end - one.start
@@ -118,9 +118,7 @@ def _costly(done: Sequence[Done], rank: int, prices: Prices) -> tuple[Costly, ..
     )
 
 
-def _told(
-    what: Operation | CollectiveOperation | Copy, times: int, seconds: float, rank: int, prices: Prices
-) -> Costly:
+def _told(what: What, times: int, seconds: float, rank: int, prices: Prices) -> Costly:
     price, each = prices.of(what, rank), seconds / times
     limit = _limit(what, rank, prices)
     origin = "" if price is None else price.origin
@@ -132,9 +130,9 @@ def _told(
         return Costly(operation_words(what), times, seconds, size, rate, limit, origin)
     assert isinstance(what, CollectiveOperation)
     rate = bus_bandwidth(what.kind, len(what.ranks), what.size, each) if each else 0.0
-    words = f"{what.kind} {what.dtype} of {len(what.ranks)} ranks".replace("  ", " ")
-    if what.kind in ("send", "receive"):
-        words = f"{what.kind} {what.dtype} {what.ranks[0]} to {what.ranks[1]}".replace("  ", " ")
+    passed = what.kind in ("send", "receive")
+    among = f"{what.ranks[0]} to {what.ranks[1]}" if passed else f"of {len(what.ranks)} ranks"
+    words = f"{what.kind} {what.dtype} {among}".replace("  ", " ")
     return Costly(words, times, seconds, what.size, rate, limit, origin)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from meshwise.rehearsal.allocator import device_total, reserved_on
 from meshwise.rehearsal.explain import operation_words
 from meshwise.rehearsal.memory import Curve, Peak, memory_curve
-from meshwise.rehearsal.work import CATEGORIES, Allocate, CollectiveOperation, Copy, Free, Launch, Operation, Work
+from meshwise.rehearsal.work import CATEGORIES, Allocate, CollectiveOperation, Free, Launch, Operation, What, Work
 from meshwise.spec.machine import Device
 
 BEFORE = "before the step"
@@ -116,7 +116,7 @@ def _sort(event: Allocate, launch: Launch | None) -> tuple[str, int, str, str]:
     return event.category, size, _maker(launch.what), launch.phase
 
 
-def _maker(what: Operation | CollectiveOperation | Copy) -> str:
+def _maker(what: What) -> str:
     if isinstance(what, Operation):
         return operation_words(what)
     return what.kind if isinstance(what, CollectiveOperation) else f"copy to the {what.to}"

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwise.rehearsal.prices import Overlap
-from meshwise.rehearsal.work import CollectiveOperation, Copy, Launch, Operation
+from meshwise.rehearsal.work import CollectiveOperation, Copy, Launch, Operation, What
 
 COMPUTING, INSIDE, ACROSS, TO_HOST, TO_DEVICE = range(5)
 """What activities share: the device, the links inside a host, those between hosts, and each way to the host."""
@@ -268,7 +268,7 @@ def _stuck(rank: int, of: _Rank) -> str:
     return f"rank {rank} in {name_of(waiting.launch.what)} (event {waiting.place})"
 
 
-def name_of(what: Operation | CollectiveOperation | Copy) -> str:
+def name_of(what: What) -> str:
     """Return `aten.mm`, `all-reduce of 8 ranks`, `copy to host`."""
     if isinstance(what, Operation):
         return what.name

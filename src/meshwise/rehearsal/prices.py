@@ -24,7 +24,7 @@ from meshwise.rehearsal.price import (
     priced,
     times,
 )
-from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation, Work
+from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation, What, Work
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Device, Machine
 from meshwise.spec.units import plural
@@ -75,43 +75,35 @@ class Prices:
         self.machine, self._crowd, self.inside, self.notes = machine, crowd, inside, notes
         self._program, self._dtensor, self.compiled = program, dtensor or 0.0, compiled
         self._known = known or {}
-        self._operations: dict[tuple[int, Operation], Priced | None] = {}
-        self._others: dict[tuple[int, CollectiveOperation | Copy], Priced | None] = {}
-        self._objects: dict[tuple[int, int], tuple[Operation | CollectiveOperation | Copy, Priced | None]] = {}
+        self._asked: dict[tuple[int, What], Priced | None] = {}
+        self._objects: dict[tuple[int, int], tuple[What, Priced | None]] = {}
         self._hosts: dict[tuple[int, type, str, bool, int], Priced] = {}
         self._each = max(Counter(device.host for device in machine.devices).values(), default=1)
         alike: dict[str, int] = {}
         self._alike = [alike.setdefault(speed_of(device), len(alike)) for device in machine.devices]
 
-    def of(self, what: Operation | CollectiveOperation | Copy, rank: int) -> Priced | None:
+    def of(self, what: What, rank: int) -> Priced | None:
         """Return the seconds on the stream of this rank; None if a figure is unknown."""
         key = self._alike[rank], id(what)  # the same object again: what is alike is one object in a trace
         found = self._objects.get(key)
         if found is None:
-            found = self._objects[key] = what, self._ask(what, rank)
+            alike = self._alike[rank], what
+            if alike not in self._asked:
+                self._asked[alike] = self._ask(what, self.machine.devices[rank])
+            found = self._objects[key] = what, self._asked[alike]
         return found[1]
 
-    def _ask(self, what: Operation | CollectiveOperation | Copy, rank: int) -> Priced | None:
-        device = self.machine.devices[rank]
-        if isinstance(what, Operation):
-            alike = self._alike[rank], what
-            if alike not in self._operations:
-                seconds = kernel_seconds(what, device, self._known.get(device.part))
-                if self.compiled and seconds is not None and device.kind != "cpu":
-                    seconds = times(seconds, fused_share(what))
-                self._operations[alike] = None if seconds is None else times(seconds, self._crowd)
-            return self._operations[alike]
-        other = self._alike[rank], what
-        if other not in self._others:
-            if isinstance(what, Copy):
-                self._others[other] = copy_seconds(what, device, self.machine)
-            else:
-                self._others[other] = collective_seconds(what, self.machine)
-        return self._others[other]
+    def _ask(self, what: What, device: Device) -> Priced | None:
+        if isinstance(what, Copy):
+            return copy_seconds(what, device, self.machine)
+        if isinstance(what, CollectiveOperation):
+            return collective_seconds(what, self.machine)
+        seconds = kernel_seconds(what, device, self._known.get(device.part))
+        if self.compiled and seconds is not None and device.kind != "cpu":
+            seconds = times(seconds, fused_share(what))
+        return None if seconds is None else times(seconds, self._crowd)
 
-    def host(
-        self, what: Operation | CollectiveOperation | Copy, rank: int, phase: str = "other", dtensors: bool = False
-    ) -> Priced:
+    def host(self, what: What, rank: int, phase: str = "other", dtensors: bool = False) -> Priced:
         """Return the seconds of this rank's host to launch it, in this phase. dtensors: as in `Work`."""
         ranks = len(what.ranks) if isinstance(what, CollectiveOperation) and what.kind == "all-reduce" else 0
         key = self._alike[rank], type(what), phase, dtensors, min(ranks, self._each)
@@ -119,9 +111,7 @@ class Prices:
             self._hosts[key] = self._host(what, self.machine.devices[rank], phase, dtensors, key[-1])
         return self._hosts[key]
 
-    def _host(
-        self, what: Operation | CollectiveOperation | Copy, device: Device, phase: str, dtensors: bool, ranks: int
-    ) -> Priced:
+    def _host(self, what: What, device: Device, phase: str, dtensors: bool, ranks: int) -> Priced:
         if device.kind != "cpu":
             if isinstance(what, CollectiveOperation):
                 figure = FIGURES["launch.collective"]
@@ -153,7 +143,7 @@ def missing(works: Sequence[Work], prices: Prices) -> tuple[str, ...]:
     return tuple(f"{what}: no figure is known ({plural(count, 'time')})" for what, count in unknown.most_common())
 
 
-def _named(what: Operation | CollectiveOperation | Copy, device: Device) -> str:
+def _named(what: What, device: Device) -> str:
     if isinstance(what, Operation):
         dtype = what.dtypes[0] if what.dtypes else "no dtype"
         return f"{what.name} in {dtype} on {device.part}"

@@ -98,10 +98,11 @@ class RehearsalEnds(BaseException):
 def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
     """Return the script with what a search must know of it, from its first steps on one device."""
     loop = _rehearsed(Script(name, run), Plan(), kind)
-    held, events = loop.works[-1]
-    parameters = sum(each.size for each in held if each.category == "parameters")
-    forward = _forward(Work(0, 1, kind, held, events))
-    return Script(name, run, loop.batch_size, Facts(None, loop.batch_norms, parameters, parameters, forward=forward))
+    work = Work(0, 1, kind, *loop.works[-1])
+    parameters = work.holds("parameters")
+    wide = parameters // 4 if work.dtype in ("fp32", "tf32") else 0
+    facts = Facts(None, loop.batch_norms, parameters, parameters, wide, _forward(work))
+    return Script(name, run, loop.batch_size, facts)
 
 
 def _forward(work: Work) -> Forward:

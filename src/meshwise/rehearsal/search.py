@@ -47,15 +47,15 @@ class Refused:
 
 @dataclass(frozen=True)
 class Search:
-    """The result of a search. estimates: the best first. left: plans not rehearsed, the likely best first. worse: how
-    many more were not, because they are likely slower. seconds: of a processor. first: guesses for the likely best
-    plans, before any is rehearsed."""
+    """The result of a search. estimates: the best first. left: plans not rehearsed, the likely best first. worse:
+    those that were not because they are likely slower. seconds: of a processor. first: guesses for the likely best
+    plans, made before any was rehearsed."""
 
     estimates: tuple[Estimate, ...]
     refused: tuple[Refused, ...]
     left: tuple[Plan, ...]
     seconds: float
-    worse: int = 0
+    worse: tuple[Plan, ...] = ()
     first: tuple[tuple[Plan, Guess], ...] = ()
 
 
@@ -128,6 +128,7 @@ class _Searching:
         self._open = dict.fromkeys(plans)
         self._over = False
         self._rate = 0.0  # seconds of the clock that a part of a rehearsal takes
+        self._first: tuple[tuple[Plan, Guess], ...] = ()
         self.estimates: dict[Plan, Estimate] = {}
         self._refused: dict[Plan, str] = {}
         self._cannot: set[Plan] = set()  # of those, what `parallel` refused
@@ -181,11 +182,11 @@ class _Searching:
         ranked = sorted(self.estimates.values(), key=lambda estimate: estimate.rank_key)
         no = tuple(Refused(plan, why) for plan, why in self._refused.items())
         left = [plan for plan in self._open if not self._is_worse(plan)]
-        worse = len(self._open) - len(left)
+        worse = tuple(plan for plan in self._open if plan not in left)
         if self._guess is not None:
             left.sort(key=self._likely)
-        first = () if ranked or self._guess is None else tuple((plan, self._guess(plan)) for plan in left[:FIRST])
-        return Search(tuple(ranked), no, tuple(left), self._clock() - self._begun, worse, first)
+            self._first = self._first or tuple((plan, self._guess(plan)) for plan in left[:FIRST])
+        return Search(tuple(ranked), no, tuple(left), self._clock() - self._begun, worse, self._first)
 
     def tried(self, plan: Plan, bounded: bool = True) -> Estimate | None:
         """Return the plan's estimate; None if it is refused. bounded: also by the bounds."""

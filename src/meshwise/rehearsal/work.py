@@ -7,6 +7,7 @@ Tested in tests/rehearsal/test_work.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -56,6 +57,9 @@ class Copy:
     to: str
 
 
+What = Operation | CollectiveOperation | Copy
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The host begins something on a stream. Each stream does one thing after the other.
@@ -64,7 +68,7 @@ class Launch:
     when it has ended. module: the block of the model; microbatch: counted from 0, -1 outside of one.
     """
 
-    what: Operation | CollectiveOperation | Copy
+    what: What
     stream: str = MAIN
     phase: str = "other"
     module: str = ""
@@ -116,7 +120,24 @@ class Work:
         """The launches, without memory events."""
         return (event for event in self.events if isinstance(event, Launch))
 
+    def holds(self, category: str) -> int:
+        """Return the bytes of a category that are allocated when the step begins."""
+        return sum(each.size for each in self.held if each.category == category)
+
     @property
     def flops(self) -> int:
         """The FLOPs of all operators."""
-        return sum(launch.what.flops for launch in self.launches if isinstance(launch.what, Operation))
+        return sum(self._by_dtype.values())
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which most of the FLOPs are done; empty if there are none."""
+        return max(flops, key=flops.__getitem__) if (flops := self._by_dtype) else ""
+
+    @property
+    def _by_dtype(self) -> Counter[str]:
+        found = Counter[str]()
+        for launch in self.launches:
+            if isinstance(launch.what, Operation) and launch.what.flops:
+                found[launch.what.dtypes[0]] += launch.what.flops
+        return found

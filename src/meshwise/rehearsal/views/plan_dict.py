@@ -24,7 +24,7 @@ def plans_dict(plans: Any) -> dict[str, Any]:
         "plans": [estimate_dict(each) | {"device_hours": plans.device_hours(each)} for each in found.estimates],
         "refused": [{"plan": json_value(changed(each.plan)), "why": each.why} for each in found.refused],
         "not_rehearsed": [json_value(changed(each)) for each in found.left],
-        "likely_slower": found.worse,
+        "likely_slower": len(found.worse),
         "training": {"steps": plans.steps, "price": plans.price},
         "explained": None if plans.explained is None else explanation_dict(plans.explained),
         "memory": json_value(plans.memory),

@@ -21,7 +21,7 @@ from meshwise.rehearsal.prediction import timeline_of
 from meshwise.rehearsal.simulate import Step
 from meshwise.rehearsal.views.explain_text import costly_columns, limit_sentences, runner_up_sentences
 from meshwise.rehearsal.views.memory_text import largest_columns
-from meshwise.rehearsal.views.plan_text import kept_sentence, plan_columns, sentences, training_sentence
+from meshwise.rehearsal.views.plan_text import plan_columns, sentences
 from meshwise.rehearsal.work import CATEGORIES, Launch
 from meshwise.spec.units import bytes_text, plural, seconds_text
 from meshwise.timeline.analyse import report_of
@@ -38,11 +38,10 @@ def plan_page(plans: Any, first: Rehearsed) -> str:
     found = plans.found
     title = f"{plans.job} on {plans.machine.name}, batch {plans.batch}"
     timeline = Timeline(source="predicted") if first.step is None else timeline_of(first, plans.job)
-    told = [*sentences(found.estimates, one=plans.one), kept_sentence(plans), training_sentence(plans)]
     values: dict[str, Any] = {
         "title": title,
         "counts": f"{plural(len(found.estimates), 'plan')} rehearsed in {seconds_text(found.seconds)} of a processor",
-        "sentences": [sentence for sentence in told if sentence],
+        "sentences": sentences(plans),
         "table": _table(plan_columns(plans), ("#", "step", "80 % of cases", "samples/s", "memory", "cost")),
         "limits": [],
         "costly": [],

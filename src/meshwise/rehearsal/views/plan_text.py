@@ -7,7 +7,7 @@ Tested in tests/rehearsal/test_plan_text.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.text import Text
@@ -16,7 +16,7 @@ from meshwise.rehearsal.edits import edits
 from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE, Estimate
 from meshwise.rehearsal.views.explain_text import explain_lines
 from meshwise.rehearsal.views.memory_text import memory_lines
-from meshwise.spec.plan import AXES
+from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.plan_settings import setting_text, settings_text
 from meshwise.spec.units import bytes_text, percent_text, plural, rate_text, seconds_text
 from meshwise.spec.words import some
@@ -24,7 +24,7 @@ from meshwise.terminal.table import NO_LIMIT, Cell, columns_lines
 
 LESS_NEEDED = ("samples/s", "most of it", "80 % of cases")
 """Columns that are left out, in this order, on a narrow screen."""
-MOST_ROWS, MOST_REFUSED, MOST_EDITS = 12, 4, 6
+MOST_ROWS, MOST_REASONS, MOST_EDITS, MOST_NAMED = 12, 6, 6, 5
 HOST_WORTH_SAYING = 1 << 20  # bytes
 
 
@@ -32,6 +32,7 @@ def plans_text(plans: Any, width: int | None = None) -> Text:
     """Show `api.plan.Plans` in a terminal."""
     found, machine = plans.found, plans.machine
     head = f"{plans.job} on {machine.name}, batch {plans.batch}"
+    head += f", computed in {found.estimates[0].dtype}" if found.estimates[0].dtype else ""
     counts = f"{plural(len(found.estimates), 'plan')} rehearsed in {seconds_text(found.seconds)} of a processor"
     lines = [Text.assemble((head, "bold"), f"  {counts}"), Text()]
     lines += _table(plans, width or NO_LIMIT) + _below(plans)
@@ -139,21 +140,28 @@ def _parts(estimate: Estimate) -> str:
 
 def _below(plans: Any) -> list[Text]:
     found, first = plans.found, plans.found.estimates[0]
-    told = [*sentences(found.estimates, one=plans.one), kept_sentence(plans), training_sentence(plans)]
-    lines = [Text(), *(Text(sentence) for sentence in told if sentence)]
-    lines += _edits(first, found.estimates[1:])
-    reasons: dict[str, list[str]] = {}
-    for other in () if plans.one else found.refused:
-        reasons.setdefault(other.why, []).append(settings_text(other.plan))
-    large = [settings_text(each.plan) for each in found.estimates if each.memory.verdict == TOO_LARGE]
-    if large and not plans.one and first.memory.verdict != TOO_LARGE:
-        lines.append(Text(f"does not fit: {some(large)}", "dim"))
-    lines += [Text(f"refused: {some(which)}: {why}", "dim") for why, which in list(reasons.items())[:MOST_REFUSED]]
-    if found.left:
-        lines.append(Text(f"not rehearsed, for lack of time: {plural(len(found.left), 'plan')}. Use --seconds.", "dim"))
-    if found.worse:
-        lines.append(Text(f"not rehearsed, since they are likely slower: {plural(found.worse, 'plan')}.", "dim"))
-    return lines + [Text(f"note: {note}", "dim") for note in (*plans.said, *first.notes, *plans.machine.warnings)]
+    lines = [Text(), *map(Text, sentences(plans)), *_edits(first, found.estimates[1:])]
+    notes = [f"note: {note}" for note in (*plans.said, *first.notes, *plans.machine.warnings)]
+    return lines + [Text(line, "dim") for line in (*(() if plans.one else _not_shown(found)), *notes)]
+
+
+def _not_shown(found: Any) -> Iterator[str]:
+    """Say of the plans of `Search` that have no row why: first of those that were guessed to be the best."""
+    guessed, shown = [plan for plan, _ in found.first], worth_showing(found.estimates)[:MOST_ROWS]
+    reasons: dict[str, list[Plan]] = {}
+    for each in found.estimates:
+        if each not in shown:
+            why = "does not fit" if each.memory.verdict == TOO_LARGE else "behind a row on the same axes"
+            reasons.setdefault(why, []).append(each.plan)
+    for other in sorted(found.refused, key=lambda other: other.plan not in guessed):
+        if (why := f"refused: {other.why}") in reasons or len(reasons) < MOST_REASONS:
+            reasons.setdefault(why, []).append(other.plan)
+    reasons["not rehearsed, for lack of time (--seconds gives more)"] = [*found.left]
+    reasons["not rehearsed, since it is likely slower"] = [*found.worse]
+    for why, plans in reasons.items():
+        if plans:
+            names = map(settings_text, sorted(plans, key=lambda plan: plan not in guessed))
+            yield f"{some([*names], MOST_NAMED)}: {why}"
 
 
 def _edits(first: Estimate, others: Sequence[Estimate]) -> list[Text]:
@@ -168,9 +176,9 @@ def _edits(first: Estimate, others: Sequence[Estimate]) -> list[Text]:
     return [*lines, Text()] if lines else []
 
 
-def sentences(estimates: Sequence[Estimate], *, one: bool) -> list[str]:
-    """Describe the best plan, or the one that was asked about, and why it is the first."""
-    first = estimates[0]
+def sentences(plans: Any) -> list[str]:
+    """Describe the best plan, or the one that was asked about, why it is the first, and what the training takes."""
+    first, *others = plans.found.estimates
     memory = first.memory
     need, low, high = (bytes_text(value) for value in (memory.total.value, memory.total.low, memory.total.high))
     of = "" if memory.capacity is None else f" of {bytes_text(memory.capacity)}"
@@ -189,9 +197,9 @@ def sentences(estimates: Sequence[Estimate], *, one: bool) -> list[str]:
     ]
     if first.unknown:
         found.append(f"The time of a step is not known: {first.unknown}.")
-    if not one:
-        found += _why_first(first, estimates[1:])
-    return found
+    if not plans.one:
+        found += _why_first(first, others)
+    return found + [said for said in (kept_sentence(plans), training_sentence(plans)) if said]
 
 
 def _split(estimate: Estimate) -> str:
