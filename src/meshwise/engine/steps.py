@@ -161,14 +161,14 @@ def _run_backward(
         own, before = _means_of_sums(engine, own, before, part)
     if weight is not None:
         return _weighted(engine, own, before, weight, part)
-    ratio, own, seen = part.ratio(engine.world.size), own.reshape(()) if own.ndim else own, before.detach().reshape(())
+    ratio, own, seen = part.ratio(engine.world.size), own.reshape(()) if own.ndim else own, before.detach().reshape(1)
     scaled, value = (own, seen) if ratio == 1 else (own * ratio, seen * ratio)
     signs = engine.carried.signs(value)
-    value = torch.cat([value.reshape(1).to(signs), signs])
+    value = torch.cat([value if value.dtype is signs.dtype else value.to(signs), signs])
     means = reduction.backward(scaled, reduce=engine.reduce, value=value)
     assert means is not None
     engine.carried.compare(means, (engine.program.backwards, engine.phases.number, part, seen))
-    return means[0].to(before.dtype)
+    return means[0] if means.dtype is before.dtype else means[0].to(before.dtype)
 
 
 def _weighted(engine: Engine, own: Tensor, before: Tensor, weight: Tensor | float, part: BatchSlice) -> Tensor:
