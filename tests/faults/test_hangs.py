@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -57,3 +58,23 @@ def test_a_forward_of_one_rank_alone_is_thought_of_where_it_meets_the_others(tmp
     assert run.wait() == 1, run.output
     assert "or whether some rank calls its model alone. Rank 0 is in its phase" in run.output, run.output
     assert run.output.count("script_that_hangs.py:") >= 2, run.output
+
+
+DDP = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+for step in range(9):
+    if dist.get_rank() == 1 and step == 5:
+        break
+    model(torch.ones(2, 4)).mean().backward()
+"""
+
+
+def test_a_rank_of_ddp_that_leaves_its_loop_is_named_with_the_line_of_who_waits(tmp_path: Path) -> None:
+    script = tmp_path / "ddp.py"
+    script.write_text(DDP)
+    run = CommandRun("--devices", "2xcpu", "--out", str(tmp_path / "runs"), str(script), out=tmp_path)
+    assert run.wait() == 1, run.output
+    said = re.search(r"Ranks diverged: rank 0 reached all-reduce at \S*ddp.py:8 \(call \d+\); rank 1 ended", run.output)
+    assert said, run.output

@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from meshwise.timeline.recorder import current
 from meshwise.timeline.run_report import Report
 from meshwise.timeline.spans import KINDS
 from meshwise.timeline.timeline import Timeline
+from meshwise.workers import heartbeat, verb_log
 from meshwise.workers.environment import RUN_FOLDER
 from meshwise.workers.gate import StepGate
 from meshwise.workers.join import rank_context
@@ -307,6 +309,35 @@ def test_training_in_processes_of_its_own_is_not_recorded_and_said(
     ordinary(epochs=1)
     plain_program.tell_what_is_missing("train.py")
     assert lines == [line]
+
+
+def test_its_collectives_are_noted_where_the_launcher_looks(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of DDP's reducer on a GPU come from a thread of the backward, and are noted behind it, by its line."""
+    monkeypatch.setattr(plain_program, "rank_context", lambda: replace(rank_context(), world=World(0, 2)))
+    monkeypatch.setattr(heartbeat, "beat", heartbeat.Heartbeat(run_folder / "beats"))
+    monkeypatch.setattr(verb_log, "_log", verb_log.VerbLog(run_folder / "verbs"))
+    plain_program.begin(lambda text: None)
+    collective = plain_program._programs[-1]._collective
+    ended = collective(Call("broadcast", "start values", 8, "", "cpu", 2, True, False))
+    wait = heartbeat.read_beat(run_folder / "beats").waits_in
+    assert ended is not None and wait is not None
+    assert (wait.name, wait.group, wait.number) == ("broadcast of start values", f"0,1/{heartbeat.PLAIN}", 1)
+    ended()
+    assert heartbeat.read_beat(run_folder / "beats").waits_in is None
+    weight = torch.ones(1, requires_grad=True)
+
+    def reduced(gradient: torch.Tensor) -> None:
+        calls = [Call("all-reduce", of, 8, "", "cpu", 2, True, False) for of in ("gradients", "the checkpoint")]
+        thread = threading.Thread(target=lambda: [collective(call) for call in calls])
+        thread.start()
+        thread.join()
+
+    weight.register_hook(reduced)
+    weight.square().backward()
+    trail = verb_log.read_trail(run_folder / "verbs")
+    assert trail is not None and trail.count == 2
+    assert (trail.verb(1).name, trail.verb(2).name) == ("broadcast", "all-reduce")
+    assert "test_plain_program.py:" in trail.verb(2).place
 
 
 @pytest.mark.parametrize(("exchanged", "told"), [(0, 1), (8, 0)])

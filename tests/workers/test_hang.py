@@ -175,6 +175,21 @@ def test_a_hang_ends_the_run_at_its_limit(ranks: Callable[..., Ranks]) -> None:
     assert not first.over and last.over and "Ended after 5 s without progress." in last.text
 
 
+def test_a_program_without_our_verbs_is_told_soon_and_ended_when_nccl_would_end_it(
+    ranks: Callable[..., Ranks],
+) -> None:
+    """Rank 0 may evaluate alone for minutes while the others wait."""
+    two = ranks(60.0)
+    for beat in two.beats:
+        beat.phase("idle")
+        beat.leave(beat.enter("all-reduce of gradients", "0,1/plain"))
+    two.beats[0].enter("barrier", "0,1/plain")
+    first, last, *_ = two.told(650)
+    assert "rank 1 is in its phase idle" in first.text and "rank 0 waits for it in barrier" in first.text
+    assert first.text.startswith("No progress for 30.") and not first.over
+    assert last.over and "Ended after 600 s without progress." in last.text
+
+
 def test_where_steps_are_few_a_rank_that_computes_is_not_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

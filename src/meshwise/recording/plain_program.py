@@ -35,6 +35,7 @@ from meshwise.spec.units import seconds_text
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import Mark, Recorder, current, make_current
 from meshwise.timeline.spans import NO_COLLECTIVE, collective_name
+from meshwise.workers import heartbeat, verb_log
 from meshwise.workers.join import made_process_group, rank_context
 
 PATIENCE = timedelta(seconds=10)  # for rank 0's clock: without it the records go on
@@ -89,6 +90,8 @@ class PlainProgram:
         self.world, self._own_group, self.say = world, own_group, say
         self.exchanges = world.size == 1
         """Whether ranks have exchanged values, as far as is seen."""
+        self._by_reducer: list[str] = []
+        self._everyone = f"{','.join(map(str, range(world.size)))}/{heartbeat.PLAIN}"
         self._recorder = Recorder(world.device, on=False)
         self._before = make_current(self._recorder)
         self.recording: Recording | None = None
@@ -136,12 +139,14 @@ class PlainProgram:
         if self._since is not None and not self._trained and (self._read or self._evaluates):
             recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
         self._since, self._asked = None, recorder.mark(on_device=False)
+        recorder.come_to("data")
         self._read = self._trained = False
         try:
             with self._within():
                 yield  # StopIteration leaves here
         finally:
             self._new_step()
+            recorder.come_to("idle")
         self._data_ends(recorder.mark(on_device=False))
         self._read = True
         self._optimizers.clear()
@@ -163,6 +168,8 @@ class PlainProgram:
             recorder.ended("forward", self._since)
         with recorder.span("backward"), self._within():
             yield
+        while self._by_reducer:
+            verb_log.came_to(self._by_reducer.pop(0))
         self._trained = True
         self._backwards += 1
         if not self._optimizers_known and self._backwards >= MOST_ACCUMULATED:  # it updates its parameters by hand
@@ -246,6 +253,7 @@ class PlainProgram:
             self.world, foreign=False, say=self.say, recorder=self._recorder, clocks=self._clocks
         )
         self._recorder.on = True
+        self._recorder.come_to("idle")
         self._recorder.begin_step(1)
         if self._read and isinstance(self._since, int):
             self._data_ends(self._since)
@@ -276,14 +284,23 @@ class PlainProgram:
         recorder = self._recorder
         self.exchanges |= call.size > 1 and call.bytes > 0
         together = call.size == self.world.size and call.kind not in BETWEEN_RANKS
-        number = recorder.arrive() if together else NO_COLLECTIVE
-        if not recorder.on:
-            return None
+        number, beat = NO_COLLECTIVE, 0
+        if together:
+            number, beat = recorder.arrive(), heartbeat.enter(collective_name(call.kind, call.of), self._everyone)
+            if threading.get_ident() == self._thread:
+                verb_log.came_to(call.kind)
+            elif call.of == "gradients":  # on a GPU the reducer calls it in a thread of the backward
+                self._by_reducer.append(call.kind)
         lane = "main" if call.blocking else "communication"
         code, start = recorder.code("communication", collective_name(call.kind, call.of), lane), recorder.mark()
         if call.dtype:
             recorder.dtypes[code, call.bytes] = call.dtype
-        return lambda: recorder.add(code, start, recorder.mark(), call.bytes, number)
+
+        def ended() -> None:
+            heartbeat.leave(beat)
+            recorder.add(code, start, recorder.mark(), call.bytes, number)
+
+        return ended
 
     def _waits(self) -> Ended | None:
         """Note that the program waits for an asynchronous collective, which is no computing."""

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from meshwise.spec.words import ranks_text
 from meshwise.workers.far_beats import Far
-from meshwise.workers.heartbeat import PEERS, Beat, CollectiveCall, beat_path, read_beat, read_beats, stack_path
+from meshwise.workers.heartbeat import PEERS, PLAIN, Beat, CollectiveCall, beat_path, read_beat, read_beats, stack_path
 from meshwise.workers.idle import Idleness
 from meshwise.workers.stuck import STATES, Standing, standing, state_of, stuck_child
 
@@ -34,6 +34,7 @@ LEAST = 2.0  # seconds of silence that nobody asks about
 OF_STOPPED = 5.0  # the same of a process that is stopped: no step, compiling or writing makes it silent
 FEW = 5  # steps that must be known before they tell how long a step takes
 HANG_LIMIT = 60.0
+OF_PLAIN = 600.0  # a program that waits itself, as NCCL lets it: rank 0 may evaluate or write for minutes
 ASKED = "collectives"
 """The message that asks a rank what its device waits for (on_device.py)."""
 NOBODY: Mapping[int, Far] = {}
@@ -207,6 +208,8 @@ class HangWatch:
         is_stopped = (pid := pids[first]) is not None and state_of(pid) == "T"
         message = stall.inside and stall.collective is not None and _is_message(stall.collective)
         ask, end = patience(beats[first], self._longest, limit, stopped=is_stopped, message=message)
+        if any(group.endswith(PLAIN) for group in beats[first].begun):
+            end = max(end, OF_PLAIN)
         if self._idleness is not None:
             ask, end = limit / 4, limit
         step = beats[first].step or None

@@ -34,6 +34,8 @@ LONG = ("evaluate", "checkpoint")
 BETWEEN = ("data", *LONG)
 PEERS = ">"
 """The name of the group of a send or a receive, which consists of the ranks at the other end."""
+PLAIN = "plain"
+"""Ends the name of the group of all ranks in a program that uses none of our verbs: its phases are hardly known."""
 SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 """Asks a process to write its Python stack to a file."""
 

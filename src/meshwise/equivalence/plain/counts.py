@@ -44,13 +44,9 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
         earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]
         again = bool(earlier) and earlier[0].trained and earlier[0].read == first.read
         if trained and first.shuffles and again and not first.endless:
-            yield Finding(
-                "set_epoch is missing",
-                True,
-                first.places,
-                "two epochs read the samples in the same shuffled order.",
-                "Call sampler.set_epoch(epoch) before each epoch.",
-            )
+            evidence = "two epochs read the samples in the same shuffled order."
+            instead = "Call sampler.set_epoch(epoch) before each epoch."
+            yield Finding("set_epoch is missing", True, first.places, evidence, instead)
         if trained and first.number == 0:
             yield from _batch(passes, alone)
 
@@ -95,21 +91,12 @@ def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding
     """Judge ranks that each read all samples."""
     first, ranks = passes[0], len(passes)
     if trained:
-        yield Finding(
-            "all ranks read the same samples",
-            True,
-            first.places,
-            f"each of {ranks} ranks reads all {size} samples of an epoch.",
-            "Give the DataLoader a DistributedSampler, or the loader to accelerator.prepare.",
-        )
+        evidence = f"each of {ranks} ranks reads all {size} samples of an epoch."
+        instead = "Give the DataLoader a DistributedSampler, or the loader to accelerator.prepare."
+        yield Finding("all ranks read the same samples", True, first.places, evidence, instead)
     elif any(p.padded_away for p in passes):
-        yield Finding(
-            TWICE,
-            True,
-            first.places,
-            f"each of {ranks} ranks reads all {size} samples, and gather_for_metrics joins what they give.",
-            "Give the loader to accelerator.prepare.",
-        )
+        evidence = f"each of {ranks} ranks reads all {size} samples, and gather_for_metrics joins what they give."
+        yield Finding(TWICE, True, first.places, evidence, "Give the loader to accelerator.prepare.")
 
 
 def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
@@ -118,12 +105,8 @@ def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
         return
     ours, own = sum(len(p.batches[0]) for p in passes), len(alone[0].batches[0])
     if ours != own:
-        yield Finding(
-            "batch size is per device",
-            False,
-            passes[0].places,
-            f"a batch has {ours} samples on {len(passes)} devices and {own} on one.",
-        )
+        evidence = f"a batch has {ours} samples on {len(passes)} devices and {own} on one."
+        yield Finding("batch size is per device", False, passes[0].places, evidence)
 
 
 def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
@@ -133,12 +116,8 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
     lengths = [_steps_of_pass(record) for record in (many, one)]
     rates = [step.settings[0].get("lr", 0.0) if step.settings else 0.0 for pair in pairs[:1] for step in pair]
     if rates and rates[0] != rates[1]:
-        yield Finding(
-            "learning rate depends on the devices",
-            False,
-            (many.steps[0].places[2],),
-            f"it begins with {rates[0]:.4g} on {len(ranks)} devices and with {rates[1]:.4g} on one.",
-        )
+        evidence = f"it begins with {rates[0]:.4g} on {len(ranks)} devices and with {rates[1]:.4g} on one."
+        yield Finding("learning rate depends on the devices", False, (many.steps[0].places[2],), evidence)
     if not all(ticks) or not all(lengths) or many.horizon is None or one.horizon is None:
         if all(ticks) and ticks[0] != ticks[1] and not many.accelerate:
             yield _ticks_twice(many, True, f"{ticks[0]:g} times a step on {len(ranks)} devices, {ticks[1]:g} on one.")
@@ -158,13 +137,9 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
 
 def _ticks_twice(many: Record, wrong: bool, evidence: str) -> Finding:
     """Report a scheduler at another pace. wrong: false if its length is a number of steps on any number of devices."""
-    return Finding(
-        "scheduler ticks at another pace",
-        wrong,
-        tuple(dict.fromkeys(place for place in many.ticked_at if place)),
-        evidence,
-        "Count its length in the ticks that this number of devices makes.",
-    )
+    where = tuple(dict.fromkeys(place for place in many.ticked_at if place))
+    instead = "Count its length in the ticks that this number of devices makes."
+    return Finding("scheduler ticks at another pace", wrong, where, evidence, instead)
 
 
 def _steps_of_pass(record: Record) -> float:
@@ -185,13 +160,10 @@ def _whole_steps(steps: float, horizon: float) -> float:
 def norms(ranks: Sequence[Record]) -> Iterator[Finding]:
     """Report layers that normalize each rank's samples separately."""
     if ranks[0].norms and len(ranks) > 1:
-        yield Finding(
-            "batch norm per rank",
-            False,
-            tuple(dict.fromkeys(step.places[0] for step in ranks[0].steps[:1])),
-            f"{', '.join(ranks[0].norms)} normalizes each rank's samples by themselves.",
-            "nn.SyncBatchNorm.convert_sync_batchnorm(model) normalizes the whole batch.",
-        )
+        where = tuple(step.places[0] for step in ranks[0].steps[:1])
+        evidence = f"{', '.join(ranks[0].norms)} normalizes each rank's samples by themselves."
+        instead = "nn.SyncBatchNorm.convert_sync_batchnorm(model) normalizes the whole batch."
+        yield Finding("batch norm per rank", False, where, evidence, instead)
 
 
 def agrees(first: Record, one: Record, apart: Sequence[Finding]) -> bool:

@@ -86,20 +86,12 @@ def _unreduced(ranks: Sequence[Record]) -> Iterator[Finding]:
             if apart > LIMIT:
                 why = f": {first.unreduced}" if first.unreduced else ""
                 if averaged:
-                    yield Finding(
-                        "local steps between averages",
-                        False,
-                        first.places,
-                        f"the ranks step with other gradients of {name}, and later have the same parameters again.",
-                    )
+                    why = f"the ranks step with other gradients of {name}, and later have the same parameters again."
+                    yield Finding("local steps between averages", False, first.places, why)
                     return
-                yield Finding(
-                    "gradients not reduced",
-                    True,
-                    first.places,
-                    f"the ranks step with other gradients of {name}{why}.",
-                    "Call the DistributedDataParallel, and run the last backward of a step outside of no_sync().",
-                )
+                why = f"the ranks step with other gradients of {name}{why}."
+                instead = "Call the DistributedDataParallel, and run the last backward of a step outside of no_sync()."
+                yield Finding("gradients not reduced", True, first.places, why, instead)
                 return
 
 
@@ -110,14 +102,9 @@ def _clips(ranks: Sequence[Record]) -> Iterator[Finding]:
         for clips in zip(*(step.clips for step in steps), strict=False):
             norms = [norm for _, norm in clips]
             if max(norms) - min(norms) > LIMIT * max(norms):
-                yield Finding(
-                    "clipping before the reduction",
-                    True,
-                    (clips[0][0],),
-                    f"the gradients that are clipped have norms {', '.join(f'{norm:.4g}' for norm in norms)} on the "
-                    "ranks.",
-                    "Clip once, after the last backward of a step (accelerate: if accelerator.sync_gradients).",
-                )
+                why = f"the ranks clip gradients of the norms {', '.join(f'{norm:.4g}' for norm in norms)}."
+                instead = "Clip once, after the last backward of a step (accelerate: if accelerator.sync_gradients)."
+                yield Finding("clipping before the reduction", True, (clips[0][0],), why, instead)
                 return
 
 
@@ -132,13 +119,9 @@ def _gradients(ranks: Sequence[Record], pairs: Sequence[tuple[Step, Step]]) -> I
         factor = _factor(one.gradients, many.gradients)
         where = tuple(dict.fromkeys((many.places[1], many.places[0])))
         if factor is not None:
-            yield Finding(
-                "gradient times a number",
-                True,
-                where,
-                f"step {number + 1}: every gradient is {factor:.6g} times that of one process on the same samples.",
-                "DistributedDataParallel takes the mean over the ranks: the loss of a rank must be a mean.",
-            )
+            why = f"step {number + 1}: every gradient is {factor:.6g} times that of one process on the same samples."
+            instead = "DistributedDataParallel takes the mean over the ranks: the loss of a rank must be a mean."
+            yield Finding("gradient times a number", True, where, why, instead)
         elif abs(mean - one.loss) > LIMIT * max(abs(one.loss), abs(mean)):
             yield Finding(
                 "mean over unequal counts",
@@ -150,20 +133,11 @@ def _gradients(ranks: Sequence[Record], pairs: Sequence[tuple[Step, Step]]) -> I
                 "mw.backward(loss, weight=count).",
             )
         elif many.hooks:
-            yield Finding(
-                "a hook before the reduction",
-                True,
-                many.hooks,
-                f"{size}, though the losses agree: a hook changes each rank's gradient before the mean.",
-                "Change the gradients after the backward.",
-            )
+            why = f"{size}, though the losses agree: a hook changes each rank's gradient before the mean."
+            instead = "Change the gradients after the backward."
+            yield Finding("a hook before the reduction", True, many.hooks, why, instead)
         else:
-            yield Finding(
-                "other gradients",
-                True,
-                where,
-                f"{size}, though the losses agree.",
-            )
+            yield Finding("other gradients", True, where, f"{size}, though the losses agree.")
         return
 
 
@@ -181,11 +155,7 @@ def _scales(ranks: Sequence[Record]) -> Iterator[Finding]:
     for step in ranks[0].steps:
         count, product = len(step.scales), step.scales[-1] if step.scales else 1.0
         if count == whole > 1 and abs(product * count * count - 1) < 1e-6:
-            yield Finding(
-                "loss divided by the accumulation twice",
-                True,
-                (step.places[1],),
-                f"each of {count} losses of a step is multiplied by {product:.6g}, which is 1/{count * count}.",
-                "Divide once: accelerator.backward divides by gradient_accumulation_steps itself.",
-            )
+            why = f"each of {count} losses of a step is multiplied by {product:.6g}, which is 1/{count * count}."
+            instead = "Divide once: accelerator.backward divides by gradient_accumulation_steps itself."
+            yield Finding("loss divided by the accumulation twice", True, (step.places[1],), why, instead)
             return
