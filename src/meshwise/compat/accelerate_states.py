@@ -19,8 +19,8 @@ HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def be_alone(rank: int, local_rank: int, device: str, make: Callable[[], object]) -> Any:
-    """Reset accelerate's states to a world of one, and make an Accelerator in it with `make`. The state still knows
-    which process writes and logs. Returns the state that all of them share."""
+    """Reset accelerate's state to a world of one process, and make an Accelerator in it with `make`. Keep the ranks in
+    the state, so that only one process writes and logs. Return the state, which all Accelerators share."""
     states = import_module("accelerate.state")
     alone = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     with mock.patch.dict(os.environ, alone | {"ACCELERATE_TORCH_DEVICE": device}, clear=True):
@@ -33,7 +33,7 @@ def be_alone(rank: int, local_rank: int, device: str, make: Callable[[], object]
 
 
 def seed_order(loader: DataLoader[Any], seed: int | None) -> None:
-    """Make the order of an epoch depend on (seed, epoch), as with accelerate on one device."""
+    """Make the order of the samples in an epoch depend on (seed, epoch), as with accelerate on one device."""
     sampler: Any = loader.sampler
     seeded = import_module("accelerate.data_loader").SeedableRandomSampler(
         data_source=sampler.data_source,
@@ -48,10 +48,10 @@ def seed_order(loader: DataLoader[Any], seed: int | None) -> None:
 
 
 def loop_begins(state: Any, loader: Any) -> None:
-    """Tell accelerate that a loop over this loader begins, so that it knows whether the loader is at its end."""
+    """Tell accelerate that a loop over this loader begins, so that accelerate can tell when the loader is exhausted."""
     state._add_dataloader(loader)
 
 
 def loop_ends(state: Any, loader: Any) -> None:
-    """Tell accelerate that the loop has ended."""
+    """Tell accelerate that the loop over this loader has ended."""
     state._remove_dataloader(loader)

@@ -19,8 +19,8 @@ MEMORY = "[memory]"
 
 
 def allocations_of(call: Callable[[], object]) -> list[int]:
-    """Return the bytes of each allocation that `call` makes, in order; negative where memory is freed. Memory of its
-    result is not counted as freed."""
+    """Return the bytes that `call` allocates and frees on the host, in order of time; negative where memory is freed.
+    The memory of the result of `call` is not counted as freed."""
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         given = call()
     results: Any = seen.profiler.kineto_results
@@ -31,8 +31,8 @@ def allocations_of(call: Callable[[], object]) -> list[int]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence stderr: kineto prints a line at each start and end of a profile, unless an environment variable was set
-    before torch was imported."""
+    """Silence stderr in the block, as kineto prints a line at each start and end of a profile. (An environment variable
+    could prevent this, but only if set before torch is imported.)"""
     with contextlib.ExitStack() as stack:
         try:
             before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)

@@ -59,7 +59,7 @@ OPERATORS = {
     "recv_": ("receive", 0),
     "recv_any_source_": ("receive", 0),
 }
-"""The kind of each operator, and the index of the argument with the data."""
+"""For each operator: the kind of collective, and the index of the argument with its data, None if it has none."""
 _groups: dict[int, dist.ProcessGroup] = {}
 WAIT: Any = dist.Work.wait
 GLOO_THREADS = 2  # so many collectives run at a time
@@ -77,7 +77,7 @@ SOURCES = (
     ("distributed/optim/zero_redundancy_optimizer.py", "", "parameters"),
     ("distributed/checkpoint/", "", "the checkpoint"),
 )
-"""File, the beginning of the function's name, and what it sends."""
+"""Parts of torch that call collectives: file or folder, the beginning of the function's name, and what is sent."""
 ENGINE = ("autograd/graph.py", "_engine_run_backward")
 IN_PYTHON = ("distributed/distributed_c10d.py", "torch/_ops.py")
 MOST_FRAMES = 60
@@ -86,8 +86,8 @@ TORCH = "torch/"
 
 @dataclass(frozen=True)
 class Call:
-    """A collective that begins. of: what it sends, or the user's line that calls it. size: ranks of its group.
-    blocking: the caller waits for it at once; in_python: inside a Python function."""
+    """A collective that begins. of: what it sends, such as `gradients`, or the user's source line that calls it. size:
+    number of ranks in its group. blocking: the caller waits for it at once. in_python: begun by Python, not by C++."""
 
     kind: str
     of: str
@@ -103,8 +103,8 @@ Ended = Callable[[], None]
 
 
 def watch(begin: Callable[[Call], Ended | None], waits: Callable[[], Ended | None]) -> Callable[[], None]:
-    """Call `begin` whenever a collective begins, in any thread, and call the function it returns when that collective
-    has ended. waits: wraps each wait of the program for an asynchronous one. Returns a function that stops watching."""
+    """Call `begin(call)` whenever a collective begins, in any thread, and call the function that it returns when the
+    collective has ended; likewise `waits()` around each wait for an asynchronous one. Return a function to stop."""
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     ends = _Ends()
     library = torch.library.Library("c10d", "IMPL")
@@ -148,7 +148,7 @@ def _around(begin: Callable[[], Ended | None]) -> Iterator[None]:
 
 
 class _Ends:
-    """Detects the ends of collectives."""
+    """Calls a callback when a collective has ended."""
 
     def __init__(self) -> None:
         self._blocking = threading.local()
@@ -156,7 +156,7 @@ class _Ends:
         self._threads: list[threading.Thread] = []
 
     def expect(self, work: Any, call: Call, ended: Ended) -> None:
-        """Call `ended` when the work is done."""
+        """Call `ended` when the collective is done. work: its handle."""
         if work is None:  # nccl's that blocks: it is in the current stream, and a barrier is over
             ended()
         elif has_streams(call.device):
@@ -194,7 +194,7 @@ class _Ends:
 def _kernel(
     name: str, operator: Any, after: Any, begin: Callable[[Call], Ended | None], ends: _Ends
 ) -> Callable[..., Any]:
-    """Wrap one operator."""
+    """Return a kernel that runs the collective `operator` and reports its begin and end."""
     kind, moved = OPERATORS[name]
     names = [argument.name for argument in operator._schema.arguments]
 
@@ -211,7 +211,7 @@ def _kernel(
 
 
 def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType | None) -> Call | None:
-    """Describe the collective that begins; None if it has no end of its own, or does not run."""
+    """Describe the collective that begins; None if it is coalesced or captured, or if it does not really run."""
     tensors = [] if moved is None else list(tensors_in([*given.values()][moved]))
     group, device = given["process_group"], tensors[0].device.type if tensors else ""
     if dist.distributed_c10d._world.pg_coalesce_state or device == "meta" or not isinstance(group, torch.ScriptObject):
@@ -226,7 +226,7 @@ def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType 
 
 
 def _kept(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
-    """Return the group, kept alive until the process ends, even after its modules are gone."""
+    """Return the group. If it communicates on the CPU, keep it alive until the process ends."""
     if not has_streams(device) and id(group) not in _groups:
         _groups[id(group)] = group
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -234,8 +234,8 @@ def _kept(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
 
 
 def _source(frame: FrameType | None) -> tuple[str, bool]:
-    """Return what a collective sends, judged by its caller: a part of torch, or the user's line. Also return whether a
-    C++ helper of torch begins it and waits for it."""
+    """Return what a collective sends, such as `gradients`, judged by the part of torch that calls it; else the user's
+    source line. Also return whether a C++ helper of torch begins the collective and waits for it."""
     frames = list(_frames(frame))
     if not frames or _is(frames[0][0], *ENGINE):  # DDP's reducer; threads of the engine have no frame
         return "gradients", False
@@ -250,7 +250,7 @@ def _source(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
-    """Yield frames from the caller outwards, up to the autograd engine or the first of the user's."""
+    """Yield (code, line) of frames from the caller outwards, up to the autograd engine or the first in user code."""
     for _ in range(MOST_FRAMES):
         if frame is None:
             return
@@ -261,5 +261,5 @@ def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
 
 
 def _is(code: CodeType, file: str, function: str) -> bool:
-    """Return whether the function is torch's, in this file or folder, and its name begins like this."""
+    """Return whether `code` is a function in this file or folder of torch, with a name that begins with `function`."""
     return code.co_name.startswith(function) and f"{TORCH}{file}" in code.co_filename

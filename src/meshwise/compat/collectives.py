@@ -34,7 +34,7 @@ OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 DIRECT_FROM = 1 << 20
-"""The bytes from which `direct` compositions are used: below, the latency of more messages costs more."""
+"""The smallest tensor, in bytes, that `direct=True` affects: with smaller ones, the additional messages cost more."""
 CHUNK = 128 << 10  # of a chain broadcast; of 32 to 512 KiB it came nearest to links of 200 Mbit/s and 1 Gbit/s
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, **dict.fromkeys(_FLOAT8, torch.float32)}
@@ -82,7 +82,7 @@ def all_reduce(tensor: Tensor, op: str, group: Group) -> None:
 
 
 def begin_sum(tensor: Tensor, group: Group = None) -> torch.futures.Future[object]:
-    """Begin to sum `tensor` over the group; the future completes when the sum is there. Waits if a copy must follow."""
+    """Begin to sum `tensor` in place over the group; return a future. If it must be copied, wait for the sum here."""
     buffer, op = _reducible(tensor, "sum")
     if not _same_memory(buffer, tensor):
         all_reduce(tensor, "sum", group)
@@ -96,7 +96,7 @@ def begin_sum(tensor: Tensor, group: Group = None) -> torch.futures.Future[objec
 
 
 def all_gather(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) -> None:
-    """Gather `tensor` of every rank, in rank order, into the contiguous `out`, which has world size times its bytes."""
+    """Gather `tensor` of every rank, in rank order, into the contiguous `out`, which has the size of all together."""
     blocks, own = as_bytes(out).view(dist.get_world_size(group), -1), as_bytes(tensor)
     if direct and dist.get_world_size(group) == 2 and _carries(out, group):
         rank = dist.get_rank(group)
@@ -107,7 +107,7 @@ def all_gather(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) 
 
 
 def reduce_scatter(out: Tensor, tensor: Tensor, op: str, group: Group, direct: bool = False) -> None:
-    """Reduce `tensor` over the group and write this rank's part of its first dimension to the contiguous `out`."""
+    """Reduce `tensor` over the group, and write this rank's part of the sum (along dim 0) to the contiguous `out`."""
     source = _contiguous(tensor.detach())
     if direct and _carries(tensor, group):
         parts = torch.empty_like(source).view(dist.get_world_size(group), *out.shape)
@@ -121,7 +121,7 @@ def reduce_scatter(out: Tensor, tensor: Tensor, op: str, group: Group, direct: b
 
 
 def broadcast(tensor: Tensor, source: int, group: Group, direct: bool = False) -> None:
-    """Write the `tensor` of rank `source` of the group into that of every rank."""
+    """Write `tensor` of one rank into `tensor` of every rank. source: that rank's number in the group."""
     buffer = _contiguous(tensor.detach())
     if direct and dist.get_world_size(group) > 2 and _carries(tensor, group):
         _along_a_chain(as_bytes(buffer), source, group)
@@ -144,10 +144,10 @@ def all_to_all(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) 
 
 
 def send_receive(sends: Pairs, receives: Pairs, group: Group) -> None:
-    """Send tensors to ranks of the group and receive into others from ranks, all at once.
+    """Send and receive all these tensors at once, each to or from a rank of the group.
 
-    Tensors without bytes are left out on both ends. Receives are posted first (see above); nccl takes them as one
-    group, without which two ranks that both send would wait for each other.
+    Tensors without elements are skipped at both ends. Receives are posted first (see above); nccl gets all messages as
+    one group, without which two ranks that both send would wait for each other.
     """
     buffers = [(_contiguous(tensor.detach()), rank) for tensor, rank in receives]
     operations = [
@@ -163,7 +163,7 @@ def send_receive(sends: Pairs, receives: Pairs, group: Group) -> None:
 
 
 def begin_send(tensor: Tensor, target: int, group: Group) -> Callable[[], None]:
-    """Begin to send to a rank of the group. The returned handle waits for it, and keeps the data alive until then."""
+    """Begin to send to a rank of the group. Return a function that waits until it is sent, and keeps the data alive."""
     buffer = as_bytes(tensor)
     work = dist.isend(buffer, group=group, group_dst=target) if buffer.nbytes else None
 
@@ -175,8 +175,8 @@ def begin_send(tensor: Tensor, target: int, group: Group) -> Callable[[], None]:
 
 
 def one_way(sends: Pairs, receives: Pairs, group: Group) -> None:
-    """Do as `send_receive`, where the other end calls `begin_send`, or this function: in a group made without
-    `device_id`, nccl has one connection for single messages and another for several at once."""
+    """Send and receive one message at a time; the other end must call this function too, or `begin_send`. A message to
+    or from `send_receive` would not arrive: nccl may use another connection for several messages at once."""
     for tensor, rank in sends:
         begin_send(tensor, rank, group)()
     for tensor, rank in receives:
@@ -195,7 +195,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _along_a_chain(buffer: Tensor, source: int, group: Group) -> None:
-    """Send from rank to rank in chunks: each passes one on while the next arrives, so every link is used once."""
+    """Broadcast from rank to rank in chunks: each rank passes a chunk on while the next arrives."""
     size = dist.get_world_size(group)
     at = (dist.get_rank(group) - source) % size
     before, after = (source + at - 1) % size, (source + at + 1) % size
@@ -213,7 +213,7 @@ def _along_a_chain(buffer: Tensor, source: int, group: Group) -> None:
 
 
 def _reducible(tensor: Tensor, op: str) -> tuple[Tensor, str]:
-    """Return a contiguous tensor in a dtype that every backend reduces, `tensor` itself if possible, and the op."""
+    """Return `tensor`, or if needed a contiguous copy in a dtype that every backend reduces, and the op for it."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bool:
         return _contiguous(tensor).view(torch.uint8), _BOOL_OPS[op]
@@ -226,7 +226,7 @@ def _copy_back(tensor: Tensor, buffer: Tensor) -> None:
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors share memory; also for fake tensors, which have no address."""
+    """Return whether two tensors share memory. This works for fake tensors too, which have no address."""
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
 
 

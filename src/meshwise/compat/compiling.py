@@ -30,9 +30,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def uncompile(model: nn.Module) -> bool:
-    """Remove torch.compile from `model`, at any depth; return whether there was any.
+    """Make all compiled modules in `model` run eagerly; return whether there were any.
 
-    A wrapper object stays, and calls the module that it wraps.
+    A module that `torch.compile(module)` returned stays in place, and calls the module that it wraps.
     """
     frame, found = _frame(), False
     for module in model.modules() if frame is not None else ():
@@ -45,14 +45,14 @@ def uncompile(model: nn.Module) -> bool:
 
 
 def is_used() -> bool:
-    """Return whether anything in this process was given to torch.compile, whether or not it has run."""
+    """Return whether this process has called torch.compile on anything, even if the compiled code has not run yet."""
     frame = _frame()
     return frame is not None and any(callable(backend) for backend in frame.cached_backends.values())
 
 
 def pass_by(modules: Iterable[str]) -> None:
-    """Tell the compiler, if it is imported, to leave the code of these modules alone: compiled code breaks its graph at
-    a call of it. Read in torch 2.13: `_dynamo/trace_rules.py`."""
+    """Tell the compiler, if it is imported, not to trace the code of these Python modules: compiled code then has a
+    graph break at each call into them. Read in torch 2.13: `_dynamo/trace_rules.py`."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     for name in modules if rules is not None and not _passed_by else ():
         rules.add(name)
@@ -61,7 +61,7 @@ def pass_by(modules: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def without_compiling() -> Iterator[None]:
-    """Run compiled code eagerly in the block; the first code that is compiled in it stays eager afterwards."""
+    """Run compiled code eagerly in the block. What is first compiled in the block may stay eager afterwards."""
     if _frame() is not None:
         with torch.compiler.set_stance("force_eager"):
             yield

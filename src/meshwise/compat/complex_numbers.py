@@ -17,12 +17,12 @@ WIDE = {
     torch.complex64: torch.complex128,
     torch.complex32: torch.complex128,
 }
-"""The dtype that a check uses in place of each dtype."""
+"""For each dtype, the wider one that a check computes in instead."""
 
 
 def stored_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a floating tensor to `dtype`. A complex one gets parts of float64 if `dtype` is float64; with narrow
-    dtypes it stays as it is, as torch has no complex kernels for them."""
+    """Convert a floating tensor to `dtype`; leave integers as they are. A complex tensor becomes complex128 if `dtype`
+    is float64, and stays as it is for any other dtype: torch has no complex kernels for narrow ones."""
     if tensor.is_complex():
         return tensor.to(torch.complex128) if dtype == torch.float64 else tensor
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

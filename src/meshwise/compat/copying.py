@@ -12,6 +12,6 @@ from torch import Tensor
 
 
 def copy_all(into: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool = False) -> None:
-    """Copy each tensor to the one at the same index. They have the same shapes."""
+    """Copy each tensor of `sources` into the tensor at the same index of `into`, which must have the same shape."""
     if into:
         torch._foreach_copy_(list(into), list(sources), non_blocking)

@@ -43,17 +43,17 @@ _Through.__torch_dispatch__ = _handled  # type: ignore[assignment]
 
 
 def intercept_operators(handler: Handler) -> AbstractContextManager[Any]:
-    """Inside the block, send each operator of this thread to `handler`; inside that, operators run as always."""
+    """In the block, pass each operator of this thread to `handler`. Operators that the handler calls run as usual."""
     return _Through(handler)
 
 
 def without_interception() -> AbstractContextManager[Any]:
-    """Hide the block's operators from all dispatch modes, so that an observer's are not taken for the program's."""
+    """Hide the operators of the block from all dispatch modes, as when an observer computes something for itself."""
     return _disable_current_modes()
 
 
 def operator_name(operator: Any) -> str:
-    """Return `add_` for `aten.add_.Tensor`."""
+    """Return the operator's name without namespace and overload: `add_` for `aten.add_.Tensor`."""
     return str(operator._schema.name).split("::")[-1]
 
 
@@ -62,7 +62,7 @@ KEEP_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::m
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that the operator writes: `self` of add_, `out`, the running statistics of a batch norm."""
+    """Return the arguments that the operator writes: `self` of add_, `out`, running statistics of a batch norm."""
     schema = operator._schema
     untold = ("running_mean", "running_var") if schema.name in KEEP_STATISTICS else ()
     return [
@@ -73,7 +73,7 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def gives_view(operator: Any) -> bool:
-    """Return whether the result shares memory with an argument that the operator does not write."""
+    """Return whether a result of the operator is a view of an argument that it does not write to."""
     returned = (each.alias_info for each in operator._schema.returns)
     return any(alias is not None and not alias.is_write for alias in returned)
 
@@ -86,7 +86,7 @@ def named_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class StorageMap:
-    """Keeps a value for a storage as long as it lives: views share it; a new storage at that address does not."""
+    """Maps a storage to a value, for as long as the storage lives. Views of a tensor share the value of its storage."""
 
     def __init__(self) -> None:
         # The weak reference keeps the storage's header, so that its address is not used again while it is a key.

@@ -16,7 +16,7 @@ CYCLES_A_SECOND = 2_000_000_000  # of the fastest devices; on a slower one the s
 
 
 def shown_gpus() -> int:
-    """Return how many CUDA devices the driver shows this process, even if the environment has since changed."""
+    """Return how many CUDA devices the driver shows this process, even if CUDA_VISIBLE_DEVICES has changed since."""
     asked = getattr(torch._C, "_cuda_getDeviceCount", torch.cuda.device_count)  # a CPU build has no such count
     return int(asked())
 
@@ -28,19 +28,19 @@ def lost_by_fork(kind: str) -> bool:
 
 
 def computes_bf16(device: torch.device | str) -> bool:
-    """Return whether the device computes in bf16 itself: torch emulates it on older GPUs."""
+    """Return whether the device computes in bf16 natively. On older GPUs torch only emulates bf16."""
     ask = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     return ask is None or bool(ask(including_emulation=False))
 
 
 def is_capturing() -> bool:
-    """Return whether this thread's work is being captured into a CUDA graph instead of run."""
+    """Return whether the current CUDA stream is capturing a graph, so that work is recorded instead of run."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def hold_stream(seconds: float) -> bool:
-    """Keep the current CUDA stream busy for about `seconds`, so that later work in it does not wait for the host;
-    return False if nothing in this process has used CUDA."""
+    """Keep the current CUDA stream busy for about `seconds`, so that the host can enqueue work before the stream gets
+    to it. Return False, and do nothing, if this process has not used CUDA."""
     if not torch.cuda.is_initialized():
         return False
     torch.cuda._sleep(int(seconds * CYCLES_A_SECOND))
@@ -48,8 +48,8 @@ def hold_stream(seconds: float) -> bool:
 
 
 def pin(memory: Tensor) -> bool:
-    """Pin existing host memory, and return whether that worked: memory of files on a disk cannot be pinned. Copies from
-    unpinned memory are synchronous."""
+    """Pin existing host memory, and return whether that worked: the memory of a file on a disk cannot be pinned. Copies
+    from unpinned memory are synchronous."""
     if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
         return True
     with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which would be the user's
@@ -58,5 +58,5 @@ def pin(memory: Tensor) -> bool:
 
 
 def unpin(memory: Tensor) -> None:
-    """Unpin memory; call it before pinned memory is freed."""
+    """Unpin memory that `pin` has pinned. Call this before the memory is freed."""
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

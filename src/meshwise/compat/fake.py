@@ -38,16 +38,16 @@ except ImportError as error:  # pragma: no cover - no such torch is in range
     raise RuntimeError(f"torch {torch.__version__} has no fake tensors; meshwise needs torch 2.11 to 2.15.") from error
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""Errors of an operator whose result depends on values, which a fake tensor does not have."""
+"""Errors of operators whose results depend on values, which fake tensors do not have."""
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], "Call"], Any]
 """(operator, arguments, keyword arguments, function that runs it on fake tensors) -> the operator's result."""
 
 
 class FakeTensors(FakeTensorMode):
-    """While it is entered, new tensors are fake. Each operator on them goes to `handler`, later ones too."""
+    """A mode in which new tensors are fake. `handler` gets every operator on these, even after the mode has ended."""
 
     def __init__(self, handler: Handler, owner: object = None, *, stands_for_real: bool = False) -> None:
-        """stands_for_real: a program runs on the fake tensors from its start, so that none of them ever gets values."""
+        """stands_for_real: the program runs on fake tensors from its start to its end; they never get real values."""
         super().__init__(allow_non_fake_inputs=True)
         self.handler, self.owner, self.stands_for_real = handler, owner, stands_for_real
         self.inside, self.calls = False, 0
@@ -60,7 +60,7 @@ class FakeTensors(FakeTensorMode):
 
 
 class Call:
-    """Runs an operator on fake tensors, once. alike: what is remembered of equal calls, once it has run."""
+    """A call of an operator on fake tensors, which `call()` runs. alike: then the remembered results of equal calls."""
 
     __slots__ = ("alike", "args", "func", "kwargs", "mode", "types")
 
@@ -120,7 +120,7 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
 
 
 def _without_constants(out: Any) -> None:
-    """Keep values of fake tensors beside them instead of in torch's constants, on a device that does not exist."""
+    """Move known values of fake tensors from torch's `constant`, on a device that does not exist, to `give_value`."""
     for tensor in tensors_in(out):
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             give_value(tensor, tensor.constant)
@@ -137,8 +137,8 @@ NORMS = (
 
 
 def _with_wide_statistics(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """Give the statistics of a norm on narrow tensors float32, as real kernels do; torch's fake kernels keep the narrow
-    dtype. On a CPU that holds if the weight is float32."""
+    """Return the results of a norm on bf16 or fp16 tensors with statistics in float32, as real kernels return them (on
+    a CPU only if the norm's weight is float32). torch's fake kernels return them in the narrow dtype."""
     if operator_name(func) == "native_group_norm_backward":
         return (out[0] if out[0] is None else out[0].to(args[1].dtype), *out[1:])
     if operator_name(func) not in NORMS or out[1].dtype not in (torch.bfloat16, torch.float16):
@@ -158,23 +158,23 @@ _DEVICE = torch.ops.prim.device.default
 
 @functools.cache
 def plain_mode() -> FakeTensorMode:
-    """Return torch's own mode, whose operators go to no handler: DTensor uses it to compute the shape of a whole
-    tensor's result, which no rank computes. The first mode of a process takes a second or two."""
+    """Return a fake mode of torch without a handler. DTensor uses it to compute the shape of a result over whole
+    tensors, which no rank computes. Making the first mode of a process takes a second or two."""
     return FakeTensorMode()
 
 
 def is_fake(value: object) -> bool:
-    """Return whether `value` is a fake tensor that gets values later; one of a rehearsal never does."""
+    """Return whether `value` is a fake tensor that gets values later. False for a rehearsal's, which never get any."""
     return isinstance(value, FakeTensor) and not getattr(value.fake_mode, "stands_for_real", False)
 
 
 def is_rehearsed(tensor: Tensor) -> bool:
-    """Return whether `value` is a fake tensor of a rehearsal."""
+    """Return whether `tensor` is a fake tensor of a rehearsal, which never gets values."""
     return isinstance(tensor, FakeTensor) and not is_fake(tensor)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether the tensor is a plain one, not of a subclass; one of a rehearsal counts as plain."""
+    """Return whether the tensor is not of a subclass. A rehearsal's fake tensor counts as plain."""
     return type(tensor) is Tensor or (type(tensor) is FakeTensor and is_rehearsed(tensor))
 
 
@@ -185,13 +185,13 @@ def rehearsing() -> bool:
 
 
 def calls_so_far() -> int:
-    """Return the number of operators on fake tensors since our mode began; 0 outside of one."""
+    """Return how many operators have run on fake tensors in the active `FakeTensors` mode; 0 outside of such a mode."""
     return getattr(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE), "calls", 0)
 
 
 def sums_in_place(args: tuple[Any, ...]) -> bool:
-    """Return whether autograd adds these gradients and would write their sum into the first if they were plain tensors,
-    as it does not with subclasses. For use by a handler.
+    """Return whether autograd is adding two gradients, and would write the sum into the first if they were plain
+    tensors (it never does so with subclasses). Only a handler may call this: it looks at the caller's caller.
 
     Read in torch 2.13: `csrc/autograd/input_buffer.cpp`, `accumulate`."""
     caller = sys._getframe(3).f_code  # behind the handler and `_handled`: C++ calls these
@@ -204,7 +204,7 @@ def sums_in_place(args: tuple[Any, ...]) -> bool:
 
 @contextlib.contextmanager
 def plain_for_optimizers() -> Iterator[None]:
-    """Make optimizers step fake parameters as plain ones: together, not one by one as other subclasses.
+    """Make optimizers use their foreach kernels for fake parameters too, as for plain ones.
 
     Read in torch 2.11, 2.13 and 2.15: `optim/optimizer.py`, `utils/_foreach_utils.py`."""
     lists = {
@@ -221,7 +221,7 @@ def plain_for_optimizers() -> Iterator[None]:
 
 @functools.cache
 def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
-    """Return `subclass`, or for fake tensors a class that derives from both it and `kind`."""
+    """Return `subclass`; if `kind` is a class of fake tensors, a class that derives from both `subclass` and `kind`."""
     if issubclass(kind, subclass):
         return kind
     return type(subclass.__name__, (subclass, kind), {}) if issubclass(kind, FakeTensor) else subclass
@@ -229,7 +229,7 @@ def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
 
 @contextlib.contextmanager
 def failing_quietly() -> Iterator[None]:
-    """Keep torch from logging a traceback for each operator that fails on fake tensors in the block, a trial."""
+    """Keep torch from logging a traceback for each operator that fails on fake tensors in the block."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
     try:
@@ -239,13 +239,13 @@ def failing_quietly() -> Iterator[None]:
 
 
 def real_values() -> contextlib.AbstractContextManager[Any]:
-    """Compute real values in the block, also in a rehearsal."""
+    """Compute with real tensors in the block, even in a rehearsal."""
     return without_interception() if rehearsing() else contextlib.nullcontext()
 
 
 def as_rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Return `(batch, facts)` pairs unchanged; in a rehearsal they are read for real, and then the batches' tensors
-    become fake."""
+    """Return the `(batch, facts)` pairs. In a rehearsal, read each batch for real, then replace its tensors by fake
+    ones."""
     return _rehearsed(pairs) if rehearsing() else pairs
 
 
@@ -259,7 +259,7 @@ def _rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
 
 
 def owner_of(tensor: Tensor) -> object:
-    """Return the owner of the mode that a fake tensor was made in; None if the mode is not ours."""
+    """Return the `owner` of the `FakeTensors` mode that made the fake tensor; None if another mode did."""
     return getattr(tensor.fake_mode, "owner", None)  # type: ignore[attr-defined]
 
 
@@ -275,7 +275,7 @@ def is_random(operator: Any) -> bool:
 
 
 def own_generator(device: torch.device) -> torch.Generator:
-    """Return the default generator of operators on `device`."""
+    """Return the generator that random operators on `device` use if they are given none."""
     if has_streams(device):
         known = torch.get_device_module(device)
         index = known.current_device() if device.index is None else device.index

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from meshwise.compat.dispatch import written_arguments
 
 MOST = 1 << 17
-"""The most calls to remember; beyond that all are forgotten."""
+"""The largest number of calls to remember; when it is reached, all are forgotten."""
 _NAMESPACES = {"aten", "fsdp", "prims"}
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _OTHER_RESULTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -32,7 +32,7 @@ _META = torch.device("meta")
 
 
 class _Spec:
-    """A tensor that a call returns: argument number `of` itself, a view of its memory, or, if `of` is -1, a new one."""
+    """A result of a call: the tensor at index `of` among the arguments, a view of that tensor, or a new one (-1)."""
 
     __slots__ = ("device", "dtype", "of", "offset", "shape", "stride", "view")
 
@@ -43,7 +43,7 @@ class _Spec:
 
 
 class Alike:
-    """The remembered results of equal calls. noted: what a listener remembers of them."""
+    """The remembered results of equal calls. written: indices of tensors that they write. noted: a listener's notes."""
 
     __slots__ = ("kind", "noted", "specs", "written")
 
@@ -52,14 +52,14 @@ class Alike:
         self.noted: dict[Any, Any] = {}
 
     def outputs(self, mode: Any, tensors: list[Any]) -> Any:
-        """Return the results of a call with these tensors."""
+        """Return new results, as the call would return them for these argument tensors."""
         found = [_made(spec, mode, tensors) if type(spec) is _Spec else spec for spec in self.specs]
         return found[0] if self.kind is None else self.kind(found)
 
 
 def key_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Any]) -> tuple[Any, ...] | None:
-    """Return the key that equal calls share; None for a call that must run each time. Its tensors are added to
-    `tensors` in their order."""
+    """Return the key that equal calls share; None for a call that must run each time. Append the tensors among the
+    call's arguments to `tensors`, in order."""
     left_out = _is_left_out.get(func)
     if left_out is None:
         left_out = _is_left_out[func] = _leaves_out(func)
@@ -103,12 +103,12 @@ def _add(key: list[Any], args: Iterable[Any], tensors: list[Any]) -> bool:
 
 
 def found(key: tuple[Any, ...]) -> Alike | None:
-    """Return what is remembered of calls with this key."""
+    """Return the remembered results of calls with this key; None if there are none."""
     return _known.get(key)
 
 
 def remember(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any, tensors: list[Any], out: Any) -> Alike | None:
-    """Remember the results of a call; None if equal calls might return something else."""
+    """Remember the results of a call and return them. Return None if equal calls might have other results."""
     kind = type(out) if isinstance(out, list | tuple) else None
     if kind not in (None, list, tuple):
         return None
@@ -137,7 +137,7 @@ def _is_new(spec: Any) -> bool:
 
 
 def _spec(out: Any, tensors: list[Any]) -> Any:
-    """Describe a result so that it can be made again; NotImplemented if that is impossible."""
+    """Describe a result of a call, so that `_made` can make it again; NotImplemented if that is impossible."""
     if out is None:
         return None
     if type(out) is not FakeTensor and not any(out is one for one in tensors):

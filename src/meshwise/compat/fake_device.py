@@ -32,7 +32,7 @@ _records = [0]  # that were begun: a place is one of its own record
 
 
 class Stream:
-    """A stream with a name. It remembers what its next launch must wait for."""
+    """A stream of the fake device. Waits of the stream are recorded, and are reported with its next launch."""
 
     made = 0
 
@@ -62,7 +62,7 @@ class Stream:
         return True
 
     def is_capturing(self) -> bool:
-        """Return False: optimizers of torch 2.15 ask whether a graph is being captured."""
+        """Return False, as no CUDA graph is ever captured here. Optimizers of torch 2.15 ask."""
         return False
 
     def _wait(self, place: int) -> None:
@@ -79,7 +79,7 @@ class Stream:
 
 
 class Event:
-    """A point in a stream, after its newest launch. It may outlive its record: FSDP2 keeps events for the next step."""
+    """A point in a stream, after launch `at` of record `of`. FSDP2 keeps events for the next step, in a new record."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.at, self.of = -1, -1
@@ -99,7 +99,7 @@ class Event:
 
 
 class _Module:
-    """The functions that torch expects in `torch.sim`."""
+    """The module `torch.sim`, with the functions that torch expects of a device's module."""
 
     def __init__(self) -> None:
         self.Stream, self.Event = Stream, Event
@@ -140,34 +140,34 @@ class _Module:
 
 
 def is_there() -> bool:
-    """Return whether a rehearsal has the device now."""
+    """Return whether the fake device exists now, that is, during a rehearsal."""
     return _users[0] > 0
 
 
 def current_stream() -> str:
-    """Return the name of the stream that operators go to."""
+    """Return the name of the current stream of the fake device."""
     return _stream[-1].name
 
 
 def stream_of() -> Stream:
-    """Return the stream that operators go to."""
+    """Return the current stream of the fake device."""
     return _stream[-1]
 
 
 def launched(stream: str, place: int) -> tuple[int, ...]:
-    """Note a launch in the stream at `place` of the record; return the places that it must wait for."""
+    """Record launch number `place` of all, in this stream; return the numbers of the launches that it must wait for."""
     _last[stream] = place
     return tuple(sorted(_pending.pop(stream, ())))
 
 
 def last_of(stream: str) -> int:
-    """Return the place of the newest launch of a stream; -1 if there is none."""
+    """Return the number of the newest launch of a stream; -1 if there is none."""
     return _last.get(stream, -1)
 
 
 @contextmanager
 def fake_device(main: str) -> Iterator[str]:
-    """Enter an unused fake device; yields its name. main: the name of the stream that programs begin in."""
+    """Make the fake device available in the block, and yield its name. main: the name of its first current stream."""
     _register()
     _users[0] += 1
     _stream[:] = [Stream(name=main)]
@@ -186,7 +186,7 @@ def fake_device(main: str) -> Iterator[str]:
 
 
 def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make tensors from numbers on the host first: on the device torch would write into memory that does not exist."""
+    """Wrap `make` to make tensors of numbers on the host, then move them: torch would write to the device's memory."""
 
     @functools.wraps(make)
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -199,15 +199,15 @@ def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def begin_record() -> None:
-    """Begin a new record: places count from 0, and nothing waits."""
+    """Begin a new record of launches: their numbers start at 0, and no stream waits for anything."""
     _records[0] += 1
     _pending.clear()
     _last.clear()
 
 
 def _save_pending() -> None:
-    """Put aside an error that is leaving a backward: torch then asks its device guard, whose answers fail while an
-    error is set. torch raises another error in its place."""
+    """Put aside a Python error that is leaving a backward, for `_backward_that_tells` to raise. torch calls its device
+    guard while the error is set; the guard would fail, and torch would raise another error instead."""
     try:
         _raise_pending()
     except BaseException as error:
@@ -215,7 +215,7 @@ def _save_pending() -> None:
 
 
 def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a backward so that it raises the error that was put aside."""
+    """Wrap a backward so that it raises the error that `_save_pending` put aside, instead of torch's."""
 
     @functools.wraps(real)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -232,7 +232,7 @@ def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
 
 _put_aside: list[BaseException] = []
 _raise_pending = ctypes.pythonapi.Py_IsInitialized
-"""Any call through ctypes raises the pending error; looking up the function at that time would replace it."""
+"""Any call through ctypes raises the pending error. It is looked up here, as a lookup then would replace the error."""
 
 
 @functools.cache
@@ -267,7 +267,7 @@ _kept: list[Any] = []  # a library that is let go takes its operators back
 
 
 def _gru_cell(gates: Tensor, hidden_gates: Tensor, before: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the shapes of CUDA's cell: the state after it, and what its backward needs. torch has it for the LSTM."""
+    """Return fake results of CUDA's fused GRU cell, which torch lacks: the next state, and what the backward needs."""
     return torch.empty_like(before), before.new_empty(before.size(0), before.size(1) * 5)
 
 
@@ -288,7 +288,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return the fused kernel that CUDA would choose: flash if possible, else the memory-efficient one."""
+    """Compute attention with the kernel that CUDA would choose: flash, else memory-efficient, else the unfused one."""
     if enable_gqa and key.size(-3) != query.size(-3):
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)

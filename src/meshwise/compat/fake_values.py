@@ -29,13 +29,13 @@ UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 """Operators whose results have no values until they are written."""
 OVERWRITES = ("copy_", "fill_", "zero_", "random_")
 DRAWN = ("randperm", "randint", "random_")
-"""Operators that draw whole numbers, which a program may index with: an order of samples, a place to cut a text."""
+"""Operators that draw whole numbers, which a program may use as indices: an order of samples, where to cut a text."""
 _VALUE = "_value_in_rehearsal"
 _lost = StorageMap()  # of values that a write has left unknown
 
 
 class _Value:
-    """The real tensor that belongs to a fake one; copying the fake one copies it."""
+    """Holds the values of a fake tensor as a real tensor. A deep copy of the fake tensor copies the real one too."""
 
     def __init__(self, real: Tensor) -> None:
         self.real = real
@@ -51,19 +51,19 @@ def _beside(fake: Tensor) -> Tensor | None:
 
 
 def give_value(fake: Tensor, real: Tensor) -> None:
-    """Give the fake tensor these values, if they are few."""
+    """Record `real` as the values of the fake tensor, if it has at most MOST elements."""
     if real.numel() <= MOST and _is_real(real):
         setattr(fake, _VALUE, _Value(real))
 
 
 def value_of(fake: Tensor) -> Tensor | None:
-    """Return the values of a fake tensor if they are known; a real tensor is its own value."""
+    """Return the values of a fake tensor, None if they are unknown. A real tensor is returned unchanged."""
     found = fake if _is_real(fake) else _beside(fake)
     return None if found is None or _lost.get(found) else found
 
 
 def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Any]) -> bool:
-    """Return whether an operator may give known values: its tensors' values are all known, or it overwrites one."""
+    """Return whether results may have known values: those of all tensors are known, or one is overwritten."""
     if not fakes:
         return _is_small(func, args, kwargs, fakes)
     if operator_name(func) in OVERWRITES and _beside(fakes[0]) is not None:
@@ -76,8 +76,8 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def fake_batch(batch: Any, device: str | None = None) -> Any:
-    """Return a real batch with fake tensors, which keep their values if these are few; on another device only integers
-    do."""
+    """Return a copy of a real batch with fake tensors. Integers keep their values, if there are at most MOST in the
+    tensor; floats lose theirs."""
 
     def faked(tensor: Tensor) -> Tensor:
         there = torch.empty_like(tensor, device=device)
@@ -90,8 +90,8 @@ def fake_batch(batch: Any, device: str | None = None) -> Any:
 
 @contextmanager
 def fake_without_values() -> Iterator[None]:
-    """Keep transformers from taking another path for fake tensors: inside, it sees as fake only those whose values are
-    unknown."""
+    """In the block, make transformers treat a fake tensor with known values as a real one, so that it runs the same
+    code as for real tensors."""
     library = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(library, "is_fake_tensor"):
         yield
@@ -105,8 +105,8 @@ _guesses: list[Callable[[torch.dtype], float | None]] = []
 
 @contextmanager
 def guessing(guess: Callable[[torch.dtype], float | None]) -> Iterator[None]:
-    """Inside the block, reading an unknown number outside of a module's forward gives `guess(dtype)`; None: it is
-    refused as usual."""
+    """In the block, make reads of an unknown number (`item()`) return `guess(dtype)`. If the guess is None, or in a
+    module's forward, the read is refused as usual."""
     _guesses.append(guess)
     try:
         yield
@@ -126,8 +126,8 @@ def _guessed(tensor: Tensor) -> float | None:
 def with_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any], mode: Any, needs: tuple[Any, ...]
 ) -> Any:
-    """Return the result of `run` on fake tensors of `mode`, with values if those of all arguments are known. needs: the
-    errors of operators whose result depends on values; for these the result is made from the values."""
+    """Return the result of `run()` on fake tensors, with values if those of all arguments are known. needs: errors by
+    which `run` says that the result depends on values; fake tensors of `mode` are then made from the values."""
     given = list(tensors_in((args, kwargs)))
     if operator_name(func) in OVERWRITES:
         _find(given)
@@ -162,7 +162,7 @@ def with_values(
 
 
 def _is_small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> bool:
-    """Return whether the operator is cheap to run for real: not large; not random unless it draws integers."""
+    """Return whether to run the operator for real: it is small, and draws no random numbers other than integers."""
     if func.namespace != "aten":
         return False
     if torch.Tag.nondeterministic_seeded in func.tags and operator_name(func) not in DRAWN:
@@ -186,7 +186,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _find(given: list[Tensor]) -> None:
-    """Mark the first tensor as known again: it is overwritten as a whole."""
+    """Mark the values of the first tensor as known again if all its memory is about to be overwritten."""
     value = _beside(given[0])
     if value is not None and value.nbytes == value.untyped_storage().nbytes():
         _lost.set(value, False)

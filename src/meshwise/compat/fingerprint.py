@@ -9,6 +9,6 @@ from typing import Any
 
 
 def fingerprint(data: Any) -> str | None:
-    """Return the fingerprint of a Hugging Face data set; None for any other data set."""
+    """Return the content fingerprint of a Hugging Face data set; None for any other data set."""
     found = getattr(data, "_fingerprint", None)
     return found if isinstance(found, str) else None

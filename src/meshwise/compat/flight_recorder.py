@@ -22,8 +22,8 @@ GETTERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 @dataclass(frozen=True)
 class GroupProgress:
-    """A rank's progress in a group: numbers of its newest collectives, counted from 1. begun: None if unknown. name: of
-    the first incomplete collective, such as `all_reduce`; "" if there is none or it is unknown."""
+    """A rank's progress in a process group: the numbers, counted from 1, of the newest collectives that it enqueued,
+    began (None: unknown), completed. name: of the first incomplete one, such as `all_reduce`; "": none, or unknown."""
 
     group: str
     enqueued: int
@@ -43,7 +43,7 @@ class GroupProgress:
 
 
 def progress() -> list[GroupProgress]:
-    """Return this rank's progress in each group; nothing if torch does not tell."""
+    """Return this rank's progress in each process group; an empty list if torch's recorder cannot be read."""
     for name in GETTERS:
         getter: Callable[[], bytes] | None = getattr(_distributed_c10d, name, None)
         if getter is not None:
@@ -52,7 +52,7 @@ def progress() -> list[GroupProgress]:
 
 
 def read_progress(dump: bytes) -> list[GroupProgress]:
-    """Read the progress from a dump in the recorder's JSON; nothing if the dump has another format."""
+    """Read the progress from a JSON dump of the recorder; return an empty list if the dump has another format."""
     try:
         told = json.loads(dump)
         return [_group(key, status, told.get("entries", [])) for key, status in told.get("pg_status", {}).items()]

@@ -19,7 +19,7 @@ _ALIKE = {
 
 
 def flops_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Count the multiplications and additions of this call, which returned `out`."""
+    """Count the multiplications and additions of a call of `operator` that returned `out`; 0 without a formula."""
     formula = _formulas().get(operator.overloadpacket)
     if formula is None:
         return 0
@@ -49,5 +49,5 @@ def _formulas() -> dict[Any, Callable[..., int]]:
 
 
 def _of_cpu(formula: Callable[..., int], *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Adapt the CPU attention's backward, which takes fewer arguments: those that count are the same."""
+    """Call the GPU kernel's formula for the backward of CPU attention: the arguments that it uses are the same."""
     return formula(*args, out_val=out_val)

@@ -18,11 +18,11 @@ import torch
 from torch.cuda import _gpu_trace as trace
 
 Place = tuple[int, int]
-"""A stream: the index of its device, and its handle."""
+"""A CUDA stream: the index of its device, and its handle."""
 
 
 class Listener(Protocol):
-    """Receives events, in any thread."""
+    """Has a method for each event, which is called in the thread where the event happens."""
 
     def record(self, event: int, stream: Place) -> None:
         """An event was recorded."""
@@ -34,13 +34,13 @@ class Listener(Protocol):
         """An event was deleted."""
 
     def await_event(self, event: int) -> None:
-        """The host waits for an event, or was told that it has completed."""
+        """The host has waited for an event, or a query said that the event has completed."""
 
     def await_stream(self, stream: Place) -> None:
-        """The host waits for a stream, or was told that it has completed."""
+        """The host has waited for a stream, or a query said that the stream has completed its work."""
 
     def await_device(self, device: int) -> None:
-        """The host waits for all streams of a device, or was told that they have completed."""
+        """The host has waited for all streams of a device."""
 
     def allocate(self, address: int, stream: Place) -> None:
         """Memory was allocated for a stream."""
@@ -49,7 +49,7 @@ class Listener(Protocol):
         """Memory was freed."""
 
     def release(self) -> None:
-        """Free memory was returned to the device."""
+        """Cached free memory was returned to the device (`empty_cache`)."""
 
 
 LATE = 0.02  # seconds
@@ -63,12 +63,12 @@ def can_listen() -> bool:
 
 
 def current_stream(device: int) -> Place:
-    """Return the stream that this thread's work on a device goes to."""
+    """Return the current stream of this thread on a device."""
     return device, torch._C._cuda_getCurrentRawStream(device)
 
 
 def node_of_backward() -> str:
-    """Return the autograd node that this thread runs, such as `MulBackward0`."""
+    """Return the name of the autograd node that this thread is running, such as `MulBackward0`; "" if none."""
     node = torch._C._current_autograd_node()
     return "" if node is None else node.name()
 
@@ -95,9 +95,9 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def _around(tell: Callable[[Listener, Any], None]) -> Callable[[str], Callable[[Any], Any]]:
-    """Wrap a function of events or streams, to report what the host knows once the function returns: until then a wait
-    in one thread orders nothing for others. With several threads it delays the return, so that a thread that fails to
-    wait for this one runs first."""
+    """Wrap `query` or `synchronize` of events or streams, and report when it returns that the host knows of the
+    completion. If there are several threads, delay the return of `synchronize`, so that a thread that should have
+    waited for this one, but does not, runs first."""
 
     def named(name: str) -> Callable[[Any], Any]:
         def around(real: Any) -> Any:

@@ -25,14 +25,14 @@ WATCHING: list[Callable[[Tensor], None]] = []
 
 
 def watch(settle: Callable[[Tensor], None]) -> None:
-    """Until `end`, call `settle` with a parameter before the program reads or sets its `grad`."""
+    """Until `end()`, call `settle(p)` before the program reads, sets or deletes `p.grad` of a parameter `p`."""
     WATCHING[:] = [settle]
     for kind in _CLASSES:
         kind.grad = _WATCHED
 
 
 def end() -> None:
-    """Stop calling `settle`."""
+    """Stop watching `grad` of parameters."""
     if WATCHING:
         WATCHING.clear()
         for kind in _CLASSES:

@@ -21,6 +21,6 @@ _trim = _find()
 
 
 def trim_heap() -> None:
-    """Return the pages of freed memory to the system, if the C library can. Takes some milliseconds."""
+    """Return freed memory to the operating system, if the C library is glibc. Takes some milliseconds."""
     if _trim is not None:
         _trim(0)

@@ -11,14 +11,14 @@ import torch
 
 
 def take_place(trainer: Any, device: str, *, signals: bool) -> None:
-    """Set the device of the Trainer's strategy. signals: whether the Trainer handles the signals of the process."""
+    """Set the device of the Trainer's strategy. signals: False keeps the Trainer from installing signal handlers."""
     trainer.strategy._root_device = torch.device(device)
     if not signals:
         trainer._signal_connector.register_signal_handlers = lambda: None
 
 
 def logs_with(trainer: Any) -> tuple[Any, list[Any]]:
-    """Return the connector that passes logged values on, and the result collections of its loops."""
+    """Return the Trainer's logger connector, which passes logged values on, and the result collections of its loops."""
     fit = trainer.fit_loop.epoch_loop
     return trainer._logger_connector, [
         loop._results for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop)
@@ -26,10 +26,10 @@ def logs_with(trainer: Any) -> tuple[Any, list[Any]]:
 
 
 def accumulates(trainer: Any) -> bool:
-    """Return whether the gradients of this batch wait for the next one."""
+    """Return whether the Trainer accumulates this batch's gradients without a step, as the next batch's are added."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
 def run_closure(plugin: Any, module: Any, optimizer: Any, closure: Any) -> Any:
-    """Run an optimizer's closure: forward, backward, and gradient clipping."""
+    """Run the closure of an optimizer step: forward, backward, and gradient clipping."""
     return plugin._wrap_closure(module, optimizer, closure)

@@ -27,7 +27,7 @@ SPARED = (*WARNINGS, signal.SIGINT)
 
 @dataclass(frozen=True)
 class Spared:
-    """A `worker_init_fn` that lets only the process's own rank stop it by SIGTERM, then calls the user's."""
+    """A `worker_init_fn` that calls `spare`, then the user's `worker_init_fn` (`then`)."""
 
     then: Callable[[int], Any] | None
 
@@ -38,7 +38,7 @@ class Spared:
 
 
 def spare() -> None:
-    """Let only the rank that started this process stop it by SIGTERM. Call it in the main thread."""
+    """Make this loader worker ignore signals, except SIGTERM of the rank that started it. Call in the main thread."""
     if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, SPARED)
         threading.Thread(target=_wait, args=(os.getppid(),), name="meshwise-signals", daemon=True).start()
@@ -52,7 +52,7 @@ def _wait(rank: int) -> None:
 
 
 def spare_loader_workers() -> None:
-    """Make all loaders of this process start their workers with `spare`."""
+    """Make all DataLoaders of this process start workers that call `spare`."""
     kind: Any = dataloader._MultiProcessingDataLoaderIter
     if isinstance(getattr(kind.__init__, "__wrapped__", None), Callable):  # type: ignore[arg-type]
         return

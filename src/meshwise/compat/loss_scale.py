@@ -24,12 +24,12 @@ from meshwise.compat.complex_numbers import as_real
 
 _before = WeakTensorKeyDictionary()
 SCALED: list[bool] = []
-"""Not empty once a loss was scaled; until then `unscaled` need not be called."""
+"""Empty until a loss was scaled: until then `unscaled` need not be called."""
 
 
 @functools.cache
 def note_scaling() -> None:
-    """From now on, record for `unscaled` what every GradScaler of this process scales."""
+    """From now on, record the inputs of `scale` of every GradScaler in this process, for `unscaled`."""
     scaler: Any = torch.amp.GradScaler
     real = scaler.scale
 
@@ -45,7 +45,7 @@ def note_scaling() -> None:
 
 
 class Scaler(torch.amp.GradScaler):
-    """torch's GradScaler, which also unscales the gradients of complex parameters."""
+    """A GradScaler that also unscales the gradients of complex parameters, which torch's does not."""
 
     def _unscale_grads_(self, optimizer: Any, *facts: Any) -> Any:
         groups = [{"params": [_real_twin(p) for p in group["params"]]} for group in optimizer.param_groups]
@@ -53,7 +53,7 @@ class Scaler(torch.amp.GradScaler):
 
 
 def _real_twin(p: Tensor) -> Tensor:
-    """Return a parameter; if it is complex, a view of its memory as real numbers."""
+    """Return the parameter; if it is complex and has a gradient, a view of both as real numbers."""
     if not p.is_complex() or p.grad is None:
         return p
     p.grad, twin = p.grad.resolve_conj(), as_real(p.detach())
@@ -62,15 +62,15 @@ def _real_twin(p: Tensor) -> Tensor:
 
 
 def found_infinite(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[Tensor]:
-    """Return tensors above 0 if `scaler.unscale_(optimizer)` has found gradients that are not finite. Written in place,
-    they decide whether the step is taken and how the scale changes."""
+    """Return one tensor for each device: above 0 if `scaler.unscale_(optimizer)` found gradients there that are not
+    finite. Writing to these tensors decides whether the step is taken and how the scale changes."""
     state: Any = scaler._per_optimizer_states[id(optimizer)]
     return list(state["found_inf_per_device"].values())
 
 
 @contextlib.contextmanager
 def always_steps() -> Iterator[None]:
-    """Make every GradScaler in the block take its step, as if gradients were finite, so that it reads no value."""
+    """In the block, make every GradScaler take its step without reading whether the gradients are finite."""
 
     def step(self: Any, optimizer: Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)

@@ -18,11 +18,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 T = TypeVar("T")
 Around = Callable[[list[Any]], contextlib.AbstractContextManager[None] | None]
-"""A context around a method of a model: it enters the same as the model's forward; None inside of that. The list gets
-the output when the method returns."""
+"""Returns the context to run a method of a model in, the same as the model's forward has; None if it is entered
+already. The list gets the method's output when the method returns."""
 _AROUND = "_meshwise_around_methods"
 BatchNorm = nn.modules.batchnorm._BatchNorm
-"""The base class of all batch norms, whose forward they share."""
+"""The base class of all batch norms, which inherit its forward."""
 
 
 def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
@@ -36,41 +36,41 @@ def parameters_in(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def hooked_parameters(module: nn.Module) -> list[str]:
-    """Return the names of parameters with hooks that read or change their gradient (`register_hook` and its like)."""
+    """Return the names of parameters with hooks on their gradient (`register_hook`, `register_post_accumulate_…`)."""
     named = module.named_parameters()
     return [name for name, p in named if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
 
 
 def renew_flat_weights(module: nn.Module) -> None:
-    """Update the list of parameters that a recurrent layer keeps, so that it has the current ones."""
+    """Update the list of parameters that a recurrent layer keeps, after its parameters were replaced."""
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the module's own parameters and buffers that belong to its `state_dict`."""
+    """Return the parameters and buffers of this module, without submodules, that its `state_dict` has, by name."""
     own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     left_out = module._non_persistent_buffers_set
     return {name: tensor for name, tensor in own.items() if tensor is not None and name not in left_out}
 
 
 def generates_together(model: nn.Module) -> None:
-    """Make `generate` of transformers run on every rank until all have finished, as its steps gather parameters."""
+    """Make `generate` of transformers go on until all ranks have finished, as each of its steps gathers parameters."""
     for module in model.modules():
         if hasattr(module, "generate"):
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
 def twin_with(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
-    """Return a shallow copy of `module` with another `child`: attributes set on one are not set on the other."""
+    """Return a shallow copy of `module` whose submodule `name` is `child`. Attributes set later are not shared."""
     twin = copy.copy(module)
     twin.__dict__.update(_modules={**module._modules, name: child})
     return twin
 
 
 def hooks_at_forward(module: nn.Module) -> None:
-    """Run the module's hooks also if somebody calls `module.forward(x)` directly (SqueezeBERT's encoder). A module with
-    a wrapped forward (recompute) stays as it is."""
+    """Make `module.forward(x)` run the module's hooks as `module(x)` does; some models call `forward` directly, such as
+    SqueezeBERT's encoder. A module whose forward is wrapped already (recompute) stays as it is."""
     if "forward" in vars(module):
         return
     entered: list[bool] = []
@@ -79,7 +79,7 @@ def hooks_at_forward(module: nn.Module) -> None:
 
 
 class _Entered:
-    """A hook that notes that the module is called."""
+    """A forward pre-hook that records in a list that the module was called, rather than its `forward`."""
 
     def __init__(self, entered: list[bool]) -> None:
         self._entered = entered
@@ -98,7 +98,7 @@ def _with_hooks(
 
 
 def modules_called_around(frame: FrameType | None) -> Iterator[nn.Module]:
-    """Yield the modules whose calls enclose `frame`, the innermost first. Read in torch 2.13: `nn/modules`."""
+    """Yield the modules whose calls are on the stack of `frame`, innermost first. Read in torch 2.13: `nn/modules`."""
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__:
             yield frame.f_locals["self"]
@@ -107,7 +107,7 @@ def modules_called_around(frame: FrameType | None) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def without_hooks(module: nn.Module, taken: Callable[[Any], bool]) -> Iterator[None]:
-    """Remove the hooks for which `taken(hook)` is true from the module during the body; then put them back."""
+    """In the block, remove the hooks for which `taken(hook)` is true from the module and its submodules."""
     before: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for each in module.modules():
         every = [value for name, value in vars(each).items() if "_hooks" in name and isinstance(value, dict)]
@@ -125,12 +125,12 @@ def without_hooks(module: nn.Module, taken: Callable[[Any], bool]) -> Iterator[N
 
 
 def has_pre_hooks(module: nn.Module) -> bool:
-    """Return whether something runs before the module's forward, such as pruning or an old weight norm."""
+    """Return whether the module has forward pre-hooks, such as those of pruning or the old weight norm."""
     return bool(module._forward_pre_hooks)
 
 
 def around_pre_hooks(module: nn.Module, before: Callable[[], T], after: Callable[[T], None]) -> None:
-    """Call `before` ahead of the module's forward pre-hooks, and `after` behind them, with the result of `before`."""
+    """Call `before()` before the module's forward pre-hooks run, and `after(result of before)` after they have run."""
     found: list[T] = []
 
     def begin(*unused: Any) -> None:
@@ -144,8 +144,8 @@ def around_pre_hooks(module: nn.Module, before: Callable[[], T], after: Callable
 
 
 def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Replace the module's forward by `around(...)` with the same signature: programs inspect it, such as `generate` of
-    transformers, which passes `position_ids` to a model that takes them by name."""
+    """Replace the module's forward by `around`, and give `around` the forward's signature. Programs inspect it, such as
+    `generate` of transformers, which passes `position_ids` only to a model that has such an argument."""
     changed: Any = around
     with contextlib.suppress(ValueError, TypeError):  # TorchScript has none
         changed.__signature__ = inspect.signature(module.forward)
@@ -153,8 +153,8 @@ def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
 
 
 def put_around_methods(module: nn.Module, around: Around) -> None:
-    """Run other methods of the module's class that call its parts (`encode`, `log_prob`) inside `around`, as its
-    forward runs, from the first part that they call. The last `around` is entered first."""
+    """Run public methods of the module other than its forward, such as `encode` or `log_prob`, inside `around`, which
+    is entered when the method calls its first submodule with parameters. The newest `around` is entered first."""
     if _AROUND in vars(module):
         vars(module)[_AROUND].insert(0, around)
         return

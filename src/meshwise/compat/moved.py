@@ -34,8 +34,8 @@ WAIT_TENSOR = "wait_tensor"
 
 @dataclass(frozen=True)
 class Moved:
-    """What an operator moves. kind: the collective, or `wait`. tensors: the full ones. peer: the rank of the group at
-    the other end. beside: the caller does not wait for it. work: what can be waited for, if any."""
+    """What a collective operator moves. kind: the collective, or `wait`. tensors: as they are before a scatter or after
+    a gather. peer: rank in the group, of a send or receive. beside: asynchronous. work: its handle, if any."""
 
     kind: str
     tensors: tuple[Tensor, ...]
@@ -46,7 +46,7 @@ class Moved:
 
 
 def moved_by(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved | None:
-    """Return what a dispatched operator moves; None if it is not a collective."""
+    """Return what an operator of torch.distributed moves; None if the operator is not one."""
     if operator.namespace == "c10d":
         return _of_group(operator, arguments, result)
     if operator.namespace == "_c10d_functional":
@@ -88,8 +88,8 @@ def _functional(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved
 
 @contextmanager
 def waiting(call: Callable[[Any], None]) -> Iterator[None]:
-    """Call `call(work)` whenever the program waits in Python for a collective of the fake backend, whose class has its
-    own `wait`."""
+    """In the block, call `call(work)` whenever the program calls `work.wait()` for a collective of torch's fake
+    backend."""
     kind: Any = torch._C._distributed_c10d.FakeWork
     real = kind.wait
 

@@ -11,12 +11,12 @@ from torch.utils.hooks import RemovableHandle
 
 
 def call_last(hook: RemovableHandle) -> None:
-    """Move a hook behind those that were registered after it."""
+    """Make the optimizer call this hook after all others of the same kind."""
     _hooks_beside(hook).move_to_end(hook.id)
 
 
 def call_first(hook: RemovableHandle) -> None:
-    """Move a hook before those that were registered before it."""
+    """Make the optimizer call this hook before all others of the same kind."""
     _hooks_beside(hook).move_to_end(hook.id, last=False)
 
 
@@ -25,14 +25,14 @@ def _hooks_beside(hook: RemovableHandle) -> Any:
 
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """Run the `step` of the optimizer's class, without the hooks that torch has put around it."""
+    """Return the `step` function of the optimizer's class, without torch's wrapper, which runs hooks."""
     step: Any = type(optimizer).step
     unhooked: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
     return unhooked
 
 
 def after_method(optimizer: Optimizer, name: str, then: Callable[[], None]) -> None:
-    """Call `then` after each call of this method of the optimizer, if it has the method."""
+    """Call `then()` after each call of the optimizer's method `name`, if the optimizer has such a method."""
     method = getattr(optimizer, name, None)
     if not callable(method):
         return
@@ -47,10 +47,10 @@ def after_method(optimizer: Optimizer, name: str, then: Callable[[], None]) -> N
 
 
 def is_hooks(name: str) -> bool:
-    """Return whether the attribute of this name holds an optimizer's hooks."""
+    """Return whether this is the name of an optimizer's attribute that holds hooks."""
     return name.startswith("_optimizer_") and name.endswith("_hooks")
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:
-    """Return whether torch can add hooks to the optimizer: a wrapper of another may skip `Optimizer.__init__`."""
+    """Return whether torch can add hooks to the optimizer. A wrapper may lack them, without `Optimizer.__init__`."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")

@@ -41,27 +41,27 @@ WRITES_AND_READS: dict[str, tuple[int | None, int | None]] = {
     "irecv": (0, None),
     "barrier": (None, None),
 }
-"""For each function, the index of the argument that it writes, and of the one that it reads."""
+"""For each function of torch.distributed: the index of the argument that it writes, and of the one that it sends."""
 OFTEN, LATE = 0.2, 0.002  # every fifth exchange begins or ends up to 2 ms late
 SELDOM, VERY_LATE = 0.04, 0.05
 BYTE = 0xFF  # of what is moved as bytes: NaN in every floating dtype
 
 
 class Perturbed:
-    """Delays exchanges at random and collects races. seed, rank: the seed of the delays."""
+    """Delays exchanges of this process at random, and collects the races found. seed, rank: determine the delays."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self.races: list[str] = []
-        """What is wrong with an exchange, a sentence each."""
+        """One sentence for each race: the exchange and what is wrong with it."""
         self._random, self._open = random.Random(f"{seed}/{rank}"), list[_Exchange]()
 
     def note(self, what: str) -> None:
-        """Record a race."""
+        """Record a race, once."""
         if what not in self.races:
             self.races.append(what)
 
     def delay(self) -> None:
-        """Delay this process and its stream, or not, at random."""
+        """At random, delay this process and its current CUDA stream for a few milliseconds, or do nothing."""
         draw, share = self._random.random(), self._random.random()
         seconds = share * (VERY_LATE if draw < SELDOM else LATE if draw < OFTEN else 0.0)
         if seconds:
@@ -69,7 +69,7 @@ class Perturbed:
             hold_stream(seconds)
 
     def call(self, name: str, real: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Handle a call of one of the functions."""
+        """Run a call of a function of torch.distributed with random delays; if it is asynchronous, on copies."""
         self.delay()
         if name in ("isend", "irecv") or kwargs.get("async_op"):
             writes, reads = (None if at is None else args[at] for at in WRITES_AND_READS[name])
@@ -79,7 +79,7 @@ class Perturbed:
         return found
 
     def held(self, name: str, writes: Any, reads: Any, begin: Callable[[Any, Any], Any]) -> Any:
-        """Begin an exchange on copies of the tensors that it writes and reads."""
+        """Begin an asynchronous exchange on copies of its tensors; return its handle, or None without one."""
         exchange = _Exchange(self, f"{name} at {user_place() or 'meshwise'}", writes, reads)
         work = begin(exchange.hidden, exchange.sent)
         if work is None:  # this rank is in no group of it
@@ -90,11 +90,11 @@ class Perturbed:
         return exchange
 
     def under_way(self) -> list[_Exchange]:
-        """Return the exchanges that nobody has waited for yet."""
+        """Return the exchanges that the program has not waited for yet."""
         return [each for each in self._open if not each.settled]
 
     def end(self) -> None:
-        """Record a race for each exchange that nobody has waited for when the program ends."""
+        """At the end of the program, record a race for each exchange that it has not waited for."""
         for exchange in self._open:
             if not exchange.settled:
                 self.note(f"{exchange.name}: nobody has waited for it")
@@ -102,7 +102,7 @@ class Perturbed:
 
 
 class _Exchange:
-    """Stands in for the work handle of an exchange."""
+    """The handle of an exchange that the program gets instead of torch's."""
 
     def __init__(self, owner: Perturbed, name: str, writes: Any, reads: Any) -> None:
         self._owner, self.name, self.work, self.settled = owner, name, None, False
@@ -131,7 +131,7 @@ class _Exchange:
         return getattr(self.__dict__["work"], name)
 
     def settle(self) -> None:
-        """Write the received data to the program's tensors: the exchange has ended."""
+        """Copy received data to the program's tensors after the exchange; record a race if a buffer had changed."""
         if self.settled:
             return
         self.settled = True
@@ -181,7 +181,7 @@ def _instead(args: Sequence[Any], name: str, writes: Any, reads: Any) -> list[An
 
 
 def open_exchanges() -> list[str]:
-    """Return the open exchanges of this process: the function, and the line that began it."""
+    """Return the exchanges that this process has not waited for yet: the function and the source line of each."""
     return [each.name for each in _now[-1].under_way()] if _now else []
 
 
@@ -190,7 +190,7 @@ _now: list[Perturbed] = []
 
 @contextlib.contextmanager
 def perturbed(seed: int, rank: int) -> Iterator[Perturbed]:
-    """Perturb the communication of this process during the body."""
+    """Perturb the communication of this process in the block; yield what collects the races."""
     owner, kept = Perturbed(seed, rank), {n: getattr(dist, n) for n in (*WRITES_AND_READS, "P2POp") if hasattr(dist, n)}
 
     def surrounded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

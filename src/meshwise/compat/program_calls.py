@@ -22,12 +22,12 @@ End = Callable[[], None]
 
 
 def around_batches(around: Around) -> End:
-    """Enter `around()` while a DataLoader fetches its next batch; at the end StopIteration leaves it."""
+    """Enter `around()` around each fetch of a DataLoader's next batch, also the last, which raises StopIteration."""
     return _replace([_BaseDataLoaderIter], "__next__", around)
 
 
 def after_batches(given: Callable[[Any, Any], None]) -> End:
-    """Call `given(iterator, batch)` for each batch that a DataLoader yields, in the frame of the caller."""
+    """Call `given(iterator, batch)` for each batch that a DataLoader yields, before the program gets the batch."""
 
     def telling(plain: Any) -> Any:
         @functools.wraps(plain)
@@ -57,7 +57,7 @@ def around_evals(around: Around) -> End:
 
 
 def around_trains(around: Around) -> End:
-    """Enter `around()` around each `module.train()`, which calls itself for submodules."""
+    """Enter `around()` around each `module.train()`, and once more for each submodule, as `train` calls itself."""
     return _replace([nn.Module], "train", around)
 
 
@@ -74,7 +74,7 @@ def _replace(owners: list[Any], name: str, around: Around) -> End:
 
 
 def put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
-    """Replace a function by `made_of(function)` in all its owners, until `end`."""
+    """Replace the function `name` by `made_of(function)` in all its owners. Return a function that puts it back."""
     plain: Any = getattr(owners[0], name)
     put = made_of(plain)
     for owner in owners:

@@ -24,14 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwise.compat.fake import rehearsing
 
 copy_each = torch._foreach_copy_
-"""Copy each tensor of one list over the tensor of another."""
+"""Copy each tensor of the second list into the tensor at the same index of the first."""
 _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
 class PlainBucket:
-    """Stands in for a `GradBucket`, and is the whole reducer if the parameters fit one bucket: it is full only when the
-    backward ends, so there is nothing to overlap, and DDP's hooks would cost more than a small sum."""
+    """A bucket of gradients with the methods of a `GradBucket`. If all parameters fit one bucket, it replaces the
+    reducer: the bucket is full only when the backward ends, so no communication could overlap with it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
@@ -51,8 +51,8 @@ class PlainBucket:
 
 
 class PlainReducer:
-    """DDP's reducer in Python, for fake tensors, which its C++ cannot handle: the same buckets in the same order, with
-    the same copies and collectives.
+    """DDP's reducer written in Python, for fake tensors, which the C++ reducer cannot handle. Its buckets, their order,
+    its copies and its collectives are the same.
 
     Compared with DDP in tests/rehearsal/test_plain_reducer.py. Read in torch 2.13: `csrc/distributed/c10d/reducer.cpp`.
     """
@@ -91,7 +91,7 @@ class PlainReducer:
 
 
 def _assigned(ready: Sequence[Tensor], bucket_mb: int) -> list[list[int]]:
-    """Return the indices of the parameters of each bucket. A given cap also holds for the first bucket."""
+    """Return the indices of the parameters of each bucket. The first bucket has the same cap as the others."""
     found, _ = dist._compute_bucket_assignment_by_size(list(ready), [bucket_mb << 20])  # type: ignore[attr-defined]
     return found
 
@@ -99,7 +99,7 @@ def _assigned(ready: Sequence[Tensor], bucket_mb: int) -> list[list[int]]:
 def make_reducer(
     parameters: Sequence[nn.Parameter], bucket_mb: int, hook: Hook, group: Any = None
 ) -> DistributedDataParallel | PlainReducer | PlainBucket:
-    """Make a reducer that applies `hook` to `parameters` over `group`: one bucket, or a DDP over them alone.
+    """Make a reducer that calls `hook` with buckets of gradients of `parameters`, to reduce them over `group`.
 
     Collective. Raises RuntimeError if this version of torch has no reducer to arm.
     """
@@ -121,7 +121,7 @@ def make_reducer(
 
 
 def arm(ddp: DistributedDataParallel | PlainReducer) -> None:
-    """Make the next backward reduce gradients as they become ready. Without it, gradients stay on their rank."""
+    """Make the next backward reduce gradients as they become ready. Without this call, gradients are not reduced."""
     if isinstance(ddp, PlainReducer):
         ddp.arm()
         return
@@ -132,7 +132,7 @@ def arm(ddp: DistributedDataParallel | PlainReducer) -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often `tensor` was written in place: autograd's own counter."""
+    """Return autograd's count of how often `tensor` was written in place."""
     return int(tensor._version)
 
 
@@ -152,6 +152,6 @@ def default_store() -> Store:
 
 
 def own_connection_to_store() -> Store:
-    """Connect to the same store for another thread: a wait in one connection blocks all its other users."""
+    """Return a new connection to the default store, for another thread: a wait blocks all users of a connection."""
     store: Store = default_store().clone()  # type: ignore[attr-defined]
     return store

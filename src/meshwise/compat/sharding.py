@@ -22,7 +22,7 @@ Around = Callable[..., contextlib.AbstractContextManager[None]]
 
 
 class _Surrounded:
-    """Wraps a collective that `fully_shard` calls, in order to report it."""
+    """Wraps a collective that `fully_shard` calls, to enter a context around it."""
 
     def __init__(self, real: Any, kind: str, of: str, around: Around) -> None:
         self._real, self._kind, self._of, self._around = real, kind, of, around
@@ -49,11 +49,11 @@ class Group:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The group's parameters as this rank holds them, also while they are gathered."""
+        """This rank's shards of the group's parameters, even while these are gathered."""
         return [part.sharded_param for part in self._group.fsdp_params]
 
     def made_from(self) -> dict[int, nn.Parameter]:
-        """Return this rank's shard for the id of each gathered parameter."""
+        """Return a dict from `id(whole parameter)` to this rank's shard, for the parameters gathered at least once."""
         return {id(whole): held for held, whole in self.wholes()}
 
     def wholes(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -62,8 +62,8 @@ class Group:
         return [(part.sharded_param, part._unsharded_param) for part in parts]
 
     def around_collectives(self, around: Around) -> None:
-        """Enter `around(kind, bytes, group, dtype=...)` around each all-gather and reduce-scatter of the group. Bytes
-        are those of the whole tensor."""
+        """Enter `around(kind, bytes, group, dtype=...)` around each all-gather and reduce-scatter of the group. bytes:
+        of the whole tensor, over all ranks."""
         for name, kind, of in (
             ("_all_gather_comm", "all-gather of parameters", "output_tensor"),
             ("_reduce_scatter_comm", "reduce-scatter of gradients", "input_tensor"),
@@ -72,7 +72,7 @@ class Group:
                 setattr(self._group, name, _Surrounded(getattr(self._group, name), kind, of, around))
 
     def before_reducing(self, call: Before) -> None:
-        """Call `call(self)` before each reduction of the group: in a backward, once for each forward that it ran."""
+        """Call `call(self)` before each reduction of the group's gradients, if its parameters were ever gathered."""
         reduce = self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
@@ -84,25 +84,25 @@ class Group:
 
     @property
     def gathered(self) -> bool:
-        """Whether the group's parameters were ever whole on this rank, that is, whether a forward ran through it."""
+        """Whether this rank has ever gathered the group's parameters, that is, whether a forward ran through them."""
         return any(hasattr(part, "_unsharded_param") for part in self._group.fsdp_params)
 
     @property
     def ran(self) -> bool:
-        """Whether a forward has run on this rank since the last backward, through any group of the same root."""
+        """Whether a forward has run on this rank since the last backward, through any group of the same root module."""
         return bool(getattr(self._group.comm_ctx, "post_forward_order", ()))  # before the first there is none
 
     def reached(self) -> list[bool]:
-        """Return for each parameter whether a gradient waits to be reduced."""
+        """Return, for each parameter of the group, whether it has a gradient that waits to be reduced."""
         return [_waiting(part) is not None for part in self._group.fsdp_params]
 
     def versions(self) -> int:
-        """Return a number that changes when a gathered parameter is written in place; `p.data` has its own counter."""
+        """Return a number that changes when a gathered parameter is written in place, but not through `p.data`."""
         whole = [part._unsharded_param for part in self._group.fsdp_params if hasattr(part, "_unsharded_param")]
         return sum(p._version for p in whole if not p.is_inference())
 
     def written(self) -> nn.Parameter | None:
-        """Return a gathered parameter whose values differ from this rank's shard, if there is one."""
+        """Return a gathered parameter whose values differ from this rank's shard; None if there is none."""
         rank = getattr(self._group.mesh_info, "shard_mesh_rank", 0)
         for part in self._group.fsdp_params:
             own, wholes = part._sharded_param_data, part.all_gather_outputs
@@ -115,17 +115,17 @@ class Group:
         return None
 
     def fill(self, index: int) -> None:
-        """Give the parameter a zero gradient, so that it takes part in the reduction."""
+        """Give the gathered parameter at `index` a zero gradient, so that it takes part in the reduction."""
         whole = self._group.fsdp_params[index]._unsharded_param
         whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
 
     def gather_as_stored(self, indices: Collection[int]) -> None:
-        """Gather parameters at `indices` in their stored dtype, whatever the policy says of the others."""
+        """Gather the parameters at `indices` in their stored dtype, the others as the mixed precision policy says."""
         for index, part in enumerate(self._group.fsdp_params):
             part.init_dtype_attrs = functools.partial(_mixed_dtypes, part, part.init_dtype_attrs, index in indices)
 
     def in_one_dtype(self) -> None:
-        """Cast waiting gradients to the dtype in which they are reduced."""
+        """Cast the gradients that wait to be reduced to the dtype in which they are reduced."""
         if hasattr(self._group, "_set_unsharded_grad_dtypes"):  # torch 2.15
             self._group._set_unsharded_grad_dtypes(defer_upcast=False)
             return
@@ -139,8 +139,8 @@ class Group:
         return [g for g in found if g is not None]
 
     def let_go(self, places: Collection[int]) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]], nn.Parameter]]:
-        """Stop gathering and reducing the parameters at `places`. Return for each: this rank's shard, now NaN without
-        memory; its places, by module and name; and the parameter that modules see in a forward, NaN too."""
+        """Stop gathering and reducing the parameters at the indices `places`. Return for each: this rank's shard, now
+        NaN without memory; the modules that have it, with its name there; and a NaN parameter of its whole shape."""
         found = []
         for part in [self._group.fsdp_params[place] for place in places]:
             info, held = part._module_info, part.sharded_param
@@ -156,7 +156,7 @@ class Group:
         return found
 
     def reduce_now(self) -> None:
-        """Reduce waiting gradients outside of a backward. Collective."""
+        """Reduce the gradients that wait, outside of a backward. Collective."""
         group = self._group
         group.reduce_grads = group.all_reduce_grads = True
         group.post_backward()
@@ -165,7 +165,7 @@ class Group:
 
 
 def groups_of(module: FSDPModule) -> list[Group]:
-    """Return the groups of one sharded module, without parameters of sharded modules inside it."""
+    """Return the parameter groups of one sharded module, without those of sharded modules inside it."""
     state: Any = module._get_fsdp_state()
     found = getattr(state, "_fsdp_param_groups", None)
     if found is None:  # torch 2.11: one group, or none
@@ -174,7 +174,7 @@ def groups_of(module: FSDPModule) -> list[Group]:
 
 
 def leave_forward(module: FSDPModule) -> None:
-    """Reset a whole sharded model after an exception left its forward, as if the forward had ended."""
+    """Reset the state of a sharded model, given its root, after an exception left its forward."""
     state: Any = module._get_fsdp_state()
     idle = type(state._training_state).IDLE
     state._training_state = idle
@@ -192,8 +192,8 @@ def leave_forward(module: FSDPModule) -> None:
 def around_method(
     root: FSDPModule, ran: Callable[[FSDPModule], None], output: list[Any]
 ) -> contextlib.AbstractContextManager[None] | None:
-    """Gather as the forward of a whole sharded model does, until a method of it has its `output`; then call
-    `ran(root)`. None while a forward or a backward runs."""
+    """Return a context that gathers parameters for another method of a sharded model, as its forward does, and then
+    calls `ran(root)`. The method's `output` must be appended in it. Return None while a forward or backward runs."""
     state: Any = root._get_fsdp_state()
     if state._training_state != type(state._training_state).IDLE:
         return None
@@ -213,13 +213,13 @@ def _gathered(root: FSDPModule, state: Any, ran: Callable[[FSDPModule], None], o
 
 
 def begin_backward_at(root: FSDPModule, loss: Tensor) -> None:
-    """Reduce the gradients of `root` in the backward of `loss`, whatever its forward has returned."""
+    """Make the backward of `loss` reduce the gradients of `root`, even if `loss` was not returned by its forward."""
     state: Any = root._get_fsdp_state()
     state._register_pre_backward_hook(loss)
 
 
 def without_empty_groups(module: FSDPModule) -> None:
-    """Drop groups of the module whose parameters were all let go."""
+    """Drop the groups of the module that have no parameters left after `let_go`."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         state._fsdp_param_groups = [group for group in state._fsdp_param_groups if group.fsdp_params]
@@ -228,12 +228,12 @@ def without_empty_groups(module: FSDPModule) -> None:
 
 
 def place_in_memory(tensor: Tensor) -> tuple[int, int]:
-    """Return where the elements begin: a storage, and an offset in it. A fake tensor has one too."""
+    """Return where the tensor's elements begin: an id of its storage, and an offset. Works for fake tensors too."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, in its own memory; any other tensor itself."""
+    """Return this rank's part of a DTensor, not a copy; return any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -243,7 +243,7 @@ def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return for each tensor with elements the XOR of their bits; for a DTensor, of this rank's part."""
+    """Return the XOR of the bits of each tensor's elements; for a DTensor, of this rank's part. Skip empty tensors."""
     real = [torch.view_as_real(t) if t.is_complex() else t for t in locals_of(t.detach() for t in tensors)]
     found = [torch.hash_tensor(t).view(torch.int64).cpu() for t in real if t.numel()]
     hashes: list[int] = torch.stack(found).tolist() if found else []
@@ -251,7 +251,7 @@ def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def empty(tensor: Tensor) -> None:
-    """Free a tensor's values, or this rank's part of a DTensor: it becomes NaN, in the memory of one number."""
+    """Free a tensor's memory, or that of this rank's part of a DTensor: all elements become one NaN in memory."""
     if isinstance(tensor, DTensor):
         tensor._local_tensor = _empty_like(tensor._local_tensor)
     else:
@@ -259,7 +259,7 @@ def empty(tensor: Tensor) -> None:
 
 
 def refill(tensor: Tensor) -> None:
-    """Give an `empty` tensor memory for its values again, or for this rank's part of them."""
+    """Allocate memory again for a tensor that `empty` has freed, or for this rank's part of a DTensor."""
     if isinstance(tensor, DTensor):
         tensor._local_tensor = torch.empty_like(tensor._local_tensor, memory_format=torch.contiguous_format)
     else:
@@ -273,15 +273,15 @@ def _empty_like(tensor: Tensor) -> Tensor:
 
 
 def sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
-    """Return every module of `model` that `fully_shard` was applied to, by name, outer ones first."""
+    """Yield (name, module) for every module of `model` that `fully_shard` was applied to, outer ones first."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             yield name, module
 
 
 def mend_sharded_class(module: nn.Module) -> None:
-    """Fix the subclass that `fully_shard` gives a module: it gets the class's name, and also zeroes the gradients of
-    its shards, even between a forward and its backward."""
+    """Fix the subclass that `fully_shard` gives a module: name it as the original class, and make `zero_grad` also zero
+    the gradients of its shards, even between a forward and its backward."""
     kind: Any = type(module)
     of = kind.__mro__[2]
     kind.__name__, kind.__qualname__, kind.__module__ = of.__name__, of.__qualname__, of.__module__
@@ -289,7 +289,7 @@ def mend_sharded_class(module: nn.Module) -> None:
 
 
 def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-    """Zero gradients as the module does, and those of its shards, which gathered parameters may be hiding."""
+    """Zero gradients as the module does, and also those of its shards, which the module lacks while it is gathered."""
     parts = [p for _, sharded in sharded_modules(module) for group in groups_of(sharded) for p in group.parameters]
     for p in parts:
         p.grad = None if set_to_none or p.grad is None else p.grad.detach().zero_()
@@ -299,7 +299,7 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
 def _mixed_dtypes(
     part: Any, init: Callable[[MixedPrecisionPolicy], None], as_stored: bool, policy: MixedPrecisionPolicy
 ) -> None:
-    """Call `init_dtype_attrs` of a parameter in a group whose parameters are gathered in several dtypes."""
+    """Set the dtypes of one parameter of a group in which some are gathered as stored. init: `init_dtype_attrs`."""
     init(MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype) if as_stored else policy)
     part.reduce_dtype = policy.reduce_dtype
 
@@ -311,7 +311,7 @@ def _waiting(part: Any) -> Tensor | None:
 
 
 def packed(dim: int, sections: int) -> Placement:
-    """Return a placement that divides each of so many equal sections along a dim over the ranks."""
+    """Return a placement that cuts a dim into this many equal sections, and divides each section over the ranks."""
     strided: Placement = placement_types._StridedShard(dim, split_factor=sections) if sections > 1 else Shard(dim)
     return strided
 
@@ -324,8 +324,8 @@ def division(placement: Placement) -> tuple[int, int] | None:
 
 
 def in_order_of_division(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[tuple[int, int, int]]:
-    """Return (mesh axis, dim, sections) of each sharded axis, in the order in which a whole tensor is cut: FSDP cuts
-    the part that an inner axis has of the same dim, which torch expresses as a strided shard, like a packed one."""
+    """Return (mesh axis, dim, sections) of each sharded axis, in the order in which a whole tensor is cut. FSDP cuts
+    what an inner axis has already cut along the same dim; torch expresses both this and sections as strided shards."""
     found = [(axis, *divided) for axis, each in enumerate(placements) if (divided := division(each)) is not None]
     plain = [each for each in found if each[2] == 1]
     strided = []
@@ -336,9 +336,9 @@ def in_order_of_division(mesh: DeviceMesh, placements: Sequence[Placement]) -> l
 
 
 def with_local(tensor: Tensor, local: Tensor) -> Tensor:
-    """Return `tensor` with `local` as this rank's part, on the device of `local`; `local` itself if it is no DTensor.
+    """Return a DTensor like `tensor` with `local` as this rank's part; `local` itself if `tensor` is no DTensor.
 
-    `DTensor.from_local` would move it to the device of the mesh.
+    The part stays on its device. `DTensor.from_local` would move it to the device of the mesh.
     """
     if not isinstance(tensor, DTensor):
         return local

@@ -1,8 +1,6 @@
 """Handle `__torch_function__`: switch it off, and name what was called.
 
-torch calls it on tensor subclasses.
-
-Tensor subclasses have it.
+torch calls this method of a tensor subclass for each operator on such a tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ def on_parts() -> AbstractContextManager[None]:
 
 
 def called(func: Callable[..., Any]) -> str:
-    """Return the name of a function that `__torch_function__` is given; `.shape` for a property that is read."""
+    """Return the name of the function given to `__torch_function__`; for a property that is read, such as `.shape`."""
     name: str = getattr(func, "__name__", "")
     if name != "__get__":
         return name
@@ -37,8 +35,8 @@ def called(func: Callable[..., Any]) -> str:
 
 @functools.cache
 def written_out(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a Python function of torch that calls its operators on subclasses, instead of passing itself to
-    their `__torch_function__`."""
+    """Return a copy of a Python function of torch that does not pass itself to `__torch_function__` of subclasses: the
+    copy calls its operators on them."""
     body = types.FunctionType(
         func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__, func.__defaults__
     )
@@ -47,8 +45,8 @@ def written_out(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def determinism_of_parts() -> str:
-    """Return a `determinism_check` for torch's checkpoint that compares tensors as they are in memory: torch would take
-    the shape of the whole for that of a part. torch's own if it has no table of checks (read in 2.11 to 2.15)."""
+    """Return a `determinism_check` for torch's checkpoint that compares parts of tensors as they are in memory, where
+    torch would compare wholes with parts; torch's own if it has no table of checks (read in 2.11 to 2.15)."""
     table = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
     if "default" not in table:
         return "default"
@@ -63,8 +61,8 @@ def determinism_of_parts() -> str:
 
 
 def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequence[Any]]) -> None:
-    """Let `change(name, arguments)` change the arguments of the user's autograd functions: torch does not report these
-    to subclasses, so their backward would get parts and their forward wholes. torch's own and ours take parts."""
+    """Call the user's autograd functions with `change(name, arguments)`. torch does not report these functions to
+    tensor subclasses: their forward would get wholes and their backward parts. torch's own functions are left alone."""
     own = inspect.getattr_static(Function, "apply")  # in Python, or since torch 2.15 in C
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

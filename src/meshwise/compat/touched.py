@@ -26,7 +26,7 @@ SENDS = {"send", "reduce_"}
 
 
 def has_parts(args: Any, kwargs: Any) -> bool:
-    """Return whether a tensor is a wrapper, such as a DTensor: its inner tensors go through the operator later."""
+    """Return whether an argument is a wrapper, such as a DTensor: the operator runs on its inner tensors later."""
     return any(is_traceable_wrapper_subclass(tensor) for tensor in tensors_in((args, list(kwargs.values()))))
 
 
@@ -36,8 +36,8 @@ def is_collective(operator: Any) -> bool:
 
 
 def touched(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the tensors whose memory an operator reads, and those that it writes (True). Tensors without storage are
-    left out."""
+    """Yield (tensor, written) for each tensor whose memory an operator reads (False) or writes (True). Skip tensors
+    without storage."""
     yield from (each for each in _touched(operator, args, kwargs, result) if _storage(each[0]))
 
 

@@ -18,21 +18,21 @@ from torch.nn.utils.rnn import PackedSequence
 
 T = TypeVar("T")
 Build = Callable[[list[Any]], Any]
-"""Makes a container of the same kind from other parts."""
+"""Makes a container of the same kind from new parts."""
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply `function` to every tensor in `tree`; anything else stays as it is."""
+    """Return `tree` with `function(tensor)` in place of every tensor; anything else stays as it is."""
     return map_kind(Tensor, function, tree)
 
 
 def map_kind(kind: type | tuple[type, ...], function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `function` to everything of this kind in `tree`; anything else stays as it is."""
+    """Return `tree` with `function(item)` in place of every item of this type; anything else stays as it is."""
     return map_leaves(function, tree, lambda item: isinstance(item, kind))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool]) -> Any:
-    """Apply `function` to each leaf of `tree`; anything else stays as it is."""
+    """Return `tree` with `function(item)` in place of every item for which `is_leaf(item)`; the rest stays as it is."""
     if is_leaf(tree):
         return function(tree)
     parts, build = _opened(tree)
@@ -40,7 +40,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
 
 
 def leaves_of(kind: type[T], tree: Any) -> Iterator[T]:
-    """Yield everything of this kind in `tree`, depth first."""
+    """Yield every item of this type in `tree`, depth first."""
     if isinstance(tree, kind):
         yield tree
     else:
@@ -63,7 +63,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def _opened(tree: Any) -> tuple[Sequence[Any], Build | None]:
-    """Return the parts of a container, and a function that makes one of its kind of others; None for other values."""
+    """Return the parts of a container, and a function that makes such a container of new parts; else () and None."""
     if isinstance(tree, PackedSequence):  # its batch sizes have to stay on the CPU
         parts = [tree.data, tree.sorted_indices, tree.unsorted_indices]
         return parts, lambda new: PackedSequence(new[0], tree.batch_sizes, *new[1:])
@@ -79,7 +79,7 @@ def _opened(tree: Any) -> tuple[Sequence[Any], Build | None]:
 
 
 def _like_mapping(tree: Mapping[Any, Any], values: list[Any]) -> Any:
-    """Make a mapping of the same kind with other values: a dict, transformers' BatchEncoding and the like."""
+    """Make a mapping of the same type and keys with new values: a dict, transformers' BatchEncoding and the like."""
     copy: Any = tree.copy() if hasattr(tree, "copy") else dict(tree)
     for key, value in zip(tree, values, strict=True):
         copy[key] = value
@@ -87,7 +87,7 @@ def _like_mapping(tree: Mapping[Any, Any], values: list[Any]) -> Any:
 
 
 def _with_fields(tree: Any, values: list[Any]) -> Any:
-    """Make a dataclass of the same kind, frozen or not, with other fields; return it unchanged if they are the same."""
+    """Return a copy of a dataclass, frozen or not, with new field values; return `tree` itself if none has changed."""
     changed = [(f.name, new) for f, new in zip(fields(tree), values, strict=True) if new is not getattr(tree, f.name)]
     other = shallow_copy(tree) if changed else tree
     for name, value in changed:

@@ -28,7 +28,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import swa_utils
 
 Meet = Callable[[str], None]
-"""Called with the name of what is about to be exchanged; returns when all ranks have come to it, or raises."""
+"""Called before an exchange, with a description of it. Returns when all ranks have come to the same one, or raises."""
 _EXCHANGE, _TOTAL_NORM = "redistribute_local_tensor", "_get_total_norm"
 _GROUPED = "_group_tensors_by_device_and_dtype"
 _READERS = ("__array__", "__format__", "cpu", "numpy", "tolist")
@@ -40,7 +40,7 @@ _weighs: dict[DeviceMesh, weakref.WeakMethod[Callable[[Tensor], Tensor]]] = {}
 
 
 def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor] | None = None) -> None:
-    """From now on, read tensors that are sharded over `mesh` as wholes, after calling `meet`.
+    """From now on, make reads of tensors that are sharded over `mesh` return the whole value, after calling `meet`.
 
     weigh: a method, held weakly, that scales a gradient by the weight of this rank's loss in the mean over ranks.
     """
@@ -53,8 +53,8 @@ def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor] |
 
 
 def whole(tensor: Any) -> Tensor:
-    """Return the whole of a DTensor. Collective. The backward passes back the mean of the ranks' gradients: each rank
-    weighs its loss itself."""
+    """Return a DTensor as one whole plain tensor. Collective, and so is its backward, which averages the gradients of
+    all ranks, each scaled by the weight of the rank's loss."""
     kind = tensor.device_mesh.device_type  # shards that are offloaded to the host are gathered on the devices
     there = tensor if tensor.device.type == kind else tensor.to(kind)
     gathered: Tensor = there.full_tensor()
@@ -71,8 +71,8 @@ def _mean(mesh: DeviceMesh, gradient: Tensor) -> Tensor:
 
 
 def plain_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor | None:
-    """Return a loss that contains terms of DTensors (such as a parameter's norm) as a plain tensor; None if it has
-    none. Collective, and so is its backward: see `_separate`."""
+    """Return a loss with terms that are DTensors, such as a parameter's norm, as a plain tensor; None if the loss has
+    no such terms. Collective, and so is the backward of the result: see `_separate`."""
     if not isinstance(loss, DTensor) and not _mixed[0]:
         return None
     _mixed[0] = False
@@ -82,11 +82,11 @@ def plain_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor | None:
 
 
 def _separate(root: Any, mesh: DeviceMesh) -> None:
-    """Prepare a backward from `root`: it gets plain gradients where plain tensors became DTensors, and means over ranks
-    where it reaches nodes that depend on DTensors only.
+    """Prepare a backward from `root`: pass plain gradients to nodes that depend on no DTensor, and the mean over ranks
+    to nodes that depend on DTensors only.
 
-    Terms of a rank's own samples take this rank's gradient; every rank takes the whole gradient of a parameter's part,
-    which must be the same on all. Both meet in single numbers only: DTensor mixes with no other plain tensors.
+    Terms of a rank's own samples take this rank's gradient. Terms of sharded parameters take the mean, which must be
+    the same on all ranks. Both kinds mix in single numbers only: DTensor mixes with no other plain tensors.
     """
     numbers, consumers = {root}, dict[Any, list[Any]]()
     open_nodes, sharded = [root], list[Any]()
@@ -116,7 +116,7 @@ def _is_number(node: Any, index: int) -> bool:
 
 
 def _is_made_of_shards(node: Any) -> bool:
-    """Return whether a node that reduces a larger tensor to a number reduces a DTensor; then its input is one, too."""
+    """Return whether the autograd node reduces a larger tensor to a single number, and that tensor is a DTensor."""
     larger = [n for n, index in node.next_functions if n is not None and not _is_number(n, index)]
     while larger:
         node = larger[0]
@@ -130,7 +130,7 @@ def _is_made_of_shards(node: Any) -> bool:
 
 
 def _upstream(nodes: Iterable[Any], consumers: dict[Any, list[Any]]) -> set[Any]:
-    """Return `nodes` and all nodes that they depend on."""
+    """Return `nodes`, their consumers, the consumers of these, and so on."""
     found, open_nodes = set(nodes), list(nodes)
     while open_nodes:
         fresh = [node for node in consumers.get(open_nodes.pop(), ()) if node not in found]
@@ -152,7 +152,7 @@ def _averaged(mesh: DeviceMesh, gradients: tuple[Tensor | None, ...]) -> tuple[T
 
 
 def _replicated(gradient: DTensor) -> DTensor:
-    """Replicate a gradient of this rank's own value: a partial sum is here a scalar that each rank holds whole."""
+    """Return the gradient with the same whole value on each rank: partial sums are added up."""
     if any(p.is_partial() for p in gradient.placements):
         return gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
     return gradient
@@ -180,7 +180,7 @@ def _install() -> None:
 
 
 def _met(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap the function that moves a tensor between placements: ranks meet before they exchange something."""
+    """Wrap the function that moves a tensor between placements, to call `meet` before ranks exchange anything."""
 
     @functools.wraps(exchange)
     def exchanged(local: Tensor, now: Any, then: Any, **options: Any) -> Tensor:
@@ -198,7 +198,7 @@ def _text(spec: Any) -> str:
 
 
 def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Run an operator that returns a number on whole tensors: DTensor would take this rank's part, or fail."""
+    """Run an operator that returns a number on whole tensors: DTensor would read this rank's part, or fail."""
     first: Any = arguments[0]
     if operator is torch.ops.aten._local_scalar_dense.default and first.device_mesh not in _meets:
         return operator(first._local_tensor)  # as torch has it
@@ -206,7 +206,7 @@ def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, An
 
 
 def _on_parts(handler: Callable[..., Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Run an operator whose handler exchanges data itself, after the ranks meet."""
+    """Run an operator whose DTensor handler exchanges data itself, after calling `meet`."""
     first: Any = arguments[0]
     if (meet := _meets.get(first.device_mesh)) is not None:
         meet(_text(first._spec))
@@ -216,8 +216,8 @@ def _on_parts(handler: Callable[..., Any], operator: Any, arguments: tuple[Any, 
 def _on_a_plain_number(
     handlers: dict[Any, Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Run an operator on two tensors. DTensor would turn a rank's own number into a mean over ranks to combine it with
-    a number that ranks hold in parts: so the parts are added first."""
+    """Run an operator on a plain number and a DTensor. If the DTensor holds partial sums, add them up first: DTensor
+    would average the plain number over the ranks instead."""
     first, second = arguments[:2]
     either: Any = first if isinstance(first, DTensor) else second
     if isinstance(second, Tensor) and either.device_mesh in _meets and _placements(first) != _placements(second):
@@ -261,7 +261,7 @@ def _as_one_device_has_it(name: str, original: Callable[..., Any]) -> Callable[.
 
 
 def _apart(grouped: Callable[..., Any]) -> Callable[..., Any]:
-    """Extend the key by which `AveragedModel` groups tensors for one call: by their mesh, too."""
+    """Make `AveragedModel` group tensors by their mesh too, not only by device and dtype."""
 
     @functools.wraps(grouped)
     def apart(lists: Any, *arguments: Any) -> dict[Any, Any]:
