@@ -44,7 +44,7 @@ class _Arrays(pickle.Pickler):
 
 
 def to_rank_0(value: Any, group: Group = None) -> list[Any]:
-    """Send `value` of every rank of a group, in rank order, to its rank 0; other ranks get nothing. Collective."""
+    """Send `value` of every rank in `group` to rank 0 of the group, in rank order; others get nothing. Collective."""
     written = io.BytesIO()
     _Arrays(written, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     parts = gather_objects(written.getvalue(), group)
@@ -52,7 +52,7 @@ def to_rank_0(value: Any, group: Group = None) -> list[Any]:
 
 
 def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
-    """Return by name the value of the first rank that has it: a divided optimizer keeps its state on one rank."""
+    """Return each name's value from the first rank that has the name (such as state of a divided optimizer)."""
     names = gather_objects(list(named), group)
     earlier = {name for others in names[: get_rank(group)] for name in others}
     parts = to_rank_0({name: value for name, value in named.items() if name not in earlier}, group)
@@ -62,9 +62,9 @@ def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
 def tensors_diverge(
     kind: str, named: Mapping[str, Tensor], *, divided: bool = False, group: Group = None
 ) -> Divergence:
-    """Return how much ranks differ from the first in each tensor, relative to its size there; equal ones are left out.
+    """Return how much ranks differ from rank 0 in each tensor, relative to its norm there; omit equal tensors.
 
-    divided: each rank may have only some of them. Collective; the result is for rank 0.
+    divided: each rank may have only some of the tensors. Collective; only rank 0 gets the result.
     """
     ranks = to_rank_0({name: sketch(value) for name, value in named.items()}, group)
     found = {}
@@ -80,7 +80,7 @@ def tensors_diverge(
 
 
 def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) -> Divergence:
-    """Return how much ranks differ from the first in each number. Collective; every rank gets it."""
+    """Return how much each number differs from rank 0's, relatively. Collective; every rank gets the result."""
     ranks = gather_objects(dict(named), group)
     found = {}
     for name in {name for numbers in ranks for name in numbers}:
@@ -91,9 +91,9 @@ def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) 
 
 
 def start_diverges(trace: Trace) -> Divergence:
-    """Return how much ranks differ at the start of a side: tied weights, classes of modules, parameters, buffers.
+    """Return how ranks differ before the first step, in tied weights, classes of modules, parameters and buffers.
 
-    Collective; every rank learns what one of them lacks, only rank 0 the rest.
+    Collective; every rank learns what any rank lacks; only rank 0 learns the other differences.
     """
     found: Divergence = {}
     group = _alike()
@@ -107,24 +107,24 @@ def start_diverges(trace: Trace) -> Divergence:
 
 
 def _alike() -> Group:
-    """Return the group of ranks that must have equal parameters, gradients and numbers: all of the run, also those that
-    work on the same samples. Stages of a pipeline have their own, and are joined afterwards."""
+    """Return the group whose ranks must have equal parameters, gradients and losses: all ranks, or, in a pipeline,
+    those that divide the work of this stage (None, the default group); stages are joined later."""
     return None if stages.pipe() is not None else everyone()
 
 
 def cannot_train(divergence: Divergence) -> bool:
-    """Return whether ranks have different parameters, so that they would wait for one another, or fail."""
+    """Return whether ranks lack each other's parameters or tied weights, so that training would hang or fail."""
     return any(far == LACKS and kind in ("tied weights", "initial parameters") for (kind, _), far in divergence.items())
 
 
 def low_precision_on_any(parameters: Named) -> dict[str, str]:
-    """Return the parameters whose values fit 16 bits on some rank, and the dtype. (Starts keep 32 bits.) Collective."""
+    """Return each parameter whose values fit float16 or bfloat16 on some rank, with that dtype. Collective."""
     ranks = gather_objects({name: precision_of(p) for name, p in parameters.items()})
     return {name: dtype for found in ranks for name, dtype in found.items() if dtype.endswith("16")}
 
 
 def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[list[list[int]]], list[Rows]]:
-    """Return which samples count on which rank, for each microbatch, and this rank's rows of each. Collective."""
+    """Return the counted samples of each microbatch by rank, and this rank's rows of each microbatch. Collective."""
     ranks = gather_objects([(own.indices[: own.samples].tolist(), len(own.indices)) for own in slices])
     samples = [[own[k][0] if k < len(own) else [] for own in ranks] for k in range(len(slices))]
     rows = [
@@ -135,9 +135,9 @@ def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[li
 
 
 def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None, *, divided: bool) -> None:
-    """Complete `step`, of which each rank knows its own part, with the state after it. Collective.
+    """Complete `step`: join the ranks' parts of it, and add the state after the step. Collective.
 
-    optimizer: None for an update by hand. divided: each rank has the optimizer's state of some parameters only.
+    optimizer: None if the program updates by hand. divided: each rank has the state of only some parameters.
     """
     step.outputs, step.peers, differ = _outputs_of_ranks(step.outputs)
     step.contents = _contents_of_ranks(step.contents)
@@ -174,8 +174,8 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
 
 
 def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[Output]]], Divergence]:
-    """Gather on rank 0, in rank order: the outputs of all samples; those of ranks with the same samples; and how much
-    these ranks differ. Collective."""
+    """Return, on rank 0 and in rank order: one copy of the outputs of all samples, the outputs of ranks that share
+    samples, and how much those ranks differ. Collective."""
     found: dict[int, list[list[Output]]] = {}
     differ: Divergence = {}
     for rank, outputs in to_rank_0((get_rank(), own), _alike()):
@@ -192,7 +192,7 @@ def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[O
 
 
 def _contents_of_ranks(own: list[Contents]) -> list[Contents]:
-    """Gather the ranks' batches on rank 0, in rank order; equal samples of several ranks once. Collective."""
+    """Gather the ranks' batches on rank 0, in rank order; keep one copy where ranks share samples. Collective."""
     found: dict[int, list[Contents]] = {}
     for rank, contents in to_rank_0((get_rank(), own), _alike()):
         found.setdefault(rank, contents)
@@ -200,7 +200,7 @@ def _contents_of_ranks(own: list[Contents]) -> list[Contents]:
 
 
 def _apart(first: Output, other: Output) -> float:
-    """Return how much the outputs of the same call on two ranks differ, relative to their size."""
+    """Return how much the outputs of one call differ between two ranks, relative to the size of `first`."""
     if first.sketches.keys() != other.sketches.keys():
         return LACKS
     pairs = [(first.sketches[layout], other.sketches[layout]) for layout in first.sketches]
@@ -214,7 +214,7 @@ def _length(sketch: Tensor) -> float:
 
 
 def _join_stages(step: StepTrace) -> None:
-    """Join the parts of `step` that pipeline stages hold, on the first stage. Collective."""
+    """Join on the first stage the parts of `step` that the stages of a pipeline hold. Collective."""
     pipe = stages.pipe()
     if pipe is None:
         return
@@ -233,7 +233,7 @@ def _join_stages(step: StepTrace) -> None:
 
 
 def collect_run(trace: Trace) -> None:
-    """Complete `trace` with the draws of the whole run, and with the evaluation of each rank. Collective."""
+    """Complete `trace` with what all ranks drew in the run, and with how their evaluations differ. Collective."""
     trace.unkeyed = set().union(*gather_objects(trace.unkeyed))
     trace.drawn_alike = set().union(*gather_objects(trace.drawn_alike))
     trace.random_modules = set().union(*gather_objects(trace.random_modules))

@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class CauseKind(Enum):
-    """A cause. title: its name, in messages and in JSON. meaning: half a sentence. address: where to read more."""
+    """A cause. title: the cause's name in messages and JSON. meaning: an explanation. address: the page to read."""
 
     LOSS_WEIGHTING = "loss weighting", "the mean over the global batch is not weighted by what each rank's mean is over"
     COUPLED = "coupled samples", "the loss compares samples with each other, and each rank has only its own"
@@ -56,7 +56,7 @@ class CauseKind(Enum):
 
 @dataclass(frozen=True)
 class Cause:
-    """A likely cause, and the evidence for it in one sentence."""
+    """A likely cause, and one or more sentences of evidence for it."""
 
     kind: CauseKind
     evidence: str

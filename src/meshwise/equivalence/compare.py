@@ -1,11 +1,11 @@
 """Compare two sides: what differs, how much, and where it began.
 
 A difference is relative to the larger of the tensor's own largest value and a thousandth of the largest among all
-tensors of its kind in that step: a gradient that is zero but for rounding has no size of its own. Above `LIMIT` it is
-a fault. So are ranks that differ from each other in what should be one value, even where rank 0 is right.
+tensors of its kind in that step: a gradient that is zero but for rounding has no scale. A difference above `LIMIT` is a
+fault. A difference between ranks in what should be one value is a fault too, even if rank 0 is right.
 
-Left out of parameters and optimizer state: elements whose gradient was zero but for rounding in some step (below
-1e-8 of the largest gradient, yet not zero on both sides; see noise.py). Adam turns that noise into whole steps.
+Left out of parameters and optimizer state: elements whose gradient was zero but for rounding in some step (below 1e-8
+of the largest gradient, yet not zero on both sides; see noise.py). Adam turns that noise into whole steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwise.equivalence.tolerance import LIMIT, finite
 from meshwise.equivalence.trace import Divergence, Named, StepTrace, Trace
 
 MICROBATCHES = "number of microbatches"
-"""The name of a difference in the number of microbatches."""
+"""The name of the difference that two sides have if their numbers of microbatches differ."""
 KINDS = (
     *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
     *("batch contents", "module outputs", "loss", "gradients", "gradient norm", "clipped gradients", "learning rate"),
@@ -38,7 +38,7 @@ HARDLY = 1e-3  # of a difference: what is left of it where it was made up for
 
 @dataclass(frozen=True)
 class Compared:
-    """All comparisons of one kind: how many there are, how many are faults, and the largest difference."""
+    """All comparisons of one kind: their number, the number of faults among them, and the largest difference."""
 
     kind: str
     count: int
@@ -48,10 +48,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sides compared. first: the first fault in the order of events; None if the sides are equal.
+    """The comparison of two sides. first: the first fault in the order of events; None if the sides are equal.
 
-    modules: class of each module. left_out: what could not be compared, and why, a sentence each. unseen: the outputs
-    among it.
+    modules: the class of each module, by name. left_out: sentences on what could not be compared, and why. unseen: the
+    module outputs that could not be compared.
     """
 
     kinds: tuple[Compared, ...]
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def compare(reference: Trace, actual: Trace) -> Comparison:
-    """Compare one device with a plan."""
+    """Compare the trace of one device with the trace of a plan."""
     found = [Difference("races", 0, race, math.inf, 0.0) for race in actual.races]
     found += _over_ranks(_start(reference, actual), actual.rank_divergence)
     noise: dict[str, Tensor] = {}
@@ -101,7 +101,7 @@ def _compared(kind: str, differences: Sequence[Difference]) -> Compared:
 
 
 def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> list[Difference]:
-    """Count a value that differs between ranks as a fault, even if rank 0 has the right one."""
+    """Count a value that differs between ranks as a fault, even if the value on rank 0 is right."""
     found = []
     for d in differences:
         ranks = divergence.get((d.kind, d.name), 0.0)
@@ -114,8 +114,8 @@ def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> li
 
 
 def _reduced_by_hand(gradients: list[Difference]) -> list[Difference]:
-    """Excuse gradients that the program itself sums after the backward: judge them where the optimizer gets them. One
-    that differs by a factor stays a fault, as clipping to a norm may hide it."""
+    """Excuse gradients that the program itself reduces after the backward: judge them by the gradients that the
+    optimizer gets. A gradient that differs by a factor stays a fault, as clipping to a norm may hide the factor."""
     got = {d.name: d.relative for d in gradients if d.kind == "clipped gradients"}
     made = {
         d.name: got.get(d.name, math.inf)
@@ -152,7 +152,7 @@ def _number_of_steps(one: int, plan: int) -> Iterator[Difference]:
 
 
 def _resumed(step: int, before: StepTrace, after: StepTrace) -> Iterator[Difference]:
-    """Compare the state of a job after a resume with the state of the plan before it."""
+    """Compare the state of a job after a resume with its state before the resume."""
     for kind in ("parameters", "buffers", "optimizer_state"):
         yield from tensors("resumed state", step, getattr(before, kind), getattr(after, kind))
     yield from numbers("resumed state", step, before.scheduler, after.scheduler)
@@ -193,7 +193,7 @@ def _contents(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Differen
 
 
 def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
-    """Compare the loss, and gradients in the order in which they became ready on one device."""
+    """Compare the loss, and the gradients in the order in which they became ready on one device."""
     yield from numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})
     order = dict.fromkeys([*mine.ready_order, *mine.gradients])
     wanted = {name: mine.gradients[name] for name in order if name in mine.gradients}
@@ -225,7 +225,7 @@ def _evaluation(reference: Trace, actual: Trace) -> Iterator[Difference]:
 
 
 def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
-    """Return the factor between `other` and `mine`, and what remains of `other` without it, relative to its length."""
+    """Return the factor from `mine` to `other` by least squares, and the rest of `other` relative to its norm."""
     square = float((mine * mine).sum())
     factor = float((mine * other).sum()) / square if square else math.nan
     length = float(other.norm())

@@ -24,7 +24,7 @@ _Seen = tuple[Output, Parts | None, tuple[float, float] | None, Ways]
 
 
 def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[Unseen]) -> list[Difference]:
-    """Compare the outputs of a step. Those that cannot be compared are added to `unseen`."""
+    """Compare the module outputs of a step; append those that cannot be compared to `unseen`."""
     theirs: dict[Any, list[Output]] = defaultdict(list)
     for output in other.outputs:
         theirs[output.key].append(output)
@@ -63,8 +63,8 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
 
 
 def of_samples(outputs: Iterable[Difference], unseen: list[Unseen]) -> Iterator[Difference]:
-    """Excuse differing outputs of a step whose loss and gradients are equal: they were mistaken for rows of samples
-    (such as tokens of an expert that are, by chance, as many as the samples)."""
+    """Yield the differences of a step whose loss and gradients are equal; move each fault to `unseen`, as rows of such
+    outputs were mistaken for samples (an expert may by chance get as many tokens as there are samples)."""
     for difference in outputs:
         if difference.fault:
             why = "its rows are not those of the samples, since nothing made of them differs"

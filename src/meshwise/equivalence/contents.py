@@ -34,7 +34,7 @@ DEPTH, MANY = 4, 16  # how deep a generator is looked for in what a data set hol
 
 @dataclass(frozen=True)
 class Reading:
-    """The source of batches: see `Contents`."""
+    """Where batches come from: the data set, its generator and its collate function (see `Contents`)."""
 
     source: str = ""
     draws: str = ""
@@ -43,7 +43,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Field:
-    """A tensor of a batch, compared. wrong: the differing ones of `samples`, in the order of one device."""
+    """The comparison of one tensor of a batch. wrong: the indices of differing samples. samples: how many there are."""
 
     name: str
     relative: float
@@ -53,7 +53,7 @@ class Field:
 
 
 def reading_of(data: Any, collate: Any = None) -> Reading:
-    """Describe a data set, and the function that makes a batch of its samples."""
+    """Describe a data set, and the function that collates its samples into a batch."""
     read: Any = getattr(type(data), "__getitem__", None) or getattr(type(data), "__iter__", None)
     code = getattr(read, "__code__", None)
     named = [name for name in (() if code is None else code.co_names) if _is_generator(read.__globals__.get(name))]
@@ -67,7 +67,7 @@ def _is_generator(thing: Any) -> bool:
 
 
 def _held(thing: Any, name: str, deep: int = DEPTH) -> str:
-    """Return the name of a generator that an object holds, directly or deeper; empty if there is none."""
+    """Return the path of a random generator that an object holds, such as `Data.rng`; empty if there is none."""
     if _is_generator(thing):
         return name
     if isinstance(thing, type | ModuleType | nn.Module | Tensor):
@@ -81,7 +81,7 @@ def _held(thing: Any, name: str, deep: int = DEPTH) -> str:
 
 
 def contents_of(microbatch: int, batch: Any, rows: int, reading: Reading) -> Contents:
-    """Describe a rank's part of a batch with so many samples."""
+    """Describe this rank's part of a batch; keep only the tensors of `rows` rows, one for each sample."""
     fields = {
         name: (tuple(tensor.shape[1:]), row_sketches(tensor.detach()))
         for name, tensor in _tensors(batch)
@@ -91,7 +91,7 @@ def contents_of(microbatch: int, batch: Any, rows: int, reading: Reading) -> Con
 
 
 def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """Return the tensors of a batch, by their places in it."""
+    """Yield the tensors of a batch, each with its name, such as `batch['x']`."""
     parts: list[tuple[str, Any]] = [("batch", batch)]
     if isinstance(batch, Mapping):
         parts = [(f"batch[{key!r}]", part) for key, part in batch.items()]
@@ -105,8 +105,8 @@ def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
 def compared_fields(
     one: Sequence[Contents], ranks: Sequence[Contents], samples: Sequence[int], of_ranks: Sequence[int]
 ) -> Iterator[Field]:
-    """Compare the fields of a microbatch. samples, of_ranks: the samples of one device and of the ranks, in order; if
-    these differ, no field is compared."""
+    """Compare the fields of a microbatch. samples, of_ranks: the sample indices of one device and of the ranks, in the
+    order read; if the two hold different samples, no field is compared."""
     if len(one) != 1 or not ranks or sorted(samples) != sorted(of_ranks):
         return
     at = {sample: number for number, sample in enumerate(of_ranks)}

@@ -2,9 +2,9 @@
 
 The gradients that come back to the outputs of modules show it.
 
-Ranks that have the same samples have parts of a gradient that add up to it, or too much of it: what uses that output
-lacks a sum in its backward, or has one too many. Where all that comes back is right, a parameter's own gradient is a
-part.
+If ranks with the same samples get parts of an output's gradient, or a multiple of it, the module that uses that output
+lacks a sum in its backward, or sums once too often. If all these gradients are right, a parameter's gradient is
+partial.
 
 Tested in tests/equivalence/test_tensor_by_hand.py.
 """
@@ -31,8 +31,8 @@ WRITE = "Write the all_reduce into the backward of a torch.autograd.Function"
 
 @dataclass(frozen=True)
 class Back:
-    """The gradient that reaches an output on the ranks. is_part: they are parts that add up to the gradient of one
-    device. factor: its multiple of that gradient; 0 if it is something else."""
+    """The gradient that reaches a module's output on the ranks. is_part: whether the ranks' gradients add up to that of
+    one device. factor: the ratio to the gradient of one device; 0 if there is none."""
 
     module: str
     at: int
@@ -41,7 +41,7 @@ class Back:
 
 
 def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
-    """Name a sum that is missing, or one too many, in the backward of a program that exchanges by hand."""
+    """Name a sum over ranks that is missing, or done twice, in the backward of a program with its own collectives."""
     actual, first = evidence.actual, evidence.first
     if first.step > 1 or not (actual.exchanges or actual.exchanges_backward) or not evidence.steps[1].peers:
         return None
@@ -77,8 +77,8 @@ def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
 
 
 def _of_a_parameter(evidence: Evidence) -> Cause | None:
-    """Blame a parameter's gradient if the one that reaches its module is right: each rank has a part of it, or the
-    module's backward sums too much."""
+    """Blame a parameter's gradient if the gradient that reaches the module's output is right: each rank has a part of
+    the parameter's gradient, or the module's backward sums it too often."""
     reference, actual = evidence.steps
     wrong = [d.name for d in evidence.faults("gradients") if d.name in actual.gradients]
     found = {name: weights_in(reference, actual, [name]) for name in wrong}
@@ -111,13 +111,13 @@ def _of_a_parameter(evidence: Evidence) -> Cause | None:
 
 
 def _adds_up(found: RankWeights | None, alike: int) -> bool:
-    """Return whether ranks with the same samples have parts of a gradient: their weights sum to their number."""
+    """Return whether ranks with the same samples each have a part of a gradient: the weights sum to `alike`."""
     one = found.one if found is not None and found.unique else None
     return one is not None and alike > 1 and min(one) > 0 and near(sum(one), alike)
 
 
 def _backs(evidence: Evidence) -> Iterator[Back]:
-    """Yield what reaches the outputs that can be compared, in the order of the backward."""
+    """Yield the gradients that reach the outputs that can be compared, in the order of the backward."""
     one, plan = evidence.steps
     peers = peers_in(plan)
     first = [output for output in one.outputs if output.microbatch == 0]
@@ -161,7 +161,7 @@ def _factor(one: Output, ranks: Sequence[Output]) -> float | None:
 
 
 def _gradient(output: Output) -> Output:
-    """Return the gradient that reached an output, in the form of an output."""
+    """Return an `Output` whose sketches are those of the gradient that reached `output`."""
     return replace(output, sketches=output.gradient)
 
 

@@ -21,8 +21,8 @@ from meshwise.spec.words import some
 
 
 def sum_by_hand_is_missing(evidence: Evidence) -> str:
-    """Name a module whose partial results nobody sums: the program itself divides its parameters, or the ranks' outputs
-    add up to that of one device."""
+    """Name a module whose partial results the program never sums over ranks: the program itself divides the module's
+    parameters, or the ranks' outputs add up to the output of one device."""
     name = evidence.first.name
     if evidence.first.facts.get("parts") == "a sum":
         return (
@@ -48,19 +48,19 @@ def sum_by_hand_is_missing(evidence: Evidence) -> str:
 
 
 def _follows_features(evidence: Evidence) -> bool:
-    """Return whether the module called before the first wrong outputs gives each rank a part of the features."""
+    """Return whether the outputs compared just before the first wrong one are divided by features over the ranks."""
     before = [d for d in evidence.of_kind("module outputs") if d.facts["at"] < evidence.first.facts["at"]]
     return bool(before) and before[-1].facts.get("parts") == "features"
 
 
 def over_another_group(evidence: Evidence) -> str:
-    """Name a module that sums over ranks with other samples."""
+    """Name the first module with wrong outputs, if it sums over a group that does not match the shared samples."""
     said = evidence.of_another_group(evidence.exchanges(evidence.first.name, True))
     return f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {said}" if said else ""
 
 
 def exchanges_by_hand(evidence: Evidence) -> str:
-    """Name a module with wrong outputs, and the lines in which it exchanges."""
+    """Name the first module with wrong outputs, and the source lines of the collectives that it calls."""
     lines = evidence.exchanges_in(evidence.first.name)
     before = f"everything before it{evidence.not_seen(evidence.first.facts['at'])} is equal"
     text = f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {before}"
@@ -68,7 +68,7 @@ def exchanges_by_hand(evidence: Evidence) -> str:
 
 
 def counted_by_ranks(evidence: Evidence) -> Cause | None:
-    """Explain outputs that are wrong by the number of ranks: multiplied or divided by it, or with that many biases."""
+    """Explain outputs that are off by the number of ranks: multiplied or divided by it, or with extra biases."""
     key = _call(evidence)
     ranks_of = [[output] for output in evidence.steps[1].outputs if output.key == key]
     found = None if evidence.ranks_differ() else next(_scaled(evidence, ranks_of), None)
@@ -99,7 +99,7 @@ def counted_by_ranks(evidence: Evidence) -> Cause | None:
 
 
 def ranks_have_parts(evidence: Evidence) -> str:
-    """Explain ranks that have the same samples, but differ from each other and from one device."""
+    """Explain outputs that differ between ranks with the same samples, and from those of one device."""
     if not evidence.first.facts.get("first rank", 0.0) > LIMIT:
         return ""
     text = f"{evidence.where(evidence.first.name)} gives other outputs on ranks that work on the same samples"
@@ -114,14 +114,14 @@ def ranks_have_parts(evidence: Evidence) -> str:
 
 
 def _call(evidence: Evidence) -> tuple[int, str, int]:
-    """Return the key of the call whose outputs differ first."""
+    """Return the key (microbatch, module, call) of the call whose outputs differ first."""
     facts = evidence.first.facts
     return facts["microbatch"] - 1, evidence.first.name, facts["call"] - 1
 
 
 def _scaled(evidence: Evidence, groups: Groups) -> Iterator[tuple[float, float, str]]:
-    """Yield how the first wrong outputs follow from those of one device: a factor, and a multiple of a bias or of 1.
-    Ranks with the same samples are summed first."""
+    """Yield (factor, multiple, what) if the wrong outputs are `factor` times those of one device plus a multiple of
+    `what`, a bias or 1. Outputs of ranks that share samples are summed first."""
     key = _call(evidence)
     one = next((output for output in evidence.steps[0].outputs if output.key == key), None)
     rows = _rows(groups)

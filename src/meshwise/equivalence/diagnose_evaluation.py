@@ -8,12 +8,12 @@ from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.evidence import Evidence, Rule, near, says
 
 UNSUMMED = "without mw.sum"
-"""The label of a loop of a script whose figures come from one rank only."""
+"""The label of a script's evaluation loop whose figures cover the samples of one rank only."""
 
 
 def _sample_counted_again(evidence: Evidence) -> str:
-    """Name a padding sample that explains all differing metrics: counted once more for each rank without samples, or
-    not counted at all."""
+    """Name a padding sample that explains all differing metrics: it counted once more for each rank without samples, or
+    did not count at all."""
     wrong = [d.name for d in evidence.faults("evaluation")]
     single = evidence.reference.single_sample_metrics
     if not wrong or any(name not in single or name not in evidence.reference.metric_sums for name in wrong):
@@ -45,7 +45,7 @@ def _is_random_under_the_plan(evidence: Evidence) -> bool:
 
 
 def _is_read_by_every_rank(evidence: Evidence) -> str:
-    """Name a loop that every rank reads as a whole, so that mw.sum counts it once per rank."""
+    """Report an evaluation loop whose whole loader every rank reads: mw.sum counts each sample once per rank."""
     one, plan = (evidence.first.facts.get(side, math.nan) for side in ("one device", "the plan"))
     said = evidence.actual.counted_again if near(plan, one * evidence.plan.devices) else []
     return f"{evidence.first.name} is {evidence.both_numbers()}. {said[0]}" if said else ""

@@ -2,8 +2,8 @@
 
 The rules go from the surest evidence to the weakest.
 
-Where a wrong gradient stands in the backward tells much: what weighs or reduces wrongly is wrong from the loss on; what
-is wrong inside a module leaves all right that lies behind it.
+The position of the first wrong gradient in the backward tells much: wrong loss weights or reductions make every
+gradient wrong, from the loss on; a fault inside a module leaves the gradients of later modules right.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwise.spec.words import some
 
 
 def _no_gradient(evidence: Evidence) -> Cause | None:
-    """Explain a missing gradient: nobody reduced it, or the graph does not reach the parameter."""
+    """Explain a missing gradient: the plan did not reduce it, or the autograd graph does not reach the parameter."""
     first = evidence.first
     lacking = first.facts.get("lacking")
     if lacking is None:
@@ -49,7 +49,7 @@ def _not_reduced(evidence: Evidence) -> str:
 
 
 def _modified_between_backwards(evidence: Evidence) -> Cause | None:
-    """Report gradients that are modified between the microbatches of a step."""
+    """Report gradients that the program modifies between the microbatches of a step."""
     one, plan = evidence.steps
     for rank, micro, before, after, alike in plan.modified_between_backwards:
         where = f"after microbatch {micro + 1} on rank {rank}"
@@ -69,7 +69,7 @@ def _modified_between_backwards(evidence: Evidence) -> Cause | None:
 
 
 def _one_factor(evidence: Evidence) -> Cause | None:
-    """Explain wrong gradients that are all the same multiple of those of one device."""
+    """Explain gradients that are all the same multiple of those of one device."""
     factors, plan = [d.factor for d in evidence.faults("gradients")], evidence.plan
     factor = factors[0] if factors else None
     if factor is None or not all(f is not None and near(f, factor) for f in factors):
@@ -85,7 +85,7 @@ def _one_factor(evidence: Evidence) -> Cause | None:
 
 
 def _begins_with_a_factor(evidence: Evidence) -> str:
-    """Explain a first wrong gradient that is off by the number of ranks: the following ones depend on it."""
+    """Explain a first wrong gradient that is off by the number of ranks: errors in later gradients follow from it."""
     factor, plan = evidence.first.factor, evidence.plan
     sizes = {plan.devices, plan.data, plan.shard, plan.tensor, plan.context} - {1}
     if factor is None or not any(near(factor, size) or near(factor, 1 / size) for size in sizes):
@@ -122,7 +122,7 @@ def _lower_precision(evidence: Evidence) -> str:
 
 
 def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
-    """Blame the program's own exchange if it gives ranks no gradient, or one that no weights explain."""
+    """Blame the program's own collective if ranks get no gradient, or if no weighted sum of theirs is the right one."""
     solved = weights_in(*evidence.steps, [evidence.first.name])
     if solved is None or solved.one is not None:
         return None
@@ -146,7 +146,7 @@ def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
 
 
 def _random_recompute(evidence: Evidence) -> str:
-    """Report a recomputed block that draws other random numbers than its first run: its gradients are wrong."""
+    """Report a recomputed block that draws other random numbers than in its first run: its gradients are wrong."""
     reference, actual = evidence.steps
     if not actual.rng_mismatch or reference.rng_mismatch:
         return ""
@@ -158,7 +158,7 @@ def _random_recompute(evidence: Evidence) -> str:
 
 
 def _wrong_recompute(evidence: Evidence) -> str:
-    """Blame the second run of a recomputed block, if all gradients of later modules are right."""
+    """Blame the recomputation of a block in the backward, if all gradients of later modules are right."""
     block = _block_of(evidence)
     if block is None or not _below(evidence):
         return ""
@@ -167,14 +167,14 @@ def _wrong_recompute(evidence: Evidence) -> str:
 
 
 def _block_of(evidence: Evidence) -> str | None:
-    """Return the recomputed block of the wrong gradient, or the one that is called next."""
+    """Return the recomputed block that contains the first wrong gradient, else the next one called; None if none."""
     owner, again = owner_of(evidence.first.name), evidence.actual.recomputed_modules
     here = next((block for block in again if is_inside(owner, block)), None)
     return here if here is not None else next((b for b in _called_next(evidence) if b in again), None)
 
 
 def _wrong_from_batch_norm_on(evidence: Evidence) -> str:
-    """Blame a batch norm if all gradients before it are wrong: its backward sums over the wrong samples."""
+    """Blame a batch norm if all gradients of earlier layers are wrong: its backward sums over the wrong samples."""
     below = _below(evidence)
     if not below or not all(d.fault for d in below):
         return ""
@@ -205,19 +205,19 @@ GRADIENT_RULES: tuple[Rule, ...] = (
 
 
 def _below(evidence: Evidence) -> list[Difference]:
-    """Return gradients from the first wrong one on; none if no right one comes before it."""
+    """Return the gradients from the first wrong one on, in the order of the backward; none if it is the very first."""
     gradients = evidence.gradients()
     return gradients[gradients.index(evidence.first) :] if evidence.first in gradients[1:] else []
 
 
 def _all_wrong(evidence: Evidence) -> bool:
-    """Return whether every gradient above rounding is wrong."""
+    """Return whether every gradient larger than rounding noise is wrong."""
     return all(d.fault for d in evidence.gradients())
 
 
 def _called_next(evidence: Evidence) -> list[str]:
-    """Return modules whose calls end after the last call of the first wrong gradient's owner, up to the next owner of
-    right gradients, in the first microbatch; without modules that contain that owner."""
+    """Return the modules called, in the first microbatch, after the last call of the module that owns the first wrong
+    gradient, up to the first module with right gradients; modules that contain the owner are left out."""
     owner = owner_of(evidence.first.name)
     names = [output.module for output in evidence.steps[0].outputs if output.microbatch == 0]
     last = max((at for at, name in enumerate(names) if name == owner), default=len(names))
@@ -227,13 +227,13 @@ def _called_next(evidence: Evidence) -> list[str]:
 
 
 def _whole_modules(names: list[str], evidence: Evidence) -> bool:
-    """Return whether each module has all of its parameters among `names`, or none."""
+    """Return whether `names` has either all or none of the parameters of each module."""
     owners = {owner_of(name) for name in names}
     return all(name in names for name in evidence.reference.steps[0].gradients if owner_of(name) in owners)
 
 
 def _common_module(names: list[str]) -> str:
-    """Return the smallest module that holds all modules of `names` and their neighbours."""
+    """Return the name of the smallest module that contains the modules of `names` and their siblings."""
     parts = [owner_of(owner_of(name)).split(".") for name in names]
     shared = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return ".".join(level[0] for level in shared)

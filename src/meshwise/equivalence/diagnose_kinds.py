@@ -17,7 +17,7 @@ from meshwise.spec.words import some
 
 
 def _other_contents(evidence: Evidence) -> str:
-    """Name a sample with other numbers than on one device, and the line that reads it."""
+    """Name a sample whose values differ from those on one device, and the source line that reads it."""
     facts = evidence.first.facts
     where = f"{facts['place']}: " if facts["place"] else ""
     text = f"{where}sample {facts['sample']} of {facts['source']} is other numbers in {evidence.first.name}"
@@ -36,7 +36,7 @@ def _own_generator(evidence: Evidence) -> str:
 
 
 def _made_of_the_batch(evidence: Evidence) -> str:
-    """Blame the collate function if the very first sample differs, before any random numbers can differ."""
+    """Blame the collate function if the very first sample differs, before random numbers could have diverged."""
     facts = evidence.first.facts
     if not facts["collate"] or not facts["from the first"] or evidence.first.step > 1:
         return ""
@@ -61,7 +61,7 @@ OF_BATCH = (
 
 
 def own_statistics(evidence: Evidence) -> str:
-    """Name a module whose own buffers differ after the step: it keeps statistics of the samples that it gets."""
+    """Name a module whose buffers differ after the step: it keeps statistics of this rank's samples only."""
     name, kind = evidence.first.name, evidence.first.facts["class"]
     kept = [d.name for d in evidence.faults("buffers") if owner_of(d.name) == name]
     if not kept:
@@ -76,7 +76,7 @@ def own_statistics(evidence: Evidence) -> str:
 
 
 def open_exchange(evidence: Evidence) -> str:
-    """Name the exchange that was open when a value became NaN, if exchanges were perturbed."""
+    """Name the collective that was still under way when a value became NaN; only if collectives were perturbed."""
     one, plan = evidence.steps
     if not math.isinf(evidence.first.relative) or not math.isfinite(one.loss) or not plan.nan_while_open:
         return ""
@@ -84,7 +84,7 @@ def open_exchange(evidence: Evidence) -> str:
 
 
 def not_finite(evidence: Evidence) -> str:
-    """Report a value that is finite on one device only."""
+    """Report a value that is finite on one device, but not under the plan."""
     one, plan = evidence.steps
     if not math.isfinite(one.loss) or math.isfinite(plan.loss) or "lacking" in evidence.first.facts:
         return ""

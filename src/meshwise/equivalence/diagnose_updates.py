@@ -22,7 +22,7 @@ FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 def skipped_step(evidence: Evidence) -> str:
-    """Report a step in which the plan changes no parameter, while it does in other steps."""
+    """Report a step in which no parameter changes under the plan, although other steps of the plan change some."""
     (one, plan), step = evidence.steps, evidence.first.step
     mine, theirs = (_values(trace) for trace in (evidence.reference, evidence.actual))
     moved = _moved(mine, step)
@@ -43,7 +43,7 @@ def _moved(values: list[Named], step: int) -> list[str]:
 
 
 def other_microbatches(evidence: Evidence) -> str:
-    """Report a skipped optimizer.step(): the first microbatches of the plan's step are exactly those of one device."""
+    """Report a skipped optimizer.step(): the plan's step begins with exactly the microbatches of one device's step."""
     counts = [evidence.first.facts.get(side) for side in ("one device", "the plan")]
     one, plan = (
         [sorted(index for part in micro for index in part) for micro in step.samples] for step in evidence.steps
@@ -55,7 +55,7 @@ def other_microbatches(evidence: Evidence) -> str:
 
 
 def accumulates_by_ranks(evidence: Evidence) -> str:
-    """Report a number of microbatches that is divided or multiplied by the ranks from the first step on."""
+    """Report gradient accumulation that depends on the number of ranks, from the first step on."""
     ranks, first = evidence.plan.devices, evidence.first
     if ranks == 1 or first.name != MICROBATCHES or first.step > 1:
         return ""
@@ -69,19 +69,19 @@ def accumulates_by_ranks(evidence: Evidence) -> str:
 
 
 def fewer_steps(evidence: Evidence) -> str:
-    """Report that the plan has made a different number of steps than one device."""
+    """Report that the plan made another number of optimizer steps than one device."""
     one, plan = (evidence.first.facts[side] for side in ("one device", "the plan"))
     return f"one device makes {one} optimizer steps, the plan {plan}; those that both make are equal. {WRITE_STEPS}"
 
 
 def changed_by_a_load(evidence: Evidence) -> str:
-    """Blame a state that the model loads after the step: the differing value changes there, only under the plan."""
+    """Report a value that changes after the step because the model loads a state there, only under the plan."""
     text = changed_behind_step(evidence)
     return f"{text} What is loaded there is not what was there before." if text and evidence.steps[1].loaded else ""
 
 
 def changed_behind_step(evidence: Evidence) -> str:
-    """Report a value that changes after the optimizer's step, only under the plan."""
+    """Report a value that changes between the optimizer's step and the next batch, only under the plan."""
     (one, plan), name = evidence.steps, evidence.first.name
     if name not in plan.changed_behind or name in one.changed_behind:
         return ""
@@ -90,7 +90,7 @@ def changed_behind_step(evidence: Evidence) -> str:
 
 
 def began_anew(evidence: Evidence) -> str:
-    """Report an optimizer state that belongs to a first step, while one device has earlier ones."""
+    """Report optimizer state that begins anew under the plan in a later step, but continues on one device."""
     (one, plan), step = evidence.steps, evidence.first.step
     if step == 1:
         return ""
@@ -111,7 +111,7 @@ def began_anew(evidence: Evidence) -> str:
 
 
 def _is_first(step: StepTrace, name: str) -> bool:
-    """Return whether a moment is a multiple of this step's gradient, without any earlier gradients."""
+    """Return whether a moment is a multiple of this step's gradient, without a contribution of earlier gradients."""
     parameter, _, key = name.rpartition(" ")
     gradient = step.clipped_gradients.get(parameter, step.gradients.get(parameter))
     state = step.optimizer_state.get(name)
@@ -122,7 +122,7 @@ def _is_first(step: StepTrace, name: str) -> bool:
 
 
 def lost_by_a_resume(evidence: Evidence) -> str:
-    """Report state that a job loses when it saves and loads."""
+    """Report state that a job loses when it is saved and resumed."""
     lost = evidence.faults("resumed state")
     lacking = [d.name for d in lost if "lacking" in d.facts]
     if lacking:
@@ -132,7 +132,7 @@ def lost_by_a_resume(evidence: Evidence) -> str:
 
 
 def _kept_in_low_precision(evidence: Evidence) -> str:
-    """Report values of some rank that fit a lower precision, where those of one device do not."""
+    """Report values that fit a lower precision on some rank, but not on one device."""
     name = evidence.first.name
     if evidence.first.kind == "optimizer state":
         reference, actual = (step.optimizer_state.get(name) for step in evidence.steps)
@@ -156,7 +156,7 @@ def _parameters_in_low_precision(evidence: Evidence) -> dict[str, str]:
 
 
 def _parameters_before(trace: Trace, evidence: Evidence) -> Named:
-    """Return the parameters before the step of the first difference."""
+    """Return the parameters as they were before the step of the first difference."""
     step = evidence.first.step
     return trace.initial_parameters if step == 1 else trace.steps[step - 2].parameters
 

@@ -28,7 +28,7 @@ NONE = 1e-6  # a weight that is none
 
 
 def by_numbers(evidence: Evidence) -> Cause | None:
-    """Name the line where a loss is not a mean over samples, if ranks have samples of their own."""
+    """Name the source line where a loss stops being a mean over samples, if ranks have different samples."""
     plan, numbers = evidence.steps[1], _numbers(evidence)
     if not numbers:
         return None
@@ -44,7 +44,7 @@ def by_numbers(evidence: Evidence) -> Cause | None:
 
 
 def not_a_mean(evidence: Evidence) -> Joined | None:
-    """Name the first number of a loss that is neither a mean over samples, nor a sum, nor equal on all ranks."""
+    """Return the first number in a loss that is not a mean over samples, not a sum, and not equal on all ranks."""
     return next((n for n in _numbers(evidence) if not (n.is_mean or n.is_sum or n.is_alike)), None)
 
 
@@ -57,7 +57,7 @@ def _numbers(evidence: Evidence) -> list[Joined]:
 
 
 def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
-    """Explain why a number is not the mean of the ranks' numbers over samples, if the reason is known."""
+    """Explain why a number is not the mean of the ranks' numbers over samples; None if the reason is unknown."""
     parts = [known[key] for key in number.one.made_of if key in known]
     means, sums = [p for p in parts if p.is_mean and not p.is_alike], [p for p in parts if p.is_sum and not p.is_mean]
     if number.is_mean_of_its_own:
@@ -88,8 +88,8 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
 
 
 def cut_otherwise(evidence: Evidence) -> str:
-    """Explain means over pieces of a batch with the same total as on one device: only the weight of each piece
-    differs."""
+    """Explain means over pieces of a batch that have the same total as on one device, but are cut at other points, so
+    that each piece has another weight."""
     one, plan = (step.numbers for step in evidence.steps)
     for at, name in dict.fromkeys(key[:2] for key in one[0]) if len(one) == 1 < len(plan) else ():
         mine, theirs = (
@@ -111,7 +111,7 @@ def cut_otherwise(evidence: Evidence) -> str:
 
 
 def other_targets(evidence: Evidence) -> str:
-    """Report a loss of torch's that gets the right outputs but other targets."""
+    """Report one of torch's losses that gets the same outputs as on one device, but other targets."""
     for number in _numbers(evidence):
         one, ranks = number.one.given, [rank.given for rank in number.ranks if rank.given is not None]
         if one is None or len(ranks) < len(number.ranks) or sum(rank.rows for rank in ranks) != one.rows:
@@ -133,7 +133,7 @@ def _adds_up_to(one: Tensor, ranks: list[Tensor]) -> bool:
 
 
 def _divisor(number: Joined) -> str:
-    """Return what a line divides by, or takes a mean over, as written there; `…` if that is unclear."""
+    """Return the code of the divisor in the number's line, or of the size of its mean; `…` if that is unclear."""
     try:
         nodes = list(ast.walk(ast.parse(_line(number.place))))
     except SyntaxError:
@@ -146,7 +146,7 @@ def _divisor(number: Joined) -> str:
 
 
 def _function_of(place: str) -> str:
-    """Return the function around a line; empty if there is none, or if it calls backward itself."""
+    """Return the name of the function around a source line; empty if there is none, or if it calls backward."""
     file, _, number = place.rpartition(":")
     try:
         line, tree = int(number), ast.parse("".join(linecache.getlines(file)))
@@ -159,27 +159,27 @@ def _function_of(place: str) -> str:
 
 
 def _origin(number: Joined, known: dict[Key, Joined]) -> Joined:
-    """Return the number from which this one was made by multiplications."""
+    """Return the number that this one comes from by operators on a single known number, such as multiplications."""
     while len(number.one.made_of) == 1 and number.one.made_of[0] in known:
         number = known[number.one.made_of[0]]
     return number
 
 
 def line_of(number: Joined) -> str:
-    """Return the line of a number, with its source code."""
+    """Return the source line of a number: its file and line number, with the code."""
     return f"{number.place} ({_line(number.place) or number.key[1]})"
 
 
 def _line(place: str) -> str:
-    """Return the source code of a line."""
+    """Return the source code at `place`, which is `FILE:LINE`; empty if there is none."""
     file, _, line = place.rpartition(":")
     linecache.checkcache(file)
     return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
 
 
 def by_weights(evidence: Evidence) -> Cause | None:
-    """Explain the weights with which the ranks' gradients add up to those of both sides: for all parameters, or for the
-    first wrong gradient and those that are wrong alike."""
+    """Explain the loss weights with which ranks' gradients add up to those of each side: for all parameters, or for the
+    first wrong gradient and the others with the same weights."""
     reference, actual = evidence.steps
     found, names = weights_in(reference, actual), list[str]()
     if found is not None and found.one is None and (cause := _times_nothing(evidence)):
@@ -197,7 +197,7 @@ def by_weights(evidence: Evidence) -> Cause | None:
 
 
 def _times_nothing(evidence: Evidence) -> Cause | None:
-    """Report a loss that was multiplied by zero."""
+    """Report microbatches whose loss was multiplied by zero."""
     plan = evidence.steps[1]
     zero = {column for column, named in plan.own_gradients.items() if not any(bool(g.any()) for g in named.values())}
     lost = sorted({number + 1 for rank, number in zero if _count(evidence, (rank, number))})
@@ -219,7 +219,7 @@ def _of(names: Sequence[str]) -> str:
 
 
 def _together(found: RankWeights, names: Sequence[str]) -> Cause | None:
-    """Judge ranks with equal gradients, where only the sum of their weights is known."""
+    """Judge gradients that are equal on all ranks, where only the sum of the ranks' weights is known."""
     one, plan = sum(found.one or ()), sum(found.plan or ())
     ranks = len(found.ranks)
     if near(one, plan) or len(found.columns) > ranks or not one:
@@ -236,7 +236,7 @@ def _together(found: RankWeights, names: Sequence[str]) -> Cause | None:
 
 
 def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
-    """Report gradients that one device adds and the plan does not."""
+    """Report gradients of ranks or microbatches that are in the sum on one device, but not under the plan."""
     one, plan, columns = found.one or [], found.plan or [], found.columns
     lost = [c for c, w, v in zip(columns, plan, one, strict=True) if abs(w) <= NONE < abs(v)]
     there = [c for c in columns if c not in lost]
@@ -257,7 +257,7 @@ def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
 
 
 def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
-    """Report microbatches whose weights differ from those on one device, equally on all ranks."""
+    """Report microbatches whose loss weights differ from those on one device, in the same way on all ranks."""
     ratios: dict[int, float] = {}
     for (_, m), w, v in zip(found.columns, found.plan or (), found.one or (), strict=True):
         if abs(v) <= NONE or not near(ratios.setdefault(m, w / v), w / v):
@@ -275,7 +275,7 @@ def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
 
 
 def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> Cause | None:
-    """Report ranks, or ranks and microbatches, whose weights differ from those on one device."""
+    """Report ranks, or their microbatches, whose loss weights differ from those on one device."""
     one, plan = found.one or [], found.plan or []
     if len(one) < 2 or all(near(v, w) for v, w in zip(one, plan, strict=True)):
         return None
@@ -300,21 +300,21 @@ def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> C
 
 
 def _count(evidence: Evidence, column: tuple[int, int]) -> int:
-    """Count the samples of a rank in a microbatch; 0 if ranks have no samples of their own."""
+    """Return the number of samples of a rank in a microbatch; 0 if that is unknown."""
     (rank, number), samples = column, evidence.steps[1].samples
     return len(samples[number][rank]) if number < len(samples) and rank < len(samples[number]) else 0
 
 
 def _is_mean(one: list[float], evidence: Evidence) -> bool:
-    """Return whether these are weights of a mean, for gradients and losses alike, unlike those of a logarithm of a
-    sum."""
+    """Return whether the weights `one` sum to 1 and, applied to the ranks' losses, give the loss of one device (those
+    of a logarithm of a sum do not)."""
     loss = next(reversed(_numbers(evidence)), None)
     alike = loss is None or len(loss.ranks) < len(one) or near(loss.one.value, loss.weighed(one))
     return near(sum(one), 1) and alike
 
 
 def _share_of_a_sum(one: Sequence[float], counts: Sequence[int]) -> float:
-    """Return a, if the ranks weigh as in a loss that is mean + a * sum; else 0."""
+    """Return a, if the ranks' gradients have the weights of a loss that is mean + a * sum; else 0."""
     if any(near(weight, 1) or not count for weight, count in zip(one, counts, strict=True)):
         return 0.0
     total = sum(counts)

@@ -51,7 +51,7 @@ ranks_differ = Evidence.ranks_differ
 
 
 def module_of(difference: Difference, comparison: Comparison) -> str:
-    """Return the module of a difference: itself, or the owner of the parameter. Empty if there is none."""
+    """Return the module in which a difference is, or that owns the parameter; empty if there is none."""
     if difference.kind in ("module outputs", "modules"):
         return difference.name
     if difference.kind in ("clipped gradients", "scheduler", "evaluation"):  # clipping is of all gradients at once
@@ -61,7 +61,7 @@ def module_of(difference: Difference, comparison: Comparison) -> str:
 
 
 def cause_of(comparison: Comparison, reference: Trace, actual: Trace, plan: Plan) -> Cause | None:
-    """Return the likely cause of the first difference; None if there is none. plan: the plan of `actual`."""
+    """Return the likely cause of the first difference; None if nothing differs. plan: the plan of `actual`."""
     if comparison.first is None:
         return None
     evidence = Evidence(comparison.first, comparison, reference, actual, plan)
@@ -89,7 +89,7 @@ def _contains_batch_norm(evidence: Evidence) -> bool:
 
 
 def _contains_draws_of_ranks(evidence: Evidence) -> str:
-    """Report a module that draws random numbers for rows that are not samples: dropout in the experts of a mixture."""
+    """Report a module that draws random numbers for rows that are not samples, such as dropout in experts."""
     unkeyed = evidence.reference.unkeyed | evidence.actual.unkeyed
     random = evidence.reference.random_modules | evidence.actual.random_modules
     parts = sorted(name for name in random if is_inside(name, evidence.first.name))
@@ -104,7 +104,7 @@ def _numpy_draws(evidence: Evidence) -> bool:
 
 
 def _random_before(evidence: Evidence) -> str:
-    """Report unkeyed random numbers that are drawn before the first module of a microbatch."""
+    """Report random numbers that ranks draw differently before the first module of a microbatch."""
     first, outputs = evidence.first, evidence.of_kind("module outputs")
     begins = next(d for d in outputs if d.facts["microbatch"] == first.facts["microbatch"])
     unkeyed = sorted(evidence.reference.unkeyed | evidence.actual.unkeyed)
@@ -127,13 +127,13 @@ def _other_mode(evidence: Evidence) -> str:
 
 
 def _reads_other_samples(evidence: Evidence) -> bool:
-    """Return whether a step has as many samples as on one device, none twice, but other ones."""
+    """Return whether a step has as many samples as on one device, each once, but not the same ones."""
     one, plan = ([index for ranks in step.samples for part in ranks for index in part] for step in evidence.steps)
     return len(one) == len(plan) == len(set(plan)) and set(one) != set(plan)
 
 
 def _position_of_another_step(evidence: Evidence) -> str:
-    """Report a step that reads the samples of another step: the position in the data was moved."""
+    """Report a step that reads the samples of another step, as after a resume at a wrong position in the data."""
     plan, here = _read_in(evidence.steps[1]), evidence.first.step
     same = [n for n, step in enumerate(evidence.reference.steps, 1) if n != here and _read_in(step) == plan]
     if not same:
@@ -150,8 +150,8 @@ def _read_in(step: StepTrace) -> list[list[int]]:
 
 
 def _pairs_samples(evidence: Evidence) -> str:
-    """Report a loss over pairs of samples, or one that no weights of the ranks explain; operators in modules with equal
-    outputs are not blamed."""
+    """Report a loss that compares samples with each other, or that no weights of the ranks' losses explain; operators
+    in modules with equal outputs are not blamed."""
     one, plan = evidence.steps
     equal = {d.name for d in evidence.of_kind("module outputs")}
     found = [each for each in taken_together(one.pairs, plan.pairs) if each.module not in equal]
@@ -164,7 +164,7 @@ def _pairs_samples(evidence: Evidence) -> str:
 
 
 def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
-    """Report a module that combines the samples of the batch, of which each rank has only its own."""
+    """Report a module that computes across the samples of the batch, although each rank has only a part of them."""
     name, (one, plan) = evidence.first.name, evidence.steps
     found = [each for each in taken_together(one.pairs, plan.pairs) if each.module == name]
     if not found or evidence.exchanges_in(name):
@@ -176,7 +176,7 @@ def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
 
 
 def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
-    """Report a batch that is smaller or larger by the number of ranks, and evenly shared by them."""
+    """Report a batch whose size is multiplied or divided by the number of ranks, and evenly divided among them."""
     one, plan = ([sum(map(len, ranks)) for ranks in step.samples] for step in evidence.steps)
     devices, counts = evidence.plan.devices, [len(part) for part in evidence.steps[1].samples[0]]
     even = max(counts) - min(counts) <= 1
@@ -202,7 +202,7 @@ def _is_scheduled(evidence: Evidence) -> bool:
 
 
 def _rate_times_ranks(evidence: Evidence) -> str:
-    """Report a learning rate scaled by the ranks, or by their root, although the batch is the same."""
+    """Report a learning rate multiplied by the number of ranks, or by its square root, for the same global batch."""
     rate, other = _rates(evidence)
     ranks = evidence.plan.devices
     scaled = {ranks: str(ranks), math.sqrt(ranks): f"the root of {ranks}"}
@@ -335,4 +335,4 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "steps": (says(K.SKIPPED, fewer_steps),),
     "evaluation": EVALUATION_RULES,
 }
-"""Kind of the first difference -> its rules, the most certain first. The first rule that finds a cause names it."""
+"""Maps the kind of the first difference to rules, the most certain first. The first rule that finds a cause wins."""

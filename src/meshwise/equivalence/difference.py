@@ -21,10 +21,10 @@ from meshwise.equivalence.trace import Named
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that both sides have, and how much they differ in it.
+    """How much one device and the plan differ in one value.
 
-    kind: one of `KINDS`. step: from 1; 0 before the first. name: parameter, module, metric. relative, absolute: the
-    size of the difference; infinite if one side lacks it. facts: what else is known of it.
+    kind: one of `KINDS`. step: from 1; 0 before the first. name: of the parameter, module or metric. relative,
+    absolute: the size of the difference; infinite if one side lacks it. facts: what else is known of the difference.
     """
 
     kind: str
@@ -40,13 +40,13 @@ class Difference:
 
     @property
     def factor(self) -> float | None:
-        """The factor between a gradient and that of one device, if it is otherwise right."""
+        """The factor between the plan's gradient and that of one device; None if they differ by more than a factor."""
         factor, rest = self.facts.get("factor", math.nan), self.facts.get("rest", math.nan)
         return float(factor) if rest <= 1e3 * LIMIT and factor != 0 else None
 
 
 def numbers(kind: str, step: int, mine: Mapping[str, float], others: Mapping[str, float]) -> Iterator[Difference]:
-    """Compare numbers by name; a number that one side lacks is NaN there."""
+    """Compare numbers by name; if one side lacks a name, its number is NaN."""
     for name in sorted(mine.keys() | others.keys()):
         one, plan = mine.get(name, math.nan), others.get(name, math.nan)
         alike = one == plan or (name in mine and name in others and math.isnan(one) and math.isnan(plan))
@@ -64,7 +64,7 @@ def tensors(
     noise: Mapping[str, Tensor] | None = None,
     facts: Callable[[Tensor, Tensor], dict[str, float]] | None = None,
 ) -> Iterator[Difference]:
-    """Compare tensors by name. noise: elements to leave out. `facts(mine, other)` adds facts on those that differ."""
+    """Compare tensors by name. noise: masks of elements to skip. `facts(mine, other)` adds facts on differing ones."""
     most = largest(mine.values())
     for name in dict.fromkeys([*mine, *others]):
         if name not in mine or name not in others:

@@ -2,10 +2,10 @@
 
 Both sides have these figures, and nothing there compares them.
 
-A cast that one side alone makes is lifted in float64: in the plan's own precision it shows as a rounding of another
-size. Numbers that a script computes itself are in no trace. After a loss that is not finite, nothing is proven.
+In float64, a cast that one side alone makes has no effect; in the plan's own precision, it shows as larger rounding.
+Numbers that a script computes itself are in no trace. After a loss that is not finite, nothing is proven.
 
-So does a dtype in which one side alone keeps parameters or moments: they are compared by what their values need.
+A lower dtype in which the plan alone keeps parameters or moments shows by whether it holds all of their values.
 
 Tested in tests/equivalence/test_doubts.py.
 """
@@ -24,10 +24,10 @@ from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.words import some
 
 TIMES = 100.0
-"""A plan counts as wrong if it rounds so many times worse than one device, or than the precision (1.2e-5 in fp32): sums
-in another order differ by less, a cast to bfloat16 or float16 by more."""
+"""A plan is doubtful if its rounding is this many times that of one device, or of the precision itself (1.2e-5 in
+fp32): sums in another order differ by less, a cast to bfloat16 or float16 by more."""
 FIRST_STEP = ("loss", "gradients")
-"""Kinds that are judged in the first step only: later ones follow from the updates, which Adam makes even of noise."""
+"""Kinds judged in the first step only: later differences depend on updates, and Adam turns noise into updates."""
 SOME = 8  # values
 EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 NO_ROUNDING = (
@@ -41,8 +41,8 @@ OTHER_STEPS = (
 
 
 def rounding_doubts(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
-    """Return a sentence for each kind whose rounding under the plan differs from one device. rounded: one device and
-    the plan in the plan's precision, each against float64; or nothing."""
+    """Yield a sentence for each kind whose rounding is far larger under the plan than on one device. rounded: the
+    comparisons of one device and of the plan, in the plan's precision, with float64; or nothing."""
     if not rounded:
         return
     least = max(torch.finfo(EPS[name]).eps for name in dtypes.by_field.values())
@@ -60,8 +60,8 @@ def _in_first_step(side: Comparison, kind: str) -> float:
 
 
 def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
-    """Return a sentence for parameters and one for the optimizer's state, if only the plan keeps them in a lower
-    precision between steps. rounded: one device and the plan, both in the plan's precision; or nothing."""
+    """Yield a sentence if only the plan keeps parameters in a lower precision between steps, and another for the
+    optimizer's state. rounded: the traces of one device and of the plan in the plan's precision; or nothing."""
     kinds = {"parameters are": "parameters", "the optimizer's state is": "optimizer_state"}
     noise = _of_rounding(rounded[0].steps[0]) if rounded else set()
     for what, kind in kinds.items() if len(rounded) == 2 else ():
@@ -77,8 +77,8 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
 
 
 def _of_rounding(step: StepTrace) -> set[str]:
-    """Return the parameters whose gradients are rounding alone, such as a bias in front of a batch norm: what an
-    optimizer keeps of them may fit any precision."""
+    """Return the parameters whose gradients are rounding noise, such as a bias in front of a batch norm: their
+    optimizer state may fit any precision by chance."""
     gradients = step.clipped_gradients or step.gradients
     sizes = {name: float(t.abs().max()) for name, t in gradients.items() if t.numel()}
     least = TIMES * torch.finfo(torch.float32).eps * max(sizes.values(), default=0.0)
@@ -86,12 +86,12 @@ def _of_rounding(step: StepTrace) -> set[str]:
 
 
 def _lower(tensor: torch.Tensor) -> str:
-    """Return the lower precision that holds all values; a few values may fit it by chance."""
+    """Return the lower precision that holds all values; empty if none does, or for so few values that it is chance."""
     return precision_of(tensor.double()).replace("float32", "") if tensor.numel() > SOME else ""
 
 
 def unproven(one: Trace) -> Iterator[str]:
-    """Say from which step on one device has no finite numbers to compare."""
+    """Yield a sentence that names the first step in which the loss, a gradient or a parameter is not finite."""
     for number, step in enumerate(one.steps, 1):
         wrong = [] if math.isfinite(step.loss) else ["the loss"]
         for kind, named in (("the gradient of", step.gradients), ("", step.parameters)):

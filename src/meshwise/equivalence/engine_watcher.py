@@ -2,8 +2,8 @@
 
 The engine is a job's or a script's.
 
-A microbatch's forward lasts from where the engine gives it until its backward. What a step leaves behind (parameters,
-optimizer state, the scheduler's tick) is collected before the next batch, when the program has done with the step.
+The forward of a microbatch is traced from when the engine gives the batch until its backward. The state after a step
+(parameters, optimizer, scheduler) is collected before the next batch, when the program is done with the step.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ GRACE = 60.0  # seconds in which all ranks must come to the same place of the pr
 
 
 class EngineWatcher:
-    """The watcher of an engine (see engine/watcher.py). The result is `found`, complete after `end`.
+    """Watches an engine (see engine/watcher.py). The result is `found`, complete after `end`.
 
-    draws: the random draws of one device, on the side that follows it. job: that of the engine; a script may clip
-    gradients, run several forwards of a batch, and let ranks go different ways. Raises ScriptEnds in the program when
-    it has seen enough.
+    draws: the random draws to repeat, those of one device; None on one device. job: the job that the engine trains;
+    None for a script, which may clip gradients, run several forwards of a batch, or let ranks diverge. Raises
+    ScriptEnds inside the program once enough steps are seen.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class EngineWatcher:
         self._contents: Any = None  # of that batch
         self._loader: Any = None  # that has given it
         self.reading = Reading()
-        """Where batches come from."""
+        """The source of the batches."""
         self._forward: contextlib.ExitStack | None = None
         self._place: tuple[int, int] | None = None  # stage and microbatch, in a pipeline
         self._waiting: dict[tuple[int, int], tuple[tuple[Rows, list[list[int]]], KeyedDraws]] = {}
         self.hints = Hints() if draws is None and job is None else None
-        """Of one device."""
+        """Looks for hints in a script on one device; None elsewhere."""
         self._left: dict[str, float] = {}  # by the last step of an optimizer: see `local_sums`
         self._has_loaded = False  # since then
         self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, until the next backward
@@ -92,7 +92,7 @@ class EngineWatcher:
         self._meetings = self._sums = 0
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
-        """Return the plan in the precision of this check; on one device a plain plan in that precision."""
+        """Return `plan` in the precision of this check; on one device, a plan without divisions in that precision."""
         self.found.plan = plan
         alone = Plan(
             precision=plan.precision,
@@ -103,7 +103,7 @@ class EngineWatcher:
         return self._spec.applied(plan if world.size > 1 else alone)
 
     def follow(self, engine: Engine, model: nn.Module) -> None:
-        """Follow another engine with another model, which continues from where the last one was saved."""
+        """Follow another engine and its model, which continue from the saved state of the earlier one."""
         self._engine, self._model = engine, model
         if self.tracer is not None:
             self.tracer.follow(model)
@@ -111,22 +111,22 @@ class EngineWatcher:
     # A loop over batches.
 
     def loop_begins(self) -> None:
-        """A loop over batches begins."""
+        """Record that a loop over batches begins."""
         self._loops.loop_begins()
         if self.hints is not None:
             self.hints.loop_begins()
 
     def batch_asked(self) -> None:
-        """A loop asks for its next batch; a forward without a backward was not a microbatch."""
+        """Record that a loop asks for its next batch; discard a forward that had no backward."""
         self._end_forward(discard=True)
         self._batch = None
 
     def batch_limit(self, batch_size: int) -> int | None:
-        """Return how many samples the next batch may have."""
+        """Return the largest number of samples that the next batch may have; 0 ends the loop, None means no limit."""
         return self._loops.limit(batch_size)
 
     def batch_given(self, part: BatchSlice, batch: Any, *, loader: Any = None, split: bool = False) -> None:
-        """A loop has its batch: the state after the last step is complete. Collective."""
+        """Record that a loop has its batch: complete the last step, and begin a forward. Collective."""
         self._wait_for_ranks("mw.split" if split else "the next batch of a loader")
         if self.tracer is None:
             self._start()
@@ -141,7 +141,7 @@ class EngineWatcher:
         self._begin_forward()
 
     def loop_ends(self) -> None:
-        """A loop has ended, or was left."""
+        """Record that a loop has ended, or that the program left it."""
         self.batch_asked()
         if self.hints is not None:
             self.hints.loop_ends()
@@ -171,13 +171,13 @@ class EngineWatcher:
     # A microbatch.
 
     def backward_begins(self, loss: Any, *_: object) -> None:
-        """A backward of this rank's loss begins; a job's loss may come with its weight."""
+        """Record that a backward of this rank's loss begins. loss: of a job, perhaps a tuple (loss, weight)."""
         own = loss[0] if isinstance(loss, tuple) and loss else loss
         if self.tracer is not None and isinstance(own, Tensor):
             self.tracer.loss_made(own)
 
     def _begin_forward(self) -> None:
-        """The program has its batch: from here on it may run a forward."""
+        """Begin to trace a forward, which the program may run now that it has its batch."""
         self._end_forward(discard=True)
         if self._batch is not None and self.tracer is not None:
             self._forward = contextlib.ExitStack()
@@ -187,7 +187,7 @@ class EngineWatcher:
             )
 
     def _end_forward(self, *, discard: bool) -> None:
-        """End a forward. discard: it had no backward."""
+        """Stop tracing the open forward. discard: whether to forget it, because it had no backward."""
         if self._forward is None or self.tracer is None:
             return
         self._forward.close()
@@ -196,18 +196,18 @@ class EngineWatcher:
             self.tracer.discard()
 
     def in_stage(self, stage: int, microbatch: int) -> None:
-        """The next forward or backward is that of a microbatch in a pipeline stage."""
+        """Record which stage and microbatch of a pipeline the next forward or backward belongs to."""
         self._place = stage, microbatch
 
     def forward_ends(self) -> None:
-        """A forward in a stage has ended, and waits for its backward."""
+        """Record that the forward of a microbatch in a stage has ended; its backward comes later."""
         self._end_forward(discard=False)
         if self._place is not None and self._batch is not None and self.tracer is not None:
             self._waiting[self._place] = self._batch, self.tracer.draws
 
     @contextlib.contextmanager
     def backward(self, reduce: bool) -> Iterator[None]:
-        """Wrap the backward of a microbatch."""
+        """Trace the backward of a microbatch in the with-body. reduce: whether it reduces the gradients."""
         self._wait_for_ranks("mw.backward")
         self.found.backwards += 1
         self._loops.backward()
@@ -235,8 +235,8 @@ class EngineWatcher:
             self._begin_forward()
 
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
-        """The global loss of the backwards since the last reduction is known. scale: of a job's loss scaler, still
-        contained in the gradients."""
+        """Add the global loss of the backwards since the last reduction. scale: the factor of a job's loss scaler,
+        which the gradients still contain."""
         if self.tracer is not None:
             if self._job is not None:  # complete by now: what stages of a pipeline share is added up last
                 gradients = gradients_of(self._model)
@@ -246,7 +246,7 @@ class EngineWatcher:
     # An optimizer's step.
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """An optimizer begins its step."""
+        """Record the state at the beginning of an optimizer's step."""
         if self.tracer is None and self._job is not None:
             self._start()  # a closure asks for the first batch inside it
         if self.tracer is None:
@@ -266,7 +266,7 @@ class EngineWatcher:
             _widen_state(optimizer)
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """An optimizer has made its step."""
+        """Record that an optimizer has made its step; the next step begins."""
         if self.tracer is None:
             return
         if self.found.backwards == 0:  # not in a closure that the step has called either
@@ -282,7 +282,7 @@ class EngineWatcher:
             self._begin_forward()
 
     def _see_update_by_hand(self) -> None:
-        """Detect parameters that changed after their gradients were reduced, without an optimizer. Collective."""
+        """Detect a step without an optimizer: parameters changed after their gradients were reduced. Collective."""
         if self._job is not None or self.tracer is None or self._stepped is not None or not self.tracer.step.gradients:
             return
         if any(gather_objects(local_sum(self._model) != self._reduced)):
@@ -298,7 +298,7 @@ class EngineWatcher:
             self.tracer.begin(self._loops.made)
 
     def complete_step(self) -> None:
-        """Collect the state after the last step; the scheduler's once more, until the next backward. Collective."""
+        """Collect the state after the last step; called again, only the scheduler's newest numbers. Collective."""
         if self._stepped is None or self.found.trace is None:
             return
         (optimizer, step), steps = self._stepped, self.found.trace.steps
@@ -315,7 +315,7 @@ class EngineWatcher:
         step.rank_divergence |= across_ranks.numbers_diverge("scheduler", step.scheduler)
 
     def _scheduler_of(self, optimizer: Optimizer | None) -> dict[str, float]:
-        """Return numbers of the known schedulers of an optimizer."""
+        """Return the numbers in the state of all known schedulers of an optimizer."""
         known = [] if optimizer is None else [s for s in self._engine.given.schedulers if s.optimizer is optimizer]
         found: dict[str, float] = {}
         for scheduler in sorted(known, key=lambda scheduler: type(scheduler).__name__):
@@ -326,7 +326,7 @@ class EngineWatcher:
     # An evaluation, and the end.
 
     def resumed(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
-        """A job continues from what was saved. Collective."""
+        """Record the state from which a job continues after a resume. Collective."""
         if self.found.trace is None or not self.found.trace.steps:
             return
         plan, state = self.found.plan or self._engine.plan, StepTrace()
@@ -340,7 +340,7 @@ class EngineWatcher:
         self.found.trace.resumed.append(state)
 
     def summed(self, value: Tensor | float) -> None:
-        """`mw.sum` returns these values."""
+        """Record the values that `mw.sum` returns, as figures of an evaluation."""
         if self.found.trace is None:
             return
         self._sums += 1
@@ -351,16 +351,16 @@ class EngineWatcher:
             self.found.trace.evaluation[name] = number
 
     def shown(self, where: str, text: str) -> None:
-        """`mw.print` or `mw.log` shows this text."""
+        """Record text that `mw.print` or `mw.log` shows. where: the source line of the call."""
         if self.found.trace is not None:
             self.found.trace.shown.append((where, text))
 
     def stop(self) -> None:
-        """The program has ended, or failed, perhaps in the middle of a forward."""
+        """Close an open forward: the program has ended, or failed."""
         self._end_forward(discard=True)
 
     def end(self) -> ProgramTrace:
-        """Return what was found. Collective."""
+        """Complete the trace, and return it. Collective."""
         unsummed = self._engine.events.find(UnsummedLoops)
         if unsummed is not None:
             unsummed.finish()
@@ -380,7 +380,7 @@ class EngineWatcher:
         return self.found
 
     def _wait_for_ranks(self, where: str) -> None:
-        """Wait until all ranks come to the same place, before they compare their values there."""
+        """Wait until all ranks reach the same point in the program; raise UsageError if some do not."""
         if self._world.size == 1 or self._job is not None:
             return
         self._meetings += 1
@@ -397,7 +397,7 @@ class EngineWatcher:
 
 
 def _is_by_hand(step: StepTrace) -> bool:
-    """Return whether the optimizer's gradients are not a multiple of those that the last backward left."""
+    """Return whether the optimizer got gradients that are not a multiple of those after the last backward."""
     names = step.gradients.keys() & step.clipped_gradients.keys()
     pairs = [(step.gradients[name], step.clipped_gradients[name]) for name in names]
     square = math.prod(sum(float((t * t).sum()) for t in side) for side in zip(*pairs, strict=True))
@@ -405,7 +405,7 @@ def _is_by_hand(step: StepTrace) -> bool:
 
 
 def _widen_state(optimizer: Optimizer) -> None:
-    """Widen the state of an optimizer that has stepped in float32, before its model was in float64."""
+    """Convert optimizer state from float32 to its parameter's dtype, if it was made before the model was in float64."""
     for p, entry in optimizer.state.items():
         for key, value in entry.items() if isinstance(entry, dict) else ():
             if isinstance(value, Tensor) and value.ndim and value.dtype != p.dtype:

@@ -28,7 +28,7 @@ ROUNDING = 2.0**-6  # of a tensor's length: four times what rounding to bfloat16
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known when the cause of the first difference is sought. plan: the plan of `actual`."""
+    """All that is known when the check looks for the cause of the first difference. plan: the plan of `actual`."""
 
     first: Difference
     comparison: Comparison
@@ -38,25 +38,25 @@ class Evidence:
 
     @property
     def steps(self) -> tuple[StepTrace, StepTrace]:
-        """The step of the first difference, on one device and under the plan."""
+        """The traces of the step with the first difference: of one device and of the plan."""
         return self.reference.steps[self.first.step - 1], self.actual.steps[self.first.step - 1]
 
     def of_kind(self, kind: str) -> list[Difference]:
-        """Return the comparisons of one kind in that step."""
+        """Return the comparisons of one kind in the step of the first difference."""
         return [d for d in self.comparison.differences if d.kind == kind and d.step == self.first.step]
 
     def faults(self, kind: str) -> list[Difference]:
-        """Return the faults of one kind in that step."""
+        """Return the faults of one kind in the step of the first difference."""
         return [d for d in self.of_kind(kind) if d.fault]
 
     def gradients(self) -> list[Difference]:
-        """Return the comparisons of gradients in that step, except those that are rounding and no fault."""
+        """Return that step's comparisons of gradients, without harmless ones of gradients that are noise."""
         values = self.steps[0].gradients
         noise = NOISE * largest(values.values())
         return [d for d in self.of_kind("gradients") if d.fault or largest([values[d.name]]) > noise]
 
     def not_seen(self, before: float = math.inf) -> str:
-        """Return ` that can be compared` and names, if outputs of that step at places below `before` cannot be."""
+        """Return ` that can be compared` and a list of modules whose outputs before position `before` cannot be."""
         names = [
             each.module or "the model"
             for each in self.comparison.unseen
@@ -65,7 +65,7 @@ class Evidence:
         return f" that can be compared (those of {some(list(dict.fromkeys(names)))} cannot)" if names else ""
 
     def or_padding(self) -> str:
-        """Return a sentence on the other candidate: ranks pad their own samples to other lengths than one device."""
+        """Return a sentence on padding as another possible cause: ranks pad their samples to other lengths."""
         theirs = dict[Any, list[int]]()
         for output in self.steps[1].outputs if self.plan.tensor == self.plan.context == 1 else ():
             theirs.setdefault(output.key, []).extend(output.shape[1:2])
@@ -79,17 +79,17 @@ class Evidence:
         return ""
 
     def where(self, module: str) -> str:
-        """Describe a module: its class, and the line of its forward if the user wrote it."""
+        """Describe a module by its name, its class, and the source line of its forward if the user wrote it."""
         at = self.reference.places.get(module)
         return f"{module or 'the model'} ({self.comparison.modules.get(module, '')}{f', {at}' if at else ''})"
 
     def exchanges_in(self, module: str, *, sums: bool | None = None) -> list[str]:
-        """Return the lines in which the program exchanges by hand in the forward of `module` or inside it, or else of
-        the nearest module around it, and the calls. sums: only sums (True), or only other calls (False)."""
+        """Return the lines and names of collectives that the program calls in the forward of `module`, else in that of
+        the nearest module around it. sums: whether to return only sums (True), or all but sums (False)."""
         return list(dict.fromkeys(each.line for each in self.exchanges(module, sums)))
 
     def exchanges(self, module: str, sums: bool | None = None) -> list[Exchange]:
-        """Return the exchanges of `exchanges_in` themselves."""
+        """Return the exchanges whose lines `exchanges_in` returns."""
         known = [each for each in self.actual.exchanges if each.module and sums in (None, each.adds_up)]
         inside = [each for each in known if is_inside(each.module, module)]
         around = [each for each in known if is_inside(module, each.module)]
@@ -97,21 +97,21 @@ class Evidence:
         return inside or [each for each in around if each.module == nearest]
 
     def exchanges_without_backward(self, module: str) -> list[str]:
-        """Return the exchanges whose torch.autograd.Function exchanges nothing in its backward, or that are in no such
-        function. A sum over ranks with the same samples needs nothing there: they continue alike."""
+        """Return exchanges in the forward of `module` without an exchange in the backward of their
+        torch.autograd.Function. Left out are sums over ranks with the same samples, whose gradients are alike."""
         back = {each.function for each in self.actual.exchanges_backward}
         found = self.exchanges(module, False if self.steps[1].peers else None)
         return list(dict.fromkeys(each.within for each in found if not each.function or each.function not in back))
 
     def sums_in_backward(self, module: str) -> list[Exchange]:
-        """Return the sums in the backward of functions that exchange in the forward of `module`, or all sums if these
-        are unknown."""
+        """Return the sums in the backward of the autograd functions that exchange in the forward of `module`; if there
+        are none, the sums in every backward."""
         used = {each.function for each in self.exchanges(module) if each.function}
         known = [each for each in self.actual.exchanges_backward if each.adds_up]
         return [each for each in known if each.function in used] or known
 
     def of_another_group(self, sums: list[Exchange]) -> str:
-        """Report a sum over other ranks than those with the same samples, who alone hold parts of one."""
+        """Report a sum over a wrong group of ranks: only ranks with the same samples hold parts of one sum."""
         alike = self.steps[1].alike
         wrong = [each for each in sums if each.ranks and set(each.ranks) != set(alike)]
         if not wrong or len(alike) < 2:
@@ -123,7 +123,7 @@ class Evidence:
         )
 
     def divided_by_hand(self, module: str) -> list[str]:
-        """Return parameters of a module of which each rank has a gradient for a part of its own."""
+        """Return parameters of a module of which each rank has the gradient of another part."""
         found: dict[str, list[list[tuple[int, int]]]] = {}
         for (_, name), box in sorted(self.steps[1].own_boxes.items()):
             if is_inside(name, module):
@@ -131,25 +131,25 @@ class Evidence:
         return [name for name, boxes in found.items() if len(boxes) > 1 and _are_apart(boxes)]
 
     def ranks_differ(self) -> bool:
-        """Return whether ranks differ from each other in what should be one value."""
+        """Return whether ranks differ from each other in a value that should be the same on all."""
         return "ranks apart" in self.first.facts
 
     def other_samples(self) -> bool:
-        """Return whether a sample counts too often, or not at all."""
+        """Return whether a sample counts more often than on one device, or less often."""
         return bool(self.first.facts.get("repeated") or self.first.facts.get("missing"))
 
     def how_many(self) -> str:
-        """Say how many of the gradients of that step differ."""
+        """Say how many gradients differ in the step of the first difference."""
         return f"{len(self.faults('gradients'))} of {len(self.of_kind('gradients'))} gradients differ"
 
     def both_numbers(self) -> str:
-        """Return both figures of the first difference, as text."""
+        """Return the first difference's figures under the plan and on one device, as text."""
         figures = (self.first.facts.get(side) for side in ("the plan", "one device"))
         plan, one = (f"{value:.12g}" if isinstance(value, float) else str(value) for value in figures)
         return f"{plan} under the plan and {one} on one device"
 
     def samples_text(self) -> str:
-        """Say which samples count too often, and which do not count."""
+        """Say which samples count too often, and which are not counted."""
         ends = {"repeated": "counts too often", "missing": "not at all"}
         found = {end: [str(index) for index in self.first.facts.get(fact, ())] for fact, end in ends.items()}
         text = ", ".join(f"sample {some(indices)} {end}" for end, indices in found.items() if indices)
@@ -160,19 +160,19 @@ class Evidence:
 
 
 def _are_apart(boxes: list[list[tuple[int, int]]]) -> bool:
-    """Return whether boxes follow one another in some dim."""
+    """Return whether boxes do not overlap, but follow one another, along some dim."""
     return all(boxes) and any(all(a[1] <= b[0] for a, b in pairwise(dim)) for dim in zip(*boxes, strict=True))
 
 
 Rule = Callable[[Evidence], Cause | None]
-"""Returns the cause of the first difference; None if the evidence does not support one."""
+"""A function that returns the cause of the first difference; None if the evidence does not support its cause."""
 
 
 def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable[[Evidence], bool]) -> Rule:
-    """Make a rule that names `kind` if all of `when` hold.
+    """Make a rule that names `kind` as the cause if all of `when` hold.
 
-    text: the evidence, with `{name}`, `{step}`, facts of the difference and so on filled in; or a function that returns
-    it, or an empty text if the evidence does not support this cause.
+    text: the sentence of evidence, in which `{name}`, `{step}` and facts of the difference are filled in; or a function
+    that returns the sentence, empty if the evidence does not support this cause.
     """
 
     def rule(evidence: Evidence) -> Cause | None:
@@ -199,18 +199,18 @@ def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable
 
 
 def is_inside(name: str, block: str) -> bool:
-    """Return whether a module or parameter is the module `block`, or inside it."""
+    """Return whether `name`, a module or parameter, is the module `block` or is inside that module."""
     return not block or f"{name}.".startswith(f"{block}.")
 
 
 def owner_of(parameter: str) -> str:
-    """Return the module that a parameter belongs to."""
+    """Return the name of the module that owns a parameter."""
     return parameter.rpartition(".")[0]
 
 
 def precision_lost(reference: Tensor | None, actual: Tensor | None) -> str:
-    """Return the lower precision that holds the plan's values exactly but not those of one device, if rounding explains
-    their difference; else an empty text."""
+    """Return the lower precision that holds the plan's values exactly but not those of one device, if rounding to it
+    explains their difference; else an empty text."""
     if reference is None or actual is None or reference.shape != actual.shape or not reference.is_floating_point():
         return ""
     rounding = float((reference - actual).norm()) <= ROUNDING * float(reference.norm())

@@ -1,6 +1,6 @@
 """Note which lines of a program call torch.distributed collectives.
 
-Those that we call for it, in its forward or its backward, are not its own.
+Collectives that meshwise calls in the program's forward or backward do not count.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SUMS = ("allreduce", "all_reduce", "reduce_scatter", "reduce")
 
 
 class Exchange(NamedTuple):
-    """A collective that the program itself calls. module: empty outside of the model, and in a backward. function: the
-    torch.autograd.Function around it; empty if there is none. ranks: of its group; empty if unknown."""
+    """A collective that the program itself calls. module: the caller; empty outside of the model, and in a backward.
+    function: the torch.autograd.Function around the call; empty if none. ranks: of its group; empty if unknown."""
 
     module: str
     place: str
@@ -38,22 +38,22 @@ class Exchange(NamedTuple):
 
     @property
     def adds_up(self) -> bool:
-        """Whether it is a sum."""
+        """Whether the collective is a sum over ranks."""
         return self.operator.startswith(SUMS)
 
     @property
     def line(self) -> str:
-        """The line of the call, and the function called."""
+        """The source line of the call, and the name of the collective."""
         return f"{self.place} ({self.operator})"
 
     @property
     def within(self) -> str:
-        """The line and the call, with the autograd function around them."""
+        """The source line, the name of the collective, and the autograd function around the call."""
         return f"{self.place} ({self.operator} in {self.function})" if self.function else self.line
 
 
 Exchanges = dict[Exchange, None]
-"""Exchanges in their order."""
+"""Exchanges in the order of the calls; the values are unused."""
 
 
 def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractContextManager[Any]:
@@ -71,7 +71,7 @@ def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractCon
 
 
 def _by_hand() -> FrameType | None:
-    """Return the line of the program that called torch.distributed; None if the caller is not the program itself."""
+    """Return the frame of the user's code that called torch.distributed; None if other code called it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(DISTRIBUTED):
         frame = frame.f_back
@@ -81,7 +81,7 @@ def _by_hand() -> FrameType | None:
 
 
 def _function(frame: FrameType | None) -> str:
-    """Return the torch.autograd.Function around a line of the program, found by the context it gets."""
+    """Return the name of the torch.autograd.Function that a frame runs in, found by its ctx; empty if there is none."""
     while frame is not None and is_users(frame.f_code.co_filename):
         first = frame.f_code.co_varnames[:1]
         if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx):
@@ -91,7 +91,7 @@ def _function(frame: FrameType | None) -> str:
 
 
 def _ranks() -> tuple[int, ...]:
-    """Return the ranks of the group that torch.distributed was called with."""
+    """Return the ranks of the group given to the torch.distributed call; empty if unknown."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not (frame.f_code.co_filename.startswith(DISTRIBUTED) and "group" in frame.f_locals):
         frame = frame.f_back

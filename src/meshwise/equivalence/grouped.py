@@ -2,8 +2,8 @@
 
 torch's own operator does not support it.
 
-`torch.nn.functional.grouped_mm` multiplies each group of rows with its own matrix. `offs` holds where each group ends;
-what lies behind the last is no group's, and zero here.
+`torch.nn.functional.grouped_mm` multiplies each group of rows with its own matrix. `offs` holds the end of each group;
+rows after the last group are zero in the result here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def grouped_product(
 ) -> Tensor:
     """Compute what `aten._grouped_mm` returns for these arguments.
 
-    (rows, k) x (groups, k, n) -> (rows, n), groups of rows. (m, k) x (k, n) -> (groups, m, n), groups of k. (groups, m,
-    k) x (k, columns) -> (m, columns), groups of columns. Two of three dims: a batch of products.
+    Shapes: (rows, k) x (groups, k, n) -> (rows, n) groups rows; (m, k) x (k, n) -> (groups, m, n) groups k; (groups, m,
+    k) x (k, columns) -> (m, columns) groups columns. Without `offs`: an ordinary batched product.
     """
     if offs is None:
         product = left @ right

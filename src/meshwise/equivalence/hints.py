@@ -2,7 +2,7 @@
 
 No comparison shows them; they are found while a script runs on one device.
 
-A hint is a warning: what it tells of may be wanted. Said is what holds for every step, or loop, that was seen.
+A hint is a warning: what it reports may be intended. Only what holds for every step, or loop, seen is reported.
 
 Tested in tests/equivalence/test_hints.py.
 """
@@ -43,14 +43,14 @@ TICKS = (
 )
 UNUSED = "{place}: what {name}.apply gives is not used, so its backward never runs. Write x = {name}.apply(x)."
 DROPS = {"bernoulli_", "native_dropout"}
-"""Operators of dropout."""
+"""Operators that draw dropout masks."""
 OF_STATISTICS = "torch/optim/swa_utils.py"
 
 
 @dataclass
 class _Window:
-    """What happens from one optimizer step to the next. zeroed, ticked: the lines of these calls, once for each pair of
-    backwards that they lie between. moved: whether parameters changed between two backwards."""
+    """What happens between two optimizer steps. zeroed, ticked: the source lines of zero_grad and scheduler steps, one
+    for each pair of backwards with such a call between. moved: whether parameters changed between two backwards."""
 
     backwards: int = 0
     zeroed: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class _Loop:
 
 
 class Hints:
-    """Collects hints on one device."""
+    """Collects hints while a script runs on one device."""
 
     def __init__(self) -> None:
         self.tracer: ModelTracer | None = None
@@ -78,7 +78,7 @@ class Hints:
         self._begun = 0  # random draws before the call of a model that runs now
 
     def follow(self, tracer: ModelTracer, model: nn.Module) -> None:
-        """Follow a model that trains. tracer: of all models."""
+        """Observe the calls of a model that trains. tracer: traces all models of the script."""
         self.tracer = tracer
         model.register_forward_pre_hook(LooksOn(self._call_begins))
         model.register_forward_hook(LooksOn(self._call_ends))
@@ -86,11 +86,11 @@ class Hints:
     # What the program does.
 
     def loop_begins(self) -> None:
-        """A loop over batches begins."""
+        """Record that a loop over batches begins."""
         self._loops.append(_Loop())
 
     def loop_ends(self) -> None:
-        """A loop has ended, or was left."""
+        """Record that a loop over batches has ended, or that the program left it."""
         loop = self._loops.pop()
         if loop.trained:
             return
@@ -100,7 +100,7 @@ class Hints:
             self._say(DROPOUT.format(place=where, names=some(names)))
 
     def backward_begins(self, model: nn.Module) -> None:
-        """The program begins a backward."""
+        """Record that a backward begins: compare parameters and gradients with those after the last backward."""
         for loop in self._loops:
             loop.trained = True
         window, now = self._window, local_sum(model)
@@ -113,7 +113,7 @@ class Hints:
         self._zeroed = self._ticked = ""
 
     def step_made(self) -> None:
-        """An optimizer has made its step."""
+        """Record that an optimizer has made its step."""
         if self._window.backwards:
             self._windows.append(self._window)
         self._window, self._zeroed, self._ticked = _Window(), "", ""
@@ -123,7 +123,7 @@ class Hints:
         self._begun = len(self.tracer.draws.log) if self.tracer is not None and in_forward else 0
 
     def _call_ends(self, root: nn.Module, *_: object) -> None:
-        """A call of a model ends: check whether it is an evaluation, and whether dropout drew numbers."""
+        """Check, when a call of a model without gradients ends, whether dropout was active in an evaluation."""
         if torch.is_grad_enabled() or _remakes_statistics():
             return
         active, where = [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)], user_place()
@@ -140,7 +140,7 @@ class Hints:
         self._said[text] = None
 
     def end(self, by_hand: bool) -> list[str]:
-        """Return all hints. by_hand: the program itself made gradients of some step after the last backward."""
+        """Return all hints. by_hand: whether the program changed gradients after some step's last backward."""
         several = [window for window in self._windows if window.backwards > 1]
         count = max((window.backwards for window in several), default=1)
         for text, wrong in ((THROWN_AWAY, [w.zeroed for w in several]), (TICKS, [w.ticked for w in several])):
@@ -155,7 +155,7 @@ class Hints:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Note, in the body, where gradients are set to zero, and where schedulers step."""
+        """Record, in the with-body, calls that zero gradients, step a scheduler, or drop a Function's result."""
 
         def zeroed(thing: Any) -> None:
             if self._window.backwards:
@@ -176,7 +176,7 @@ class Hints:
 
 
 def _remakes_statistics() -> bool:
-    """Return whether the caller recomputes the statistics of batch norms, which needs training mode."""
+    """Return whether the caller recomputes batch-norm statistics (swa_utils), for which models are in training mode."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith(OF_STATISTICS):
         frame = frame.f_back
@@ -188,7 +188,7 @@ def _is_active(module: nn.Module) -> bool:
 
 
 def _with_own(kind: type[Any], name: str) -> Iterator[type[Any]]:
-    """Yield the class and its subclasses that define the method themselves."""
+    """Yield `kind` and those of its subclasses that define the method `name` themselves."""
     if name in vars(kind):
         yield kind
     for each in kind.__subclasses__():
@@ -197,7 +197,7 @@ def _with_own(kind: type[Any], name: str) -> Iterator[type[Any]]:
 
 @contextlib.contextmanager
 def _told(kind: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
-    """Call `tell(thing)` before each call of a method, in the body."""
+    """Call `tell(object)` before each call of the method `name` of `kind`, in the with-body."""
     real = vars(kind)[name]
 
     @functools.wraps(real)
@@ -214,7 +214,7 @@ def _told(kind: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting_unused(say: Callable[[str], None]) -> Iterator[None]:
-    """Report, in the body, a user's Function whose result is dropped at once."""
+    """Report, in the with-body, calls of a user's autograd Function whose result is not used."""
     real = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,8 @@
 
 It tells which of them is a mean over samples and which a sum.
 
-One device has each of the whole batch, a rank of its own samples. What is a mean, weighed by samples, what adds up and
-what is alike follows from the numbers; the first that is none of these is where a loss stops being a mean over samples.
+On one device a number covers the whole batch, on a rank its samples. One device's number may be the ranks' mean
+weighted by samples, their sum, or equal; at the first that is none of these, the loss stops being a mean.
 
 Tested in tests/equivalence/test_loss_numbers.py.
 """
@@ -23,16 +23,16 @@ from meshwise.equivalence.sketches import DIRECTIONS, row_sketches
 from meshwise.spec.user_code import user_place
 
 Key = tuple[str, str, int]
-"""The line, the operator, and the number of its call there."""
+"""The source line, the operator, and how many times the operator was called there so far."""
 MEANS = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
-"""Losses that return, as a second result, the number of elements that their mean is over."""
+"""Losses whose second result is the number of elements that their mean is over."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """The rows that one of torch's losses takes: their number; sketches of outputs, of targets, and of both together.
-    The ranks' sketches add up to that of one device in any order."""
+    """The rows given to one of torch's losses: their number, and sketches of outputs, of targets, and of both together.
+    The ranks' sketches add up to that of one device, whatever the order of rows."""
 
     rows: int
     outputs: Tensor
@@ -42,8 +42,8 @@ class Given:
 
 @dataclass(frozen=True)
 class Number:
-    """A single number. made_of: the numbers that it is made of. over: its divisor, or the count of its mean; 0 if it
-    has neither. given: the inputs of one of torch's losses."""
+    """A scalar. made_of: the scalars that it is computed from. over: what it is divided by, or the number of elements
+    of its mean; 0 if neither. given: what one of torch's losses got."""
 
     value: float
     made_of: tuple[Key, ...]
@@ -55,7 +55,7 @@ Numbers = dict[Key, Number]
 
 
 class NotedNumbers:
-    """The numbers of one forward. `of` returns those that a loss is made of."""
+    """Records the scalars of one forward. `of` returns those that a loss is made of."""
 
     def __init__(self) -> None:
         self._numbers: Numbers = {}
@@ -63,7 +63,7 @@ class NotedNumbers:
         self._calls: Counter[tuple[str, str]] = Counter()
 
     def noting(self) -> AbstractContextManager[Any]:
-        """Note the numbers that operators return in the with-body, in their order."""
+        """Record the scalars that operators return in the with-body, in their order."""
         return intercept_operators(self._note)
 
     def _note(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,7 +79,7 @@ class NotedNumbers:
         return result
 
     def of(self, loss: Tensor) -> Numbers:
-        """Return the numbers that this one is made of, itself as the last; empty if unknown."""
+        """Return the scalars that `loss` is made of, and `loss` itself as the last; empty if unknown."""
         wanted = {self._keys[id(loss)][0]} if id(loss) in self._keys else set()
         for key in reversed(self._numbers):
             if key in wanted:
@@ -106,7 +106,7 @@ def _given(name: str, args: tuple[Any, ...]) -> Given | None:
 
 @dataclass(frozen=True)
 class Joined:
-    """A number of one device beside those of the ranks."""
+    """A scalar on one device, together with the same scalar on each rank."""
 
     key: Key
     one: Number
@@ -115,27 +115,27 @@ class Joined:
 
     @property
     def place(self) -> str:
-        """The line of the number."""
+        """The source line that computes the number."""
         return self.key[0]
 
     @property
     def is_mean(self) -> bool:
-        """Whether it is the mean of the ranks' numbers over samples."""
+        """Whether one device's number is the mean of the ranks' numbers, weighted by their samples."""
         return _near(self.weighed(self.samples), self.one.value * sum(self.samples))
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is the sum of the ranks' numbers."""
+        """Whether one device's number is the sum of the ranks' numbers."""
         return _near(sum(number.value for number in self.ranks), self.one.value)
 
     @property
     def is_alike(self) -> bool:
-        """Whether each rank has the same number."""
+        """Whether each rank has the same number as one device."""
         return all(_near(number.value, self.one.value) for number in self.ranks)
 
     @property
     def is_mean_of_its_own(self) -> bool:
-        """Whether it is a mean over the number that it is divided by."""
+        """Whether one device's number is the ranks' mean weighted by what each number was divided by."""
         over = [number.over for number in self.ranks]
         return (
             min(over) > 0 and _near(sum(over), self.one.over) and _near(self.weighed(over), self.one.value * sum(over))
@@ -143,18 +143,18 @@ class Joined:
 
     @property
     def shown(self) -> str:
-        """The values, as text."""
+        """The values on one device and on the ranks, as text."""
         ranks = ", ".join(f"{number.value:.6g}" for number in self.ranks)
         return f"{self.one.value:.6g} on one device and {ranks} on the ranks"
 
     def weighed(self, weights: Sequence[float]) -> float:
-        """Return the sum of the ranks' numbers with these weights."""
+        """Return the weighted sum of the ranks' numbers."""
         return sum(weight * number.value for weight, number in zip(weights, self.ranks, strict=False))
 
 
 def joined(one: Numbers, ranks: Sequence[Numbers], samples: Sequence[int]) -> dict[Key, Joined]:
-    """Join the numbers of a forward, in the order of one device, the loss as the last. Numbers that a side computes
-    more often, such as one per sample, are left out."""
+    """Join the numbers of one device and of the ranks in a forward, in the order of one device, the loss last. Numbers
+    that a side computes more often, such as one per sample, are left out."""
     sides = [Counter((at, name) for at, name, _ in side) for side in (one, *ranks)]
     found = {}
     for key, number in one.items():

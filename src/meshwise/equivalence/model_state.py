@@ -2,7 +2,7 @@
 
 Names are those that the user wrote.
 
-All are collective where a plan has divided what they copy.
+The functions are collective if a plan has divided what they copy.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module."
 
 
 def clean(name: str) -> str:
-    """Return a module's or parameter's name, as the user wrote the model."""
+    """Return the name of a module or parameter as in the user's model, without the prefixes of wrappers."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Copy the whole tensor to the CPU: float64 if it is floating; real and imaginary parts if it is complex. Nobody
-    writes to the copy."""
+    """Copy a tensor, if divided as a whole, to the CPU: in float64 if it is floating-point, as real and imaginary parts
+    if it is complex. Callers must not write to the copy."""
     copy = as_real(full_tensor(tensor.detach()).to(device="cpu", copy=True))
     return copy.to(torch.float64) if copy.is_floating_point() else copy
 
 
 def is_replicated(tensor: Tensor) -> bool:
-    """Return whether it is a DTensor that every rank of its mesh holds whole."""
+    """Return whether `tensor` is a DTensor that every rank of its mesh holds whole."""
     return isinstance(tensor, DTensor) and all(placement.is_replicate() for placement in tensor.placements)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters that this rank's stage trains, each once; for a block that is still gathered, its
+    """Yield the parameters that this rank's pipeline stage trains, each once; for a block that is still gathered, its
     shards."""
     parts = {}
     for _, module in sharded_modules(model):
@@ -58,41 +58,41 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def parameters_of(model: nn.Module) -> Named:
-    """Copy the parameters, each once."""
+    """Copy the parameters to the CPU, by name, each once."""
     return {name: copied(p) for name, p in named_parameters(model)}
 
 
 def buffers_of(model: nn.Module) -> Named:
-    """Copy the buffers."""
+    """Copy the buffers to the CPU, by name."""
     return {clean(name): copied(b) for name, b in model.named_buffers() if name not in stages.lacks(model)}
 
 
 def gradients_of(model: nn.Module) -> Named:
-    """Copy the gradients that exist."""
+    """Copy the gradients that exist to the CPU, by parameter."""
     return {name: copied(p.grad) for name, p in named_parameters(model) if p.grad is not None}
 
 
 def local_norms(model: nn.Module) -> dict[str, float]:
-    """Return the norm of each gradient of this rank, or of its shard."""
+    """Return the norm of each gradient on this rank; for a divided one, the norm of this rank's shard."""
     gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
     return {n: float((g.to_local() if isinstance(g, DTensor) else g).norm()) for n, g in gradients.items()}
 
 
 def local_sum(model: nn.Module) -> float:
-    """Return a sum over this rank's parameters or shards, which changes with each update."""
+    """Return the sum of all elements of this rank's parameters or shards, to detect an update."""
     own = (p.to_local() if isinstance(p, DTensor) else p for _, p in named_parameters(model))
     return math.fsum(float(as_real(p.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for p in own)
 
 
 def local_sums(model: nn.Module) -> dict[str, float]:
-    """Return a sum for each parameter or shard of this rank, and for each buffer; it changes with the values."""
+    """Return the sum of the elements of each of this rank's parameters (or shards) and buffers, to detect changes."""
     every = [*named_parameters(model), *((clean(name), b) for name, b in model.named_buffers())]
     own = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in every)
     return {name: float(as_real(t.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for name, t in own}
 
 
 def tied_in(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return groups of names that share one parameter."""
+    """Return groups of names that refer to the same parameter."""
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(clean(name))
@@ -100,7 +100,7 @@ def tied_in(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> Named:
-    """Return the optimizer's tensors as `PARAMETER KEY`; a parameter outside the model is `unknown_param_N`."""
+    """Return the optimizer's tensors, by `PARAMETER KEY`; a parameter outside the model is `unknown_param_N`."""
     names = {id(p): name for name, p in named_parameters(model)}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     return {
@@ -112,11 +112,11 @@ def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> Named:
 
 
 def learning_rates_of(optimizer: Optimizer) -> dict[str, float]:
-    """Return the learning rate of each group."""
+    """Return the learning rate of each parameter group."""
     return {f"group {n}": float(group["lr"]) for n, group in enumerate(optimizer.param_groups) if "lr" in group}
 
 
 def scheduler_numbers(scheduler: Any) -> dict[str, float]:
-    """Return the numbers in a scheduler's state."""
+    """Return the numbers in a scheduler's state dict."""
     state = {} if scheduler is None else scheduler.state_dict()
     return {k: float(v) for k, v in state.items() if isinstance(v, int | float) and not isinstance(v, bool)}

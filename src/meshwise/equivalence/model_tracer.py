@@ -47,10 +47,10 @@ from meshwise.transfer.sharded import full_tensor
 
 
 class ModelTracer:
-    """Traces `model`. `begin` a step, then enter `forward` and `backward` around those of each microbatch.
+    """Traces `model`. Call `begin` for each step, and enter `forward` and `backward` for each microbatch.
 
-    trace: of the whole run. step: of the step that began last. reference: the draws of one device, on the side that
-    follows it. Collective if the model is divided.
+    trace: the trace of the whole run. step: the trace of the step that began last. reference: the random draws to
+    repeat, those of one device; None on one device. Collective if the model is divided.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class ModelTracer:
         self._forwards = 0  # of microbatches, and of batches that became none
         self._rows: Rows  # of that microbatch, as its draws
         self.draws: KeyedDraws
-        """Those of the microbatch that is worked on."""
+        """The random draws of the current microbatch."""
         self._calls: dict[str, int] = {}
         self.in_forward = False
-        """Whether the forward of a microbatch is open."""
+        """Whether a microbatch's forward is being traced."""
         self._numbers = NotedNumbers()
         self._running = list[str]()  # modules, the innermost last
         self._open_calls: list[list[int]] = []  # of each: draws before it, draws of the calls inside it
@@ -95,7 +95,7 @@ class ModelTracer:
                 p.register_post_accumulate_grad_hook(partial(self._ready, clean(name)))
 
     def begin(self, step: int) -> StepTrace:
-        """Begin a step, counted from 0: what the model does in it goes into the step's trace."""
+        """Begin step number `step`, counted from 0; return its trace, which records what follows."""
         self._at, self.step, self._norms_left, self._begun = (step, -1), StepTrace(), None, self._forwards
         return self.step
 
@@ -103,10 +103,10 @@ class ModelTracer:
     def forward(
         self, rows: Rows, batch: Any, reading: Reading, *, alike: bool = False, number: int | None = None
     ) -> Iterator[None]:
-        """Trace the forward of the next microbatch of the step, of which this rank has `rows`, and got `batch`.
+        """Trace, in the with-body, the forward of the step's next microbatch, of which this rank has `rows` in `batch`.
 
-        number: of the microbatch, if a pipeline takes them in its own order. alike: in a run, ranks draw the same
-        numbers outside of the modules.
+        number: that of the microbatch, if a pipeline chooses the order. alike: whether ranks of a run, unlike a check,
+        draw the same numbers outside of modules.
         """
         step, newest = self._at
         self._at, self._rows = (step, newest + 1 if number is None else number), rows
@@ -134,11 +134,11 @@ class ModelTracer:
             self.trace.numpy_draws |= _position(np.random.get_state()) != _position(of_numpy)
 
     def _go_on(self, calls: dict[str, int]) -> None:
-        """Continue with the number of calls of each module in earlier stages of a pipeline."""
+        """Continue with the call counts of modules that earlier stages of a pipeline have sent."""
         self._calls = dict(calls)
 
     def discard(self) -> None:
-        """Forget the newest microbatch: no backward followed, so it was not one."""
+        """Forget the newest microbatch: without a backward, it was none."""
         self.trace.evaluation_draws += len(self.draws.log)
         step, number = self._at
         self._at = step, number - 1
@@ -146,7 +146,7 @@ class ModelTracer:
         self.step.contents = [contents for contents in self.step.contents if contents.microbatch < number]
 
     def _noting(self, layout: DrawLayout) -> DrawLayout:
-        """Note draws for this rank's rows that happen outside of the modules."""
+        """Return `layout`, but record draws that happen outside of the modules for this rank's rows."""
 
         def noted(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
             found = layout(call, operator, shape)
@@ -158,8 +158,8 @@ class ModelTracer:
 
     @contextlib.contextmanager
     def backward(self, number: int | None = None) -> Iterator[None]:
-        """Trace the backward of the newest microbatch, or of `number`: what it recomputes is in float64 and keyed
-        alike."""
+        """Trace, in the with-body, the backward of the newest microbatch, or of `number`: recomputation there is in
+        float64 and draws the same random numbers."""
         self.step.ready_order.clear()
         if self._reference is not None:
             self._own = self.step.own_gradients.setdefault((0, self._at[1] if number is None else number), {})
@@ -179,12 +179,12 @@ class ModelTracer:
         self._norms_left = local_norms(self._model)
 
     def forget_gradients(self) -> None:
-        """Forget gradients: the next backward computes them again, as in an optimizer's closure."""
+        """Forget the gradients of this step: the next backward computes them again, as in an optimizer's closure."""
         self._norms_left = None
         self.step.own_gradients.clear()
 
     def loss_made(self, loss: Tensor) -> None:
-        """Handle the loss of this rank alone: keep its gradients without the factor that the plan applies to them."""
+        """Record the numbers behind this rank's loss, and the plan's factor on the gradient of that loss."""
         if self._at[1] == 0 and self._rows.samples:
             self.step.numbers[:] = [self._numbers.of(loss)]
 
@@ -195,7 +195,7 @@ class ModelTracer:
             self._of_loss = loss.register_hook(note)
 
     def _watch_own(self) -> None:
-        """Set hooks where this rank's own gradients arrive: at a parameter, or at the whole it is gathered into."""
+        """Register hooks where gradients of this rank's loss arrive: on parameters, or on gathered sharded ones."""
         names = {id(p): name for name, p in named_parameters(self._model)}
         found = [(name, p) for name, p in named_parameters(self._model)]
         for _, module in sharded_modules(self._model):
@@ -207,7 +207,7 @@ class ModelTracer:
                 self._hooked[p] = p.register_hook(partial(self._keep_own, name))
 
     def _keep_own(self, name: str, gradient: Tensor) -> None:
-        """Keep the first gradient of a backward; later ones are replays by what reduces gradients."""
+        """Keep a parameter's first gradient in a backward; later calls come from what reduces gradients."""
         gradient = local_of(gradient) if is_replicated(gradient) else gradient
         if self._own is not None and name not in self._own and type(gradient) is Tensor:
             with without_interception():
@@ -216,7 +216,7 @@ class ModelTracer:
                     self.step.own_boxes[0, name] = _box(gradient.detach() != 0)
 
     def _compare_with_last_backward(self) -> None:
-        """Note whether gradients were changed since the last backward of this step."""
+        """Record whether gradients were changed since the last backward of this step."""
         if self._norms_left is None:
             return
         now = local_norms(self._model)
@@ -228,7 +228,7 @@ class ModelTracer:
             self.step.modified_between_backwards.append((0, self._at[1] - 1, before, after, alike))
 
     def keyed(self, function: Callable[..., Any], rows: Sequence[Rows]) -> Callable[..., Any]:
-        """Evaluate a job in float64 with keyed draws; called for each of `rows`, in their order."""
+        """Return `function`, to evaluate a job in float64 with keyed draws. rows: those of each call, in order."""
         batches = iter(enumerate(rows))
         now: list[Any] = []  # the batch, its number and rows: a rank with two stages of a pipeline calls it twice
 
@@ -274,18 +274,18 @@ class ModelTracer:
                 tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))  # would be seen
 
     def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """Keep the gradient that reaches an output, of this rank's loss alone."""
+        """Keep the gradient of this rank's loss alone that reaches an output."""
         gradient = gradients[number]
         if self._in_backward and not output.gradient and type(gradient) is Tensor and gradient.shape == output.shape:
             with without_interception():
                 output.gradient.update(sketches(gradient.detach() / (self._own_factor or math.inf), output.rows))
 
     def _drawn(self) -> int:
-        """Count the draws of this microbatch so far; of those that cannot be keyed, the kinds."""
+        """Return the number of draws in this microbatch so far, plus the kinds of draws that cannot be keyed."""
         return len(self.draws.log) + len(self.draws.unkeyed)
 
     def _close_call(self, name: str) -> None:
-        """End a module's call, and note whether it drew more than the modules inside it."""
+        """End a module's call; record the module if it drew random numbers itself, not only in modules inside it."""
         if not self._open_calls:
             return
         self._running.pop()
@@ -298,19 +298,19 @@ class ModelTracer:
 
 
 def _box(there: Tensor) -> list[tuple[int, int]]:
-    """Return the range of true elements in each dim; empty if there are none."""
+    """Return the range that contains all true elements, in each dim; empty if there are none."""
     along = [there.transpose(0, dim).reshape(size, -1).any(1).nonzero() for dim, size in enumerate(there.shape)]
     return [(int(where[0]), int(where[-1]) + 1) for where in along if len(where)]
 
 
 def _position(state: Any) -> tuple[bytes, int]:
-    """Return the state of NumPy's generator: its key, and how much of it is used."""
+    """Return the position in NumPy's random stream: the generator's key, and how much of it is used."""
     _, key, used, *_ = state
     return key.tobytes(), used
 
 
 class LooksOn:
-    """A hook that only observes. In a copy of its module, or in a file, it becomes one that does nothing."""
+    """A hook that only observes. Copied or pickled with its module, it becomes a hook that does nothing."""
 
     def __init__(self, looks: Callable[..., None]) -> None:
         self._looks = looks

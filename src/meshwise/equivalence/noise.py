@@ -2,9 +2,9 @@
 
 Examples are a bias in front of a batch norm, or the keys' bias.
 
-Adam divides that rounding by its size, so they take steps of no meaning, others on each side. They are not compared.
-What follows from them without changing a gradient (a running mean, an evaluation) is: one device runs once more, with
-the plan's values of these elements in the place of its own.
+Adam divides such a gradient by its size, so these elements take meaningless steps, which differ between sides. They are
+not compared. What depends on them without changing a gradient (a running mean, an evaluation) is compared: one device
+runs once more, and takes over the plan's values of these elements.
 
 Tested in tests/equivalence/test_pieces.py.
 """
@@ -24,7 +24,7 @@ NOISE = 1e-8  # of the largest gradient
 
 
 def note_noise(noise: Named, mine: Named, others: Named) -> None:
-    """Mark in `noise`, by parameter, the elements that are noise in the gradients of both sides of a step."""
+    """Mark the elements of each parameter in `noise` whose gradients are rounding noise on both sides in a step."""
     most = largest(mine.values())
     for name in mine.keys() & others.keys():
         a, b = mine[name].abs(), others[name].abs()
@@ -35,7 +35,7 @@ def note_noise(noise: Named, mine: Named, others: Named) -> None:
 
 
 def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
-    """Return the elements that are noise after each step, with the plan's values; empty if there are none."""
+    """Return, after each step, masks of noise elements with the plan's parameter values; empty if there is no noise."""
     noise: dict[str, Tensor] = {}
     found = list[Noise]()
     for mine, other in zip(reference.steps, actual.steps, strict=False):
@@ -46,7 +46,7 @@ def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
 
 
 def take_noise(model: nn.Module, noise: Sequence[Mapping[str, tuple[Tensor, Tensor]]], step: int) -> None:
-    """Give the elements of `model` that are noise after step `step`, counted from 0, the values of the other side."""
+    """After step `step`, counted from 0, set the elements of `model` that are noise to the values in `noise`."""
     if step < len(noise):
         with torch.no_grad():
             for name, p in named_parameters(model):

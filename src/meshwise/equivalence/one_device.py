@@ -2,8 +2,8 @@
 
 It is a plain loop, with the microbatches of the plan.
 
-It shares the order of the data with the rest of meshwise, and nothing else: what the training step gets wrong on any
-number of devices is seen too.
+It shares only the order of the data with the rest of meshwise, so a check also sees what meshwise's training step gets
+wrong on any number of devices.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from meshwise.spec.units import bytes_text
 
 STATE = 2  # tensors of a parameter's size that an optimizer keeps; Adam's
 Means = dict[str, tuple[Tensor, Tensor]]
-"""Name -> a mean, and its weight."""
+"""Maps the name of a metric to its mean and the mean's weight."""
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """The model, optimizer and data of one device, ready to train."""
+    """What one device trains: the job, the model and its tracer."""
 
     job: Job
     spec: CheckSpec
@@ -53,7 +53,7 @@ class _Reference:
 
 
 def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
-    """Train `job` for the steps of `spec` in this process, and evaluate it."""
+    """Train `job` in this process for the steps of `spec`, evaluate it, and return the trace."""
     with torch.random.fork_rng(), called_in_float64(spec.in_float64), plain_attention():
         seed_all(job.seed)
         model = job.model()
@@ -67,9 +67,9 @@ def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
 
 
 def check_room(model: nn.Module, spec: CheckSpec, job: Job) -> None:
-    """Raise UsageError if host memory cannot hold what a check keeps of a model of this size.
+    """Raise UsageError if host memory cannot hold what a check of a model of this size keeps.
 
-    Of each step both sides keep gradients, parameters and state in float64, and data to send exists twice.
+    For each step, both sides keep gradients, parameters and optimizer state in float64; data to send exists twice.
     """
     size = 8 * sum(p.numel() for p in model.parameters())
     a_step = 2 + STATE + (job.clip_norm is not None)
@@ -85,7 +85,7 @@ def check_room(model: nn.Module, spec: CheckSpec, job: Job) -> None:
 
 
 def _train(run: _Reference, test: Data | None) -> None:
-    """Train, and evaluate before the last step and after it."""
+    """Train for all steps; evaluate before the last step and after it."""
     job, model = run.job, run.model
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
@@ -117,7 +117,7 @@ def _train(run: _Reference, test: Data | None) -> None:
 
 
 def _closure(run: _Reference, batches: list[Microbatch], step: StepTrace) -> float:
-    """Run what an optimizer's step calls, once or several times: return the loss, with clipped gradients in `.grad`."""
+    """Compute loss and clipped gradients, and return the loss; an optimizer may call this closure several times."""
     run.model.zero_grad()
     run.tracer.forget_gradients()
     step.samples += [[part.indices.tolist()] for _, part in batches]
@@ -138,13 +138,13 @@ def _batches(run: _Reference, data: Data, slices: list[BatchSlice], epoch: int) 
 
 
 def _weighed(result: Any, part: BatchSlice, where: str, summed: int | None) -> tuple[Tensor, Tensor]:
-    """Return a mean and its weight. summed: see `split_weight`."""
+    """Return a mean and its weight from what a loss or metric returned. summed: see `split_weight`."""
     mean, weight = split_weight(result, part, where, summed=summed)
     return mean, as_weight(part.samples if weight is None else weight, mean)
 
 
 def _backward(run: _Reference, batches: list[Microbatch], step: StepTrace) -> float:
-    """Leave in `.grad` the weighted mean over the microbatches; return that of the losses."""
+    """Leave in `.grad` the gradient of the microbatches' weighted mean loss; return that loss."""
     total = weights = torch.zeros((), dtype=torch.float64)
     for batch, part in batches:
         with run.tracer.forward(_all_rows(part), batch, Reading()), computing(run.device, run.spec.dtypes):
@@ -161,7 +161,7 @@ def _backward(run: _Reference, batches: list[Microbatch], step: StepTrace) -> fl
 
 
 def _evaluate(run: _Reference, data: Data | None) -> None:
-    """Return metrics of the test set, in place of those of an earlier evaluation."""
+    """Record the metrics of the test set in the trace, in place of those of an earlier evaluation."""
     if data is None:
         return
     job, trace = run.job, run.tracer.trace
@@ -188,7 +188,7 @@ def _evaluate(run: _Reference, data: Data | None) -> None:
 def _measured(
     run: _Reference, metrics: Callable[..., Any], data: Data, parts: list[BatchSlice]
 ) -> Iterator[tuple[BatchSlice, Means]]:
-    """Yield the metrics of each batch."""
+    """Yield each batch's slice with its metrics: their means and weights."""
     for batch, part in _batches(run, data, parts, 0):
         with torch.no_grad(), computing(run.device, run.spec.dtypes):
             results = metrics(run.model, batch)

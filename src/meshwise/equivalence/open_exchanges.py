@@ -1,6 +1,6 @@
 """Find the exchange that was under way when NaN appeared.
 
-The buffer that an exchange writes holds NaN until it has ended.
+The buffer that an exchange writes holds NaN until the exchange has ended.
 
 Tested in tests/equivalence/test_kinds.py.
 """
@@ -19,11 +19,11 @@ from meshwise.spec.user_code import user_place
 from meshwise.spec.words import some
 
 UNREAD = ("fill_", "empty", "new_empty", "empty_like", "empty_strided", "copy_")
-"""Operators whose NaN nobody has computed with yet."""
+"""Operators whose result may hold NaN although nothing has computed with the NaN yet."""
 
 
 def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]:
-    """Add to `found` a sentence on the first operator in the body that returns NaN while an exchange is open."""
+    """Append to `found` a sentence on the first operator in the with-body that returns NaN during an exchange."""
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, name = operator(*args, **kwargs), operator_name(operator)
@@ -36,10 +36,10 @@ def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]
 
 
 def say_nan(found: list[str], what: str, under_way: list[str]) -> None:
-    """Add a sentence on an open exchange at the moment when a value is NaN."""
+    """Append to `found` a sentence on the exchanges that were under way when a value was NaN."""
     found.append(f"nobody had waited for {some(under_way)} when {what} what it writes")
 
 
 def is_nan(tensor: Tensor) -> bool:
-    """Return whether it contains NaN."""
+    """Return whether a tensor contains NaN."""
     return tensor.is_floating_point() and bool(tensor.detach().isnan().any())

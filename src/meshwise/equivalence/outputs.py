@@ -16,10 +16,10 @@ from meshwise.equivalence.trace import Output
 
 
 def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, float] | None:
-    """Return the relative and absolute difference between a call on one device and on ranks; None if they cannot be
+    """Return the relative and absolute difference of a call's output on one device and on ranks; None if they cannot be
     compared.
 
-    Ranks may have had other samples, or more of them, than one device: nothing is assumed.
+    The ranks need not have the samples of one device, nor as many.
     """
     for layout, dim in (("0", 0), ("1", 1)):
         parts = [rank.sketches[layout] for rank in ranks if layout in rank.sketches]
@@ -39,8 +39,8 @@ def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, floa
 
 @dataclass(frozen=True)
 class Layout:
-    """How slices along a dim of one device are distributed over the ranks: their number, the number of each rank, and
-    their order. is_last: whether it is the last dim, that of features."""
+    """How one device's slices along a dim are distributed over the ranks. whole: their number; parts: the number on
+    each rank; order: one of `ORDERS`; is_last: whether the dim is the last one, that of features."""
 
     whole: int
     parts: tuple[int, ...]
@@ -49,11 +49,11 @@ class Layout:
 
 
 ORDERS = ("one after the other", "in turn", "from both ends")
-"""Orders of slices: contiguous; every n-th; one chunk from each end, which balances causal attention."""
+"""How slices are assigned to ranks: contiguous, every n-th, or one chunk from each end to balance causal attention."""
 
 
 def _order(layout: Layout) -> Tensor:
-    """Return the numbers of one device's slices, in the order of the ranks."""
+    """Return the indices of one device's slices in the order in which the ranks hold them."""
     every, ranks = torch.arange(layout.whole), len(layout.parts)
     if layout.order == "in turn":
         return torch.cat([every[rank::ranks] for rank in range(ranks)])
@@ -64,13 +64,13 @@ def _order(layout: Layout) -> Tensor:
 
 
 def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, tuple[float, float]]]:
-    """Yield each way in which the ranks' slices may be those of one device, and their difference in that case."""
+    """Yield each layout by which the ranks may hold slices of one device's output, with the difference under it."""
     for layout, mine, theirs in divided_rows(one, ranks):
         yield layout, rows_difference(mine, theirs)
 
 
 def divided_rows(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, Tensor, Tensor]]:
-    """Yield each such way, and sketches of the slices of both sides, in the order of the ranks."""
+    """Yield each layout by which the ranks may hold slices, and sketches of both sides' slices in the ranks' order."""
     if len(ranks) < 2:
         return
     last = len(one.shape) - 1
@@ -87,7 +87,7 @@ def divided_rows(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout,
 
 
 def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return whether the ranks' outputs add up to that of one device, as before an all_reduce."""
+    """Return whether the ranks' outputs add up to that of one device, as partial sums before an all_reduce do."""
     if len(ranks) < 2 or any(rank.shape != one.shape for rank in ranks):
         return False
     total = torch.stack([rank.sketches["whole"] for rank in ranks]).sum(0)
@@ -95,12 +95,12 @@ def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
 
 
 def has_rows_of_samples(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return whether its rows may be those of the samples; then no other layout is tried."""
+    """Return whether the rows of the output may be those of the samples; then no other layout is tried."""
     return any(f"{dim}" in one.sketches and _fits(one, ranks, dim) for dim in (0, 1))
 
 
 def _same_rows(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return whether the ranks have one device's rows in another order, such as tokens sorted by their expert."""
+    """Return whether the ranks have the rows of one device in any order, such as tokens sorted by expert."""
     parts = [rank.sketches["unordered"] for rank in ranks if "unordered" in rank.sketches]
     if "unordered" not in one.sketches or len(parts) < len(ranks):
         return False
@@ -112,7 +112,7 @@ def _all_equal(sizes: Sequence[tuple[float, float]]) -> bool:
 
 
 def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) -> bool:
-    """Return whether each rank may have a part of one device's output along `dim`.
+    """Return whether shapes allow each rank to have a part of one device's output along `dim`.
 
     padded: a rank's samples may have fewer positions in dim 1.
     """
@@ -129,7 +129,7 @@ def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) 
 
 
 def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Compare each rank's samples with those of one device, up to the rank's length. Empty if their numbers differ."""
+    """Compare each rank's samples with those of one device, up to the rank's length; empty if their counts differ."""
     if sum(map(len, ranks)) != len(mine):
         return []
     parts = mine.split([len(part) for part in ranks])
@@ -141,7 +141,7 @@ def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[f
 
 
 def rows_difference(mine: Tensor, other: Tensor) -> tuple[float, float]:
-    """Compare sketches row by row; a row that is not finite has a sketch that is not, on both sides."""
+    """Return the largest relative and absolute difference between rows of sketches; NaN and NaN count as equal."""
     lengths, difference = mine.norm(dim=1), apart(other, mine).norm(dim=1)
     scale = lengths.nan_to_num(0.0, 0.0).clamp(min=FLOOR * largest([lengths]))
     return ratio(difference, scale), float(difference.max()) if len(difference) else 0.0

@@ -2,9 +2,9 @@
 
 A loss that compares samples with each other uses such operators.
 
-A tensor with two dims that both grow with the rank's rows holds pairs. What is summed over the rows and is no single
-number is a statistic of the batch; what is sorted, picked or moved along them compares samples. Of one forward alone
-that may be chance (as many features as samples); of the same call in two with other numbers of samples it is not.
+A tensor with two dims that both grow with the number of rows holds pairs of samples. A sum over rows that is no single
+number is a statistic of the batch; sorting, indexing or moving along rows compares samples. In one forward that may be
+chance (as many features as samples); if the same call does it with another number of samples, it is not.
 
 Tested in tests/equivalence/test_pairs.py.
 """
@@ -24,10 +24,10 @@ from meshwise.compat.dispatch import intercept_operators, named_arguments, opera
 from meshwise.spec.user_code import user_place
 
 Dims = tuple[tuple[int, float], ...]
-"""Dims of a tensor that are multiples of the rows, and the multiple of each."""
+"""Dims of a tensor whose sizes are multiples of the number of rows, each with its multiple."""
 Pairs = dict[tuple[str, str | None, int, Dims, int], str]
-"""(operator, the module that runs (None outside of the model), number of its call there, dims of the result, rows) ->
-its line in the program."""
+"""Maps (operator, module that runs or None outside of the model, number of its call there, dims of the result, rows) to
+the source line."""
 
 
 STATISTIC = -1  # in the place of a dim
@@ -41,7 +41,7 @@ _TOGETHER = OVER_ROWS | SPREAD | CURVED | ALONG_ROWS | {"mm", "index"}
 
 @dataclass(frozen=True)
 class Together:
-    """An operator that combines several samples: its name, the module that it runs in, and its line in words."""
+    """An operator that combines several samples: its name, the module that runs it, and a text with the source line."""
 
     operator: str
     module: str | None
@@ -49,13 +49,13 @@ class Together:
 
     @property
     def is_statistic(self) -> bool:
-        """Whether it is a mean or a spread over the samples."""
+        """Whether the operator takes a mean, a sum or a spread over the samples."""
         return self.operator in STATISTICS
 
 
 def noting_pairs(rows: int, found: Pairs, module: Callable[[], str | None]) -> AbstractContextManager[Any]:
-    """Record in `found`, in the with-body, operators whose result has two dims that are multiples of `rows`, or is a
-    statistic of the batch. module: returns the module that runs now; None outside of the model."""
+    """Record in `found`, in the with-body, operators that combine samples: their result has two dims that are multiples
+    of `rows`, or is a statistic. module: returns the module that runs now; None outside of the model."""
     calls: Counter[tuple[str, str | None]] = Counter()
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,7 +81,7 @@ def noting_pairs(rows: int, found: Pairs, module: Callable[[], str | None]) -> A
 
 
 def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str, Any], rows: int) -> int:
-    """Return how many rows of a tensor, a multiple of `rows`, an operator combines, except into one sum; else 0."""
+    """Return how many rows, a multiple of `rows`, an operator combines other than by summing all to one; else 0."""
     if not tensor.is_floating_point() or tensor.dim() == 0:
         return 0
     size = len(tensor)
@@ -104,7 +104,7 @@ def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str
 
 
 def taken_together(one: Pairs, rank: Pairs) -> list[Together]:
-    """Return where both sides combine samples, but different numbers of them, in the order of one device."""
+    """Return the operators that combine samples on both sides, but different numbers of them, in one device's order."""
     rows: dict[Any, set[int]] = {}
     for *call, count in rank:
         rows.setdefault(tuple(call), set()).add(count)

@@ -12,17 +12,17 @@ from meshwise.workers.join import rank_context
 
 
 class Passes:
-    """Reports which pass of a check runs. notify: gets a line for each pass; progress: gets the current position."""
+    """Reports which pass of a check runs. notify: called with a line for each pass; progress: with the current step."""
 
     def __init__(
         self, what: Sequence[str], steps: int, notify: Callable[[str], None], progress: Callable[[str], None]
     ) -> None:
-        """what: a name for each pass, in their order."""
+        """what: a name for each pass, in the order in which they run."""
         self._what, self._steps, self._notify, self._progress = what, steps, notify, progress
         self._begun = 0
 
     def begin(self) -> Callable[[int, Message], None]:
-        """Begin the next pass, perhaps beside others; return a function that takes messages of its workers."""
+        """Begin the next pass; return a function that handles the messages of the workers that run it."""
         now = self._next()
 
         def received(rank: int, message: Message) -> None:
@@ -44,12 +44,12 @@ class Passes:
 
 
 def say_next_pass() -> None:
-    """Tell, in a worker, that it continues with another pass."""
+    """Tell the main process, from a worker, that the next pass begins."""
     _send("pass")
 
 
 def say_step(step: int) -> None:
-    """Tell, in a worker, how many steps of the pass are done."""
+    """Tell the main process, from a worker, how many steps of the pass are done."""
     _send("checked", step=step)
 
 

@@ -1,7 +1,7 @@
 """Classify outputs of ranks with the same samples.
 
-Outputs, and the gradients that come back to them, are alike, slices of the whole, or parts of a sum: a program that
-divides the work of its modules by hand leaves them so.
+A program that divides the work of its modules by hand has, on such ranks, equal outputs, slices of the whole output, or
+parts of a sum; the same holds for the gradients that reach the outputs.
 
 Tested in tests/equivalence/test_tensor_by_hand.py.
 """
@@ -26,13 +26,13 @@ from meshwise.equivalence.trace import Output, StepTrace
 
 Ways = list[tuple[Layout, tuple[float, float]]]
 Groups = Sequence[Sequence[Output]]
-"""For each set of samples, the outputs of the ranks that have it."""
+"""The outputs of ranks, in one list for each set of ranks that share samples."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """How differing outputs of ranks relate to that of one device. whole: their difference if each has all of its
-    samples; None if that is impossible. ways: the layouts if they are slices. summed: whether they add up to it."""
+    """How differing outputs of ranks relate to one device's output. whole: the difference if each rank has the whole
+    output of its samples; None if impossible. ways: layouts if they are slices. summed: whether they add up to it."""
 
     whole: tuple[float, float] | None
     ways: Ways
@@ -40,7 +40,7 @@ class Parts:
 
 
 def peers_in(step: StepTrace) -> dict[Any, Groups]:
-    """Return the outputs of each call on ranks that share samples; empty if no ranks do."""
+    """Return, for each call's key, the outputs of the ranks that share samples; empty if no ranks do."""
     sides = [[{output.key: output for output in rank} for rank in ranks] for ranks in step.peers]
     first = sides[0][0] if sides else {}
     return {
@@ -51,7 +51,7 @@ def peers_in(step: StepTrace) -> dict[Any, Groups]:
 
 
 def parts_of(one: Output, groups: Groups) -> Parts | None:
-    """Describe how outputs of ranks with the same samples differ; None if they are equal."""
+    """Describe how the outputs of ranks with the same samples differ; None if they are equal."""
     if all(_alike(ranks[0], other) for ranks in groups for other in ranks[1:]):
         return None
     firsts = [ranks[0] for ranks in groups]
@@ -61,7 +61,7 @@ def parts_of(one: Output, groups: Groups) -> Parts | None:
 
 
 def adds_up_to(one: Output, groups: Groups) -> bool:
-    """Return whether the outputs of ranks with the same samples add up to that of one device."""
+    """Return whether the outputs of ranks that share samples add up to the output of one device."""
     if any(other.shape != ranks[0].shape for ranks in groups for other in ranks):
         return False
     found = output_difference(one, [_total(ranks) for ranks in groups])

@@ -13,7 +13,7 @@ from meshwise.spec.plan import Plan
 class ProgramTrace:
     """The trace of a program.
 
-    plan: of its models; None if it distributed none. trace: None if there was no batch. backwards: their number.
+    plan: that of its models; None if it distributed none. trace: None without batches. backwards: how many ran.
     """
 
     plan: Plan | None = None
@@ -22,7 +22,7 @@ class ProgramTrace:
 
 
 def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
-    """Return the trace to compare. Raises UsageError, with what to write, for a script without one."""
+    """Return the trace to compare. Raise UsageError, which says what to write, if the script made no steps."""
     if found.plan is None:
         raise UsageError(
             f"{script}: mw.distribute was given no model, so there is nothing to check. Write "

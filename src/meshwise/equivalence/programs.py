@@ -43,11 +43,11 @@ RESUMED = 2  # times: the state that a resumed run saves may lack something
 
 
 def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | None, seed: int) -> ProgramTrace | None:
-    """Run `script`, as `python script.py` would, in this process for the steps of `spec`. Collective; rank 0 gets the
-    traces of all ranks.
+    """Run `script` in this process, as `python script.py` would, for the steps of `spec`. Collective; only rank 0 gets
+    a trace, of all ranks.
 
     The script runs unchanged, from the same seeds, in float64 if `spec` says so, with its loops cut short (see
-    short_loops.py), and ends on all ranks together. draws: the random draws of one device, on the side that follows it.
+    short_loops.py), and ends on all ranks together. draws: random draws to repeat; None on one device.
     """
     engine = default_engine()
     watcher = EngineWatcher(engine, spec, seed, draws)
@@ -76,8 +76,8 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
 
 @contextlib.contextmanager
 def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
-    """If asked for, perturb exchanges between ranks in one of the passes, and watch their streams in all; yields the
-    races of this rank, complete after the body."""
+    """If `spec.perturb`, look for races in the with-body: watch streams in every pass, and delay collectives in one
+    pass. Yields the list of this rank's races, complete after the body."""
     found: list[str] = []
     if not spec.perturb:
         yield found
@@ -93,7 +93,7 @@ def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
 
 
 def _tell(races: list[str], found: ProgramTrace) -> None:
-    """Add the races of all ranks to what was found. Collective."""
+    """Write the races of all ranks into the trace. Collective."""
     if found.trace is not None:
         found.trace.races = sorted({race for own in gather_objects(races, everyone()) for race in own})
 
@@ -108,7 +108,7 @@ def _run(script: Callable[[], object]) -> None:
 
 @dataclass
 class _Run:
-    """A job under a plan, with a watcher."""
+    """A job that trains under a plan while a watcher records it."""
 
     job: Job
     spec: CheckSpec
@@ -125,10 +125,10 @@ class _Run:
 
 
 def watch_job(job: Job, spec: CheckSpec, draws: Draws) -> ProgramTrace | None:
-    """Train `job` under the plan of `spec`, and evaluate it. Collective; rank 0 gets the traces of all ranks.
+    """Train `job` under the plan of `spec`, and evaluate it. Collective; only rank 0 gets a trace, of all ranks.
 
-    Before the last step the run is saved and another one continues from there, as with `--resume`, twice; then it is
-    evaluated. A check of two steps does not resume, to show what lasts from step to step.
+    Before the last step, the run is twice saved and resumed, as with `--resume`, and then evaluated. A check of two
+    steps does not resume, as a resume could hide what a step leaves behind in memory.
     """
     engine = make_engine(join(), spec.plan)
     watcher = EngineWatcher(engine, spec, job.seed, draws, job=job)
@@ -173,7 +173,7 @@ def _train(run: _Run) -> None:
 
 
 def _go_on(run: _Run) -> None:
-    """Save the run, and let another one continue from there. Collective."""
+    """Save the run, and continue with a new run that loads what was saved. Collective."""
     written = io.BytesIO()
     torch.save(pack(run.state), written)
     saved: Any = torch.load(io.BytesIO(broadcast_object(written.getvalue(), everyone())), weights_only=True)
@@ -187,7 +187,7 @@ def _go_on(run: _Run) -> None:
 
 
 def _evaluate(run: _Run, data: Data | None) -> None:
-    """Return metrics of the test set, in place of those of an earlier evaluation."""
+    """Record the metrics of the test set in the trace, in place of those of an earlier evaluation."""
     job, engine = run.job, run.engine
     trace, tracer = run.watcher.found.trace, run.watcher.tracer
     if data is None or trace is None or tracer is None:

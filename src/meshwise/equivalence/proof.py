@@ -21,11 +21,11 @@ from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.plan import Plan
 
 ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evaluation")
-"""Kinds whose rounding is reported."""
+"""Kinds of values whose rounding a proof reports."""
 
 
 class Verdict(Enum):
-    """The verdict of a check. DOUBTFUL: everything compared in float64 is equal, but another figure differs."""
+    """The verdict of a check. DOUBTFUL: all values compared in float64 are equal, but another figure differs."""
 
     EQUAL = "equal"
     DOUBTFUL = "doubtful"
@@ -34,9 +34,9 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Rounding:
-    """The largest relative difference of a kind from one device in float64, in the plan's own precision.
+    """The rounding of one kind of value in the plan's precision: the largest relative difference from float64.
 
-    kind: what is compared (see `compare.KINDS`). one_device, plan: the difference of each side.
+    kind: one of `compare.KINDS`. one_device, plan: how much each side differs from one device in float64.
     """
 
     kind: str
@@ -46,14 +46,14 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Proof:
-    """What `mw.check` found: whether the plan computes what one device computes, and if not, where and why.
+    """The result of `mw.check`: whether the plan computes what one device computes, and if not, where and why.
 
-    job: name of the job or the script. plan: the plan that was checked. devices: the devices it ran on (`4xcpu`).
-    batches: samples of each step. comparison: everything that was compared; `comparison.first` is the first difference
-    in the order in which things happen, None when there is none. module: of the first difference; empty if it has none.
-    cause: its likely cause, with the evidence. rounding: of each side in the plan's own precision; empty if not asked
-    for. notes: remarks on the plan, and what was not checked. doubts: figures that differ though all that is compared
-    in float64 is equal, a sentence each. warnings: a plan that divides little, and what is wrong on one device too.
+    job: the name of the job or the script. plan: the plan that was checked. devices: where it ran (`4xcpu`). batches:
+    samples in each step. comparison: all comparisons; `comparison.first` is the first difference in the order of
+    events, None if nothing differs. module: that of the first difference; empty if unknown. cause: the likely cause of
+    that difference. rounding: how each side rounds in the plan's own precision; empty if not asked for. notes: remarks
+    on the plan, and what was not checked. doubts: sentences on figures that differ although all that is compared in
+    float64 is equal. warnings: of a plan that divides little, and of mistakes that one device makes too.
     """
 
     job: str
@@ -70,7 +70,7 @@ class Proof:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the plan is equal, equal with doubts, or different: it decides the exit code."""
+        """The verdict, which decides the exit code: the plan is equal, equal with doubts, or different."""
         return Verdict.DIFFERENT if not self.equal else Verdict.DOUBTFUL if self.doubts else Verdict.EQUAL
 
     @property
@@ -88,8 +88,8 @@ def prove(
     rounded: Sequence[Trace] = (),
     again: Callable[[CheckSpec], Trace] | None = None,
 ) -> Proof:
-    """Compare one device with a plan. rounded: both in the plan's own precision, if asked for. again: runs one device
-    once more, if a difference may follow from noise (see noise.py)."""
+    """Compare one device with a plan. rounded: traces of both in the plan's own precision, if asked for. again: runs
+    one device once more, called if a difference may follow from noise (see noise.py)."""
     comparison = compare(reference, actual)
     first = comparison.first
     if first is not None and again is not None and (first.step > 1 or first.kind == "evaluation"):
@@ -127,7 +127,7 @@ def prove(
 
 
 def _rounding(rounded: Sequence[Comparison]) -> Iterator[Rounding]:
-    """Return the rounding of each kind. rounded: one device and the plan, or nothing."""
+    """Yield the rounding of each kind. rounded: one device and the plan, each compared with float64; or nothing."""
     if not rounded:
         return
     one, plan = ({c.kind: c.largest.relative for c in side.kinds} for side in rounded)

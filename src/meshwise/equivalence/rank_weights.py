@@ -1,9 +1,9 @@
 """Solve for the weights by which ranks' gradients add up.
 
-They are the gradients of each rank before anything is exchanged.
+These are the gradients of each rank before any exchange.
 
 plan = sum of w g, one device = sum of v g, over ranks and microbatches: least squares over all parameters, in float64,
-on sketches. A solution counts only where nothing but rounding is left; else no weights explain that gradient.
+on sketches. A solution counts only if its residual is rounding; else no weights explain that gradient.
 
 Tested in tests/equivalence/test_rank_weights.py.
 """
@@ -26,10 +26,10 @@ ROUNDING = 100 * LIMIT  # of what is wanted: a start that differs by 1e-13 is ma
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The weights with which ranks' and microbatches' gradients add up on one device and under the plan; `one` is None
-    if no weights give its gradient.
+    """The weights with which the gradients of ranks and microbatches add up to those of one device (`one`) and of the
+    plan (`plan`); None if no weights do.
 
-    columns: rank and microbatch of each weight. unique: whether no other weights fit as well.
+    columns: the rank and microbatch of each weight. unique: whether these weights alone fit.
     """
 
     columns: list[tuple[int, int]]
@@ -39,13 +39,13 @@ class RankWeights:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks, without their microbatches."""
+        """The ranks that have weights, each once."""
         return sorted({rank for rank, _ in self.columns})
 
 
 def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | None = None) -> RankWeights | None:
-    """Return the weights in the gradients of a step; None if no rank has a gradient of its own. names: the parameters,
-    by default all whose gradient is above rounding."""
+    """Return the weights of the ranks' gradients in a step; None if ranks hold no gradients before exchange. names: the
+    parameters to use, by default all whose gradient is above rounding noise."""
     own = {column: g for column, g in sorted(actual.own_gradients.items()) if g}
     most = NOISE * largest(reference.gradients.values())
     wanted = [n for n, g in reference.gradients.items() if largest([g]) > most] if names is None else list(names)
@@ -72,8 +72,8 @@ def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | N
 
 
 def solve(columns: Tensor, wanted: Tensor) -> tuple[list[float], bool] | None:
-    """Return the weights with which columns add up to the wanted vector, and whether they are unique; None if there are
-    none, or if there are so many columns that they always fit."""
+    """Return the weights with which `columns` add up to `wanted`, and whether they are unique; None if no weights do,
+    or if there are so many columns that some always would."""
     if not bool(wanted.isfinite().all() and columns.isfinite().all()) or columns.shape[1] == 0:
         return None
     rank = int(torch.linalg.matrix_rank(columns, rtol=1e-8))
@@ -85,5 +85,5 @@ def solve(columns: Tensor, wanted: Tensor) -> tuple[list[float], bool] | None:
 
 
 def shown(weights: Iterable[float]) -> str:
-    """Format weights for messages."""
+    """Format weights, separated by commas, for messages."""
     return ", ".join(f"{weight:.6g}" for weight in weights)

@@ -1,6 +1,6 @@
 """Compare what a script prints and logs on different device counts.
 
-They are numbers that it computes itself, which no trace has.
+A script computes these numbers itself, so no trace has them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 Shown = Sequence[tuple[str, str]]
-"""Lines of the script, such as train.py:31, and what each prints, in order."""
+"""Source lines of the script, such as train.py:31, each with a text that it prints, in the order of printing."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _WORD = re.compile(r"[a-z]+")
 _CLOSE = Decimal("1e-6")  # of the number's size: both sides compute in float64
@@ -26,15 +26,15 @@ MEASURED = {
     *("memory", "mem", "allocated", "reserved", "rss"),
     *("devices", "device", "rank", "ranks", "world", "workers", "gpus"),
 }
-"""Words before a number that is a time, memory, or a figure of the devices."""
+"""Words that mark the number after them as a time, an amount of memory, or a figure of the devices."""
 ALONE = "It counts this rank's samples alone: use mw.sum(total) / mw.sum(count)."
-"""Why a line prints another number although all that is compared is equal."""
+"""The likely reason why a line prints another number although all compared values are equal."""
 
 
 def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) -> tuple[list[str], list[str]]:
-    """Return a sentence for each line that prints other numbers on `devices` than on one device: first lines that
-    should not differ, then those of times, memory or devices. again: the lines of one device in another precision; a
-    number that differs greatly there depends on the moment."""
+    """Return sentences on lines that print other numbers on `devices` than on one device: a list for lines that should
+    not differ, and a list for times, memory or devices. again: the lines of one device in another precision; numbers
+    that differ greatly between its two runs are harmless too."""
     wrong, harmless = list[str](), list[str]()
     ours, theirs, once_more = map(_by_line, (one, many, again))
     for line in sorted(ours.keys() & theirs.keys()):
@@ -60,7 +60,7 @@ def _by_line(shown: Shown) -> dict[str, list[str]]:
 
 
 def _apart(text: str, other: str) -> list[int]:
-    """Return which numbers differ by more than their last printed digit; none if their counts differ."""
+    """Return positions of numbers that differ by more than their last printed digit; none if counts differ."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
     if len(numbers) != len(others):
         return []
@@ -68,7 +68,7 @@ def _apart(text: str, other: str) -> list[int]:
 
 
 def numbers_apart(text: str, other: str) -> list[tuple[Decimal, Decimal]]:
-    """Return the numbers that differ, in pairs."""
+    """Return the pairs of numbers, in the same position of both texts, that differ."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
     return [(Decimal(numbers[n]), Decimal(others[n])) for n in _apart(text, other)]
 
@@ -81,7 +81,7 @@ def _close(a: Decimal, b: Decimal) -> bool:
 
 
 def _is_measured(text: str, number: int) -> bool:
-    """Return whether the words at a number say that it is a time, memory or a figure of the devices."""
+    """Return whether the words around a number mark it as a time, memory or a figure of the devices."""
     found = list(_NUMBER.finditer(text))
     before = text[found[number - 1].end() if number else 0 : found[number].start()]
     clock = before == ":" and len(found[number][0]) == 2
@@ -91,7 +91,7 @@ def _is_measured(text: str, number: int) -> bool:
 
 
 def _is_of_the_moment(text: str, again: str, number: int) -> bool:
-    """Return whether one device prints another number there when it runs again."""
+    """Return whether a number differs greatly when one device runs again, and so depends on the moment of the run."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(again)
     if len(numbers) != len(others):
         return False

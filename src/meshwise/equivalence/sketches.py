@@ -2,8 +2,8 @@
 
 Such projections keep distances (Johnson and Lindenstrauss, 1984).
 
-The length of a sketch is about the length of its row, that of a difference of sketches about that of the difference of
-the rows, and a sketch of a sum is the sum of the sketches: at a thousandth of the memory.
+The norm of a sketch is about the norm of its row, the distance of two sketches is about the distance of the rows, and
+the sketch of a sum is the sum of the sketches. Sketches take a thousandth of the memory.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LONGEST = 4096  # values that are projected together; a longer row has a sketch 
 
 
 def sketch(value: Tensor) -> Tensor:
-    """Return the sketch of a whole tensor, one row."""
+    """Return the sketch of a whole tensor, as one row."""
     return _projected(as_real(value).reshape(1, -1))
 
 
 def pieces(value: Tensor) -> Tensor:
-    """Return a tensor of any shape as a few numbers: all of a small one, else sketches of some pieces of it."""
+    """Return a tensor as a short vector: all values of a small tensor, or sketches of 16 pieces of a large one."""
     flat = as_real(value).reshape(-1).to(torch.float64)
     if flat.numel() <= PIECES * DIRECTIONS:
         return flat.cpu()
@@ -37,9 +37,9 @@ def pieces(value: Tensor) -> Tensor:
 
 
 def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
-    """Return sketches of a tensor in every layout that it may have: `0` and `1` for the dim of the batch, `each` for
-    samples and their positions (samples, positions, ...), `along D` for slices along dim D, `whole`; and `unordered`
-    for rows in any order, whose sum over the ranks is that of one device."""
+    """Return sketches of a tensor in each layout that it may have: `0` and `1` if that dim is the batch, `each` for the
+    positions of each sample, `along D` for slices along dim D, `whole` for one row, and `unordered` for rows in any
+    order, whose sum over the ranks equals that of one device."""
     value = as_real(value)
     found = {"whole": sketch(value)}
     for dim in {0, min(1, value.dim() - 1), value.dim() - 1} if value.dim() else ():
@@ -59,7 +59,7 @@ def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
 
 
 def row_sketches(value: Tensor) -> Tensor:
-    """Return a sketch for each row of dim 0."""
+    """Return a sketch of each row along dim 0."""
     return _projected(as_real(value).flatten(1) if value.dim() > 1 else value[:, None])
 
 

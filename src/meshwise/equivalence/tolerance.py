@@ -13,26 +13,26 @@ FLOOR = 1e-3  # of the largest value of a kind: what is smaller is measured by i
 
 
 def ratio(difference: Tensor, scale: Tensor) -> float:
-    """Return the largest `difference` divided by `scale`."""
+    """Return the largest element of `difference / scale`; 0 if nothing differs."""
     if not difference.numel() or not bool((difference != 0).any()):
         return 0.0
     return finite(float((difference / scale).max()))
 
 
 def largest(tensors: Iterable[Tensor]) -> float:
-    """Return the largest finite absolute value in the floating tensors; 0 if there is none."""
+    """Return the largest finite absolute value in the floating-point tensors; 0 if there is none."""
     sizes = (t.abs().masked_fill(~t.isfinite(), 0.0) for t in tensors if t.is_floating_point())
     return max((float(size.max()) for size in sizes if size.numel()), default=0.0)
 
 
 def apart(mine: Tensor, other: Tensor) -> Tensor:
-    """Return the distances of elements; 0 where both are the same infinity, or both NaN."""
+    """Return `mine - other` by element, with 0 where both are the same infinity or both are NaN."""
     alike = (mine == other) | (mine.isnan() & other.isnan())
     return (mine - other).masked_fill(alike, 0.0)
 
 
 def finite(value: float) -> float:
-    """Return the difference, or the largest possible one for NaN."""
+    """Return the value, or infinity for NaN."""
     return math.inf if math.isnan(value) else value
 
 

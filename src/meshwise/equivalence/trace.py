@@ -20,21 +20,21 @@ from meshwise.spec.plan import Plan, at_precision
 
 Named = dict[str, Tensor]
 Divergence = dict[tuple[str, str], float]
-"""(kind of a difference, name) -> how much ranks differ from each other in it, relative to its size."""
+"""Maps (kind of a value, its name) to how much ranks differ from each other in it, relative to its size."""
 Noise = Mapping[str, tuple[Tensor, Tensor]]
-"""Parameter -> which of its elements are noise (see noise.py), and a tensor with their values."""
+"""Maps a parameter to a mask of its noise elements (see noise.py), and a tensor with their values."""
 Draws = Mapping[int, Sequence[Draw]]
-"""Forward of a batch, counted from 0 -> random draws."""
+"""Maps the number of a forward, from 0, to its random draws."""
 
 
 @dataclass(frozen=True)
 class CheckSpec:
-    """A check's settings.
+    """The settings of a check.
 
-    plan: the plan of the other side; for a script that chooses its own, replicas on as many devices. steps: optimizer
-    steps that both sides take. in_float64: whether both compute everything in float64; else in the plan's own
-    precision, to see its rounding. perturb: whether the plan's ranks are late at random, and exchanged values are NaN
-    until they are waited for (compat/perturbed.py). noise: the values that one device takes over from the plan.
+    plan: that of the other side; for a script that chooses its plan, one with as many replicas as devices. steps:
+    optimizer steps that both sides take. in_float64: whether both compute everything in float64; else in the plan's own
+    precision, to see its rounding. perturb: whether to delay the plan's ranks at random, and keep exchanged values NaN
+    until awaited (compat/perturbed.py). noise: parameter elements that one device takes over from the plan.
     """
 
     plan: Plan
@@ -44,7 +44,7 @@ class CheckSpec:
     noise: Sequence[Noise] = ()
 
     def applied(self, plan: Plan) -> Plan:
-        """Return a plan in the precision of this check."""
+        """Return `plan` in the precision of this check."""
         return at_precision(plan, "fp64") if self.in_float64 else plan
 
     @property
@@ -54,17 +54,17 @@ class CheckSpec:
 
     @property
     def ragged(self) -> int:
-        """The number of samples of a ragged batch, which gives ranks unequal slices."""
+        """The number of samples of a ragged batch, of which ranks have slices of unequal sizes."""
         return 2 * self.plan.devices * self.plan.accumulate + 1
 
 
 @dataclass(frozen=True)
 class Output:
-    """A module's output in one call on one rank, as sketches (see sketches.py). rows: the rank's samples.
+    """A module's output in one call on one rank, as sketches (see sketches.py). rows: how many samples the rank has.
 
     sketches: layout -> sketches. `0` and `1`: a row for each sample, if that dim can hold the batch; `each`: a row for
-    each position of each sample; `whole`: one row. gradient: the same for the gradient that reached it in the very
-    first backward; empty for others.
+    each position of each sample; `whole`: one row. gradient: sketches of the gradient that reached the output in the
+    very first backward; else empty.
     """
 
     microbatch: int
@@ -85,9 +85,9 @@ class Output:
 class Contents:
     """A rank's part of a microbatch, as the program got it.
 
-    place: the user's line that reads it. source: the data set. draws: the name of its own generator. collate: the
-    user's function that makes a batch of samples. fields: for each tensor with a row per sample its place in the batch,
-    the shape of a row, and a sketch of each row.
+    place: the user's source line that reads it. source: the data set. draws: the name of the data set's random
+    generator. collate: the user's function that makes a batch of samples. fields: for each tensor with a row per
+    sample, by name in the batch, the shape of a row and the rows' sketches.
     """
 
     microbatch: int
@@ -100,24 +100,24 @@ class Contents:
 
 @dataclass
 class StepTrace:
-    """One optimizer step of a side, in the order of events.
+    """The trace of one optimizer step on one side of a check.
 
     samples: microbatch -> rank -> the indices that counted. outputs, contents: of all ranks with samples, in rank
-    order. peers: for each of these ranks the outputs of all ranks with the same samples, its own first; empty if none
-    share samples. alike: rank 0 and the ranks with its samples, as numbered in the run.
-    ready_order: parameters in the order in which their gradients became ready in the last backward. clipped_gradients:
-    as the optimizer saw them, if they are clipped. learning_rates: of each group in this step. optimizer_state:
-    `PARAMETER KEY` -> tensor; scheduler: its numbers after the step.
-    own_gradients: rank and microbatch -> the gradients of its loss alone, before any exchange, in pieces (see
-    sketches.py), under the plan. own_boxes: rank and parameter -> the range of nonzero elements in each dim.
-    modified_between_backwards: (rank, microbatch, norm before, norm after, all by one factor) for gradients that
-    changed between two backwards. standing: microbatch -> the norm of the gradients that the next backward adds to.
-    rng_mismatch: whether a backward drew numbers that its forward did not. low_precision: parameters whose values on
-    some rank fit a lower precision, and which one. pairs: operators that may combine pairs of samples (see pairs.py),
-    on rank 0. numbers: the numbers behind the loss of the first microbatch (see loss_numbers.py), of each rank that has
-    samples. evaluating: modules in evaluation mode in a forward of it. nan_while_open: what became NaN while an
-    exchange was open, a sentence each, if exchanges are perturbed. changed_behind: parameters and buffers that changed
-    between the optimizer's step and the next batch; loaded: whether a model loaded a state there.
+    order. peers: for each set of ranks with the same samples, the outputs of each rank; empty if none share samples.
+    alike: rank 0 and the ranks with the same samples, by their global rank. ready_order: parameters in the order in
+    which their gradients became ready in the last backward. clipped_gradients: the gradients that the optimizer got, if
+    they are clipped. learning_rates: of each parameter group in this step. optimizer_state: `PARAMETER KEY` -> tensor,
+    after the step. scheduler: numbers in its state after the step. own_gradients: rank and microbatch -> under the
+    plan, the gradients of that rank's loss alone, before any exchange (see `sketches.pieces`). own_boxes: rank and
+    parameter -> the range of nonzero elements of the gradient in each dim. modified_between_backwards: (rank,
+    microbatch, norm before, norm after, whether all changed by one factor) for gradients changed between backwards.
+    standing: microbatch -> the norm of the gradients that the next backward adds to. rng_mismatch: whether a backward
+    drew numbers that its forward did not. low_precision: parameters whose values on some rank fit a lower precision,
+    and which one. pairs: operators that may combine pairs of samples (see pairs.py), on rank 0. numbers: the numbers
+    behind the loss of the first microbatch (see loss_numbers.py), for each rank with samples. evaluating: modules in
+    evaluation mode in a forward of the step. nan_while_open: sentences on what became NaN during an exchange, if
+    exchanges are perturbed. changed_behind: parameters and buffers that changed between the optimizer's step and the
+    next batch; loaded: whether a model loaded a state in that time.
     """
 
     samples: list[list[list[int]]] = field(default_factory=list)
@@ -154,18 +154,18 @@ class Trace:
     """The trace of one side.
 
     modules: name -> class. places: name -> line of its forward, if the user wrote it. tied: groups of names that share
-    one parameter. draws: of all forwards. evaluated: indices of the test set that counted. rank_divergence: before the
-    first step and in the evaluation. unkeyed: random operators that could not be keyed, so that ranks draw different
-    numbers. drawn_alike: draws for a rank's own rows that are the same on every rank in a run. numpy_draws: whether a
-    forward drew from NumPy's own generator. random_modules: modules that draw, without those that contain them.
-    recomputed_modules: modules that run again in the backward. evaluation_draws: random draws in the evaluation.
-    metric_sums: sum and weight of each metric. single_sample_metrics: metric -> sample -> its mean and weight alone,
-    for samples at the ends of batches. padding_ranks: first sample of an evaluated batch -> how many ranks had no
-    sample of it. races: faults of exchanges, if they were perturbed. shown: lines of a script, and what each printed or
-    logged. exchanges, exchanges_backward: the program's own (see exchanges.py), on rank 0. counted_again: sentences on
-    loops that every rank reads as a whole, so that mw.sum counts them once per rank. resumed: the state that each
-    resume before the last step of a job has restored. hints: what is wrong on one device too, a sentence each (see
-    hints.py).
+    one parameter. draws: the random draws of all forwards. evaluated: indices of the test set that counted.
+    rank_divergence: how ranks differ before the first step and in the evaluation. unkeyed: random operators that could
+    not be keyed, so that ranks draw different numbers. drawn_alike: draws for a rank's own rows that are the same on
+    every rank in a run. numpy_draws: whether a forward drew from NumPy's own generator. random_modules: modules that
+    draw, without those that contain them. recomputed_modules: modules that run again in the backward. evaluation_draws:
+    random draws in the evaluation. metric_sums: sum and weight of each metric. single_sample_metrics: metric -> sample
+    -> its mean and weight alone, for samples at the ends of batches. padding_ranks: first sample of an evaluated batch
+    -> how many ranks had no sample of it. races: faults of exchanges, if they were perturbed. shown: source lines of a
+    script, and what each printed or logged. exchanges, exchanges_backward: collectives that the program itself calls
+    (see exchanges.py), on rank 0. counted_again: sentences on loops that every rank reads as a whole, so that mw.sum
+    counts them once per rank. resumed: the states that a job's resumes restored. hints: sentences on mistakes that one
+    device makes too (see hints.py).
     """
 
     modules: dict[str, str]
@@ -199,7 +199,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Batches:
-    """The samples that the steps of a check read: whole batches; the last one is ragged, and begins another epoch."""
+    """The samples that the steps of a check read: whole batches, then a ragged one, from the start of another epoch."""
 
     seed: int
     samples: int
@@ -207,7 +207,7 @@ class Batches:
     spec: CheckSpec
 
     def of_step(self, step: int, epoch: int, index: int) -> tuple[int, int, Tensor]:
-        """Return the epoch, how many of its samples are read after step `step` (from 0), and the step's samples."""
+        """Return the epoch, the position in it after step `step` (from 0), and the indices that the step reads."""
         last = 0 < step == self.spec.steps - 1
         if index >= self.samples or (last and index):
             epoch, index = epoch + 1, 0
@@ -216,7 +216,7 @@ class Batches:
         return epoch, index + len(batch), batch
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the epoch and the samples of each step."""
+        """Yield the epoch and the sample indices of each step."""
         epoch = index = 0
         for step in range(self.spec.steps):
             epoch, index, batch = self.of_step(step, epoch, index)
@@ -224,11 +224,11 @@ class Batches:
 
 
 def microbatches(batch: Tensor, accumulate: int) -> list[BatchSlice]:
-    """Return the microbatches of a step as one device takes them."""
+    """Return the microbatches into which one device splits a batch."""
     parts = batch.tensor_split(min(accumulate, len(batch)))
     return [BatchSlice(part, len(part), len(batch)) for part in parts]
 
 
 def test_samples(count: int, batch_size: int) -> int:
-    """Return how many samples of a test set are evaluated: two batches and one sample, so that some ranks get none."""
+    """Return how many test samples are evaluated: at most two batches and one sample, so that some ranks get none."""
     return min(count, 2 * batch_size + 1)

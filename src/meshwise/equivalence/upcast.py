@@ -2,12 +2,12 @@
 
 Casts to float32 and below become casts to float64; those to complex64 become casts to complex128.
 
-A model in float64 that says `.float()` in its attention rounds to 1e-7 all the same, and no difference below that can
-be seen. With the casts changed two sides that compute the same agree to 1e-13, so that 1e-9 is a fault.
+A float64 model that calls `.float()` in its attention still rounds to 1e-7, which hides smaller differences. With such
+casts changed, two sides that compute the same agree to 1e-13, so that a difference of 1e-9 is a fault.
 
-Casts are changed where operators are: a forward, what of it runs again in the backward, and selective recomputation,
-which counts operators, see the same ones. What was made before, or by no operator (a teacher that is made at import, a
-file, an array of numpy) is in float32: operators read it as float64, and modules that are called become float64.
+Casts are changed in the dispatch of operators, so that a forward, its recomputation and selective recomputation, which
+counts operators, see the same ones. Tensors made earlier, or by no operator (a teacher made at import, a file, a NumPy
+array), are in float32: operators read them as float64, and modules become float64 when called.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ OF_A_SCALER = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_
 
 @contextlib.contextmanager
 def upcast(active: bool = True) -> Iterator[None]:
-    """Compute in float64 in the with-body and its backward: casts to float32, float16 and bfloat16 give float64, and so
-    do new tensors without a dtype."""
+    """Compute in float64 in the with-body and its backward: casts to float32, float16 or bfloat16 become casts to
+    float64, and new tensors without a dtype are in float64."""
     if not active:
         yield
         return
@@ -50,8 +50,8 @@ def upcast(active: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
-    """Keep `nn.TransformerEncoder` from packing padded batches into nested tensors in the with-body, as their sizes
-    cannot be read. Evaluation then computes what training computes."""
+    """Keep `nn.TransformerEncoder` in the with-body from packing padded batches into nested tensors, whose sizes cannot
+    be read, so that evaluation computes what training computes."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -62,8 +62,8 @@ def plain_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def called_in_float64(active: bool = True) -> Iterator[None]:
-    """Convert the parameters and buffers of a module that is called inside `upcast` to float64 in the with-body, and
-    back to their dtypes afterwards."""
+    """Convert modules that are called inside `upcast` to float64 in the with-body; afterwards restore the dtypes of
+    their parameters and buffers."""
     before: dict[Tensor, torch.dtype] = {}
 
     def widen(module: nn.Module, inputs: Any) -> None:
@@ -102,8 +102,8 @@ def _in_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _read_as_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Widen arguments in float32 and below that a torch operator only reads, if it returns a tensor of its own. Tensors
-    that are written in float32 are written from float32."""
+    """Convert arguments in float32 and below that an operator only reads to float64, if its result is a new tensor. If
+    the operator writes to a float32 tensor, convert what it reads to float32."""
     given = [*args, *kwargs.values()]
     tensors = [t for each in given for t in (each if isinstance(each, list) else [each]) if isinstance(t, Tensor)]
     if operator.namespace != "aten" or all(tensor.dtype not in WIDE for tensor in tensors):
@@ -126,7 +126,7 @@ def _read_as_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _narrow(operator: Any, args: tuple[Any, ...]) -> Any:
-    """Run operators of a GradScaler in float32, as they accept its scale, a power of two, in no other dtype."""
+    """Run a GradScaler's operators in float32, the only dtype in which they accept the loss scale."""
     narrow = [a.float() if isinstance(a, Tensor) and a.dtype == torch.float64 else a for a in args]
     result = operator(*narrow)
     for wide, its in zip(args, narrow, strict=True):
@@ -136,7 +136,7 @@ def _narrow(operator: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw random numbers in float32: start values, and data that a script makes, are then those of the program."""
+    """Draw random numbers in float32, so that start values and random data are those of the user's program."""
     name, first = operator_name(operator), args[0] if args else None
     if name.endswith("_") and isinstance(first, torch.Tensor) and first.dtype in (torch.float64, torch.complex128):
         return first.copy_(operator(first.to(_NARROW[first.dtype]), *args[1:], **kwargs))

@@ -1,6 +1,6 @@
 """Convert a proof to JSON, with every figure.
 
-What is infinitely far apart, because one side lacks it, is the text `inf`.
+An infinite difference, where one side lacks a value, is the text `inf`.
 
 Tested in tests/cli/test_check.py.
 """
@@ -17,7 +17,7 @@ from meshwise.spec.plan import changed
 
 
 def check_dict(proof: Proof | PlainProof) -> dict[str, Any]:
-    """Convert the proof to plain values."""
+    """Convert a proof to plain values, ready for JSON."""
     if isinstance(proof, PlainProof):
         plain: dict[str, Any] = json_value(proof, str)
         return {"verdict": proof.verdict.value, "equal": proof.equal, **plain}

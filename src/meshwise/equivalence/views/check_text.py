@@ -50,14 +50,14 @@ def _lines(proof: Proof, screen: Screen) -> list[Text]:
 
 
 def _not_compared(left_out: Sequence[str]) -> list[str]:
-    """Return a single line, as those of a large model would hide the rest."""
+    """Return one line on what was not compared; for several things, their number and the first."""
     if len(left_out) < 2:
         return [f"not compared: {text}" for text in left_out]
     return [f"not compared: {len(left_out)} things, which --json names; the first: {left_out[0]}"]
 
 
 def verdict(proof: Proof) -> list[Text]:
-    """Return the answer in a few sentences."""
+    """Return the lines that tell the verdict and, if the sides differ, the module and the cause."""
     batches = ", ".join(map(str, proof.batches))
     run = f"{plural(len(proof.batches), 'step')} of {batches} samples"
     first = proof.comparison.first
@@ -85,7 +85,7 @@ def verdict(proof: Proof) -> list[Text]:
 
 
 def _band(proof: Proof) -> list[Text]:
-    """Say how far rounding alone moves this program, also on one device: a run under the plan may differ by as much."""
+    """Say how far rounding alone moves this program on one device; a run under the plan may differ by as much."""
     sizes = [f"{each.kind} {_size(each.one_device)}" for each in proof.rounding if each.kind in OF_BAND]
     if not sizes:
         return []
@@ -99,7 +99,7 @@ def _limit() -> str:
 
 
 def _row(compared: Compared) -> list[str | Text]:
-    """Make a row: kind, how many, how many are faults, the largest difference, and where it is."""
+    """Return a table row: kind, number of comparisons, number of faults, the largest difference and its location."""
     largest = compared.largest
     style = "red" if compared.faults else ""
     return [
