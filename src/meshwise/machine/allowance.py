@@ -20,20 +20,20 @@ NO_LIMIT = 2**60  # version 1 writes "none" as the largest number of pages that 
 
 
 def allowed_cores() -> tuple[int, ...]:
-    """Return the cores that this process may run on: 2 in a container limited to 2 of 64 cores."""
+    """Return the cores that this process may use: its bound cores, but no more than its CPU quota allows."""
     cores, quota = bound_cores(), cpu_quota()
     return cores if quota is None else cores[: max(1, math.ceil(quota))]
 
 
 def bound_cores() -> tuple[int, ...]:
-    """Return the cores that this process is bound to, whatever its share of their time."""
+    """Return the cores that this process is bound to (affinity). The CPU quota is not considered."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """Give each worker an equal part of `cores`; with more workers than cores empty parts, so that nobody is bound."""
+    """Divide `cores` equally among workers. If there are fewer cores than workers, each part is empty: no binding."""
     if workers > len(cores):
         return [()] * workers
     edges = [round(i * len(cores) / workers) for i in range(workers + 1)]
@@ -41,7 +41,7 @@ def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 
 
 def cores_near(pci_address: str, cores: Sequence[int], root: Path = Path("/sys/bus/pci/devices")) -> tuple[int, ...]:
-    """Return those of `cores` on the NUMA node of a PCI device; all of them if the system does not say."""
+    """Return those of `cores` that are on the NUMA node of a PCI device; all of `cores` if none are, or if unknown."""
     try:
         near = core_list((root / pci_address.lower() / "local_cpulist").read_text().strip())
     except (OSError, ValueError):
@@ -59,7 +59,7 @@ def core_list(text: str) -> set[int]:
 
 
 def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """Return how many cores' worth of time this process may use, or None without a limit."""
+    """Return the CPU time that this process may use, in cores (1.5: one and a half); None without a limit."""
     if (root / "cpu.max").exists() or (root / "cgroup.controllers").exists():
         pairs = [read_text(group / "cpu.max").split() for group in groups("", root, own)]
     else:
@@ -71,12 +71,12 @@ def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
 
 
 def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """Return the bytes of memory that this process may use, or None without a limit."""
+    """Return the bytes of memory that the control groups allow this process; None without a limit."""
     return min((limit for limit, _ in _memory(root, own)), default=None)
 
 
 def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """Return the free bytes of that limit, including memory that the kernel would reclaim; None without a limit."""
+    """Return the bytes left below the memory limit, with those the kernel can reclaim; None without a limit."""
     return min((max(limit - used, 0) for limit, used in _memory(root, own)), default=None)
 
 

@@ -28,8 +28,8 @@ class Bench:
 
     machine: its devices, links and collectives with all measurements, as `meshwise bench --save` writes it. results:
     every path and collective with its times by size, including those that corrupt data. verdicts: each measured rate
-    beside the expected one, with its level (`good`, `low`, `far below`, `unknown`) and causes. seconds: how long it
-    took. stopped: why it ended early; None if everything was measured.
+    with the expected rate, its level (`good`, `low`, `far below`, `unknown`) and causes. seconds: how long the bench
+    took. stopped: why the bench ended early; None if everything was measured.
     """
 
     machine: Machine
@@ -45,7 +45,7 @@ class Bench:
 
     @property
     def exit_code(self) -> int:
-        """1 if a path corrupts data, that of an early stop, 3 if a path is far below its expected rate, 0 otherwise."""
+        """1 if a path corrupts data, else the code of an early stop, else 3 if a path is far below its rate, else 0."""
         judged = exit_code(list(self.verdicts), bool(self.wrong))
         return self.stopped.code if self.stopped is not None and judged != 1 else judged
 
@@ -59,7 +59,7 @@ def bench_of(
     seconds: float,
     stopped: Stop | None = None,
 ) -> Bench:
-    """Judge the machine with its measurements. measured: date and versions, for the machine file."""
+    """Add measurements to the machine, and judge them. measured: date and versions, for the machine file."""
     rates = {
         one.device: {"memory_rate": one.memory_rate, "matmuls": one.matmuls, "launch": one.launch}
         for one in map(_rounded, computed)
@@ -81,9 +81,9 @@ def bench_of(
 
 
 def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
-    """Return `machine` with only the named devices, in that order, and the links between them.
+    """Return `machine` with only the named devices, in the order of `names`, and the links between them.
 
-    CPU workers share the host's only CPU device, so `cpu:1` may be named if there is one `cpu:0`.
+    CPU workers share the host's only CPU device, so `cpu:1` may be named even if the machine has only `cpu:0`.
     """
     known = {device.name: device for device in machine.devices}
     cpu = known.get("cpu:0", Device("cpu:0", machine.hosts[0].processor or "cpu"))
@@ -94,7 +94,7 @@ def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
 
 
 def under_load(machine: Machine, lanes: Mapping[str, tuple[int | None, int | None]]) -> Machine:
-    """Set (generation, lanes) of host links to the values seen while bytes moved, by the device's name."""
+    """Set generation and lanes of PCIe links to the host to `lanes`, seen under load, by the device's name."""
     links = []
     for link in machine.links:
         seen = next((lanes[end] for end in (link.source, link.target) if end in lanes), None)
@@ -105,7 +105,7 @@ def under_load(machine: Machine, lanes: Mapping[str, tuple[int | None, int | Non
 
 
 def merged(machines: Sequence[Machine]) -> Machine:
-    """Merge several hosts into one machine: their devices, each with its host's number, and no links between them."""
+    """Merge machines of one host each into one machine. Its devices have their host's number; it has no links."""
     first = machines[0]
     devices = tuple(replace(d, host=at) for at, machine in enumerate(machines) for d in machine.devices)
     hosts = tuple(machine.hosts[0] for machine in machines)
@@ -132,7 +132,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _with_copies(machine: Machine, results: Sequence[PathResult]) -> tuple[Link, ...]:
-    """Return the links with the timings of their copies; a pair without a link uses the one for any such pair."""
+    """Return the links with timings of copies. A pair without a link gets one, made from the link for any devices."""
     measured: dict[tuple[str, str], Link] = {(link.source, link.target): link for link in machine.links}
     for result in results:
         if result.operation not in COPIES:

@@ -22,21 +22,21 @@ from meshwise.spec.quantity import read_quantity
 from meshwise.spec.units import percent_text
 
 NOT_CONFIRMED = " (from memory, not confirmed)"
-"""The end of the origin of a figure that nobody has looked up yet."""
+"""Ends the origin of a figure that nobody has looked up in a source yet."""
 LANES = {"pcie": 16, "nvlink": 1}
-"""The number of lanes or links that the catalog's rate of a generation is for."""
+"""For each kind of link: how many lanes or links the catalog's rate of a generation covers."""
 ARCHITECTURES = (
     ("volta", "turing", "ampere", "ada", "hopper", "blackwell"),
     ("cdna2", "cdna3", "cdna4"),
 )
-"""Generations of each vendor, oldest first: a missing share is borrowed from the nearest one."""
+"""Generations of each vendor, oldest first. A missing share of the peak is taken from the nearest generation."""
 
 
 @dataclass(frozen=True)
 class PartLink:
-    """A link that a part has. bandwidth: bytes/s one way of all its `width` lanes or links together.
+    """A link of a part. bandwidth: bytes/s one way, of all its `width` lanes or links together.
 
-    mesh: the links go to several devices, so a pair has only some of them; else all go through a switch.
+    mesh: the part's links go directly to several devices, so that a pair has only some of them; else to a switch.
     """
 
     kind: str
@@ -48,12 +48,12 @@ class PartLink:
 
     @property
     def pair(self) -> float:
-        """Return bytes/s one way between two devices: of one link if the links go to several devices."""
+        """Return bytes/s one way between two devices: of one link only, if the links go to several devices."""
         return self.bandwidth / self.width if self.mesh and self.width else self.bandwidth
 
     @property
     def full(self) -> dict[str, Any]:
-        """Return the fields of a `Link` with the full rate of the part."""
+        """Return the part's full rate, generation and width as fields of a `Link`."""
         return {
             "bandwidth": self.bandwidth,
             "full_generation": self.generation,
@@ -67,8 +67,8 @@ class CatalogPart:
     """A device that can be bought. memory in bytes, memory_bandwidth in bytes/s, peak in dense FLOP/s by dtype.
     multiprocessors: SMs or compute units, over which the tiles of a matmul are spread.
 
-    achievable: the best share of the peak that a matmul reached, by dtype. link: between devices, bridge: the same if
-    sold separately, host_link: to the host. peer False: the vendor disabled peer access, None: unknown.
+    achievable: the best share of the peak that a matmul reached, by dtype. link: between devices; bridge: such a link
+    that is sold separately; host_link: to the host. peer: False if the vendor disabled peer access, None if unknown.
     origins: the source of each figure, by `memory`, `peak.bf16`, `link` and so on. kind: torch's word for the device.
     """
 
@@ -91,14 +91,14 @@ class CatalogPart:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def link_of(self, kind: str) -> PartLink | None:
-        """Return the part's link of this kind: between devices, else to the host."""
+        """Return the part's link of this kind (`nvlink`): between devices, else to the host; None without one."""
         links = (self.link, self.bridge, self.host_link)
         return next((link for link in links if link is not None and link.kind == kind), None)
 
 
 @dataclass(frozen=True)
 class Reached:
-    """The measured share of a link's nominal bandwidth. part: where measured; generation None: any of the kind."""
+    """The measured shares of a link's nominal bandwidth, by path. generation: None for any. part: measured on."""
 
     kind: str
     generation: int | None
@@ -113,15 +113,15 @@ def parts() -> tuple[CatalogPart, ...]:
 
 
 def part(name: str) -> CatalogPart | None:
-    """Return the part of exactly this name, as the catalog writes it; None for any other."""
+    """Return the catalog's part of exactly this name; None if there is none."""
     return _parts().get(name)
 
 
 def part_of_driver_name(name: str, memory: int | None = None) -> CatalogPart | None:
-    """Return the part that a driver's name means, such as `NVIDIA H100 80GB HBM3`; None if it is not certain.
+    """Return the part that a driver's name means, such as `NVIDIA H100 80GB HBM3`; None if that is not certain.
 
-    memory: bytes that the driver reports. A device with clearly less than the part is a slice of it (MIG), or another
-    part of the same name, and stays unknown.
+    memory: bytes that the driver reports. A device with clearly less memory than the part is a slice (MIG), or another
+    part of the same name: None.
     """
     bare = re.sub(r"\s+", " ", name.strip())
     bare = re.sub(r"^(NVIDIA|AMD) ", "", bare, flags=re.IGNORECASE)
@@ -133,7 +133,7 @@ def part_of_driver_name(name: str, memory: int | None = None) -> CatalogPart | N
 
 @cache
 def field_origins(part: CatalogPart) -> Mapping[str, str]:
-    """Return the origins of this part's figures by field; by dtype (`peak.fp32`) only if one differs from the first."""
+    """Return the origins of this part's figures by field; a dtype of another origin has an entry (`peak.fp32`)."""
     found: dict[str, str] = {}
     for figure, origin in part.origins.items():
         field = figure.split(".")[0]
@@ -143,7 +143,7 @@ def field_origins(part: CatalogPart) -> Mapping[str, str]:
 
 
 def nominal(part: CatalogPart) -> dict[str, Any]:
-    """Return the fields of a `Device` with the figures of the part."""
+    """Return the part's name and nominal figures as fields of a `Device`."""
     return {"part": part.name, **{name: getattr(part, name) for name in FIGURES}, "origins": field_origins(part)}
 
 
@@ -155,7 +155,7 @@ def nominal_rate(kind: str, generation: int | None, width: int | None) -> float 
 
 @cache
 def networks() -> Mapping[str, float]:
-    """Return bytes/s one way by name: of a port (`InfiniBand-NDR`), or of a host of a known product (`DGX-H100`)."""
+    """Return bytes/s one way, by the name of a kind of port (`InfiniBand-NDR`) or of a host product (`DGX-H100`)."""
     rates = _text()["network"]["rates"]
     return {name: read_quantity(rate, "bytes/s", f"catalog.toml, {name}") for name, rate in rates.items()}
 
@@ -163,7 +163,7 @@ def networks() -> Mapping[str, float]:
 def reached(kind: str, generation: int | None, path: str) -> tuple[float, str] | None:
     """Return the share of the nominal bandwidth that was reached on such a link and path, and its source.
 
-    If none was measured for this generation, the nearest stands in, the older of two, and the origin says so.
+    If none was measured for this generation, use the nearest one, the older of two; the source then says so.
     """
     found = [r for r in _reached() if r.kind == kind and path in r.shares]
     if not found:
@@ -178,8 +178,8 @@ def reached(kind: str, generation: int | None, path: str) -> tuple[float, str] |
 def achievable(device_part: CatalogPart, dtype: str) -> tuple[float, str] | None:
     """Return the share of the peak that a matmul of this dtype reached, and its source.
 
-    Of this part, else by the same dtype on the nearest generation of the vendor, else by another dtype of this part;
-    bf16 and fp16 run on the same units and stand for each other. The origin says what stands in.
+    If this part has no share for the dtype, use that of the vendor's nearest generation, else that of another dtype of
+    this part; the source then says so. bf16 and fp16 run on the same units and stand for each other.
     """
     alike = {"fp16": "bf16", "bf16": "fp16"}
     for known in (dtype, alike.get(dtype, dtype)):
@@ -258,7 +258,7 @@ def _part(name: str, entry: Mapping[str, Any]) -> CatalogPart:
 
 
 def _origin(entry: Mapping[str, Any], figure: str) -> str:
-    """Return the source of one figure: its own (`peak.fp8`), or that of its table (`peak`)."""
+    """Return the source of one figure: the one named for it (`peak.fp8`), else the one for its table (`peak`)."""
     sources = entry["sources"]
     key = sources.get(figure) or sources[figure.split(".")[0]]
     origin: str = _text()["sources"][key]

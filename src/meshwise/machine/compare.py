@@ -21,12 +21,12 @@ from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, seconds_
 
 Value = TypeVar("Value")
 CLEAR = 0.10
-"""A smaller relative change of speed counts as none."""
+"""The smallest relative change of speed that counts."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change. what: `host -> cuda:0, pinned, 1.0 GiB`. old and new: formatted values, empty if missing.
+    """A change. what: such as `host -> cuda:0, pinned, 1.0 GiB`. old, new: formatted values, empty if missing.
 
     kind: `better`, `worse`, `changed` (neither, such as a version), `gone`, `new` or `same`. speed: new over old, above
     1 is faster; None for values without a speed.
@@ -40,7 +40,7 @@ class Change:
 
 
 def compare(old: Machine, new: Machine) -> list[Change]:
-    """Compare `old` with `new`; values without a clear change have the kind `same`."""
+    """Compare two measurements of a machine. Speeds without a clear change are returned too, with the kind `same`."""
     several = old if len(old.hosts) > 1 else new
     both = (old, new)
     devices = [{device_label(several, device): device for device in machine.devices} for machine in both]
@@ -61,7 +61,7 @@ def _changes(
     of_both: Callable[[str, Value, Value], Iterator[Change]],
     suffix: str = "",
 ) -> Iterator[Change]:
-    """Yield the changes of each item, by its name in both tables; suffix: added to names that one table lacks."""
+    """Yield the changes of items, compared by `of_both`. suffix: added to the name of an item that one table lacks."""
     old, new = both
     for name in dict.fromkeys([*old, *new]):
         if name not in new:
@@ -87,7 +87,7 @@ def _device(name: str, old: Device, new: Device) -> Iterator[Change]:
 
 
 def _rates(device: Device) -> dict[str, tuple[float, str]]:
-    """Return the measured rates of a device, larger is faster, and their text."""
+    """Return the measured rates of a device by name, as (number, text). A larger number is faster."""
     found = {}
     if device.memory_rate is not None:
         found["memory rate"] = (device.memory_rate, bandwidth_text(device.memory_rate))
@@ -97,7 +97,7 @@ def _rates(device: Device) -> dict[str, tuple[float, str]]:
 
 
 def _link_text(link: Link) -> str:
-    """Return `pcie 5 x16`, as far as it is known."""
+    """Format a link as `pcie 5 x16`, without what is unknown."""
     number = f" {link.generation}" if link.generation is not None else ""
     return f"{link.kind or 'unknown'}{number}{f' x{link.width}' if link.width is not None else ''}"
 
@@ -114,7 +114,7 @@ def _link(name: str, old: Link, new: Link) -> Iterator[Change]:
 
 
 def _lanes(old: Link, new: Link) -> str:
-    """Say whether generation and width became better or worse; `changed` if they disagree."""
+    """Return whether a link's generation and width became `better` or `worse`; `changed` if one did each."""
     before, after = (old.generation, old.width), (new.generation, new.width)
     if old.kind != new.kind or None in before or None in after:
         return "changed"
@@ -127,7 +127,7 @@ def _collective(name: str, old: Collective, new: Collective) -> Iterator[Change]
 
 
 def _path(name: str, old: Timings, new: Timings, kind: str = "copy", ranks: int = 1) -> Iterator[Change]:
-    """Compare the time of the smallest common size, and the rate of the largest."""
+    """Compare the rates at the largest size that both measured, and the times at the smallest."""
     sizes = sorted(set(old.sizes) & set(new.sizes))
     if not sizes:
         yield Change(f"{name}, sizes", bytes_text(old.sizes[-1]), bytes_text(new.sizes[-1]), "changed")
@@ -143,7 +143,7 @@ def _path(name: str, old: Timings, new: Timings, kind: str = "copy", ranks: int 
 
 
 def _p95(timings: Timings, size: int) -> float:
-    """Return the 95th percentile at a size; 0 if it was not kept, so that no change counts as noise."""
+    """Return the 95th percentile of the seconds at a size. 0 if it was not kept: every change then exceeds it."""
     return timings.p95[timings.sizes.index(size)] if timings.p95 else 0.0
 
 

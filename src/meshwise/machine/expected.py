@@ -25,7 +25,7 @@ Share = tuple[float, str] | None
 
 @dataclass(frozen=True)
 class Expected:
-    """rate: bytes/s (matmul: FLOP/s) to expect, None if unknown. nominal: the same without the share. origin: why."""
+    """rate: bytes/s (matmul: FLOP/s) to expect, None if unknown. nominal: by the data sheet. origin: its sources."""
 
     rate: float | None
     nominal: float | None
@@ -33,7 +33,7 @@ class Expected:
 
 
 def expected_copy(machine: Machine, link: Link, path: str) -> Expected:
-    """Return the bytes/s one way that a copy over this link by this path should reach."""
+    """Return the bytes/s one way that a copy over this link should reach. path: such as `pinned`, `peer`, `staged`."""
     way = path.removesuffix(BOTH_WAYS)
     both = way != path
     if way == "pageable":
@@ -54,12 +54,12 @@ def _over_host(machine: Machine, link: Link, both: bool) -> Expected:
 
 
 def _first_reached(link: Link, generation: int | None, ways: Sequence[str]) -> Share:
-    """Return the share reached on such a link, by the first of these ways that has been measured."""
+    """Return the share of the nominal bandwidth reached on such a link, in the first of `ways` that was measured."""
     return next((found for way in ways if (found := reached(link.kind, generation, way)) is not None), None)
 
 
 def host_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None, str]:
-    """Return (bytes/s one way, generation, origin) of a link to the host at its device's full generation and width."""
+    """Return (bytes/s one way, generation, origin) of a link to or from the host, at the device's full rate."""
     device = part_at(machine, link.target if link.source == HOST else link.source)
     if device is not None and device.host_link is not None and device.host_link.kind == link.kind:
         own = device.host_link
@@ -72,7 +72,7 @@ def host_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None
 
 
 def _staged(machine: Machine, link: Link, why: str) -> Expected:
-    """Return the slower of the two legs: a double buffer overlaps them."""
+    """Return what to expect of a copy through the host: the slower leg's rate, as a double buffer overlaps them."""
     links = (link_between(machine, link.source, HOST), link_between(machine, HOST, link.target))
     legs = [_over_host(machine, leg, False) for leg in links if leg is not None]
     rates = [leg.rate for leg in legs if leg.rate is not None]
@@ -89,7 +89,7 @@ def _between(machine: Machine, link: Link, both: bool) -> Expected:
 
 
 def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None, str]:
-    """Return (bytes/s one way, generation, origin) of a link between two devices at the full rate of both parts."""
+    """Return (bytes/s one way, generation, origin) of a link between two devices, at the full rate of the slower."""
     ends = [part_at(machine, link.source), part_at(machine, link.target)]
     own = [(found, end) for end in ends if end is not None and (found := end.link_of(link.kind)) is not None]
     if len(own) == 2:
@@ -110,7 +110,7 @@ def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | No
 
 
 def expected_collective(machine: Machine, collective: Collective) -> Expected:
-    """Return the bus bandwidth that a collective should reach: that of the slowest link in a ring."""
+    """Return the bus bandwidth that a collective should reach: the share of the slowest link's rate, in a ring."""
     if collective.kind not in FACTORS or collective.ranks < 2:
         return Expected(None, None, f"no rate is known that {collective.kind} should have")
     on_one_host = sum(device.host == 0 for device in machine.devices)
@@ -138,7 +138,7 @@ def expected_collective(machine: Machine, collective: Collective) -> Expected:
 
 
 def _ring(machine: Machine, link: Link, ranks: int) -> tuple[float | None, Link, int | None, str]:
-    """Return the rate of a ring of `ranks`; if a device's links go to several others, several rings use them all."""
+    """Return (rate, link, generation, origin) of a ring over the link; of several rings if links go to many devices."""
     nominal, generation, origin = device_nominal(machine, link)
     end = part_at(machine, link.source)
     own = None if end is None else end.link_of(link.kind)
@@ -148,7 +148,7 @@ def _ring(machine: Machine, link: Link, ranks: int) -> tuple[float | None, Link,
 
 
 def expected_memory(device: Device) -> Expected:
-    """Return the bytes/s read and written by a copy inside the device's memory."""
+    """Return the bytes/s that a copy inside the device's memory should read and write, both counted."""
     if device.memory_bandwidth is None:
         return Expected(None, None, f"the memory bandwidth of {device.part} is not known")
     origin = f"{device.part}: {bandwidth_text(device.memory_bandwidth)} ({_origin(device, 'memory_bandwidth')})"
@@ -156,7 +156,7 @@ def expected_memory(device: Device) -> Expected:
 
 
 def expected_matmul(device: Device, dtype: str) -> Expected:
-    """Return the FLOP/s of the best matmul of this dtype."""
+    """Return the FLOP/s that the best matmul of this dtype should reach."""
     peak = device.peak.get(dtype)
     if peak is None:
         return Expected(None, None, f"the {dtype} peak of {device.part} is not known")
@@ -170,13 +170,13 @@ def expected_matmul(device: Device, dtype: str) -> Expected:
 
 
 def part_at(machine: Machine, end: str) -> CatalogPart | None:
-    """Return the known part at one end of a link; for an end that means any device, the part of all devices."""
+    """Return the catalog's part at one end of a link; for the end `device`, the part of all devices. None: unknown."""
     names = {device.part for device in machine.devices if end in (device.name, DEVICE)}
     return part(names.pop()) if len(names) == 1 else None
 
 
 def never_peer(machine: Machine, link: Link) -> bool:
-    """Return whether the vendor of a part at one of the ends disabled peer access."""
+    """Return whether the part at one end of the link has no peer access, by its vendor's decision."""
     ends = [part_at(machine, end) for end in (link.source, link.target)]
     return any(end is not None and end.peer is False for end in ends)
 

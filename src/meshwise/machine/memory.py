@@ -19,7 +19,7 @@ from meshwise.spec.units import bytes_text
 
 
 def used_bytes(device: str) -> int:
-    """Return bytes in use now: allocated tensors on an accelerator, this process's resident memory on a CPU."""
+    """Return this process's bytes in use: of tensors on an accelerator; on a CPU, its resident memory."""
     if has_streams(device):
         return int(torch.get_device_module(device).memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
@@ -39,7 +39,7 @@ def memory_counters(device: str) -> dict[str, float]:
 
 
 def peak_bytes(device: str) -> int:
-    """Return the largest use so far, as `used_bytes` counts it."""
+    """Return the largest number of bytes in use so far, as `used_bytes` counts them."""
     if has_streams(device):
         return int(torch.get_device_module(device).max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB on Linux, bytes on macOS
@@ -47,7 +47,7 @@ def peak_bytes(device: str) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return bytes that can be allocated on an accelerator now; for a CPU, bytes of the host or the container."""
+    """Return the bytes that can be allocated now: on the accelerator, or for a CPU in the host or container."""
     if has_streams(device):
         return int(torch.get_device_module(device).mem_get_info(device)[0])
     available, left = int(psutil.virtual_memory().available), memory_left()
@@ -55,7 +55,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def memory_facts(device: str) -> dict[str, int]:
-    """Return the bytes `allocated`, `reserved` and `free` on the device, for a report of an out-of-memory error."""
+    """Return the bytes `allocated`, `reserved`, `free` and `total` of the device, to report an out-of-memory error."""
     if has_streams(device):
         free, total = torch.get_device_module(device).mem_get_info(device)
         return {
@@ -75,10 +75,10 @@ def memory_facts(device: str) -> dict[str, int]:
 
 
 def cap_memory(device: str, limit: int) -> None:
-    """Limit this process to so many bytes of the device, or of the host if the device is a CPU.
+    """Limit this process to `limit` bytes of the device's memory, or of the host's if the device is a CPU.
 
-    Larger allocations fail as on a device of that size. On a host, Linux counts writable memory (RLIMIT_DATA); memory
-    that is mapped but unused stays outside the limit. Raises UsageError for less than the process holds already.
+    Allocations beyond the limit fail, as on a smaller device. On a host, Linux counts writable memory (RLIMIT_DATA),
+    but not what is mapped and unused so far. Raises UsageError if the process holds as much already.
     """
     if has_streams(device):
         total = torch.get_device_module(device).mem_get_info(device)[1]
@@ -96,6 +96,6 @@ def cap_memory(device: str, limit: int) -> None:
 
 
 def _of_status(name: str) -> int:
-    """Return a figure of this process in bytes, as /proc reports it."""
+    """Return a figure of this process from /proc/self/status, such as `VmData`, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

@@ -26,7 +26,7 @@ _WRITE = "Write hosts x devices x part @ rate of a host, such as 8xH100, 2x8xA10
 
 
 def machine_from_words(words: str) -> Machine:
-    """Return the described machine. Raises UsageError for unreadable text, an unknown part or an absurd count."""
+    """Return the machine described by `words`. Raises UsageError for unreadable words, unknown parts, large counts."""
     text = words.strip()
     if len(text) > 200:
         raise UsageError(
@@ -66,7 +66,7 @@ def device_of(part: CatalogPart, index: int, host: int = 0) -> Device:
 
 
 def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tuple[Link, ...]:
-    """Return links for any device of a machine, if all devices are of one part; none if parts differ."""
+    """Return links that hold for any device of a machine with a single part; none if the parts differ."""
     if len({part.name for part in device_parts}) != 1:
         return ()
     part = device_parts[0]
@@ -74,8 +74,8 @@ def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tup
 
 
 def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[str]) -> list[CatalogPart]:
-    """Return the parts; of different ones, the one with the slowest link. apart: each host has devices of one part;
-    else they reach each other through the host."""
+    """Return the parts; if they differ, only the one with the slowest link, and add a warning. apart: each host has
+    devices of one part; else different parts share a host, and reach each other through it."""
     if len({part.name for part in device_parts}) == 1:
         return device_parts
 
@@ -89,7 +89,7 @@ def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[s
 
 
 def _group(words: str, text: str) -> tuple[int, int, CatalogPart, list[str]]:
-    """Return the number of hosts, devices of each, their part, and warnings."""
+    """Parse `2x8xA100`: return the number of hosts, the devices of each host, their part, and warnings."""
     found = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", text, re.IGNORECASE)
     if found is None:
         raise UsageError(f"machine '{words}': no part is named. {_WRITE}")
@@ -109,7 +109,7 @@ def _count(words: str, digits: str) -> int:
 
 
 def _named(words: str, name: str) -> tuple[CatalogPart, list[str]]:
-    """Return the part that a name means, the catalog's first of several; and what was assumed, and its note."""
+    """Return the part that a name means (the first of several), and warnings: what was assumed, the part's note."""
     plain = _plain(name)
     exact = [part for part in parts() if plain in map(_plain, (part.name, *part.aliases))]
     found = exact or [part for part in parts() if _means(plain, part)]
@@ -129,18 +129,18 @@ def _named(words: str, name: str) -> tuple[CatalogPart, list[str]]:
 
 
 def _plain(name: str) -> str:
-    """Return lower-case letters and digits only, without the vendor's name in front."""
+    """Reduce a name to lower-case letters and digits, and remove the vendor's name from its beginning."""
     plain = _letters(name)
     return _VENDORS.sub("", plain) or plain
 
 
 def _letters(name: str) -> str:
-    """Return lower-case letters and digits only."""
+    """Reduce a name to lower-case letters and digits."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _means(plain: str, part: CatalogPart) -> bool:
-    """Return whether a plain name means this part: its family with some of its form and its memory."""
+    """Return whether a plain name (`_plain`) means this part: the family, then perhaps memory size and form (`sxm`)."""
     family = _plain(part.family)
     if not plain.startswith(family) or part.memory is None:
         return False
@@ -173,7 +173,7 @@ def _host_links(part: CatalogPart) -> tuple[Link, ...]:
 
 
 def _device_links(part: CatalogPart) -> tuple[Link, ...]:
-    """Return one link for any pair of devices of a host: the part's own, else its host link, through the host."""
+    """Return one link for any two devices of a host: the part's link between devices, else its link to the host."""
     if part.kind == "cpu":
         return (Link(DEVICE, DEVICE, "process"),)
     link: PartLink | None = part.link or part.host_link
@@ -190,7 +190,7 @@ def _device_links(part: CatalogPart) -> tuple[Link, ...]:
 
 
 def _network(words: str, rate: str) -> float:
-    """Parse bytes/s of a host: `200Gb` in Gbit/s, `25GB` in GB/s, `8xInfiniBand-NDR` or `DGX-H100` by name."""
+    """Parse a host's network rate as bytes/s: `200Gb` (Gbit/s), `25GB` (GB/s), `8xInfiniBand-NDR`, `DGX-H100`."""
     sold = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([KMGT])(bit|bits|bps|b|B|Bps)(?:/s|ps)?", rate.strip())
     if sold:
         value = float(sold[1]) * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[sold[2]] / (1 if sold[3][0] == "B" else 8)

@@ -21,7 +21,7 @@ from meshwise.workers.control_groups import read_text
 PCIE, XGMI = 2, 11
 """CRAT_IOLINK_TYPE_PCIEXPRESS and _XGMI of the kernel (drivers/gpu/drm/amd/amdkfd/kfd_crat.h)."""
 DIRECT = 15
-"""The weight of one xGMI hop (ROCm/rocm-systems#7372); two devices over a third have 30."""
+"""The kernel's `weight` of a link of one xGMI hop (ROCm/rocm-systems#7372). Two hops have 30."""
 NAMES = {
     0x738C: "AMD Instinct MI100",
     0x7408: "AMD Instinct MI250X",
@@ -31,7 +31,7 @@ NAMES = {
     0x75A0: "AMD Instinct MI350X",
     0x75A3: "AMD Instinct MI355X",
 }
-"""Devices without a `product_name`, by their PCI number (pci-ids.ucw.cz, vendor 1002)."""
+"""Names of devices, for those without a `product_name`, by PCI device number (pci-ids.ucw.cz, vendor 1002)."""
 UNNAMED = "AMD device"
 INSTALL = "pip install amdsmi, of your ROCm's version"
 
@@ -54,7 +54,7 @@ def read_amd(sys: Path, amdsmi: Any = None) -> Found:
 
 
 def _nodes(folder: Path) -> dict[int, Mapping[str, int]]:
-    """Return the properties of each node with compute units, by its number; CPU nodes have none."""
+    """Return the properties of each kernel node with compute units, by node number; this leaves out CPUs."""
     if not folder.is_dir():
         return {}
     numbers = sorted(int(node.name) for node in folder.iterdir() if node.name.isdecimal())
@@ -105,8 +105,8 @@ def _between(sys: Path, devices: Mapping[int, Accelerator]) -> dict[tuple[int, i
 
 
 def _xgmi_links(link: Mapping[str, int]) -> int | None:
-    """Return how many links join two devices, from the kernel's bandwidths of one link and of all, if given. None for
-    devices more than one hop apart, which have no link of their own."""
+    """Return how many xGMI links join two devices, computed from the kernel's bandwidths of one link and of all; 1 if
+    these are missing. None for devices more than one hop apart, which no link joins."""
     if link.get("weight", DIRECT) > DIRECT:
         return None
     one, all_of_them = link.get("min_bandwidth", 0), link.get("max_bandwidth", 0)
@@ -114,7 +114,7 @@ def _xgmi_links(link: Mapping[str, int]) -> int | None:
 
 
 def _crosses(sys: Path, one: Accelerator, other: Accelerator) -> str:
-    """Say what two devices cross, by their NUMA nodes, then by the bridges above both."""
+    """Return what copies between two devices cross: `socket` (NUMA nodes differ), `bridge` (none shared), or empty."""
     if one.numa is not None and other.numa is not None and one.numa != other.numa:
         return "socket"
     paths = [pci_facts(sys, device.pci).path for device in (one, other)]
@@ -123,13 +123,13 @@ def _crosses(sys: Path, one: Accelerator, other: Accelerator) -> str:
 
 
 def _properties(file: Path) -> dict[str, int]:
-    """Parse `simd_count 1216` and so on as numbers."""
+    """Read a properties file with lines such as `simd_count 1216`; keep the numbers."""
     lines = (line.split() for line in read_text(file).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
 
 
 def _smi_names(amdsmi: Any) -> Mapping[str, str]:
-    """Return names by PCI address from AMD's own library; empty if it is missing or does not answer."""
+    """Return device names by PCI address from the library amdsmi; empty if it is missing or fails."""
     try:
         if amdsmi is None:
             import amdsmi  # type: ignore[import-not-found, no-redef, unused-ignore]

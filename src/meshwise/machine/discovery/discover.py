@@ -38,10 +38,10 @@ def discover(
     limits: Mapping[str, float] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Machine:
-    """Discover this process's machine; without an accelerator, one CPU worker. Never raises for missing information.
+    """Discover the machine as this process may use it. Without an accelerator it has one CPU device.
 
-    nvml, amdsmi: the libraries to ask, None: the installed ones. sys, proc: where /sys and /proc are. affinity and
-    limits: of this process, None: ask the system. environ: for CUDA_VISIBLE_DEVICES and the like.
+    Missing information never raises. nvml, amdsmi: the libraries to ask, None: the installed ones. sys, proc: where
+    /sys and /proc are. affinity, limits: of this process, None: ask the system. environ: has CUDA_VISIBLE_DEVICES.
     """
     host = host_facts(sys, proc, affinity, limits)
     sockets = node_sockets(sys, proc)
@@ -90,15 +90,15 @@ def unknown_part(name: str) -> str:
 
 
 def _cpu_machine(host: Host, found: Found) -> Machine:
-    """Return a machine with one CPU worker, as for `all`. The catalog has no processors."""
+    """Return a machine with one CPU device. Its figures are unknown, as the catalog has no processors."""
     device = Device("cpu:0", host.processor or "unknown processor", memory=host.memory)
     warnings = (*found.warnings, unknown_part(device.part))
     return Machine("1xcpu", (device,), (), (host,), versions=found.versions, warnings=warnings)
 
 
 def described(one: Named, teller: str = DRIVER) -> Device:
-    """Return the device of this name, with the nominal figures of its part if known. teller: the source of its memory,
-    which overrides the part's."""
+    """Return a found accelerator as a `Device`, with the nominal figures of its part if known. Its memory is what was
+    found; teller: who reported that."""
     found = one.device
     made = Device(one.name, found.name, numa=found.numa, pci=found.pci)
     made = made if one.part is None else replace(made, **nominal(one.part))
@@ -108,7 +108,7 @@ def described(one: Named, teller: str = DRIVER) -> Device:
 
 
 def machine_name(names: Sequence[str]) -> str:
-    """Return `8xH100-SXM`, or `2xRTX-4090 + 1xNVIDIA T4` if parts differ."""
+    """Return a machine's name from its parts: `8xH100-SXM`, or `2xRTX-4090 + 1xNVIDIA T4` if they differ."""
     return " + ".join(f"{names.count(name)}x{name}" for name in dict.fromkeys(names))
 
 
@@ -123,7 +123,7 @@ def _part_warnings(found: Sequence[Named]) -> list[str]:
 
 
 def _host_warnings(sys: Path, host: Host) -> list[str]:
-    """Warn of limits on locked memory, which InfiniBand needs: NCCL's guide asks for `--ulimit memlock=-1`."""
+    """Warn of a limit on locked memory if there is InfiniBand. NCCL's guide asks for `--ulimit memlock=-1`."""
     ports = sys / "class/infiniband"
     if "locked memory" in host.limits and ports.is_dir() and any(ports.iterdir()):
         return ["Locked memory is limited, and InfiniBand needs it: ulimit -l unlimited, or --ulimit memlock=-1."]

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Sockets = Mapping[int | None, int | None]
-"""The socket of each NUMA node; an unknown node (None) has none."""
+"""The processor socket of each NUMA node; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One accelerator as its driver reports it. memory in bytes; pci as sysfs writes addresses.
+    """One accelerator as its driver reports it. memory in bytes; pci: its address as sysfs writes it.
 
     now: (generation, lanes) of its PCIe link at this moment. system: the maximum of card and slot together. own: the
-    maximum of the card alone. Each None if unknown.
+    maximum of the card alone. None for what is unknown. sliced: it is divided by MIG.
     """
 
     name: str
@@ -34,8 +34,8 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Between:
-    """The connection of two accelerators. links: NVLinks or xGMI links, 0: PCIe only, None: unknown. peer: whether one
-    may read the other's memory. crosses: `` (only switches), `bridge`, `socket`."""
+    """The connection of two accelerators. links: number of NVLinks or xGMI links; 0: only PCIe; None: unknown. peer:
+    whether one can access the memory of the other. crosses: empty (only switches), `bridge` or `socket`."""
 
     links: int | None = None
     generation: int | None = None
@@ -45,7 +45,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Found:
-    """All accelerators of one driver, in its order, and each pair of them by position in that order."""
+    """The accelerators of one vendor, in the driver's order. between: the connection of each pair, by their indices."""
 
     accelerators: tuple[Accelerator, ...] = ()
     between: Mapping[tuple[int, int], Between] = field(default_factory=dict)

@@ -25,9 +25,9 @@ from meshwise.spec.units import bytes_text, plural
 from meshwise.workers.control_groups import read_text
 
 SHARED_MEMORY = 2**30
-"""Bytes of /dev/shm below which NCCL and loaders run into trouble: NCCL's guide asks for `--shm-size=1g`."""
+"""The bytes of /dev/shm that NCCL and data loaders need at least: NCCL's guide asks for `--shm-size=1g`."""
 OPEN_FILES_EACH = 512
-"""Open files for one worker: its loaders, the tensors that they pass on, its connections. Our own estimate."""
+"""The open files that one worker needs, for its data loaders, their shared tensors, connections: our estimate."""
 
 
 def host_facts(
@@ -36,7 +36,7 @@ def host_facts(
     affinity: Sequence[int] | None = None,
     limits: Mapping[str, float] | None = None,
 ) -> Host:
-    """Describe the host. affinity: cores that the process is bound to, limits: its limits; None: ask the system."""
+    """Describe the host. affinity: cores that this process is bound to. limits: its limits. None: ask the system."""
     packages = core_packages(proc)
     present = len(packages) or os.cpu_count()
     bound = len(bound_cores() if affinity is None else affinity)
@@ -58,7 +58,7 @@ def host_facts(
 
 
 def core_packages(proc: Path) -> Mapping[int, int | None]:
-    """Return the socket of each core, by /proc/cpuinfo; None if it does not say (Arm)."""
+    """Return the socket of each core, from /proc/cpuinfo; None where that does not say (Arm)."""
     found: dict[int, int | None] = {}
     core = -1
     for line in read_text(proc / "cpuinfo").splitlines():
@@ -72,13 +72,13 @@ def core_packages(proc: Path) -> Mapping[int, int | None]:
 
 
 def node_sockets(sys: Path, proc: Path) -> Sockets:
-    """Return the socket of each NUMA node."""
+    """Return the processor socket of each NUMA node."""
     packages = core_packages(proc)
     return {node: packages.get(min(cores)) for node, cores in node_cores(sys).items()}
 
 
 def own_limits() -> Mapping[str, float]:
-    """Return `shared memory` in bytes, `open files`, `locked memory` in bytes; unlimited ones are left out."""
+    """Return this process's limits: `shared memory` and `locked memory` in bytes, `open files`; none if unlimited."""
     found: dict[str, float] = {}
     try:
         shared = os.statvfs("/dev/shm")
@@ -100,7 +100,7 @@ def own_limits() -> Mapping[str, float]:
 
 
 def limits_that_hurt(machine: Machine) -> list[str]:
-    """Return a sentence for each limit that will stop or slow work on these devices, with what to do."""
+    """Return a sentence for each limit of the host that will stop or slow training on its devices, with what to do."""
     found = []
     for at, host in enumerate(machine.hosts):
         devices = [device for device in machine.devices if device.host == at]

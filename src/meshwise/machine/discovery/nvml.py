@@ -25,16 +25,16 @@ VENDOR, NAMELESS = "0x10de", "NVIDIA device"
 P2P_READ, P2P_WRITE, P2P_NVLINK, P2P_OK = 0, 1, 2, 0
 NVLINK_TO_DEVICE, MOST_NVLINKS = 0, 36
 NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
-"""nvmlNvlinkVersion_t is a count of versions (1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0, 6.0), not the version."""
+"""NVLink generations by nvmlNvlinkVersion_t, which counts the versions 1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0, 6.0."""
 HOST_BRIDGE, OTHER_NODE = 30, 50
-"""nvmlGpuTopologyLevel_t: from the first on a pair crosses the host's bridge, from the second on NUMA nodes."""
+"""Levels of nvmlGpuTopologyLevel_t: from the first on, a pair crosses the host's bridge; from the second, sockets."""
 
 
 def read_nvidia(sys: Path, proc: Path, nvml: Any, sockets: Sockets) -> Found:
-    """Return all NVIDIA devices. nvml: the module to ask, None: pynvml if it is installed. Never raises.
+    """Return all NVIDIA devices. Never raises. nvml: the module to ask; None: pynvml, if it is installed.
 
-    sockets: of each NUMA node; if two nodes lie on one socket, `SYS` between them crosses a bridge only. Without NVML
-    it reads the driver's files in /proc, with a warning that says what to install.
+    sockets: of each NUMA node; between two nodes of one socket, `SYS` means that a pair crosses only a bridge. Without
+    NVML, read the driver's files in /proc, and warn with what to install.
     """
     present = displays(sys, VENDOR) or _listed(proc)
     if nvml is None:
@@ -55,9 +55,9 @@ def read_nvidia(sys: Path, proc: Path, nvml: Any, sockets: Sockets) -> Found:
 
 
 def pcie_now(nvml: Any = None) -> Mapping[str, tuple[int | None, int | None]]:
-    """Return (generation, lanes) of each NVIDIA device's PCIe link now, by PCI address; call it while bytes move.
+    """Return the current (generation, lanes) of each NVIDIA device's PCIe link, by PCI address.
 
-    Empty if NVML does not answer.
+    Call this during a copy, as an idle link is slower. Return an empty dict if NVML fails.
     """
     nvml = nvml or _installed()
     try:
@@ -82,20 +82,20 @@ def _installed() -> Any:
 
 
 class _Nvml:
-    """Wraps NVML, each of whose functions may be missing for some device, driver or version of the library."""
+    """Wraps NVML. Any of its functions may be missing for some device, driver or version of the library."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        """Return the answer of `nvml<name>`; None if it has none."""
+        """Return what the function `nvml<name>` returns; None if it is missing or fails."""
         try:
             return getattr(self._library, f"nvml{name}")(*arguments)
         except Exception:
             return None
 
     def handles(self) -> list[Any]:
-        """Return a handle of each device. Raises if NVML does not answer at all."""
+        """Return a handle of each device. Raises NVML's error if NVML fails."""
         count = self._library.nvmlDeviceGetCount()
         return [self._library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
 
@@ -147,7 +147,7 @@ def _device(nvml: _Nvml, handle: Any, sys: Path) -> Accelerator:
 
 
 def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, int]:
-    """Count the links that are up to each device, by position, and to a `switch`; also give their `generation`."""
+    """Count the NVLinks that are up, by the index of the device at the other end, or `switch`; add `generation`."""
     found: dict[Any, int] = {}
     for link in range(MOST_NVLINKS):
         state = nvml("DeviceGetNvLinkState", handle, link)
@@ -168,7 +168,7 @@ def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, i
 def _links_between(
     nvml: _Nvml, pair: tuple[Any, Any], nvlinks: tuple[dict[Any, int], dict[Any, int]], second: int
 ) -> int:
-    """Count NVLinks between two devices, the second by its position: their own, else those of both to the switch."""
+    """Count the NVLinks of a pair: direct ones, else those that both have to a switch. second: index of the second."""
     direct = nvlinks[0].get(second, 0)
     if direct:
         return direct

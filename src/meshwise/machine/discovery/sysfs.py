@@ -13,16 +13,16 @@ from meshwise.machine.allowance import core_list
 from meshwise.workers.control_groups import read_text
 
 GENERATIONS = {"2.5": 1, "5": 2, "8": 3, "16": 4, "32": 5, "64": 6}
-"""PCIe generations by the transfer rate of a lane, as `16.0 GT/s PCIe` (PCI-SIG base specifications)."""
+"""PCIe generations by the GT/s of a lane, which sysfs writes as `16.0 GT/s PCIe` (PCI-SIG base specifications)."""
 AMD_VENDORS = ("0x1002", "0x1022")
 DISPLAY, ACCELERATOR = "0x03", "0x12"
 
 
 @dataclass(frozen=True)
 class PciFacts:
-    """One PCI device. now and most: (generation, lanes), each None if unknown. numa None: unknown.
+    """One PCI device. now, most: current and largest (generation, lanes) of its link. None: unknown.
 
-    path: its chain from the root complex (`pci0000:4a`) over bridges to the device itself.
+    path: the chain from the root complex (`pci0000:4a`) over bridges to the device.
     """
 
     address: str
@@ -33,7 +33,7 @@ class PciFacts:
 
 
 def pci_facts(sys: Path, address: str) -> PciFacts:
-    """Read what /sys says of the device at `0000:3b:00.0`; only its address if there is none."""
+    """Read what /sys says of the PCI device at an address such as `0000:3b:00.0`; unknown facts if it is missing."""
     folder = sys / "bus/pci/devices" / address.lower()
     if not folder.is_dir():
         return PciFacts(address.lower())
@@ -50,7 +50,7 @@ def pci_facts(sys: Path, address: str) -> PciFacts:
 
 
 def is_there(sys: Path, address: str) -> bool:
-    """Return whether the device at an address answers on its bus; True if that cannot be known."""
+    """Return whether the PCI device at this address still answers on its bus; True if that cannot be known."""
     folder = sys / "bus/pci/devices" / address.lower()
     if not address or not folder.parent.is_dir():
         return True
@@ -63,10 +63,10 @@ def is_there(sys: Path, address: str) -> bool:
 
 
 def narrowest(sys: Path, device: PciFacts) -> tuple[int | None, int | None]:
-    """Return (generation, lanes) of the slowest link above an AMD device, up to the host.
+    """Return (generation, lanes) of the slowest link between an AMD device and the host.
 
-    An AMD accelerator carries a bridge, and its own link to that bridge always runs at full speed: the slot's rate is
-    that of the bridge. Other vendors' bridges are left out, since virtual machines show ones that are not there.
+    An AMD accelerator carries a bridge, and the link from the device to that bridge always runs at full speed: the rate
+    of the slot is that of the bridge. Bridges of other vendors are skipped, as virtual machines show unreal ones.
     """
     slowest = device.now
     folder = (sys / "bus/pci/devices" / device.address).resolve().parent
@@ -79,13 +79,13 @@ def narrowest(sys: Path, device: PciFacts) -> tuple[int | None, int | None]:
 
 
 def address_of(properties: object) -> str:
-    """Return `0000:3b:00.0` from torch's properties of a device, as sysfs writes it; empty if this torch has none."""
+    """Return a device's PCI address (`0000:3b:00.0`) from torch's device properties; empty if torch does not tell."""
     numbers = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     return "" if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*map(int, numbers))  # type: ignore[arg-type]
 
 
 def displays(sys: Path, vendor: str) -> list[str]:
-    """Return the addresses of a vendor's (`0x10de`) display and accelerator devices, in order."""
+    """Return the PCI addresses of a vendor's display and accelerator devices, in order. vendor: such as `0x10de`."""
     folder = sys / "bus/pci/devices"
     if not folder.is_dir():
         return []
@@ -97,7 +97,7 @@ def displays(sys: Path, vendor: str) -> list[str]:
 
 
 def node_cores(sys: Path) -> Mapping[int, frozenset[int]]:
-    """Return the cores of each NUMA node that has some."""
+    """Return the cores of each NUMA node that has cores."""
     found = {}
     for folder in sorted((sys / "devices/system/node").glob("node[0-9]*")):
         text = read_text(folder / "cpulist")
@@ -107,8 +107,8 @@ def node_cores(sys: Path) -> Mapping[int, frozenset[int]]:
 
 
 def _link(folder: Path, which: str) -> tuple[int | None, int | None]:
-    """Read (generation, lanes) from `current_link_speed`, where `16.0 GT/s PCIe` is 4, and `current_link_width`. None
-    for `Unknown`, and for 0 and 255 lanes, which mean that there is no link."""
+    """Read a link's (generation, lanes) from sysfs. which: `current` or `max`. None for `Unknown`, and for 0 and 255
+    lanes, which mean that there is no link."""
     speed, width = (read_text(folder / f"{which}_link_{what}") for what in ("speed", "width"))
     generation = GENERATIONS.get(speed.partition(" ")[0].removesuffix(".0"))
     return generation, int(width) if width.isdecimal() and 0 < int(width) < 64 else None

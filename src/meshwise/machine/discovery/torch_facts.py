@@ -22,13 +22,13 @@ from meshwise.machine.find import accelerators
 from meshwise.spec.machine import HOST, Device, Link, Machine
 
 LEAST_WHOLE = 0.85
-"""Below this share of the driver's memory, torch's device is a slice (MIG), as in the catalog's matching."""
+"""A device with less than this share of the memory that the driver reports is a slice (MIG)."""
 INSTALL = "https://pytorch.org/get-started/locally"
 
 
 @dataclass(frozen=True)
 class TorchDevice:
-    """One device as torch sees it. name: `cuda:0`; model: the driver's name; pci: empty if torch does not tell."""
+    """One device as torch sees it. name: `cuda:0`. model: the driver's name. pci: its address, empty if unknown."""
 
     name: str
     model: str
@@ -39,7 +39,7 @@ class TorchDevice:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """versions: of torch, `cuda` or `rocm`, `nccl`. peers: whether the first can read the second's memory, by names."""
+    """versions: of `torch`, `cuda` or `rocm`, `nccl`. peers: (one, other) -> whether `one` reads memory of `other`."""
 
     versions: Mapping[str, str]
     devices: tuple[TorchDevice, ...] = ()
@@ -47,7 +47,7 @@ class TorchFacts:
 
 
 def with_torch_facts(machine: Machine) -> Machine:
-    """Add torch's facts to the discovered machine. Never raises for a driver that does not start."""
+    """Add torch's facts to the discovered machine. A driver that does not start is no error."""
     return joined(machine, read_torch())
 
 
@@ -69,7 +69,7 @@ def read_torch() -> TorchFacts:
 
 
 def joined(machine: Machine, facts: TorchFacts) -> Machine:
-    """Return the machine as torch sees it: torch's devices in torch's order, with the other facts on each of them."""
+    """Return the machine as torch sees it: torch's devices in torch's order, each with what was discovered of it."""
     versions = {**machine.versions, **facts.versions}
     if capabilities := sorted({device.capability for device in facts.devices if device.capability}):
         versions["compute capability"] = ", ".join(capabilities)
@@ -120,7 +120,7 @@ def _peers(torch: Any, devices: tuple[TorchDevice, ...]) -> Mapping[tuple[str, s
 
 
 def _one(seen: TorchDevice, known: Device | None) -> Device:
-    """Describe the device under torch's name; a slice of a device has torch's memory and no nominal figures."""
+    """Describe a device under torch's name. A slice (MIG) has the memory that torch reports, and no nominal figures."""
     whole = known is not None and (
         seen.memory is None or known.memory is None or seen.memory >= LEAST_WHOLE * known.memory
     )
@@ -131,13 +131,13 @@ def _one(seen: TorchDevice, known: Device | None) -> Device:
 
 
 def _renamed(link: Link, names: Mapping[str, str], peers: Mapping[tuple[str, str], bool]) -> Link:
-    """Rename a link's ends as torch does. What the runtime says of peer access overrides what the driver says."""
+    """Rename the ends of a link to torch's names. torch's answer on peer access overrides the driver's."""
     ends = (names.get(link.source, link.source), names.get(link.target, link.target))
     return replace(link, source=ends[0], target=ends[1], peer=peers.get(ends, link.peer))
 
 
 def _peers_lost(machine: Machine, names: Mapping[str, str], peers: Mapping[tuple[str, str], bool]) -> list[str]:
-    """Return a warning for pairs with peer access in the driver, which the runtime does not allow."""
+    """Return a warning if pairs have peer access by the driver, but not by torch."""
     ends = [(names.get(link.source, ""), names.get(link.target, "")) for link in machine.links if link.peer]
     lost = [pair for pair in ends if peers.get(pair) is False and pair[0] < pair[1]]
     if not lost:
@@ -149,7 +149,7 @@ def _peers_lost(machine: Machine, names: Mapping[str, str], peers: Mapping[tuple
 
 
 def _renumbered(warning: str, names: Mapping[str, str]) -> str:
-    """Return a warning with torch's numbers in it."""
+    """Replace device names in a warning by torch's names. names: from old to new."""
     return re.sub(r"\S+?(?=[:,.]*(?:\s|$))", lambda word: names.get(word[0], word[0]), warning)
 
 

@@ -16,14 +16,14 @@ VARIABLES = {
     "nvidia": (("CUDA_VISIBLE_DEVICES",),),
     "amd": (("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
 }
-"""The variables, applied one after the other; of those in one tuple, the first that is set."""
+"""Each vendor's variables, applied one after the other. In a tuple of several, the first that is set counts."""
 
 
 def visible(found: Found, environ: Mapping[str, str]) -> Found:
-    """Return the visible accelerators, in the order in which CUDA numbers them.
+    """Return the accelerators that the environment shows this process, in the order in which CUDA numbers them.
 
-    As CUDA does, everything behind an entry that names no device is left out (CUDA programming guide, environment
-    variables). Without CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA puts the fastest first: with parts that differ, numbers may
+    As in CUDA, an entry of the variable that names no device ends the list (CUDA programming guide, environment
+    variables). Without CUDA_DEVICE_ORDER=PCI_BUS_ID, CUDA puts the fastest first: if parts differ, numbers here may
     not be torch's, and a warning says so.
     """
     devices = found.accelerators
@@ -46,7 +46,7 @@ def visible(found: Found, environ: Mapping[str, str]) -> Found:
 
 
 def kept(found: Found, order: list[int]) -> Found:
-    """Keep only the accelerators at these positions, in this order."""
+    """Keep only the accelerators at the indices `order`, in that order."""
     places = {old: new for new, old in enumerate(order)}
     return replace(
         found,
@@ -73,7 +73,7 @@ def _chosen(text: str, order: list[int], devices: tuple[Accelerator, ...]) -> li
 
 
 def _by_uuid(word: str, order: list[int], devices: tuple[Accelerator, ...]) -> int | None:
-    """Find a device by a UUID or its beginning, as CUDA does. `MIG-GPU-…/1/0` names one; `MIG-…` alone does not."""
+    """Find a device's index by the beginning of its UUID, as CUDA does; `MIG-GPU-…/1/0` has a UUID, `MIG-…` none."""
     start = word.removeprefix("MIG-").split("/")[0]
     matching = [at for at in order if devices[at].uuid.startswith(start)]
     return matching[0] if len(matching) == 1 else None

@@ -22,14 +22,14 @@ from meshwise.spec.quantity import read_quantity, value_text, write_quantity
 UNKNOWN = "unknown"
 """Marks a figure as unknown, although the catalog has one."""
 LARGEST = 2**53
-"""Larger whole numbers are no counts, sizes or lanes of any machine, and floats would round them."""
+"""The largest whole number to accept. No machine has larger counts or sizes, and a float would round them."""
 SHORTEST, LONGEST = 1e-12, 1e9  # seconds of one transfer; what is outside is a slip of the unit
 Table = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Field:
-    """One key. read: converts the file's value, given its place for errors, to ours; write: converts it back."""
+    """How a key is read and written. read(value, place): converts a value of the file; write(value): converts back."""
 
     read: Callable[[Any, str], Any]
     write: Callable[[Any], Any] = lambda value: value
@@ -42,8 +42,8 @@ Fields = Mapping[str, Field]
 def read_table(
     table: Table, known: Fields, where: str, also: Iterable[str] = (), required: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Read the values of a table by key. also: keys that the caller reads; required: keys that must be there, with an
-    example of each. Raises UsageError for an unknown key, with the nearest known one."""
+    """Read and convert the values of a table. also: further keys, which the caller reads. required: keys that must be
+    in the table, with an example of each. Raises UsageError for unknown and missing keys."""
     names = [*also, *known]
     for key in table:
         if key not in names:
@@ -56,7 +56,7 @@ def read_table(
 
 
 def write_table(thing: Any, known: Fields) -> dict[str, Any]:
-    """Convert the fields of a dataclass to values of a file, without those that have their default."""
+    """Convert the fields of a dataclass to a table of the file, without those that are empty or at their default."""
     default = {field.name: field.default for field in fields(thing)}
     values = {name: getattr(thing, name) for name in known}
     return {name: known[name].write(v) for name, v in values.items() if v not in (default[name], (), {})}
@@ -71,7 +71,7 @@ def wrong(value: object, where: str, must: str) -> UsageError:
 
 
 def of_type(kind: type, must: str) -> Field:
-    """Accept a value of one of TOML's types, unchanged."""
+    """Return a field that accepts a value of this type, unchanged. must: for errors, what the value must be."""
 
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, kind):
@@ -87,7 +87,7 @@ TABLE = of_type(dict, "a table: keys and values below its name in brackets")
 
 
 def number(least: float, most: float) -> Field:
-    """Accept a number within a range."""
+    """Return a field that accepts a number from `least` to `most`."""
 
     def read(value: Any, where: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -100,7 +100,7 @@ def number(least: float, most: float) -> Field:
 
 
 def whole(least: int, most: int = LARGEST) -> Field:
-    """Accept a whole number within a range."""
+    """Return a field that accepts a whole number from `least` to `most`."""
 
     def read(value: Any, where: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -113,12 +113,12 @@ def whole(least: int, most: int = LARGEST) -> Field:
 
 
 def quantity(kind: str) -> Field:
-    """Accept a number with its unit, converted to base units."""
+    """Return a field that accepts a number with its unit, such as "80 GB", and converts it to base units of `kind`."""
     return Field(lambda value, where: read_quantity(value, kind, where), lambda value: write_quantity(value, kind))
 
 
 def or_unknown(field: Field) -> Field:
-    """Accept a value, or "unknown" for None."""
+    """Return a field that accepts what `field` accepts, and "unknown" for None."""
     return Field(
         lambda value, where: None if value == UNKNOWN else field.read(value, where),
         lambda value: UNKNOWN if value is None else field.write(value),
@@ -126,7 +126,7 @@ def or_unknown(field: Field) -> Field:
 
 
 def one_of(*known: str) -> Field:
-    """Accept one of some words, or an empty text."""
+    """Return a field that accepts one of these words, or an empty text."""
 
     def read(value: Any, where: str) -> str:
         if TEXT.read(value, where) not in ("", *known):
@@ -138,7 +138,7 @@ def one_of(*known: str) -> Field:
 
 
 def list_of(field: Field, what: str) -> Field:
-    """Accept a list of values of one kind."""
+    """Return a field that accepts a list of values, each read by `field`. what: for errors, what the values are."""
 
     def read(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
@@ -149,7 +149,7 @@ def list_of(field: Field, what: str) -> Field:
 
 
 def table_of(field: Field) -> Field:
-    """Accept a table of values of one kind, such as shares by dtype."""
+    """Return a field that accepts a table with any keys and values read by `field`, such as shares by dtype."""
 
     def read(value: Any, where: str) -> dict[str, Any]:
         return {name: field.read(item, f"{where}.{name[:60]}") for name, item in TABLE.read(value, where).items()}
@@ -158,7 +158,7 @@ def table_of(field: Field) -> Field:
 
 
 def record(make: Callable[[dict[str, Any], str], Any], known: Fields, required: Mapping[str, str]) -> Field:
-    """Accept a table with its own keys. make: from its values and its place to the object that it describes."""
+    """Return a field that accepts a table with the keys `known`. make(values, place): the object that it describes."""
     return Field(
         lambda value, where: make(read_table(TABLE.read(value, where), known, where, required=required), where),
         lambda thing: write_table(thing, known),
@@ -166,7 +166,7 @@ def record(make: Callable[[dict[str, Any], str], Any], known: Fields, required: 
 
 
 def one_or_each(field: Field) -> Field:
-    """Accept one value for all devices of a table, or a list with one for each."""
+    """Return a field that accepts one value for all devices of a table, or a list with one value for each device."""
 
     def read(value: Any, where: str) -> Any:
         return [field.read(item, where) for item in value] if isinstance(value, list) else field.read(value, where)
@@ -188,7 +188,7 @@ def _bytes(value: Any, where: str) -> int:
 
 
 def _limit(value: Any, where: str) -> float:
-    """Read a count, or bytes with their unit; `inf` means no limit."""
+    """Read a limit: a count, or bytes with their unit, or `inf` for none."""
     if isinstance(value, str):
         return read_quantity(value, "bytes", where)
     if isinstance(value, float) and math.isinf(value):

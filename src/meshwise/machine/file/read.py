@@ -25,13 +25,13 @@ from meshwise.spec.machine import HOST as ANY_HOST
 from meshwise.spec.machine import MOST_DEVICES, NODE, Device, Host, Link, Machine
 
 FROM_FILE = "the machine file"
-"""The origin of a figure that has none of its own in the file."""
+"""The origin of a figure for which the file names no origin."""
 _PART_NAME = '"H100-SXM", or the name that the driver gives'
 _LINK_ENDS = '["host -> cuda:0", "cuda:0 <-> cuda:1"]'
 
 
 def machine_from_toml(text: str, where: str) -> Machine:
-    """Read the machine that a file describes. where: its name, for errors. Raises UsageError for errors in it."""
+    """Read the machine that a file's text describes. where: the file's name, for errors. Raises UsageError."""
     file = read_table(_toml(text, where), FILE, where)
     if "device" not in file:
         raise UsageError(f'{where}: no device. Write [[device]] with part = "H100-SXM" and count = 8.')
@@ -66,7 +66,7 @@ def machine_from_toml(text: str, where: str) -> Machine:
 
 
 def _toml(text: str, where: str) -> dict[str, Any]:
-    """Parse the tables of a text. Raises UsageError, with line and column, for text that is not TOML."""
+    """Parse TOML. Raises UsageError, with line and column, if the text is not TOML."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -78,19 +78,19 @@ def _toml(text: str, where: str) -> dict[str, Any]:
 
 
 def _each(tables: Sequence[Table], key: str, where: str) -> list[tuple[Table, str]]:
-    """Pair each table with its place, for errors: `m.toml, [[device]] 2`."""
+    """Pair each table with its place in the file, as errors name it: `m.toml, [[device]] 2`."""
     return [(table, f"{where}, [[{key}]] {at}") for at, table in enumerate(tables, 1)]
 
 
 def _name(devices: Sequence[Device], hosts: Sequence[Host]) -> str:
-    """Return `8xH100-SXM`, for a file without a name."""
+    """Return a name for the machine of a file that gives none: `8xH100-SXM`."""
     names = list(dict.fromkeys(device.part for device in devices))
     each = f"{len(devices) // len(hosts)}x{names[0]}" if len(names) == 1 and hosts else f"{len(devices)} devices"
     return f"{len(hosts)}x{each}" if len(hosts) > 1 and len(names) == 1 else each
 
 
 def _times(table: Table, key: str, place: str) -> int:
-    """Return how many equal items a table describes: the count under a key, 1 without one."""
+    """Return how many equal items a table describes: the count at `key`, 1 without it."""
     return MANY.read(table[key], f"{place}: {key}") or 1 if key in table else 1
 
 
@@ -133,13 +133,13 @@ def _devices(tables: Sequence[Table], own_parts: Mapping[str, Table], where: str
 
 
 def _index(name: str) -> int | None:
-    """Return the number behind the colon of `cuda:0`; None if there is none."""
+    """Return the number after the colon of a name such as `cuda:0`; None if there is none."""
     number = name.partition(":")[2]
     return int(number) if number.isascii() and number.isdigit() and len(number) < 9 else None
 
 
 def _device(values: Mapping[str, Any], own_parts: Mapping[str, Table], place: str) -> Device:
-    """Read the device without its number: the catalog's figures, then those of the file's part, then its own."""
+    """Make a device with the catalog's figures, overridden by the file's [part.NAME], then by the device's table."""
     name = values["part"]
     known = part(name)
     if known is None and name not in own_parts and not set(FIGURES) & set(values):
@@ -155,7 +155,7 @@ def _device(values: Mapping[str, Any], own_parts: Mapping[str, Table], place: st
 
 
 def _with_figures(device: Device, values: Mapping[str, Any]) -> Device:
-    """Return the device with the figures of a table; a figure without its own origin gets the file's."""
+    """Return the device with the figures of a table. If the table has no origins, their origin is the file."""
     written = {name: values[name] for name in FIGURES if name in values}
     if "origins" not in written:
         kept = {name: origin for name, origin in device.origins.items() if name.split(".")[0] not in written}
@@ -165,7 +165,7 @@ def _with_figures(device: Device, values: Mapping[str, Any]) -> Device:
 
 
 def _counted(device: Device, values: Mapping[str, Any], count: int, place: str) -> list[Device]:
-    """Return `count` devices whose names count up from the first; numa and pci are one for all, or one each."""
+    """Return `count` devices named `cuda:0`, `cuda:1` and so on. numa and pci of `values`: one for all, or a list."""
     index = _index(device.name)
     if count > 1 and index is None:
         raise UsageError(f"{place}: name = '{device.name[:60]}' cannot count up. Write a number at its end, as cuda:0.")
@@ -188,7 +188,7 @@ def _counted(device: Device, values: Mapping[str, Any], count: int, place: str) 
 
 
 def _links(tables: Sequence[Table], devices: Sequence[Device], hosts: int, where: str) -> tuple[Link, ...]:
-    """Return the links in the order of the file, one for each of a table's pairs of ends."""
+    """Return the links in the order of the file: one for each pair of ends of each table."""
     known = {ANY_HOST, ANY_DEVICE, NODE, *(device.name for device in devices), *(f"node{at}" for at in range(hosts))}
     texts = list_of(TEXT, f"texts: {_LINK_ENDS}")
     found: dict[tuple[str, str], Link] = {}
@@ -202,7 +202,7 @@ def _links(tables: Sequence[Table], devices: Sequence[Device], hosts: int, where
 
 
 def _ends(texts: Iterable[str], known: set[str], place: str) -> list[tuple[str, str]]:
-    """Parse `cuda:0 -> cuda:1` as one pair of ends, `cuda:0 <-> cuda:1` as two."""
+    """Parse `cuda:0 -> cuda:1` as one (source, target), and `cuda:0 <-> cuda:1` as two."""
     found = []
     for text in texts:
         arrow = "<->" if "<->" in text else "->"

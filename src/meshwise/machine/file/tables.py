@@ -45,7 +45,7 @@ FIGURES: Fields = {
     "achievable": fields.table_of(fields.number(0, 2)),
     "origins": TEXTS,
 }
-"""Fields of a device that its part has, too."""
+"""The figures of a device that its part in the catalog has too."""
 MATMUL: Fields = {
     "dtype": fields.TEXT,
     **dict.fromkeys(("m", "n", "k"), fields.whole(1)),
@@ -83,7 +83,7 @@ _TIMES = {"bytes": "[1024, 1048576]", "seconds": "[2e-05, 0.00014], one for each
 
 
 def _timings(values: Mapping[str, Any], where: str) -> Timings:
-    """Read increasing sizes, their times, and the fit; if the fit is missing it is computed here."""
+    """Read sizes in increasing order, their times, and the fit. Compute the fit if the file has none."""
     sizes = values["bytes"]
     for before, after in pairwise(sizes):
         if after <= before:
@@ -103,7 +103,7 @@ def _timings(values: Mapping[str, Any], where: str) -> Timings:
 
 
 def write_timings(timings: Timings) -> dict[str, Any]:
-    """Convert times by size and their fit to values of a file."""
+    """Convert times by size, with their fit, to a table of the file."""
     columns = {"bytes": timings.sizes, "seconds": timings.seconds, "p95": timings.p95, "p99": timings.p99}
     finite = {name: _FIT[name] for name in _FIT if getattr(timings, name) != float("inf")}
     return {**{name: column for name, column in columns.items() if column}, "fit": write_table(timings, finite)}

@@ -27,12 +27,12 @@ HEADER = """\
 """
 INSTALL = "pip install meshwise[machine]"
 _LIST = re.compile(r"\[\n((?: +[^\n\[\]{}]+,\n)+)\s*\]")
-"""Matches a list of numbers or texts, which tomli-w writes with one item per line."""
+"""Matches a list of numbers or texts as tomli-w writes it, with one item per line."""
 _WIDTH = 100
 
 
 def toml_writer() -> Any:
-    """Return the module that writes TOML. Raises UsageError, with the command that installs it, if it is missing."""
+    """Return tomli_w, which writes TOML. If it is missing, raise UsageError with the command that installs it."""
     try:
         import tomli_w
     except ImportError:
@@ -63,7 +63,7 @@ def machine_to_toml(machine: Machine) -> str:
 
 
 def _wrapped(found: re.Match[str]) -> str:
-    """Write the items of a list on as few lines as possible."""
+    """Write the items of a list on as few lines as possible. found: a match of `_LIST`."""
     rows = [""]
     for item in found[1].rstrip("\n").split("\n"):
         if rows[-1] and len(rows[-1]) + len(item) > _WIDTH:
@@ -73,12 +73,12 @@ def _wrapped(found: re.Match[str]) -> str:
 
 
 def _figures(device: Device) -> dict[str, Any]:
-    """Return all figures that a part has too, also unknown ones: a missing figure would mean the catalog's."""
+    """Return the device's figures as a table, unknown ones too: a missing figure would mean the catalog's."""
     return {name: field.write(getattr(device, name)) for name, field in FIGURES.items()}
 
 
 def _device(device: Device, first: Device) -> dict[str, Any]:
-    """Return a device, with its figures only if they differ from those of the first device of its part."""
+    """Return the device as a table. Its figures are in it only if they differ from those of the part's first device."""
     own = {name: field for name, field in DEVICE.items() if name not in FIGURES}
     same = all(getattr(device, name) == getattr(first, name) for name in FIGURES)
     return {**write_table(device, own), **({} if same else _figures(device))}

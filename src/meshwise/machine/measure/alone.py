@@ -22,7 +22,7 @@ from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 
 MEMORY_SHARE = 0.15
-"""The share of the budget for the memory's rate; the rest is for products."""
+"""The share of the time budget for measuring the memory's rate. The rest is for matrix products."""
 
 
 def device_names(slots: Sequence[WorkerSlot]) -> list[str]:
@@ -31,7 +31,7 @@ def device_names(slots: Sequence[WorkerSlot]) -> list[str]:
 
 
 def measure_alone(slots: Sequence[WorkerSlot], budget: float, progress: Progress) -> None:
-    """Measure every device for about `budget` seconds in all; `progress` gets each as soon as it is done."""
+    """Measure every device by itself, in about `budget` seconds for all. `progress` gets each result as it is done."""
     turns = len(slots) if slots[0].device == "cpu" else 1
     arguments = (device_names(slots), budget / turns, turns > 1)
     launch(_measure, arguments, slots, listeners=listeners(progress))

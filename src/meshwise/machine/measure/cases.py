@@ -25,8 +25,8 @@ _ACK = 8  # bytes of the answer to a copy
 
 @dataclass(frozen=True)
 class Case:
-    """A path at one size. size: bytes, as they are counted. fill(round) writes this rank's data, call communicates,
-    wrong(round) says where the received data differs; None if nowhere. counts: whether this rank's seconds do."""
+    """A path at one size, for this rank. size: the bytes that count. fill(round): writes this rank's data. call():
+    communicates. wrong(round): says where received data differs, or None. counts: whether this rank's time counts."""
 
     size: int
     fill: Callable[[int], object]
@@ -37,7 +37,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Member:
-    """A measuring rank: its rank among how many, the group, its device."""
+    """A rank that measures: its number, how many ranks there are, their group, its device."""
 
     rank: int
     ranks: int
@@ -48,25 +48,25 @@ class Member:
         return torch.empty(*shape, dtype=torch.uint8, device=self.device)
 
     def key(self, number: int, one: int, other: int) -> int:
-        """Return a key that no other round, pair of ranks or part has."""
+        """Return a key for the data of a round and a pair of ranks (or a rank and a part). No other data has it."""
         return (number * self.ranks + one) * self.ranks + other
 
 
 Maker = Callable[[Member, int], Case]
-"""Makes the case for a size; each rank makes its own."""
+"""Makes the case of this rank for a size."""
 Parts = Mapping[tuple[int, int], Tensor]
-"""Tensors by their source rank and the part of its data, or the target rank."""
+"""Tensors by (source rank, target rank), or by (source rank, number of the part)."""
 
 
 def checked(case: Case, number: int) -> str | None:
-    """Communicate once with the data of round `number`; return where the received data differs, or None."""
+    """Communicate once with the data of round `number`. Return where this rank's received data differs, or None."""
     case.fill(number)
     case.call()
     return case.wrong(number)
 
 
 def all_reduce(member: Member, size: int) -> Case:
-    """All-reduce. The size is that of the tensor on each rank."""
+    """Make the case of an all-reduce. size: of the tensor on each rank."""
     tensor = torch.empty(max(size // 4, 1), device=member.device)
     return Case(
         tensor.nbytes,
@@ -77,7 +77,7 @@ def all_reduce(member: Member, size: int) -> Case:
 
 
 def broadcast(source: int, direct: bool) -> Maker:
-    """Broadcast from rank `source`. The size is that of the tensor."""
+    """Make cases of a broadcast from rank `source`. Their size is that of the tensor."""
 
     def make(member: Member, size: int) -> Case:
         tensor = member.bytes(size)
@@ -92,7 +92,7 @@ def broadcast(source: int, direct: bool) -> Maker:
 
 
 def all_gather(direct: bool) -> Maker:
-    """All-gather. The size is that of the result on every rank."""
+    """Make cases of an all-gather. Their size is that of the gathered result."""
 
     def make(member: Member, size: int) -> Case:
         part = max(size // member.ranks, 1)
@@ -108,7 +108,7 @@ def all_gather(direct: bool) -> Maker:
 
 
 def reduce_scatter(direct: bool) -> Maker:
-    """Reduce-scatter. The size is that of the tensor on each rank before it is divided."""
+    """Make cases of a reduce-scatter. Their size is that of the whole tensor on each rank."""
 
     def make(member: Member, size: int) -> Case:
         count = max(size // 4 // member.ranks, 1)
@@ -130,7 +130,7 @@ def reduce_scatter(direct: bool) -> Maker:
 
 
 def all_to_all(direct: bool) -> Maker:
-    """All-to-all. The size is that of the tensor on each rank."""
+    """Make cases of an all-to-all. Their size is that of the tensor on each rank."""
 
     def make(member: Member, size: int) -> Case:
         tensor, out = (member.bytes(member.ranks, max(size // member.ranks, 1)) for _ in range(2))
@@ -146,13 +146,13 @@ def all_to_all(direct: bool) -> Maker:
 
 
 def send_receive(member: Member, size: int) -> Case:
-    """Send from every rank to the next one, all at once. The size is that of the tensor."""
+    """Make the case in which every rank sends to the next one, all at once. size: of the tensor."""
     after, before = (member.rank + 1) % member.ranks, (member.rank - 1) % member.ranks
     return _exchanged(member, size, [after], [before], size)
 
 
 def copy(source: int, target: int) -> Maker:
-    """Send from rank `source` to `target`, whose short answer lets one clock time both. Size is of the tensor."""
+    """Make cases of a copy between two ranks. A short answer lets the source's clock time it. Size: of the tensor."""
 
     def make(member: Member, size: int) -> Case:
         if member.rank not in (source, target):
@@ -176,7 +176,7 @@ def copy(source: int, target: int) -> Maker:
 
 
 def both_ways(one: int, other: int) -> Maker:
-    """Send between two ranks, both ways at once. The size is that of one direction."""
+    """Make cases in which two ranks send to each other at once. Their size is that of one direction."""
 
     def make(member: Member, size: int) -> Case:
         if member.rank not in (one, other):
@@ -188,7 +188,7 @@ def both_ways(one: int, other: int) -> Maker:
 
 
 def one_to_all(source: int, back: bool) -> Maker:
-    """Send from rank `source` to all others at once, or (back) receive. Size is what leaves or reaches it."""
+    """Make cases of rank `source` sending to all others at once, or, if `back`, receiving. Size: of all together."""
 
     def make(member: Member, size: int) -> Case:
         others = [rank for rank in range(member.ranks) if rank != source]
@@ -201,7 +201,7 @@ def one_to_all(source: int, back: bool) -> Maker:
 
 
 def _exchanged(member: Member, size: int, to: list[int], by: list[int], counted: int) -> Case:
-    """Make a case that sends to some ranks and receives from some, at once."""
+    """Make a case that sends `size` bytes to each rank of `to` and receives as many from each of `by`, all at once."""
     outgoing = {(member.rank, rank): member.bytes(size) for rank in to}
     incoming = {(rank, member.rank): member.bytes(size) for rank in by}
 
@@ -218,7 +218,7 @@ def _exchanged(member: Member, size: int, to: list[int], by: list[int], counted:
 def _of_parts(
     member: Member, size: int, outgoing: Parts, incoming: Parts, call: Callable[[], object], counts: bool = True
 ) -> Case:
-    """Make a case that fills outgoing data and compares received data part by part."""
+    """Make a case that fills the outgoing tensors, calls `call`, and compares the incoming tensors one by one."""
 
     def write(number: int) -> None:
         for tensor in incoming.values():
@@ -237,7 +237,7 @@ def _of_parts(
 
 
 def _idle(size: int) -> Case:
-    """Make the case of a rank that does not take part."""
+    """Make the case of a rank that takes no part: it does nothing."""
     return Case(size, lambda number: None, lambda: None, lambda number: None, counts=False)
 
 

@@ -21,14 +21,14 @@ from meshwise.spec.machine import Matmul
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Sizes of square products, smallest first; at each one also a product of a transformer block: (m, 4m, m)."""
+"""Sizes m of square matrix products (m, m, m), smallest first. Each is followed by (m, 4m, m), as in a transformer."""
 FLUSH_BYTES = 256 << 20  # larger than the last cache of any device of the catalog
 COPY_BYTES = {"cpu": 256 << 20}  # elsewhere 1 GiB; read and written by the measure of memory: four times the cache
 LAUNCHES = 1000
 
 
 def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None = None) -> Iterator[Matmul]:
-    """Measure products at growing shapes, and yield each. budget: seconds, shared equally by the dtypes."""
+    """Measure matrix products of growing shapes, and yield each. budget: seconds for all dtypes, shared equally."""
     names = dtypes if dtypes is not None else dtypes_of(device)
     flush = _flusher(device)
     for name in names:
@@ -49,7 +49,7 @@ def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None 
 
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
-    """Return the dtypes that the device computes in: tf32 is CUDA's, and a dtype that raises is left out."""
+    """Return the names of the dtypes in which the device can multiply matrices. tf32 is for CUDA only."""
     tf32 = device.type == "cuda" and not torch.version.hip
     return tuple(name for name in DTYPES if (name != "tf32" or tf32) and _computes(device, DTYPES[name]))
 
@@ -63,7 +63,7 @@ def memory_rate(device: torch.device, budget: float) -> float:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Return the seconds per kernel when many small ones follow each other: the host's cost of a launch."""
+    """Return the seconds that the host needs to launch a kernel, measured with many small ones in a row."""
     tensor = torch.zeros(1, device=device)
     host_seconds(lambda: tensor.add_(1), device, LAUNCHES // 10)
     return median(host_seconds(lambda: tensor.add_(1), device, LAUNCHES) for _ in range(5))

@@ -24,26 +24,26 @@ from meshwise.spec.units import bytes_text
 from meshwise.transfer.pattern import fill, first_difference
 
 Move = Callable[[Tensor, Tensor, str], None]
-"""Copies the second tensor to the first by a path (`pinned`, `pageable`, `peer`, `staged`), in stream order."""
+"""move(target, source, path): copies in the current stream. path: `pinned`, `pageable`, `peer` or `staged`."""
 Leg = tuple[str, str]
 """One copy: the names of its source and its target."""
 
 
 @dataclass(frozen=True)
 class CopySpec(PathSpec):
-    """Copies that one process makes at once; all legs have the same size."""
+    """One or several copies that one process makes at once. legs: the copies, all of the same size."""
 
     legs: tuple[Leg, ...]
 
 
 def copy_spec(operation: str, source: str, target: str, path: str, *legs: Leg) -> CopySpec:
-    """Make a path from its legs; without any, a single copy from source to target."""
+    """Make the spec of a path with these legs; without any, of a single copy from source to target."""
     legs = legs or ((source, target),)
     return CopySpec(operation, source, target, path, len({end for leg in legs for end in leg}), legs)
 
 
 def copy_paths(devices: Sequence[str], peers: Callable[[str, str], bool]) -> list[CopySpec]:
-    """Return all paths of these devices of one host. peers: whether the first can read the second's memory directly."""
+    """Return all copies to measure on one host. peers(one, other): whether `one` can read `other`'s memory directly."""
 
     def ways(legs: Sequence[Leg]) -> tuple[str, ...]:
         return ("peer", "staged") if all(peers(*leg) for leg in legs) else ("staged",)
@@ -70,9 +70,9 @@ def copy_paths(devices: Sequence[str], peers: Callable[[str, str], bool]) -> lis
 def measure_copy(
     path: CopySpec, sizes: Sequence[int], budget: float, move: Move, place: Callable[[str], str]
 ) -> PathResult:
-    """Time one path at growing sizes for about `budget` seconds, then check that its bytes arrive.
+    """Time one path at growing sizes for about `budget` seconds, then check that every byte arrives.
 
-    place: the torch device of a name. A size that would exceed the remaining budget is left out.
+    place: from a device's name to its torch device. A size that would take longer than the time left is left out.
     """
     end = time.perf_counter() + budget
 
@@ -96,7 +96,7 @@ def measure_copy(
 
 
 def check_path(path: CopySpec, tensors: Sequence[tuple[Tensor, Tensor]], move: Move) -> str | None:
-    """Say where bytes did not arrive as they were sent; None if all did."""
+    """Copy once, and return where bytes did not arrive as they were sent; None if all did."""
     for key, (source, target) in enumerate(tensors):
         fill(source, key + 1)
         fill(target, -key - 1)  # what an earlier copy left must not pass for this one's
@@ -114,12 +114,12 @@ def check_path(path: CopySpec, tensors: Sequence[tuple[Tensor, Tensor]], move: M
 
 
 def _clocked(leg: Leg, place: Callable[[str], str]) -> torch.device:
-    """Return the device whose clock times a copy: the source, whose stream torch uses, but never the host."""
+    """Return the device whose clock times a copy: the source, in whose stream torch copies, unless that is the host."""
     return torch.device(place(next(end for end in leg if end != "host")))
 
 
 def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callable[[], None]:
-    """Return a call that copies all legs: one in the current streams, several at once in streams of their own."""
+    """Return a function that copies all legs at once: a single one in the current stream, several in new streams."""
     if len(legs) == 1:
         ((source, target),) = legs
         if how == "staged" and not source.is_cpu and not target.is_cpu:
@@ -141,7 +141,7 @@ def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callab
 
 
 def _staged_alone(target: Tensor, source: Tensor, move: Move) -> None:
-    """Copy staged and let the source's stream, which is timed but free after the first leg, wait for the second leg."""
+    """Copy through the host. Make the source's stream, which is timed, wait for the second leg too."""
     move(target, source, "staged")
     here, there = (torch.get_device_module(end).current_stream(end) for end in (source.device, target.device))
     here.wait_stream(there)

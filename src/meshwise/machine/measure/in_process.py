@@ -29,9 +29,9 @@ LOAD_BYTES, LOAD_COPIES = 64 << 20, 200  # half a second on the slowest link of 
 def measure_in_process(
     devices: Sequence[str], sizes: Sequence[int], budget: float, progress: Progress
 ) -> dict[str, Lanes]:
-    """Measure and check every path of these accelerators for about `budget` seconds in all.
+    """Measure and check all copies among these accelerators and the host, for about `budget` seconds in all.
 
-    Returns (generation, lanes) of each device's PCIe link while bytes moved, by the device's name, if NVML has it.
+    Return (generation, lanes) of each device's PCIe link under load, by the device's name, if NVML reports it.
     """
     paths = [path for path in copy_paths(devices, _peers) if _can(path)]
     for path in paths:
@@ -42,7 +42,7 @@ def measure_in_process(
 
 
 def _lanes_under_load(device: str) -> Lanes | None:
-    """Read a link's lanes while pinned copies run: an idle link is slower and narrower than it can be."""
+    """Read generation and lanes of a device's PCIe link during pinned copies: an idle link is slower and narrower."""
     if not has_streams(device):
         return None
     source = torch.zeros(LOAD_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -55,17 +55,17 @@ def _lanes_under_load(device: str) -> Lanes | None:
 
 
 def _peers(source: str, target: str) -> bool:
-    """Return whether one device can read the other's memory without the host."""
+    """Return whether device `source` can read the memory of `target` directly, without the host."""
     return has_streams(source) and reads_directly(torch.device(source), torch.device(target))
 
 
 def _can(path: CopySpec) -> bool:
-    """Return whether a path can run: pinned memory and staging need streams; others copy to the host and back."""
+    """Return whether a path can run on its devices: all paths except `pageable` need devices with streams."""
     return path.path == "pageable" or all(end == "host" or has_streams(end) for leg in path.legs for end in leg)
 
 
 def _move(target: Tensor, source: Tensor, how: str) -> None:
-    """Enqueue a copy in the current stream: the host must not wait while copies are timed."""
+    """Enqueue a copy in the current stream, without making the host wait, as copies are timed."""
     if has_streams(source.device) and target.is_cpu:
         copy(target, source, stream=torch.get_device_module(source.device).current_stream(source.device))
     elif has_streams(target.device) and source.is_cpu:
@@ -76,7 +76,7 @@ def _move(target: Tensor, source: Tensor, how: str) -> None:
 
 @contextmanager
 def _near(path: CopySpec) -> Iterator[None]:
-    """Run on the cores beside the device, so that pinned memory is on its side of the host."""
+    """In the block, run on the cores near the path's device, so that pinned memory is on the same NUMA node."""
     device = next(end for leg in path.legs for end in leg if end != "host")
     before = allowed_cores()
     near = cores_near(pci_address(device), before)

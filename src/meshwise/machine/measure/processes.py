@@ -27,17 +27,17 @@ from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 
 WHAT = ("links", "collectives")
-"""What is measured by default; `direct` adds our own sends and receives in place of gloo's."""
+"""What is measured by default. `direct` can be added: collectives composed of sends and receives instead of gloo's."""
 MORE = ("direct",)
 DIRECT = " direct"
-"""Added to the backend's name for collectives composed of sends and receives, where gloo's own are slower."""
+"""Ends the backend's name (`gloo direct`) for collectives that are composed of sends and receives."""
 _COMPOSED: dict[str, tuple[Callable[[bool], Maker], Callable[[int], bool]]] = {
     "broadcast": (lambda direct: cases.broadcast(0, direct), lambda ranks: ranks > 2),
     "all-gather": (cases.all_gather, lambda ranks: ranks == 2),
     "reduce-scatter": (cases.reduce_scatter, lambda ranks: True),
     "all-to-all": (cases.all_to_all, lambda ranks: True),
 }
-"""How each composable collective is made, and from how many ranks on it is composed (compat/collectives.py)."""
+"""For each collective: what makes its cases, and for which numbers of ranks it is composed (compat/collectives.py)."""
 
 
 def measure_processes(
@@ -47,10 +47,10 @@ def measure_processes(
     what: Sequence[str] = WHAT,
     progress: Progress = SILENT,
 ) -> list[PathResult]:
-    """Start one worker per slot and measure between them for about `budget` seconds.
+    """Start one worker per slot, and measure paths and collectives between them for about `budget` seconds.
 
     `progress` gets each path as soon as it is done. Raises UsageError for an unknown `what`, and WorkerFailed if a
-    worker dies; `progress` has then received all that was done before.
+    worker dies; `progress` has then got all that was done before.
     """
     _check(sizes, what)
     if len(slots) < 2:
@@ -70,9 +70,9 @@ def measure_ranks(
     device: torch.device | None = None,
     group: Group = None,
 ) -> list[PathResult]:
-    """Measure between the ranks of an existing group, for about `budget` seconds. Collective over that group.
+    """Measure between the ranks of an existing group for about `budget` seconds, and return the results on every rank.
 
-    names: of the ranks, `cpu:0` or `node0`. `progress` is called on rank 0. Every rank gets the results.
+    Collective over the group. names: of the ranks, such as `cpu:0` or `node0`. `progress` is called on rank 0 only.
     """
     _check(sizes, what)
     member = Member(get_rank(group), world_size(group), group, device or torch.device("cpu"))
@@ -94,10 +94,10 @@ def measure_ranks(
 def measure_hosts(
     sizes: Sequence[int], budget: float, what: Sequence[str] = WHAT, progress: Progress = SILENT
 ) -> list[PathResult]:
-    """Measure between hosts, under a launcher that started this on all of them: one rank per host, its local rank 0.
+    """Measure between hosts, each with its local rank 0. A launcher such as torchrun must have started all ranks.
 
-    Results are on the ranks that measure; `progress` is called on rank 0 only. Raises UsageError outside such a
-    launcher and on one host.
+    Return the results on the ranks that measure, and an empty list on others. `progress` is called on rank 0 only.
+    Raises UsageError without such a launcher, and on a single host.
     """
     _check(sizes, what)
     world = join().world
@@ -123,7 +123,7 @@ def measure_hosts(
 
 
 def paths_between(names: Sequence[str], backend: str, what: Sequence[str]) -> list[RanksSpec]:
-    """Return the paths to measure between these ranks, in that order."""
+    """Return the paths and collectives to measure between these ranks, in order."""
     ranks = len(names)
     paths: list[RanksSpec] = []
     if "links" in what:

@@ -21,8 +21,8 @@ def _ignore(event: object) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """Callbacks while a machine is measured. starts: with the name of the next measurement; done: with a measured path
-    or device; found: with the machines of all hosts, before anything between them is measured."""
+    """Callbacks during a bench. starts(name): before each measurement. done(result): after a path or a device is
+    measured. found(machines): with all hosts, before anything between them is measured."""
 
     starts: Callable[[str], object] = _ignore
     done: Callable[[PathResult | DeviceResult], object] = _ignore
@@ -44,7 +44,7 @@ def sent_over(channel: WorkerChannel | None) -> Progress:
 
 
 def listeners(progress: Progress) -> Listeners:
-    """Return the launcher's handlers for its workers' progress messages."""
+    """Return listeners for a launcher, which call `progress` with what its workers send."""
 
     def received(rank: int, message: Message) -> None:
         if message["kind"] == "measuring":

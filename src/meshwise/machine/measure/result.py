@@ -35,9 +35,9 @@ class PathSpec:
 
 @dataclass(frozen=True)
 class PathResult(PathSpec):
-    """The measurements of a path. timings: sizes are bytes one way, for a collective of the full tensor. wrong: where
-    the bytes differed; None if all were right. note: other remarks, such as that the budget was spent before the
-    largest size."""
+    """The measurements of a path. timings: by size, in bytes one way, or of a collective's full tensor. wrong: where
+    bytes differed; None if all were right. note: another remark, such as that the time was over before the largest
+    size."""
 
     timings: Timings
     wrong: str | None = None
@@ -53,7 +53,7 @@ def result_of(spec: PathSpec, samples: Mapping[int, Sample], wrong: str | None, 
 
 @dataclass(frozen=True)
 class DeviceResult:
-    """The measurements of one device: bytes/s of its memory (read and written), products, seconds per launch."""
+    """The measurements of one device. memory_rate: bytes/s read and written. launch: seconds to launch a kernel."""
 
     device: str
     memory_rate: float | None = None

@@ -13,7 +13,7 @@ from meshwise.spec.units import bytes_text
 DEFAULT = "1K:1G"
 FACTOR = 4
 SHARE_OF_MEMORY = 0.8
-"""The share of free memory to use: the rest is for what the program itself needs meanwhile."""
+"""The share of free memory to use for buffers. The program needs the rest."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _WRITE = "Write --sizes 1K:1G, one size (64M), or 1K:1G:2 to double from size to size."
 
@@ -37,9 +37,9 @@ def read_sizes(words: str) -> tuple[int, ...]:
 
 
 def fitting(sizes: tuple[int, ...], free: int, buffers: int, asked: bool) -> tuple[int, ...]:
-    """Return those of `sizes` of which `buffers` copies fit in the `free` bytes.
+    """Return the sizes for which `buffers` buffers of that size fit in `free` bytes; at least the first size.
 
-    asked: the user named the sizes, so one that does not fit is a UsageError; otherwise it is left out.
+    asked: the user chose the sizes: raise UsageError if one does not fit. Otherwise leave it out.
     """
     most = int(free * SHARE_OF_MEMORY) // buffers
     small = tuple(size for size in sizes if size <= most)
@@ -60,7 +60,7 @@ def _size(words: str, text: str) -> int:
 
 
 def _word(size: int) -> str:
-    """Round `size` down to a power of two, as written in --sizes."""
+    """Round `size` down to a power of two, and format it as in --sizes: `64M`."""
     power = 1 << max(size.bit_length() - 1, 0)
     unit = next((unit for unit in "TGMK" if power >= _UNITS[unit]), "")
     return f"{power // _UNITS[unit]}{unit}"

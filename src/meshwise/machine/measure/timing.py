@@ -33,7 +33,7 @@ class Sample:
 
 
 def sample_of(seconds: list[float]) -> Sample:
-    """Return the percentiles of some repeats."""
+    """Return the percentiles of the seconds of repeated calls."""
     if len(seconds) < 2:
         return Sample(seconds[0], seconds[0], seconds[0], 1)
     cuts = quantiles(seconds, n=100, method="inclusive")
@@ -74,7 +74,7 @@ def repeat(
 
 
 def _seconds(call: Callable[[], object], device: torch.device, batch: int, clock: Callable[[], float]) -> float:
-    """Return the seconds of one call, the mean of `batch` in a row."""
+    """Return the seconds of one call, as the mean of `batch` calls in a row, by the best clock of the device."""
     if has_streams(device):
         with torch.get_device_module(device).device(device):
             hold_stream(HOST_SECONDS * (batch + 2))
@@ -85,7 +85,7 @@ def _seconds(call: Callable[[], object], device: torch.device, batch: int, clock
 def host_seconds(
     call: Callable[[], object], device: torch.device, batch: int, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the seconds of one call by the host's clock, the mean of `batch` in a row."""
+    """Return the seconds of one call by the host's clock, as the mean of `batch` calls in a row."""
     wait(device)
     start = clock()
     for _ in range(batch):
@@ -95,7 +95,7 @@ def host_seconds(
 
 
 def stream_seconds(call: Callable[[], object], device: torch.device, batch: int) -> float:
-    """Return the seconds of one call in the current stream of a device, the mean of `batch` in a row."""
+    """Return the seconds of one call by events in the device's stream, as the mean of `batch` calls in a row."""
     start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
     start.record()
     for _ in range(batch):

@@ -35,8 +35,8 @@ _SMALL = 8  # bytes of a ping
 
 @dataclass(frozen=True)
 class RanksSpec(PathSpec):
-    """A path between ranks. make: how a rank makes its case. answered: the two ranks of a copy; the first one's clock
-    times it and the second answers, so that copies do not queue."""
+    """A path between ranks. make: makes a rank's case. answered: (source, target) of a copy that the target answers, so
+    that copies do not queue; the source's clock times it. None for any other path."""
 
     make: Maker
     answered: tuple[int, int] | None = None
@@ -45,7 +45,7 @@ class RanksSpec(PathSpec):
 def measure_path(
     path: RanksSpec, member: Member, sizes: Sequence[int], budget: float, starts: Callable[[str], object]
 ) -> PathResult:
-    """Time growing sizes until `budget` seconds are spent, each size checked before and after. Collective."""
+    """Time a path at growing sizes until `budget` seconds are spent, and check the bytes of each size. Collective."""
     began = time.perf_counter()
     latency = _ping_pong(member, *path.answered) if path.answered else 0.0
     samples: dict[int, Sample] = {}
@@ -74,8 +74,8 @@ def measure_path(
 
 
 def check_path(path: RanksSpec, member: Member, case: Case, number: int) -> str | None:
-    """Communicate once with the data of round `number`. Return what differs, with the path's name, as the first rank to
-    find a fault reports it; None if every byte is right everywhere. The same on every rank; collective."""
+    """Communicate once with the data of round `number`. Return what differs, as the lowest rank with a fault says it,
+    with the path's name; None if every byte is right on every rank. Collective; all ranks return the same."""
     found = checked(case, number)
     if not _agree(member, float(found is not None))[0]:
         return None
@@ -84,7 +84,7 @@ def check_path(path: RanksSpec, member: Member, case: Case, number: int) -> str 
 
 
 def _repeat(case: Case, member: Member, share: float, latency: float, single: bool) -> tuple[Sample, float]:
-    """Return the seconds of one call, and the seconds spent beyond the least number of repeats."""
+    """Time the case. Return its sample, and the seconds spent after the first LEAST repeats. Collective."""
     began = time.perf_counter()
     last = 0.0
     for number in range(WARM_UP):
@@ -105,7 +105,7 @@ def _repeat(case: Case, member: Member, share: float, latency: float, single: bo
 
 
 def _timed(case: Case, member: Member, batch: int) -> float:
-    """Return this rank's seconds of one call: by the stream's events on an accelerator, else by the host's clock."""
+    """Return this rank's seconds of one call, by events on an accelerator, else by the host's clock. 0: not counted."""
     if has_streams(member.device):
         seconds = stream_seconds(case.call, member.device, batch)
     else:
@@ -114,13 +114,13 @@ def _timed(case: Case, member: Member, batch: int) -> float:
 
 
 def _agree(member: Member, *values: float) -> list[float]:
-    """Return the largest of each value over the ranks. Also a barrier; always on the host."""
+    """Return the largest over the ranks of each value. Collective, and so a barrier. Communicates host tensors."""
     largest: list[float] = all_reduce(torch.tensor(values, dtype=torch.float64), "max", member.group).tolist()
     return largest
 
 
 def _ping_pong(member: Member, one: int, other: int) -> float:
-    """Return the seconds of a few bytes one way: half of a round trip, the median of some. Collective."""
+    """Return the seconds that a few bytes take one way: half of the median round trip. Collective."""
     halves = [0.0]
     if member.rank in (one, other):
         peer = other if member.rank == one else one

@@ -27,9 +27,9 @@ from meshwise.terminal.screen import Drawn, Screen, spaced
 from meshwise.terminal.table import Cell, table_lines
 
 MOST_ROWS = 16
-"""Up to this many copies have a row each; more of them are shown as a matrix."""
+"""The largest number of copies to show in a row each. More are shown as a matrix."""
 MIDDLE_SIZES = (64 << 10, 1 << 20)
-"""Sizes of collectives that are shown besides the largest."""
+"""The sizes at which collectives are shown, besides the largest size."""
 LEVEL_STYLES = {"good": "green", "low": "yellow", "far below": "bold red", "corrupt": "bold red", "unknown": "dim"}
 
 
@@ -46,7 +46,7 @@ def done_text(done: PathResult | DeviceResult) -> str:
 
 
 def bench_text(bench: Bench, width: int | None = None) -> RenderableType:
-    """Show the bench, at most `width` characters wide (None: as wide as the console)."""
+    """Return the bench as text for a terminal, at most `width` characters wide (None: as wide as the console)."""
     return Drawn(lambda screen: _lines(bench, screen), width)
 
 
@@ -71,7 +71,7 @@ def _devices(devices: Sequence[Device], width: int) -> list[Text]:
 
 
 def _best(device: Device, dtype: str) -> str:
-    """Return the best rate over shapes, and its share of the part's peak if that is known."""
+    """Format the device's best rate of a dtype over all shapes, with its share of the peak if that is known."""
     best, peak = device.best_rates.get(dtype), device.peak.get(dtype)
     if best is None:
         return "none"
@@ -100,7 +100,7 @@ def _copies(results: Sequence[PathResult], verdicts: Sequence[Verdict], width: i
 
 
 def _both(back: PathResult, one_way: PathResult) -> str:
-    """Return the rate of each direction while both are used, at the size of the one-way rate if measured there."""
+    """Format the rate of each direction of a copy both ways, at the size of the one-way rate if measured there."""
     size = one_way.timings.sizes[-1]
     if size in back.timings.sizes:
         return bandwidth_text(rate_at(back.timings, size))
@@ -108,7 +108,7 @@ def _both(back: PathResult, one_way: PathResult) -> str:
 
 
 def _slowest(timings: Timings) -> list[str]:
-    """Return the 95th and 99th percentile of the largest size's seconds."""
+    """Format the 95th and 99th percentile of the seconds at the largest size; empty if unknown."""
     return [seconds_text(table[-1]) if table else "" for table in (timings.p95, timings.p99)]
 
 
@@ -125,7 +125,7 @@ def _level(level: str) -> Text:
 
 
 def _matrices(results: Sequence[PathResult], width: int) -> list[Text]:
-    """Return a matrix per path: rows are sources, columns targets, cells GB/s one way."""
+    """Return one matrix for each path. Its rows are sources, its columns targets, its cells GB/s one way."""
     lines: list[Text] = []
     for path in dict.fromkeys(result.path for result in results):
         cells = {(r.source, r.target): r for r in results if r.path == path}
@@ -168,7 +168,7 @@ def _collectives(results: Sequence[PathResult], width: int) -> list[Text]:
 
 
 def _latency(timings: Timings) -> str:
-    """Return the fitted latency; if the fit has none, as with one size, the smallest size's time as an upper bound."""
+    """Format the fitted latency; without one, as with a single size, format the smallest size's time as its bound."""
     return seconds_text(timings.latency) if timings.latency else f"< {seconds_text(timings.seconds[0])}"
 
 

@@ -23,18 +23,18 @@ from meshwise.terminal.screen import LABEL, Drawn, Screen, labelled, spaced
 from meshwise.terminal.table import table_lines
 
 MOST_SINGLE = 4
-"""Up to this many devices have a row each; of more, equal neighbours share one."""
+"""The largest number of devices to show in a row each. Of more, equal neighbours share a row."""
 MOST_NOTES = 6
 MOST_ROWS = 12
 LEAST_NAME = 16
 PEAKS = ("bf16", "fp16", "fp32")
-"""The first of these that a part has is shown as its peak."""
+"""The dtypes whose peak may be shown: the first of them that a part has."""
 
 
 def devices_text(machine: Machine, width: int | None = None) -> RenderableType:
-    """Show the machine, at most `width` characters wide (None: as wide as the console).
+    """Return the machine as text for a terminal, at most `width` characters wide (None: as wide as the console).
 
-    Sentences stay on one line if they go to a file or a pipe and no width is given.
+    If the output is a file or a pipe and no width is given, sentences are not wrapped.
     """
     return Drawn(lambda screen: _lines(machine, screen, width is not None), width)
 
@@ -55,7 +55,7 @@ def _lines(machine: Machine, screen: Screen, wrapped: bool) -> list[Text]:
 
 
 def _hosts(machine: Machine, width: int) -> list[Text]:
-    """Return `host AMD EPYC 7763 · 2 sockets, 2 NUMA nodes · 2 of 256 cores · 16.0 GiB of 1.0 TiB`."""
+    """Return a line for each different host: `AMD EPYC 7763 · 2 sockets, 2 NUMA nodes · 2 of 256 cores · 16.0 GiB`."""
     nameless = [replace(host, name="", limits={}) for host in machine.hosts]
     alike = [(host, len(list(many))) for host, many in groupby(nameless)]
     lines = []
@@ -79,12 +79,12 @@ def _host_facts(host: Host) -> list[str]:
 
 
 def _of(allowed: int | None, present: int | None, text: Callable[[int], str]) -> str:
-    """Return `2 of 64`, or `64` if all are allowed."""
+    """Format `2 of 64` for 2 allowed of 64 present; `64` if all are allowed."""
     return " of ".join(dict.fromkeys(text(count) for count in (allowed, present) if count is not None))
 
 
 def _fit(facts: Sequence[str], width: int) -> str:
-    """Put the facts on one line; the first, a name, is cut if there is no room."""
+    """Join the facts to one line. If it is too wide, shorten the first fact, a name."""
     line = " · ".join(facts)
     over = len(line) - width
     return line if over <= 0 else " · ".join([_cut(facts[0], max(len(facts[0]) - over, LEAST_NAME)), *facts[1:]])
@@ -110,7 +110,7 @@ def _table(machine: Machine, width: int) -> list[Text]:
 
 
 def _rows(machine: Machine) -> list[list[str]]:
-    """Return the cells of each row; hosts with equal devices share theirs."""
+    """Return the cells of each row of devices. Hosts with equal devices share their rows."""
     hosts_of: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for host in range(len(machine.hosts)):
         own = [device for device in machine.devices if device.host == host]
@@ -123,7 +123,7 @@ def _rows(machine: Machine) -> list[list[str]]:
 
 
 def _grouped(machine: Machine, devices: Sequence[Device]) -> list[tuple[str, ...]]:
-    """Return each device by its name; of many, equal neighbours as `cuda:0-3`."""
+    """Return a row for each device of a host; if they are many, one for equal neighbours, named `cuda:0-3`."""
     if len(devices) <= MOST_SINGLE:
         return [(device.name, *_cells(machine, device)) for device in devices]
     rows = []
@@ -152,7 +152,7 @@ def _shown_dtype(devices: Sequence[Device]) -> str:
 
 
 def _reached_product(device: Device) -> str:
-    """Return the best measured product of a part without a known peak."""
+    """Format the best measured rate of matrix products, for a part without a known peak."""
     best = max(device.matmuls, key=lambda product: product.rate, default=None)
     return "unknown" if best is None else f"reached {flops_text(best.rate)} {best.dtype}"
 

@@ -21,11 +21,11 @@ KINDS = {"nvlink": "NVLink", "xgmi": "xGMI", "pcie": "PCIe", "c2c": "C2C", "netw
 UNKNOWN = "a link without known details"
 CROSSES = {"": "", "bridge": "over the host's bridge", "socket": "over the other socket"}
 MOST_MATRIX = 8
-"""Devices of a matrix; with more, the kinds of pairs are counted."""
+"""The largest number of devices to show as a matrix. With more, pairs of each kind are counted."""
 
 
 def links_text(machine: Machine, width: int) -> list[Text]:
-    """Return lines for the links between devices and between hosts; none for one device, or if nothing is known."""
+    """Return lines that show the links between devices and between hosts; none if no such link is known."""
     pairs = {
         (link.source, link.target): link
         for link in machine.links
@@ -36,8 +36,8 @@ def links_text(machine: Machine, width: int) -> list[Text]:
 
 
 def kind_text(link: Link) -> str:
-    """Return `PCIe4 x16`; a link below its maximum also names that: `PCIe1 of 4 x16`, `NVLink4 x12 of 18`. Empty for a
-    link without known details."""
+    """Format a link as `PCIe4 x16`; with the maximum if the link is below it: `PCIe1 of 4 x16`, `NVLink4 x12 of 18`.
+    Empty for a link without known details."""
     word = KINDS.get(link.kind, link.kind)
     if link.kind not in ("pcie", "nvlink", "xgmi"):
         return word
@@ -48,7 +48,7 @@ def kind_text(link: Link) -> str:
 
 
 def _classes(machine: Machine) -> list[Text]:
-    """Describe the links between any two devices of a described machine."""
+    """Return a line for the link between any two devices, which a machine has that was described, not discovered."""
     found = [link for link in machine.links if link.source == link.target == DEVICE]
     return [labelled("links", f"any two devices of a host: {_sentence(link)}") for link in found]
 
@@ -93,7 +93,7 @@ def _pairs(pairs: Mapping[tuple[str, str], Link], names: Sequence[str], width: i
 def _matrix(
     pairs: Mapping[tuple[str, str], Link], names: Sequence[str], labels: Mapping[str, str], width: int
 ) -> list[Text]:
-    """Return the matrix with these labels, under the devices' names or their numbers; empty if it is too wide."""
+    """Return the matrix of links, with names or only numbers of devices in its head; no lines if it is too wide."""
     rows = [
         [one, *(labels[_sentence(pairs[one, other])] if (one, other) in pairs else "-" for other in names)]
         for one in names
@@ -106,7 +106,7 @@ def _matrix(
 
 
 def _sentence(link: Link) -> str:
-    """Return `NVLink4 x18, 450 GB/s, peer`; `PCIe4 x16, 31.5 GB/s, over the other socket, staged through the host`."""
+    """Format `NVLink4 x18, 450 GB/s, peer`, or `PCIe4 x16, 31.5 GB/s, over the other socket, staged through the …`."""
     facts = [kind_text(link) or UNKNOWN]
     if link.bandwidth is not None:
         facts.append(bandwidth_text(link.bandwidth))

@@ -15,5 +15,5 @@ from meshwise.spec.machine import Machine
 
 
 def machine_dict(machine: Machine) -> dict[str, Any]:
-    """Return all that is known of a machine, and `limits_that_hurt` in words."""
+    """Return a machine as plain data, with its `limits_that_hurt` as sentences."""
     return {**json_value(machine), "limits_that_hurt": limits_that_hurt(machine)}

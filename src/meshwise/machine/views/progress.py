@@ -17,7 +17,7 @@ from meshwise.machine.views.bench_text import done_text
 
 @contextmanager
 def progress_shown() -> Iterator[Progress]:
-    """Show a line that changes on a terminal; elsewhere a line for each finished measurement."""
+    """Show progress on stderr: a line for each finished measurement; on a terminal, a line that changes too."""
     console = Console(stderr=True)
 
     def line(done: PathResult | DeviceResult) -> None:
