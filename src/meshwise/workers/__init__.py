@@ -1,4 +1,4 @@
 """Start, watch and end the workers of a list of devices.
 
-The side channel connects them and their launcher.
+The side channel connects the workers with their launcher.
 """

@@ -1,10 +1,10 @@
 """Exchange JSON messages between each worker and its launcher.
 
-They go over the side channel.
+The messages go over the side channel.
 
-It carries what must be known when collectives cannot carry it: done, failed, progress, halt. A channel that closes is
-itself a message: to the launcher that a worker is gone, to a worker that its launcher is gone, so that nobody is left
-over. Both prove the token, which the worker has from the environment that its launcher gave it, and never send it.
+The side channel carries messages that must arrive even when collectives cannot: done, failed, progress, halt. A closed
+channel is a message too: it tells the launcher that a worker is gone, and a worker that its launcher is gone, so that
+no process is left behind. Both ends prove the token without sending it; the launcher puts it in a worker's environment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONNECT_TIMEOUT = 30.0  # seconds for a worker to reach its launcher
 
 
 class WorkerChannel:
-    """A worker's end. `send` may be called from any thread; incoming messages go to the functions in `listeners`."""
+    """A worker's end of the channel. Any thread may call `send`; `listeners` maps a message's kind to its function."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -58,7 +58,7 @@ def end_own_process_group() -> None:
 
 
 def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
-    """Connect to the channel that the environment names; None when meshwise did not start this process."""
+    """Connect to the channel that the environment names; return None if meshwise did not start this process."""
     address = environment.get(ADDRESS)
     if address is None:
         return None
@@ -70,7 +70,7 @@ def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
 
 
 class LauncherChannel:
-    """The launcher's end: one listening socket, one thread a worker, every message put to `deliver(rank, message)`.
+    """The launcher's end: one listening socket, one thread per worker; passes each message to `deliver(rank, message)`.
 
     A connection that closes is delivered as the message `{"kind": "closed"}`.
     """
@@ -109,8 +109,8 @@ LISTENING_PORTS = range(20_000, 32_768)
 
 
 def listening(host: str = "", port: int = 0) -> socket.socket:
-    """Return a socket that listens at a TCP port, by default a free one below those of outgoing connections, and
-    without a host at all addresses of this machine. Raises OSError where the port is taken."""
+    """Return a socket that listens at a TCP port: by default a free one below the ports of outgoing connections.
+    Without a host, it listens at all addresses of this machine. Raises OSError if the port is taken."""
     every = {"family": socket.AF_INET6, "dualstack_ipv6": True} if not host and socket.has_dualstack_ipv6() else {}
     if port:
         return socket.create_server((host, port), backlog=512, **every)  # type: ignore[arg-type]
@@ -121,6 +121,6 @@ def listening(host: str = "", port: int = 0) -> socket.socket:
 
 
 def free_port(host: str = "") -> int:
-    """Return a TCP port of this machine that nobody listens on now."""
+    """Return a TCP port of this machine on which no process listens now."""
     with listening(host) as server:
         return int(server.getsockname()[1])

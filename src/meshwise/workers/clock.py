@@ -1,9 +1,9 @@
 """Ask rank 0 for its clock, over an authenticated connection.
 
-A rank proves the secret on it first.
+On this connection, a rank first proves that it knows the secret.
 
-A round trip that took r ns tells the difference of two clocks to within r / 2; the shortest of several tells it best
-(Cristian, 1989). The offsets themselves are worked out later, where the logs are read.
+A round trip that took r ns gives the difference of two clocks to within r / 2; the shortest of several round trips is
+the most exact (Cristian, 1989). The clocks' offsets are computed later, where the logs are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Sample = tuple[int, int, int]
 
 
 class ClockServer:
-    """Answers every byte with this process's clock. Listens on `host`, at `port`. secret: a probe must prove it."""
+    """Answers each question (one byte) with this process's clock, on `host` and `port`, to who has proven `secret`."""
 
     def __init__(self, host: str, clock: Callable[[], int]) -> None:
         self._clock = clock
@@ -70,14 +70,14 @@ class ClockServer:
 
 
 class ClockProbe:
-    """Asks a ClockServer for the time. A server that is gone gives no samples, and no error."""
+    """Asks a ClockServer for the time. If the server is gone, `sample` returns fewer samples, or none, and no error."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, clock: Callable[[], int]) -> None:
         self._address, self._secret, self._clock = address, secret, clock
         self._connection: socket.socket | None = None
 
     def sample(self, rounds: int) -> list[Sample]:
-        """Measure `rounds` round trips: when the question was sent, the server's clock, when the answer came."""
+        """Measure `rounds` round trips; return (time sent, server's clock, time received) of each, in ns."""
         samples: list[Sample] = []
         try:
             if self._connection is None:

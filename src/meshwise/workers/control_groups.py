@@ -1,6 +1,6 @@
 """Read this process's control groups, of version 2 or 1.
 
-They hold what Linux lets it use, and what it was denied.
+Control groups hold what Linux lets this process use, and what it was denied.
 
 Tested in tests/machine/test_host_facts.py.
 """
@@ -15,9 +15,9 @@ OWN = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
-    """Yield the folders of this process's group and those above it, of version 2 (no controller) or of version 1.
+    """Yield the folders of this process's control group and of the groups above it. controller: "" for version 2.
 
-    Inside a container the path may be the host's, which does not exist there: then the root is the container's group.
+    Inside a container, the group's path may be the host's and not exist; `root` is then the container's group.
     """
     base = root / controller
     lines = [line.split(":", 2) for line in read_text(own).splitlines()]  # `4:cpu,cpuacct:/box`, or `0::/box`
@@ -29,7 +29,7 @@ def groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[Path
 
 
 def read_text(path: Path) -> str:
-    """Read a file without its end of line; empty where it cannot be read."""
+    """Return a file's text, stripped; "" if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

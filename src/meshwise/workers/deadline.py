@@ -1,8 +1,8 @@
 """Save and stop before a known time limit ends the run.
 
-The time is what is left of `--time-limit`, and of the job of a scheduler: Slurm's SLURM_JOB_END_TIME, and what `squeue`
-says once a minute, since a job's limit may be changed while it runs. Rank 0 looks, and asks for a stop when what is
-left is less than a step and three saves as they were measured here. No signal of the scheduler is needed.
+The limit is `--time-limit`, or that of a Slurm job: SLURM_JOB_END_TIME, and what `squeue` says once a minute, since a
+job's limit may change while the job runs. Rank 0 watches the clock, and asks for a stop when the time left is less than
+one step and three saves take, as measured in this run. No signal from the scheduler is needed.
 Tested in tests/workers/test_deadline.py and, on a real Slurm, in tests/workers/test_slurm.py.
 """
 
@@ -28,13 +28,13 @@ LOOK, ASK = 0.5, 60.0  # seconds between two looks at the clock, and two calls o
 ANSWER = 20.0  # seconds in which squeue answers, or is not asked for this time
 SAVES = 3  # a save may meet one that is still being written, on a disk on which all ranks and jobs write at the end
 UNKNOWN, SHARE = 20.0, 0.1
-"""Seconds assumed for a save before one was measured; all saves together take at most this share of the time."""
+"""Seconds assumed for a save until one is measured, and the largest share of the time left assumed for all saves."""
 LEAVES = 5.0  # seconds for the processes of a job to end once all is saved: last lines, the interpreter
 
 
 @contextlib.contextmanager
 def limited(seconds: float | None) -> Iterator[None]:
-    """Tell workers started during the body that the run must end after these seconds."""
+    """Tell workers started inside the `with` block that the run must end after `seconds`; None sets no limit."""
     if seconds is not None:
         limit(seconds)
     try:
@@ -44,7 +44,7 @@ def limited(seconds: float | None) -> Iterator[None]:
 
 
 def limit(seconds: float) -> None:
-    """Tell this process, and those it starts, that the run must end after these seconds."""
+    """Tell this process, and the processes that it starts, that the run must end after `seconds`."""
     os.environ[LIMIT] = repr(time.time() + seconds)
 
 
@@ -55,9 +55,9 @@ def watch(
     environment: Mapping[str, str] = os.environ,
     left_of: Callable[[str], float | None] | None = None,
 ) -> None:
-    """Call `ask` once the time left is only enough for a stop. Returns then, or when the program is `over`.
+    """Call `ask` when the time left is just enough for a stop, then return. Return without a call once `over` is set.
 
-    left_of: returns the seconds left of a Slurm job, None where unknown; by default from squeue.
+    left_of: takes the id of a Slurm job and returns its seconds left, None if unknown; by default asks squeue.
     """
     job = slurm.job_id(environment) if slurm.JOB in environment else ""
     text, left_of = environment.get("SLURM_JOB_END_TIME", ""), left_of or left_by_squeue
@@ -81,12 +81,12 @@ def watch(
 
 
 def least_limit(step: float, limit: float) -> float:
-    """Return the shortest time limit in seconds for one step of this length, and the stop after it."""
+    """Return the seconds that a step of `step` seconds and the stop after it need. limit: the run's time limit."""
     return step + SAVES * _guessed(limit) + _leaving(limit)
 
 
 def _guessed(left: float) -> float:
-    """Return the assumed seconds of a save before one was measured."""
+    """Return the seconds assumed for one save until one is measured. left: seconds left."""
     return min(UNKNOWN, SHARE / SAVES * left)
 
 
@@ -101,13 +101,13 @@ def _say(left: float, of: str, gate: StepGate, saves: float) -> None:
 
 
 def seconds_needed(gate: StepGate, guess: float) -> float:
-    """Return the seconds to finish the current step and save the state. guess: seconds of a save that was never
-    measured; without a state to save, a stop only takes a step."""
+    """Return the seconds needed to finish the current step and save the state. guess: seconds assumed for a save if
+    none was measured. Without a state to save, only the step counts."""
     return gate.longest_step + SAVES * ((gate.longest_save or guess) if gate.saves else 0.0)
 
 
 def left_by_squeue(job: str) -> float | None:
-    """Ask squeue how many seconds a Slurm job may still run; infinite without a limit, None where it does not say."""
+    """Ask squeue how many seconds a Slurm job may still run; infinity without a limit, None if unknown."""
     command = ["squeue", "--noheader", "--jobs", job, "--format", "%L"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)

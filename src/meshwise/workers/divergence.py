@@ -1,9 +1,9 @@
 """Detect that ranks call different verbs, and name the first difference.
 
-One sentence names it, with the user's lines.
+One sentence names the difference, with the lines of the user's code.
 
-Ranks of one program call the same verbs in the same order. Where one calls another, two different collectives may meet:
-gloo aborts, NCCL waits for ever, and where their sizes match the numbers are silently wrong.
+Ranks of one program call the same verbs in the same order. If one rank calls another verb, two different collectives
+may meet: gloo aborts, NCCL waits forever, and if the collectives' sizes match, the results are silently wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DivergenceWatch:
         return {rank: read_trail(trail_path(self._folder, rank)) for rank in self._ranks}
 
     def look(self, ended: Collection[int]) -> str:
-        """Return the `divergence` once it has lasted a second, or all ranks have ended; "" right after another look."""
+        """Return what `divergence` says, once that has lasted GRACE seconds or all ranks have ended; until then ""."""
         now = time.monotonic()
         if len(ended) == len(self._ranks):
             return divergence(self.trails(), ended)
@@ -78,7 +78,7 @@ def last_verbs(trails: Mapping[int, VerbTrail | None]) -> str:
 
 
 def _first_difference(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> int | None:
-    """Return the number of the first verb that some ranks called and others did not, and will not."""
+    """Return the number of the first call in which the ranks differ, or which only ranks that have ended lack."""
     counts = {rank: trail.count if trail else 0 for rank, trail in trails.items()}
     common, known = min(counts.values()), [trail for trail in trails.values() if trail]
     first = max((trail.oldest for trail in known), default=1)

@@ -1,8 +1,8 @@
 """Accept only connections that prove the secret, at little cost.
 
-One thread holds every connection that has proven nothing yet; there are at most GUESTS of them, each for at most
-TIMEOUT seconds. Where there are more, the oldest goes, after it had GRACE seconds: a flood of connections that say
-nothing makes ours wait, and does not keep them out. Only who has proven the secret gets a thread.
+One thread holds all connections that have not yet proven the secret: at most GUESTS of them, each for at most TIMEOUT
+seconds. When there are more, the oldest is closed once it has had GRACE seconds, so a flood of silent connections
+delays real ones but cannot keep them out. Only a connection that has proven the secret gets its own thread.
 Tested in tests/workers/test_handshake.py.
 """
 

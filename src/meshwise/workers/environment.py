@@ -1,9 +1,9 @@
 """Tell a process by environment variables who and where it is.
 
-No torch.
+This module does not import torch.
 
-RANK and WORLD_SIZE are set by `meshwise run`, `mw.launch` and torchrun; under srun and mpirun they are derived from
-what those set: launchers/. Without any of them this process is a run of one device, and no process group is made.
+RANK and WORLD_SIZE are set by `meshwise run`, `mw.launch` and torchrun; under srun and mpirun they are derived from the
+variables that those set (launchers/). Without any of these, the run has one device, and no process group is created.
 Tested in tests/workers/test_join.py.
 """
 
@@ -24,7 +24,7 @@ if sys.platform != "win32":
     import resource
 
 FILES, FILES_OF_WORKER = 44, 2
-"""Open files that a small job was found to need, and more per worker; the user's libraries and data need others."""
+"""Open files that a small job was measured to need, and how many more per worker; user libraries and data add more."""
 DEVICE_KIND = "MESHWISE_DEVICE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_FOLDER = "MESHWISE_RUN"
@@ -41,15 +41,15 @@ SAVES = "MESHWISE_SAVES"
 """When a script that uses `mw.checkpoint` saves, and how many states it keeps: `meshwise run --save-every` sets it."""
 CORES = "MESHWISE_CORES"
 LISTENER = "MESHWISE_LISTENER"
-"""Number of a socket that rank 0 has inherited, at which the store of the process group listens."""
+"""File descriptor of a socket that rank 0 inherits, on which the store of the process group listens."""
 KEPT = "MESHWISE_KEPT"
-"""Where to open this rank's memory that outlives it."""
+"""Where to open the memory of this rank that outlives its process."""
 ATTEMPT = "MESHWISE_ATTEMPT"
-"""Which attempt of the run the workers belong to, from 1: each start is an attempt."""
+"""Number of the attempt of the run that the workers belong to, from 1; each start of the workers is an attempt."""
 
 
 def attempt() -> int:
-    """Return the attempt of the run that this process belongs to."""
+    """Return the number of the run's attempt that this process belongs to, from 1."""
     return int(os.environ.get(ATTEMPT, "1"))
 
 
@@ -59,8 +59,8 @@ def result_path(task: Path, rank: int) -> Path:
 
 
 def refuse_few_files(workers: int) -> None:
-    """Check that this process, and so each worker, may open enough files; raises WorkerFailed otherwise. A process that
-    cannot open its next file fails in odd ways, or only after everything is computed."""
+    """Raise WorkerFailed unless this process, and therefore each worker, may open enough files. A process that cannot
+    open its next file fails in odd ways, or only after everything is computed."""
     least = FILES + FILES_OF_WORKER * workers
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else least
     if 0 <= limit < least:
@@ -70,7 +70,7 @@ def refuse_few_files(workers: int) -> None:
 
 
 def visible(index: int) -> str:
-    """Return the driver's name of accelerator `index`, where CUDA_VISIBLE_DEVICES already hides some from us."""
+    """Return the driver's name of the accelerator that this process sees as `index`, by CUDA_VISIBLE_DEVICES."""
     shown = [v for v in os.environ.get(VISIBLE, "").split(",") if v]
     return shown[index] if index < len(shown) else str(index)
 
@@ -81,13 +81,13 @@ def started_by_launcher() -> bool:
 
 
 def derived_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE, LOCAL_* and, where known, MASTER_*, except those that are already set."""
+    """Return RANK, WORLD_SIZE, LOCAL_* and, if known, MASTER_*, except variables that are already set."""
     found = place_in(environment).variables()
     return {name: value for name, value in found.items() if name not in environment}
 
 
 def read_world(environment: Mapping[str, str]) -> World:
-    """Read the world that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe; one device without them."""
+    """Read the world that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe; by default one device."""
     try:
         size = int(environment.get("WORLD_SIZE", "1"))
         rank = int(environment.get("RANK", "0"))
@@ -101,5 +101,5 @@ def read_world(environment: Mapping[str, str]) -> World:
 
 
 def loaded_with(slot: WorkerSlot) -> dict[str, str]:
-    """Return the variables that Python and libraries read in a worker when they are loaded."""
+    """Return the environment variables that Python and libraries read in a worker when they are loaded."""
     return {"PYTHONUNBUFFERED": "1", **({"OMP_NUM_THREADS": str(slot.threads)} if slot.threads else {})}

@@ -1,10 +1,10 @@
 """Detect diverging ranks under foreign launchers such as torchrun and srun.
 
-The ranks of a machine log their verbs for each other; a rank that loses the connection to another reports where they
-diverged.
+Each rank logs its verbs in a file that the machine's other ranks can read; a rank that loses the connection to another
+rank reports where they diverged.
 
-Nobody looks from outside, as our own launcher does: two collectives of one size that meet are not noticed, and under
-NCCL, which waits, nothing is reported before its timeout. Tested in tests/workers/test_divergence.py.
+No process watches the ranks from outside, as our own launcher does: if two different collectives of the same size meet,
+nobody notices, and NCCL, which waits, reports nothing before its timeout. Tested in tests/workers/test_divergence.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _owned: list[IO[bytes]] = []
 
 
 def begin(world: World) -> None:
-    """Start recording the verbs of this rank. Collective among the ranks of a machine."""
+    """Start recording the verbs of this rank. All ranks of a machine must call this."""
     store, first = default_store(), world.rank - world.local_rank
     if world.local_rank == 0:
         made, owned = made_folder("verbs")
@@ -54,7 +54,7 @@ def tell(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error:
 
 
 def _ends(folder: Path, rank: int, ranks: Sequence[int]) -> None:
-    """Note that the program of this rank is over; the last rank removes the folder."""
+    """Record that the program of this rank is over; the last rank to end removes the folder."""
     if folder.is_dir():
         _mark(folder, rank).touch()
         if all(_mark(folder, each).exists() for each in ranks):

@@ -33,14 +33,14 @@ _COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTI
 class Failure:
     """What is known of one failed worker.
 
-    kind: `raised`, `killed` (by a signal), `loader` (its loader worker died), `left` (without reporting success),
-    `victim` (raised inside a collective), `hung` (no progress), `lost` (its machine), `server` (what started all ranks
-    of the machine), `link` (all ranks live, and lost each other), `corrupt` (its values differ from its replicas'),
-    `spoiled` (its parameters are not finite: the run must go back) or `diverged` (ranks made different calls).
-    smaller: for a worker that ran out of memory, a plan that needs less (TOML) and what changes with it. more: where
-    docs/ says more about the refusal.
-    step: the one that the rank was in; done: the last known to be finished by all ranks of this machine.
-    plain: the message is a sentence for the user, shown unchanged. notes: what else is known, a line each.
+    kind: `raised`, `killed` (by a signal), `loader` (its loader worker died), `left` (ended without reporting success),
+    `victim` (a collective failed as a peer was gone), `hung` (no progress), `lost` (its machine is gone), `server` (its
+    fork server died), `link` (all ranks live, but lost their connections), `corrupt` (its values differ from those of
+    its replicas), `spoiled` (non-finite parameters: the run must go back) or `diverged` (ranks made different calls).
+    smaller: for a worker that ran out of memory, a plan that needs less memory (TOML) and what that plan changes. more:
+    where docs/ says more about a refusal.
+    step: the step that the rank was in; done: the last step that all ranks of this machine are known to have finished.
+    plain: the message is a sentence for the user, shown unchanged. notes: further facts, one line each.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Failure:
 
     @property
     def of_machine(self) -> bool:
-        """Whether the program is not to blame, so that it may be restarted."""
+        """Whether the user's program is not to blame, so that the run may be restarted."""
         return self.kind in ("killed", "loader", "left", "hung", "lost", "server", "link") or self.has_spoiled
 
     @property
@@ -68,12 +68,12 @@ class Failure:
 
 
 def is_gloo_abort(line: str) -> bool:
-    """Check whether a worker printed this because gloo aborted it: two different collectives met."""
+    """Check whether a worker printed this line because gloo aborted it after two different collectives met."""
     return "instance of 'gloo::EnforceNotMet'" in line or ("what():" in line and "third_party/gloo" in line)
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Check whether `error`, or one that caused it, was raised by a collective whose peer went away."""
+    """Check whether `error`, or an error that caused it, came from a collective that lost a peer."""
     seen: BaseException | None = error
     while seen is not None:
         if type(seen).__name__ in _COMMUNICATION_ERRORS:
@@ -111,14 +111,14 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _is_of_system(error: BaseException) -> bool:
-    """Check whether this is an OSError with no line of the user's in its traceback: its message is enough."""
+    """Check whether this is an OSError without user code in its traceback, so that its message is enough."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, OSError) and not any(is_users(frame.filename) for frame in frames)
 
 
 def by_exit(rank: int, exit: SystemExit) -> Failure:
-    """Return the failure of a worker whose task left with a non-zero exit code, which the run takes over where a
-    process can have it."""
+    """Return the failure of a worker whose task exited with a non-zero code. The run exits with the same code if it
+    lies between 1 and 255, else with 1."""
     code, at = exit.code if isinstance(exit.code, int) else 1, raised_at(exit)
     message = f"{at}: " * bool(at) + f"left with exit code {code}"
     message = message if exit.code == code else readable(text_of(exit.code))
@@ -126,7 +126,7 @@ def by_exit(rank: int, exit: SystemExit) -> Failure:
 
 
 def of_command(error: BaseException) -> MeshwiseError:
-    """Return the error for a command whose program ended it: by an error, Ctrl-C, or `sys.exit(0)` without a result."""
+    """Return the error to show for a command that the user's program ended by an error, Ctrl-C or `sys.exit`."""
     if isinstance(error, MeshwiseError):
         return error
     if isinstance(error, KeyboardInterrupt):
@@ -151,8 +151,8 @@ def _kind_of(rank: int, error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback without our own frames around the user's, and without the middle of a long one; with our own
-    frames when there are no others."""
+    """Return the traceback without meshwise's frames, and without the middle of a traceback longer than MOST_FRAMES.
+    If it has no other frames than meshwise's, these are kept."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith((OURS, "<frozen "))] or list(frames)
     lines = traceback.format_list(theirs)
@@ -165,7 +165,7 @@ def user_traceback(error: BaseException) -> str:
 def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | None] = lambda: None) -> Failure:
     """Return the failure of a worker that ended without a report, from its exit status as in `Popen.returncode`.
 
-    out_of_memory: called after a SIGKILL; returns the evidence for the out-of-memory killer, as `evidence` does.
+    out_of_memory: called after a SIGKILL; returns what `oom_killer.evidence` does.
     """
     if status < 0:
         names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
@@ -180,7 +180,7 @@ def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | Non
 
 
 def with_server(died: Failure, server: int | None) -> Failure:
-    """Return the failure of a worker that ended because the process that forked it ended, in the same way."""
+    """Return the failure of `server`, the process that forked all ranks and whose end ended them. died: one rank's."""
     how = died.message.removesuffix(" without saying that its work is done")
     text = f"process {server}, which starts the ranks of this machine, {how}, and they with it."
     return replace(died, kind="server", message=" ".join([text, *died.notes]), plain=True)
@@ -189,8 +189,8 @@ def with_server(died: Failure, server: int | None) -> Failure:
 def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
     """Choose the failure to show: the earliest of those that no other failure caused.
 
-    ranks: of the run; if each of them lost another one, and none died, the link between them failed. A rank that the
-    out-of-memory killer ended gets the plan that needs less from its victims.
+    ranks: number of ranks of the run; if each of them lost a connection, and none died, the link between them failed.
+    For a rank that the out-of-memory killer ended, the plan that needs less memory comes from its victims' reports.
     """
     later = {"left": 1, "victim": 2}
     first = min(failures, key=lambda failure: (later.get(failure.kind, 0), failure.time))
@@ -203,7 +203,7 @@ def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
 
 
 def recorded(failure: Failure) -> dict[str, Any]:
-    """Return what the record of an attempt keeps of the failure that ended it."""
+    """Return the facts that an attempt's record keeps about the failure that ended the attempt."""
     verb = "failed: " if failure.kind == "raised" else ""
     first = (failure.message.strip().splitlines() or [""])[0].rstrip(".")
     reason = first if failure.plain else f"rank {failure.rank} {verb}{first}"
@@ -211,7 +211,7 @@ def recorded(failure: Failure) -> dict[str, Any]:
 
 
 def patience(failures: Sequence[Failure]) -> float:
-    """Return how many seconds after the first of these failures another one may prove to be the culprit."""
+    """Return how many seconds after the first of these failures to wait for one that may be the culprit."""
     if all(failure.kind == "victim" for failure in failures):  # whether all ranks lost each other is still to be told
         return VICTIMS_TIMEOUT
     certain = any(
@@ -221,7 +221,7 @@ def patience(failures: Sequence[Failure]) -> float:
 
 
 def sentence(failure: Failure, size: int, others: Sequence[Failure] = ()) -> str:
-    """Write what the user reads: the culprit's traceback once, and last, where one looks first, who failed and how.
+    """Return the text for the user: the culprit's traceback once, then, at the end, who failed and how.
 
     others: the other known failures; all ranks may fail alike.
     """

@@ -1,9 +1,9 @@
 """Exchange news of silent ranks between launchers, to explain hangs.
 
-Every machine can then explain a hang.
+With this news, the launcher of every machine can explain a hang.
 
-Nothing goes over the network while all ranks beat. Clocks of machines are not compared: how long ago something was is
-told, and counted on from when it was heard.
+Nothing goes over the network while all ranks beat. Clocks of machines are not compared: a message says how long
+ago something happened, and its receiver adds the time since the message came.
 Tested in tests/workers/test_far_beats.py and tests/faults/test_far_hangs.py.
 """
 
@@ -22,8 +22,8 @@ EVERY = 1.0  # seconds between two words on the ranks of a machine
 
 @dataclass(frozen=True)
 class Far:
-    """A rank of another machine. silence: seconds; 0 while it makes progress, then nothing else is known. stopped:
-    whether its process is stopped."""
+    """A rank of another machine. silence: seconds without progress; 0 while the rank makes progress, and then nothing
+    else is known of it. stopped: whether its process is stopped."""
 
     beat: Beat = field(default_factory=Beat)
     silence: float = 0.0
@@ -31,7 +31,7 @@ class Far:
 
 
 class FarBeats:
-    """The silent ranks of all machines of an attempt, and the messages about them."""
+    """Tells the other machines of an attempt about the silent ranks of this one, and hears about theirs."""
 
     def __init__(self, nodes: Nodes | None) -> None:
         """nodes: None on one machine, where nothing needs to be exchanged."""
@@ -40,14 +40,14 @@ class FarBeats:
         self._said: dict[int, Any] = {}
 
     def tell(self, here: Callable[[], Mapping[int, Far]]) -> None:
-        """Tell the other machines about the ranks of this one, if it is time to."""
+        """Tell the other machines about the ranks of this one, at most once in EVERY seconds."""
         now = time.monotonic()
         if self._nodes is not None and now - self._told >= EVERY:
             self._told = now
             self._nodes.set(f"beats/{self._nodes.node_rank}", {rank: _plain(far) for rank, far in here().items()})
 
     def heard(self) -> dict[int, Far]:
-        """Return the ranks of the other machines, as far as these have reported."""
+        """Return the ranks of those other machines that have reported."""
         found, now = dict[int, Far](), time.monotonic()
         for node in self._others():
             told, at = self._heard.get(node, (None, now))
@@ -76,7 +76,7 @@ class FarBeats:
 
 
 def _plain(far: Far) -> dict[str, Any]:
-    """Convert a rank's state for JSON: only the last of its newest collectives, with the seconds since its call."""
+    """Convert a rank's state for JSON: of its recent collectives only the last, with the ns since its call."""
     if not far.silence:
         return {}
     now, beat = time.perf_counter_ns(), replace(far.beat, steps=(), recent=tuple(far.beat.recent[-1:]))

@@ -6,10 +6,10 @@
     ForkedWorker.poll()      <-    its process id, later its exit status
     .call(function)          a request    ->     forks; the child calls it, and leaves what it gives in a file
 
-It forks before anything has asked for a device or started a thread of torch's, which is what CUDA and OpenMP ask for
-(tests/every_import.py); a worker that still has lost its device by the fork starts anew.
-When the launcher dies, so does the server, and with it (PR_SET_PDEATHSIG) every worker. Linux only: elsewhere libraries
-that torch loads do not survive a fork.
+The server forks before any code has used a device or started a thread of torch, as CUDA and OpenMP require
+(tests/every_import.py); a worker that cannot use its device after the fork is started anew, without a fork.
+When the launcher dies, the server dies, and with it (PR_SET_PDEATHSIG) every worker. Linux only: on other systems,
+libraries that torch loads do not survive a fork.
 Tested in tests/workers/test_fork_server.py.
 """
 
@@ -42,19 +42,19 @@ PACKET = 1 << 16
 KILL_TIMEOUT = 2.0  # seconds for killed workers to be gone
 CALL = "--call"
 LISTENS = "MESHWISE_FORK_SERVER"
-"""The address of a server that is kept for many launches, as our tests do."""
+"""The address of a fork server that is kept for many launches, as in our tests."""
 
 
 class ForkServer:
-    """The launcher's side. `start` workers, `close` it after they have ended."""
+    """The launcher's side of the fork server. `start` starts a worker; call `close` after all workers have ended."""
 
     def __init__(self, preload: Sequence[str], variables: Mapping[str, str]) -> None:
-        """preload: modules that the server imports before it forks. variables: the environment of the first worker,
-        with the number of threads that libraries read when they are loaded."""
+        """preload: modules that the server imports before it forks. variables: its environment, that of the
+        first worker: libraries read the number of threads from it when they are loaded."""
         self._started, self._lock = 0, threading.Lock()
         self._known: dict[int, dict[str, int]] = {}
         self.process: subprocess.Popen[bytes] | None = None
-        """The server's process; None if it is kept for many launches."""
+        """The server's process; None if this launcher did not start it (LISTENS)."""
         if address := os.environ.get(LISTENS):
             self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._line.connect(address)
@@ -70,8 +70,8 @@ class ForkServer:
             )
 
     def start(self, arguments: list[str], variables: Mapping[str, str], files: Sequence[int]) -> ForkedWorker:
-        """Ask for a worker with these arguments, this environment and these open files: stdout, stderr, and optionally
-        its LISTENER. Returns before the worker runs."""
+        """Ask the server for a worker with these arguments, this environment and these open files: stdout, stderr, and
+        for rank 0 the socket of LISTENER. Returns before the worker runs."""
         with self._lock:
             number, self._started = self._started, self._started + 1
         request = {"arguments": arguments, "variables": dict(variables), "folder": str(Path.cwd())}
@@ -83,9 +83,9 @@ class ForkServer:
         return ForkedWorker(self, number)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in its own process, which prints where this one does; return its result, a JSON value.
+        """Call a function in a new process, which prints where this process does; return its result, a JSON value.
 
-        Raises the MeshwiseError that it raises; WorkerFailed where the process ends without an answer."""
+        Raises the MeshwiseError that the function raises, or WorkerFailed if the process ends without an answer."""
         with tempfile.TemporaryDirectory() as folder:
             task = Path(folder, "call")
             task.write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, arguments)))))
@@ -104,7 +104,7 @@ class ForkServer:
         raise error
 
     def known(self, number: int, *, wait: bool = False) -> dict[str, int]:
-        """Return what the server has reported of a worker: `pid`, then `status`. wait: until its status is known."""
+        """Return what the server has reported of a worker: `pid`, then `status`. wait: until `status` is known."""
         while "status" not in self._known.get(number, {}):
             try:
                 with self._lock:  # another launch reads here too
@@ -123,7 +123,7 @@ class ForkServer:
         return self._known.get(number, {})
 
     def close(self) -> None:
-        """Kill the server and all processes that it forked, and wait for them, but for a limited time."""
+        """Kill the server and all processes that it forked; wait for them for a limited time."""
         workers = [self.known(number).get("pid") for number in range(self._started)]
         self._line.close()
         if self.process is None or (None not in workers and _waited(self.process) is not None):
@@ -135,7 +135,7 @@ class ForkServer:
 
 
 class Forks:
-    """The fork server of one launch, or of several in turn: only the first one waits for torch to be imported."""
+    """The fork server of one launch, or of several in turn, of which only the first waits for torch to be imported."""
 
     def __init__(self, preload: Sequence[str], *, stays: bool = False) -> None:
         """stays: the server serves several launches, until it is closed."""
@@ -143,13 +143,13 @@ class Forks:
         self._server: ForkServer | None = None
 
     def server(self, variables: Mapping[str, str]) -> ForkServer | None:
-        """Return the server, started if there is none; None where processes do not survive a fork."""
+        """Return the server, after starting it if there is none; None on systems other than Linux."""
         if self._server is None and sys.platform == "linux":
             self._server = ForkServer(self._preload, variables)
         return self._server
 
     def end_launch(self, workers: Sequence[subprocess.Popen[bytes] | ForkedWorker]) -> None:
-        """Clean up after a launch whose workers were killed. The server stays if all of them are surely gone."""
+        """Clean up after a launch whose workers were killed; close the server if one of them may still live."""
         until = time.monotonic() + KILL_TIMEOUT
         alive = [w for w in workers if not _is_over(w)] if self._stays else list(workers)
         while self._stays and alive and all(w.pid is not None for w in alive) and time.monotonic() < until:
@@ -181,7 +181,7 @@ def start_worker(
 ) -> subprocess.Popen[bytes] | ForkedWorker:
     """Start a worker process that leads its own session: a Ctrl-C only reaches the launcher, which stops all ranks.
 
-    output: its stdout and stderr. listener: of the process group, for rank 0."""
+    output: file descriptors of stdout and stderr. listener: for rank 0, the socket of the process group's store."""
     kept = [] if listener is None else [listener.fileno()]
     if server is not None:
         return server.start([task], variables, [*output, *kept])
@@ -213,7 +213,7 @@ class ForkedWorker:
         return _status_of_ended(self.pid) if status is None and self.pid is not None else status
 
     def told(self) -> int | None:
-        """Return the status as the server reported it; a stopped server reports none."""
+        """Return the exit status that the server reported; None before, also while the server is stopped."""
         return self.server.known(self._number).get("status")
 
     def wait(self) -> int:
@@ -223,10 +223,10 @@ class ForkedWorker:
 
 
 def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signal.default_int_handler) -> int:
-    """Fork a process that calls `work` for each request, on the server's side, until the launcher is gone.
+    """Run the server: for each request, fork a process that calls `work`, until the launcher is gone.
 
     interrupted: handles SIGINT in a worker; the server itself only ends with its launcher.
-    Returns, in a worker, its exit code; in the server 0.
+    Returns what `work` returns in a forked worker, and 0 in the server.
     """
     for ignored in (*WARNINGS, signal.SIGINT):
         signal.signal(ignored, signal.SIG_IGN)
@@ -270,7 +270,7 @@ def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signa
 
 
 def answer_of(task: Path) -> Path:
-    """Return where a called process leaves the result of `task`."""
+    """Return the path at which the process of `ForkServer.call` leaves the result of `task`."""
     return task.with_suffix(".json")
 
 
@@ -281,7 +281,7 @@ def kill_group(pid: int) -> None:
 
 
 def _waited(process: subprocess.Popen[bytes]) -> int | None:
-    """Return a process's exit status; None if it does not end within KILL_TIMEOUT: stopped, or waiting for a disk."""
+    """Return a process's exit status; None if it does not end within KILL_TIMEOUT."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(KILL_TIMEOUT)
     return None
@@ -315,7 +315,7 @@ def _tell(line: socket.socket, **told: int) -> None:
 
 
 def _become(files: list[int]) -> None:
-    """Take over the session, the open files, the environment and the folder of a worker."""
+    """Turn this forked process into the worker: set its session, open files, environment and folder."""
     os.setsid()  # a Ctrl-C goes to the launcher alone, which stops all ranks after one step
     with os.fdopen(files[0], "rb") as file:
         file.seek(0)

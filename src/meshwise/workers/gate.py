@@ -1,11 +1,11 @@
 """Stop all ranks after the same step, without a collective.
 
-On a halt each rank freezes the beginning of further steps and tells the last step begun. The largest of these is the
-last step of all: ranks behind it catch up, ranks at it stop, so no rank waits in a collective for one that stopped
-earlier. Nothing is paid while nobody asks. The launcher asks over the side channel; under a launcher of others the
-ranks agree in the store (stopping.py).
+On a halt, each rank begins no further step and reports the last step that it began. The largest of these becomes the
+last step of all ranks: ranks behind it catch up, ranks at it stop, so no rank waits in a collective for one that has
+stopped earlier. Until a halt is asked for, this costs nothing. Our launcher asks over the side channel; under another
+launcher, the ranks agree in the store (stopping.py).
 
-Where no rank has begun a step, a script may never come to one: it gets the signal of a Ctrl-C, as it would alone.
+If no rank has begun a step, the script may never begin one: it gets SIGINT, the signal of a Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WARM = 3  # the first steps of a process compile, and make the optimizer's state
 
 
 class StepGate:
-    """Each rank passes it at the beginning of every step."""
+    """A gate that each rank passes at the beginning of every step."""
 
     def __init__(self, channel: WorkerChannel | None = None) -> None:
         self._changed = threading.Condition()
@@ -31,17 +31,17 @@ class StepGate:
         self.interrupts = False
         """Whether to interrupt the program when no rank has begun a step."""
         self.interrupting = False
-        """Whether this gate itself interrupts the program, and not a foreign signal."""
+        """Whether the SIGINT that interrupts the program comes from this gate, not from outside."""
         self.signal = signal.SIGINT.value
-        """The signal that asked for a stop, where no launcher of ours did."""
+        """The signal that asked for a stop, under a launcher that is not ours."""
         self.stopped_after: tuple[int, int | None] | None = None
-        """The step and the epoch after which a loop was ended by a stop."""
+        """The step and the epoch after which a stop ended the script's loop."""
         self.reached = threading.Event()
         """Set once this rank has finished the last step."""
         self.saves = False
         """Whether a stop saves a state."""
         self.longest_step = self.longest_save = 0.0
-        """Longest so far, in seconds: from one step to the next, whatever lies between them, and for a state to be on
+        """The longest so far, in seconds: from the start of one step to that of the next, and for a state to be on
         the disk."""
         self._last_begun = 0.0
         self._channel = channel
@@ -56,11 +56,11 @@ class StepGate:
 
     @property
     def halted(self) -> bool:
-        """Whether the run was asked to stop: then a peer that is gone is no error."""
+        """Whether the run was asked to stop; then it is no error if a peer is gone."""
         return self._frozen
 
     def stop(self, step: int, epoch: int | None = None) -> BaseException:
-        """Return the exception that a script's loop raises once `begin` was False. The launcher names the last step."""
+        """Return the exception that a script's loop must raise once `begin` has returned False."""
         self.stopped_after = step, epoch
         if self._channel is not None:
             self._channel.send("stopping", step=step, epoch=epoch)
@@ -68,7 +68,7 @@ class StepGate:
         return SystemExit(code_of_stop(self.signal))
 
     def begin(self) -> bool:
-        """Begin the next step; False if the agreed last step is over."""
+        """Begin the next step; return False instead if the agreed last step is over."""
         with self._changed:
             while self._frozen and self._last is None:
                 self._changed.wait()
@@ -85,7 +85,7 @@ class StepGate:
         return True
 
     def freeze(self) -> int:
-        """Begin no further step; return the last one begun."""
+        """Let this rank begin no further step; return the last step that it began."""
         with self._changed:
             self._frozen = True
             return self._begun

@@ -15,18 +15,18 @@ from meshwise.spec.exit_codes import JOINS, TIME_LIMIT, code_of_stop
 class Halt:
     """Asks a running launch to stop all ranks after the same step. Set from a signal handler or another thread.
 
-    Its attributes are plain, and the launcher polls them: a handler that takes a lock, as an Event's does, would
-    deadlock with its own thread if the next signal came while it holds the lock.
+    The attributes are plain values that the launcher polls. A signal handler that takes a lock, as Event.set does,
+    would deadlock with its own thread if the next signal came while that thread holds the lock.
     """
 
     def __init__(self) -> None:
         self.wanted = False
         self.at_once = False
         self.signal = 2
-        """The signal that asked for it, TIME_LIMIT or JOINS."""
+        """The signal that asked for the stop, or TIME_LIMIT, or JOINS."""
 
     def ask(self, number: int) -> None:
-        """Ask for a stop, unless it was asked for; ending the run takes precedence over a machine that joins."""
+        """Ask for a stop, unless one was asked for; a stop that ends the run replaces one for a joining machine."""
         if not self.wanted or (self.signal == JOINS and number != JOINS):
             self.signal = number
             self.wanted = True
@@ -37,7 +37,7 @@ class Halt:
         return self.wanted and self.signal != JOINS
 
     def begin_anew(self) -> None:
-        """Continue: the machine has joined."""
+        """Withdraw the request for a stop, since the machine has joined."""
         if not self.ends:
             self.wanted = False
 
@@ -48,7 +48,7 @@ class Halt:
 
     @contextlib.contextmanager
     def after(self, seconds: float | None) -> Iterator[None]:
-        """Ask for a stop once these seconds have passed during the body."""
+        """Ask for a stop if the `with` block takes longer than `seconds`; None sets no limit."""
         timer = threading.Timer(seconds or 0.0, self.ask, (TIME_LIMIT,))
         timer.daemon = True
         if seconds is not None:

@@ -8,9 +8,9 @@ The secret never travels.
     both ways          a message: its length, its code, its bytes
                        code: HMAC(key of this session and of the sender's role; number of the message, bytes)
 
-So what was recorded proves nothing a second time, nor what one end sent to the other, nor what was sent for another
-purpose. Not covered: others may read along. Anybody may ask a server for its proof and try guesses on it: a secret is
-32 random bytes, or as good.
+So no recorded message can be used again: not in a later session, not sent back to its sender, not for another purpose.
+Not covered: the messages are not encrypted. Anybody may ask a server for its proof and test guesses of the secret on
+it, so a secret is 32 random bytes, or as hard to guess.
 Tested in tests/workers/test_handshake.py.
 """
 
@@ -30,12 +30,12 @@ NONCE = CODE = 32
 ASKS, ANSWERS = len(HELLO) + NONCE, len(HELLO) + NONCE + CODE
 """Length in bytes of the first message in each direction."""
 MOST = 16 << 20
-"""The most bytes of a message."""
+"""The largest length of a message, in bytes."""
 HEAD, NUMBER = struct.Struct("!I"), struct.Struct("!Q")
 
 
 class Unproven(ConnectionError):
-    """The other end has not proven that it knows the secret, or did not send this message."""
+    """The other end has not proven that it knows the secret, or a message's code does not prove who sent it."""
 
 
 def code(key: bytes, *parts: bytes) -> bytes:
@@ -53,7 +53,7 @@ class Proofs:
 
     @classmethod
     def of(cls, secret: bytes, purpose: str, of_client: bytes, of_server: bytes) -> Proofs:
-        """Compute the proofs. purpose: of the connection. of_client, of_server: their nonces."""
+        """Compute the proofs for a connection with this purpose. of_client, of_server: the nonces of both ends."""
         said = of_client, of_server, purpose.encode()  # the first two are always as long: no two calls join alike
         return cls(*(code(secret, role, *said) for role in (b"server", b"client", b"session")))
 
@@ -70,7 +70,7 @@ class Line:
         self._bytes = connection.makefile("rb")
 
     def send(self, message: bytes) -> None:
-        """Send a message, which must not be empty. Raises OSError where the connection is gone."""
+        """Send a message of 1 to MOST bytes. Raises OSError if the connection is gone."""
         if not 0 < len(message) <= MOST:
             raise ValueError(f"a message has 1 to {MOST} bytes, and this one {len(message)}")
         with self._lock:
@@ -79,8 +79,8 @@ class Line:
             self.connection.sendall(HEAD.pack(len(message)) + sealed + message)
 
     def receive(self) -> bytes:
-        """Return the next message; empty where the other end has closed. Raises OSError where the connection is gone,
-        or the bytes are not the other end's next message."""
+        """Return the next message; b"" if the other end has closed. Raises OSError if the connection is gone, or if the
+        bytes are not the other end's next message."""
         head = self._bytes.read(HEAD.size)
         if not head:
             return b""
@@ -95,7 +95,7 @@ class Line:
         return message
 
     def plain(self) -> socket.socket:
-        """Hand over the bare connection, for data that needs no codes. The line ends."""
+        """Return the bare connection, for data that needs no codes, and end this line."""
         mine, self._over = self.connection.dup(), True
         self.close()
         return mine
@@ -116,8 +116,8 @@ class Line:
 
 
 def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Line:
-    """Connect as the client: prove the secret to the server, once the server has proven it. Raises Unproven if it does
-    not, another OSError if it is gone or takes longer than `timeout` seconds; then the connection is closed."""
+    """Connect as the client: prove the secret to the server, once the server has proven it. Close the connection and
+    raise Unproven if the server does not, another OSError if the server is gone or takes over `timeout` seconds."""
     try:
         proofs = _proven(connection, secret, purpose, timeout)
         connection.sendall(proofs.client)
@@ -129,7 +129,7 @@ def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float
 
 
 def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Proofs:
-    """Return the proofs for a server that has proven the secret."""
+    """Ask the server for its proof of the secret, check it, and return the proofs of both."""
     until, nonce, answer = time.monotonic() + timeout, secrets.token_bytes(NONCE), b""
     connection.settimeout(timeout)
     connection.sendall(HELLO + nonce)
@@ -148,17 +148,17 @@ def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: flo
 
 
 class Guest:
-    """The server's side: a connection that has not proven the secret yet. The server never blocks on it."""
+    """The server's side: a connection that has not proven the secret yet. Reading from it never blocks."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.connection = connection
         self.proofs: Proofs | None = None
-        """The proofs; None until the guest has asked for ours, as clients of ours do."""
+        """The proofs of both ends; None until the guest has sent its nonce."""
         self._heard, self.since = b"", time.monotonic()
 
     def hear(self, secret: bytes, purpose: str) -> Line | None:
-        """Read what has arrived; return the line once the secret is proven. Raises OSError if the proof is wrong."""
+        """Read what has arrived; return the line once the secret is proven. Raises OSError if it is wrong."""
         wanted = ASKS if self.proofs is None else CODE
         part = self.connection.recv(wanted - len(self._heard))
         if not part:

@@ -1,16 +1,16 @@
 """Detect a hanging rank, explain it, and end it at a limit.
 
-The launcher detects it within seconds and explains it in one sentence.
+The launcher detects a hang within seconds and explains it in one sentence.
 
-A rank is silent while it does not beat (heartbeat.py). Silence is no hang: others may wait for a rank that is stopped,
-and a script may be silent on all ranks as long as it likes. A hang is a silence longer than what the rank does now may
-take, of
+A rank is silent while it does not beat (heartbeat.py). Not every silence is a hang: a silent rank may wait for another
+rank, and a script may be silent on all ranks as long as it likes. A hang is a silence that lasts longer than the rank's
+present activity may take, of
 
     a rank for which another waits in a collective        in every program
-    a rank for which nobody waits, or all of them         in the loop of a job alone, where only phases take time
+    a rank for which nobody waits, or of all ranks        only in the loop of a job, where only phases take time
 
-A rank that waits is never blamed before the one for which it waits. `patience` has what may take how long. Where
-steps are too few to tell (a check), a silence counts while the rank computes nothing.
+A rank that waits is never blamed before the rank for which it waits. `patience` says how long each activity may take.
+Where steps are too few to tell (a check), silence counts only while the rank computes nothing.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ FEW = 5  # steps that must be known before they tell how long a step takes
 HANG_LIMIT = 60.0
 OF_PLAIN = 600.0  # a program that waits itself, as NCCL lets it: rank 0 may evaluate or write for minutes
 ASKED = "collectives"
-"""The message that asks a rank what its device waits for (on_device.py)."""
+"""The message by which the launcher asks a rank what its device waits for (on_device.py)."""
 NOBODY: Mapping[int, Far] = {}
 _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A message about a hang. rank: the one that makes no progress, in this step; None before the first. over: its
-    limit is reached, and the run ends. stalls: False once the rank makes progress again."""
+    """A message about a hang. rank: the rank that makes no progress. step: its step; None before the first. over: the
+    limit is reached, so that the run ends. stalls: False once the rank makes progress again."""
 
     rank: int
     text: str
@@ -57,7 +57,7 @@ class Hang:
 class Stall:
     """Which `ranks` make no progress, and in which collective the ranks `waiting` wait for them; None if no rank waits.
 
-    crossed: the ranks wait for each other, each in another collective. inside: all are in it, and it does not end.
+    crossed: the ranks wait for each other in different collectives. inside: all are in `collective`, but it never ends.
     """
 
     ranks: Sequence[int]
@@ -70,10 +70,10 @@ class Stall:
 def patience(
     beat: Beat, longest: Mapping[str, float], limit: float, *, stopped: bool = False, message: bool = False
 ) -> tuple[float, float]:
-    """Return after how many seconds of silence a rank in this state is asked about, and after how many it is ended.
+    """Return the seconds of silence after which a rank in this state is reported, and those after which it is ended.
 
-    longest: per phase, the longest silence so far that ended, in seconds. stopped: its process is stopped by SIGSTOP.
-    message: it waits for a message of a pipeline, in whatever phase.
+    longest: for each phase, the longest silence that has ended, in seconds. stopped: the rank's process is stopped by
+    SIGSTOP. message: the rank waits for a pipeline message, in whatever phase.
     """
     if stopped:
         ask = min(OF_STOPPED, patience(beat, longest, limit)[0])
@@ -90,7 +90,7 @@ def patience(
 
 
 def _patience_of_start(limit: float, *, stopped: bool) -> tuple[float, float]:
-    """Return the limits of `patience` for a rank not forked yet, by a server that may be stopped."""
+    """Return the same as `patience`, for a rank not forked yet. stopped: the fork server is stopped."""
     return (OF_STOPPED, max(limit, OF_STOPPED)) if stopped else (60.0, max(limit, 600.0))
 
 
@@ -99,10 +99,9 @@ def _percentile_99(values: Sequence[float]) -> float:
 
 
 def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | None:
-    """Find the ranks that make no progress from the beats of all ranks, those of other machines too; None if none is
-    known.
+    """Find, from the beats of all ranks on all machines, the ranks that make no progress; None if none is known.
 
-    silent: the ranks that beat no more. Beats of ranks that are over are left out.
+    silent: the ranks that beat no more. beats: without those of ranks that have ended.
     """
     waits = {rank: _wait(beats[rank], all_silent=len(silent) == len(beats)) for rank in silent}
     waiting = {rank: wait for rank, wait in waits.items() if wait is not None}
@@ -128,8 +127,8 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
 
 
 def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[int]]) -> list[int]:
-    """Of ranks that all wait, return two in our loop that must have lost a message: one waits for it, and the rank at
-    its other end waits for a message too, or for all ranks. Empty for none."""
+    """Return two ranks between which a message must be lost: one waits for it, and the rank at its other end, instead
+    of sending it, waits in a message or collective too. Return [] if there are none."""
     for rank, wait in waiting.items():
         for other in late[rank] if _is_message(wait) else ():
             if rank in late[other] or not _is_message(waiting[other]):
@@ -138,14 +137,14 @@ def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[
 
 
 def _wait(beat: Beat, *, all_silent: bool) -> CollectiveCall | None:
-    """Return the call that a silent rank waits in; on an accelerator where all ranks are silent, its last call."""
+    """Return the call in which a silent rank waits; on an accelerator, if all ranks are silent, the last call."""
     if beat.waits_in is None and beat.overlaps and all_silent:
         return max(beat.recent, key=lambda c: c.at, default=None)
     return beat.waits_in
 
 
 def _late(beats: Mapping[int, Beat], wait: CollectiveCall) -> set[int]:
-    """Return the ranks of a collective's group that have not reached it."""
+    """Return the ranks of a collective's group that have not reached the collective; for a message, all of them."""
     members = _members(wait) & beats.keys()
     if _is_message(wait):
         return members
@@ -153,7 +152,7 @@ def _late(beats: Mapping[int, Beat], wait: CollectiveCall) -> set[int]:
 
 
 def _is_message(collective: CollectiveCall) -> bool:
-    """Check whether a call is a send or a receive, whose group consists of the ranks at its other end."""
+    """Check whether a call is a send or a receive; its group consists of the ranks at the other end."""
     return collective.group.endswith(f"/{PEERS}")
 
 
@@ -163,11 +162,11 @@ def _members(collective: CollectiveCall) -> set[int]:
 
 
 class HangWatch:
-    """Follows the beats of ranks on this machine."""
+    """Follows the beats of this machine's ranks, and reports hangs."""
 
     def __init__(self, folder: Path, limit: float | None, *, idle: bool = False) -> None:
-        """folder: where they beat. limit: seconds of silence after which a run is ended; None never ends one. idle:
-        judge only by whether a rank's process computes; then all ranks may be silent at once."""
+        """folder: where the ranks beat. limit: seconds of silence after which a run is ended; None: never. idle: judge
+        a rank by whether its process computes; a silence of all ranks at once is then a hang too."""
         self._folder, self._limit = folder, limit
         self._idleness = Idleness() if idle else None
         self._looked = time.monotonic()
@@ -182,8 +181,8 @@ class HangWatch:
         far: Mapping[int, Far] = NOBODY,
         server: subprocess.Popen[bytes] | None = None,
     ) -> Hang | None:
-        """Return the next message, if any. pids: the process of each running rank; None before it is forked. far: the
-        ranks of other machines, which report their own hangs. server: the process that starts the ranks."""
+        """Return the next message about a hang, if any. pids: process id of each running rank, None before its fork.
+        far: ranks of other machines, which report their own hangs. server: the process that starts the ranks."""
         now = time.monotonic()
         if now - self._looked < INTERVAL:
             return None
@@ -227,7 +226,7 @@ class HangWatch:
         return Hang(first, f"{explain(seconds)}{why}", step, over)
 
     def _listen(self, pids: Mapping[int, int | None], passed: float) -> Hang | None:
-        """Count the silence of each rank; a rank that was reported and hangs again is reported again."""
+        """Add up the silence of each rank; return a message if a rank that was reported makes progress again."""
         went_on = None
         for rank in pids:
             count = read_beats(beat_path(self._folder, rank))
@@ -285,7 +284,7 @@ class HangWatch:
         return f"{told}."
 
     def here(self, pids: Mapping[int, int | None]) -> dict[int, Far]:
-        """Return the ranks of this machine for the other machines, with details of the silent ones."""
+        """Return the ranks of this machine, with details of the silent ones, to send to the other machines."""
         silent = {rank: seconds for rank in pids if (seconds := self._silence[rank]) >= LEAST}
         beats = {rank: read_beat(beat_path(self._folder, rank)) for rank in silent}
         stopped = set(self._stopped(pids, {})) if silent else set()
@@ -293,7 +292,7 @@ class HangWatch:
         return {rank: told.get(rank, Far()) for rank in pids}
 
     def _stopped(self, pids: Mapping[int, int | None], far: Mapping[int, Far]) -> Iterator[int]:
-        """Yield the ranks whose process is stopped, or sleeps where no signal reaches it."""
+        """Yield the ranks whose process is stopped, or is in uninterruptible sleep."""
         yield from (rank for rank, each in far.items() if each.stopped)
         yield from (rank for rank, pid in pids.items() if pid is not None and state_of(pid) in ("T", "t", "D"))
 

@@ -1,13 +1,13 @@
 """Publish a rank's step, phase and collectives where its launcher reads them.
 
-It lies in a file that is mapped into memory, as the verbs do (verb_log.py): a beat is a few words written, without a
-system call. A rank that beats no more is looked at by hang.py, which asks for its Python stack by a signal.
+They lie in a file that is mapped into memory, as do the verbs (verb_log.py): a beat writes a few words, without a
+system call. hang.py looks at a rank that beats no more, and asks by a signal for its Python stack.
 
-    words     of 8 bytes: first the single ones, named below
-    steps     nanoseconds of the newest steps
-    groups    of each group of ranks: its name, the collectives that this rank has come to, and those that are over
-    recent    the newest collectives: name, group, its number in the group, when
-    names     a line each, behind the words: the texts that words number from 1
+    words     of 8 bytes each: first the single values BEATS to TIMED, then the arrays
+    steps     durations of the newest steps, in ns
+    groups    for each group of ranks: its name, how many collectives this rank has entered, and how many have ended
+    recent    the newest collectives: name, group, number in the group, time of the call
+    names     behind the words, one text per line; a word refers to a text by its line number, from 1
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ RECENT, MOST_RECENT = GROUPS + 3 * MOST_GROUPS, 64
 WORDS = RECENT + 4 * MOST_RECENT
 WARM = 2  # the first steps of a process are no measure of the others
 LONG = ("evaluate", "checkpoint")
-"""Phases between two steps: if one occurs, the time between the steps does not count as a step's."""
+"""Phases between two steps: if one occurs, the time from step to step is not recorded as a step's duration."""
 BETWEEN = ("data", *LONG)
 PEERS = ">"
 """The name of the group of a send or a receive, which consists of the ranks at the other end."""
 PLAIN = "plain"
-"""Ends the name of the group of all ranks in a program that uses none of our verbs: its phases are hardly known."""
+"""Suffix of the name of the group of all ranks in a program that uses none of our verbs, so has hardly any phases."""
 SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
-"""Asks a process to write its Python stack to a file."""
+"""The signal that asks a process to write its Python stack to a file."""
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective that a rank has entered: the number-th of its group. at: this machine's `time.perf_counter_ns`."""
+    """A collective that a rank has entered. number: its number in its group. at: time of the call (perf_counter_ns)."""
 
     name: str
     group: str
@@ -52,10 +52,10 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class Beat:
-    """The last report of a rank. ours: its loop is a job's. overlaps: it runs ahead of its accelerator, so that its
-    collectives end as soon as it has entered them. steps: seconds of the newest ones.
+    """The last report of a rank. ours: its loop is that of a job. overlaps: it runs ahead of its accelerator, so that a
+    collective ends for it as soon as it has entered it. steps: seconds of the newest steps.
 
-    begun: by group, how many collectives it has entered. waits_in: the oldest of them that has not ended.
+    begun: by group, how many collectives the rank has entered. waits_in: the oldest collective that has not ended.
     """
 
     beats: int = 0
@@ -118,7 +118,7 @@ def read_beat(path: Path) -> Beat:
 
 
 def steps_of(folder: Path, ranks: Iterable[int], rank: int) -> tuple[int | None, int]:
-    """Return the step that `rank` is in, None before the first; and the last step that all the ranks have finished."""
+    """Return the step that `rank` is in, None before the first; and the last step that all `ranks` have finished."""
     beats = {each: read_beat(beat_path(folder, each)) for each in {*ranks, rank}}
     done = min(beat.step - (beat.phase not in BETWEEN) for beat in beats.values())
     here = beats[rank].step + (beats[rank].phase == "data")
@@ -160,8 +160,8 @@ class Heartbeat:
         words[BEATS] = self.beats = self.beats + 1
 
     def loop(self, *, ours: bool, compiles: bool) -> None:
-        """Report whether this rank's loop is a job's: then only its phases take long. compiles: its first
-        steps may take long."""
+        """Report whether this rank's loop is that of a job, in which only phases take long. compiles: the first
+        steps may take long too."""
         self.words[COMPILES], self.words[OURS] = compiles, ours
 
     def enter(self, name: str, group: str) -> int:
@@ -183,7 +183,7 @@ class Heartbeat:
             words[BEATS] = self.beats = self.beats + 1
 
     def let_go(self) -> None:
-        """Stop reporting in a forked process: write where nobody reads."""
+        """In a forked process, stop reporting: write to memory that nobody reads from now on."""
         self.words, self._lock = memoryview(bytearray(8 * WORDS)).cast("Q"), threading.Lock()
 
     def _group(self, text: str) -> int:
@@ -207,7 +207,7 @@ beat: Heartbeat | None = None
 
 
 def begin(folder: Path, rank: int, *, overlaps: bool) -> None:
-    """Beat from now on, and write the Python stack to a file when asked."""
+    """Start this process's heartbeat, and let it write its Python stack to a file on SIGNAL."""
     global beat
     beat = Heartbeat(beat_path(folder, rank), overlaps=overlaps)
     if SIGNAL is not None:
@@ -217,7 +217,7 @@ def begin(folder: Path, rank: int, *, overlaps: bool) -> None:
 
 @contextlib.contextmanager
 def watched_loop(*, compiles: bool) -> Iterator[None]:
-    """Mark the body as the loop of a job, whose phases show its progress."""
+    """Mark the `with` block as the loop of a job, whose phases show its progress."""
     if beat is not None:
         beat.loop(ours=True, compiles=compiles)
     yield
@@ -237,7 +237,7 @@ def leave(at: int) -> None:
 
 
 def _forked() -> None:
-    """Stop beating in a process that this one forks (a loader's worker), which is no rank."""
+    """Stop beating in a process that a rank forks, such as a loader worker, since that process is no rank."""
     global beat
     if beat is not None:
         beat.let_go()

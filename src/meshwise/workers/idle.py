@@ -21,7 +21,7 @@ class Idleness:
         self._seen: dict[int, tuple[float, float]] = {}
 
     def computes(self, pid: int | None, now: float) -> bool:
-        """Check whether a process has computed since the last look at it, by `now`; False between two looks too."""
+        """Check whether a process has computed in the WINDOW that ends now; False until a WINDOW is over."""
         if pid is None:
             return False
         used = sum(map(_seconds, (pid, *children_of(pid))))

@@ -1,9 +1,9 @@
 """Choose the network interface by which ranks of several machines communicate.
 
-By itself gloo would take the wrong one on many machines.
+By default, gloo takes the wrong interface on many machines.
 
-gloo listens at the address that the machine's own name has. On many machines that is a loopback address (Debian writes
-127.0.1.1 into /etc/hosts), or the name has none: the others then wait for a rank that listens to itself alone.
+gloo listens at the address to which the machine's own name resolves. On many machines that is a loopback address
+(Debian writes 127.0.1.1 into /etc/hosts), or there is none: other machines then cannot reach the rank, and wait.
 Tested in tests/workers/test_interface.py and, on machines without names, in tests/workers/test_slurm.py.
 """
 
@@ -20,8 +20,8 @@ ANYWHERE = "192.0.2.1"
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface that leads to `host`, or out of this machine if that is itself; None if this machine's name
-    already resolves to an address of its own, or nothing is found."""
+    """Return the interface that leads to `host`, or, if `host` is this machine, out of it; None if the machine's name
+    already resolves to the address of one of its interfaces, or if nothing is found."""
     own: dict[str, str] = {
         address.address: name
         for name, addresses in psutil.net_if_addrs().items()
@@ -44,7 +44,7 @@ def _addresses_of(host: str) -> list[str]:
 
 
 def _source_of(host: str) -> str:
-    """Return the address from which this machine would send a packet to `host`; none is sent."""
+    """Return the address from which this machine would send a packet to `host`, without sending one."""
     for address in _addresses_of(host)[:1]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -31,7 +31,7 @@ from meshwise.workers.stopping import agree_to_stop
 
 @dataclass(frozen=True)
 class RankContext:
-    """What this process knows of its run: its rank and world, its side channel, its step gate, and its launcher."""
+    """What this process knows of its run: its rank and world, its side channel, its step gate, and its `Place`."""
 
     world: World
     channel: WorkerChannel | None
@@ -45,7 +45,7 @@ _store: object = None  # held as long as this process lives
 
 
 def rank_context() -> RankContext:
-    """Return the session of this process; the first call takes the device and opens the side channel, no more."""
+    """Return this process's context. The first call takes the device and opens the side channel; it joins no group."""
     global _session
     if _session is None:
         place = place_in(os.environ)
@@ -56,7 +56,7 @@ def rank_context() -> RankContext:
 
 
 def _world_at(place: Place) -> World:
-    """Return the world of this place, and set it in the environment; rank 0 tells the others its address."""
+    """Return the world of this process, and set its variables; on several machines, rank 0 is first found."""
     os.environ.update(derived_ranks(os.environ))
     world = read_world(os.environ)
     if place.size > 1 and place.key and place.rendezvous is None:
@@ -70,7 +70,7 @@ def _world_at(place: Place) -> World:
 
 @contextlib.contextmanager
 def standing_for(context: RankContext) -> Iterator[None]:
-    """Let this process act as another rank, which is rehearsed, during the body."""
+    """Let this process act as the rank of `context`, for a rehearsal, inside the `with` block."""
     global _session, _stands
     before, (_session, _stands) = (_session, _stands), (context, True)
     try:
@@ -80,7 +80,7 @@ def standing_for(context: RankContext) -> Iterator[None]:
 
 
 def join() -> RankContext:
-    """Return this process's session, inside the process group of all ranks. Collective if that group must be made."""
+    """Join the process group of all ranks, if there are several; return this process's context. Collective."""
     session = rank_context()
     if session.world.size > 1 and not dist.is_initialized():
         enter_process_group(session.world)
@@ -94,8 +94,8 @@ def join() -> RankContext:
 
 
 def rejoin() -> None:
-    """Replace a process group that the program made itself by one of ours: the program's may have no CPU backend.
-    Collective; a group of ours stays."""
+    """Replace a process group that the program itself made by one of ours, since the program's may have no CPU backend.
+    Do nothing to a group of ours. Collective."""
     if dist.is_initialized() and not _made_group and rank_context().world.size > 1:
         store = default_store()
         dist.destroy_process_group()
@@ -108,7 +108,7 @@ def made_process_group() -> bool:
 
 
 def _take_device(world: World) -> World:
-    """Make this worker's accelerator the only one that it sees, so that `cuda` and `cuda:0` are its own."""
+    """Make this worker see only its own accelerator, so that `cuda` and `cuda:0` mean that one."""
     given = os.environ.get(VISIBLE)
     if not world.device and world.size > 1:
         _see_one_gpu(world.local_rank)  # before anything asks the driver, which reads the environment once
@@ -140,8 +140,8 @@ def _put_back(name: str, value: str | None) -> None:
 
 
 def enter_process_group(world: World, store: Any = None) -> None:
-    """Initialise gloo for CPU tensors and, with CUDA, nccl for CUDA tensors. The group is left when the process ends.
-    store: where the ranks meet; by default that of the environment."""
+    """Initialise gloo for CPU tensors and, with CUDA, nccl for CUDA tensors. Leave the group when the process ends.
+    store: where the ranks meet; by default at MASTER_ADDR and MASTER_PORT."""
     global _made_group
     _refuse_without_rank_0(world)
     alone = world.local_size == world.size  # on this machine, whose own name often does not resolve
@@ -169,8 +169,8 @@ def _refuse_without_rank_0(world: World) -> None:
 
 
 def store_of_ranks() -> Any:
-    """Connect to a store that all ranks reach before there is a process group, with keys of this start only. Raises
-    UsageError where nothing says where rank 0 is."""
+    """Connect to a store that all ranks reach before there is a process group; its keys belong to this start only.
+    Raises UsageError if MASTER_ADDR or MASTER_PORT is not set."""
     global _store
     world = rank_context().world
     _refuse_without_rank_0(world)
@@ -185,8 +185,8 @@ def store_of_ranks() -> Any:
 
 
 def keep_store() -> None:
-    """On rank 0, let the store of the process group use the launcher's listening socket, before another program takes
-    the port. A process group made with the environment's address uses this store."""
+    """On rank 0, serve the process group's store on the launcher's listening socket, so that no other program can take
+    its port. A process group made with MASTER_ADDR and MASTER_PORT uses this store."""
     global _store
     listener = os.environ.pop(LISTENER, None)
     if listener is not None:

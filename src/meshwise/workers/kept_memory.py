@@ -1,8 +1,8 @@
 """Hold each rank's memory in the launcher, so that it survives.
 
-What a rank writes there outlives it, and ends with the launcher.
+What a rank writes there outlives the rank's process, and is gone when the launcher ends.
 
-On Linux it has no name in any file system; elsewhere it is a file in a folder that is removed.
+On Linux this memory has no name in any file system; elsewhere it is a file in a folder that is removed at the end.
 Tested in tests/workers/test_rescue.py.
 """
 
@@ -18,7 +18,7 @@ from meshwise.workers.scratch import scratch_folder
 
 
 class KeptMemory:
-    """Memory of the ranks of one machine, used by all attempts in turn. Empty until a rank writes."""
+    """Memory of one machine's ranks, used by all attempts in turn. It is empty until a rank writes."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -33,7 +33,7 @@ class KeptMemory:
                 self.path(rank).touch()
 
     def path(self, rank: int) -> Path:
-        """Return where the memory of a rank can be opened, also by other processes of this machine."""
+        """Return the path at which any process of this machine can open the memory of a rank."""
         if self._folder is None:
             return Path(f"/proc/{os.getpid()}/fd/{self._files[rank]}")
         return self._folder / f"rank{rank}"

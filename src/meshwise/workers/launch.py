@@ -1,12 +1,12 @@
 """Start one worker a device, watch them, and end them all together.
 
-    prepare    task file, side channel, environment of each worker
-    start      one process a worker, each leading its own process group
+    prepare    the task file, the side channel, each worker's environment
+    start      one process per worker, each leading its own process group
     watch      messages and exit statuses, until every worker is done or one has failed
-    end        nobody is left over, whatever happened
+    end        no worker is left running, whatever happened
 
-A worker that leaves without saying done is a failure, whatever its exit code: elastic agents call exit code 0 success,
-and report the first process that ended, which is often a victim of the real culprit.
+A worker that exits without saying that it is done has failed, whatever its exit code. Elastic agents, in contrast, take
+exit code 0 for success, and report the first process that ended, which is often a victim of the real culprit.
 A rank that hangs is reported, and ends the run at a limit: hang.py. Not covered: restarting workers.
 """
 
@@ -67,9 +67,9 @@ def launch(
 ) -> list[Any]:
     """Call `function(*arguments)` in one worker per slot; return the results in rank order.
 
-    folder: the run folder, which keeps each worker's output; without one the output of ranks above 0 is dropped when
-        all goes well. preload: modules that the workers need, imported once for all of them; or the fork server of
-        several launches.
+    folder: the run folder, which keeps each worker's output; without a folder, the output of ranks above 0 is dropped
+        when all goes well. preload: modules that the workers need, imported once for all of them, or a fork server
+        that several launches share.
     Raises WorkerFailed with the culprit's rank and traceback when a worker fails.
     """
     environment.refuse_few_files(len(slots))
@@ -177,25 +177,25 @@ class _Launcher:
         self._look_at_verbs()
 
     def await_others(self) -> None:
-        """Wait until the workers of all machines are done. Raises WorkerFailed if one fails meanwhile or is lost."""
+        """Wait until the workers of all machines are done. Raises WorkerFailed if one fails or a machine is lost."""
         while self.nodes is not None and not self.nodes.all_done():
             self._look_at_nodes()
             self._look_at_once()
             time.sleep(0.02)
 
     def _over(self) -> bool:
-        """Check that no worker runs or has failed: a rank that exits abandons nobody when all exit."""
+        """Check that no worker runs or has failed. A rank that exits early is no failure if all ranks exit."""
         return all(w.state in (State.DONE, State.EXITED) for w in self.workers)
 
     def _look_at_verbs(self) -> None:
-        """Check whether ranks have diverged without a failure. A run being stopped may diverge."""
+        """Fail if ranks have diverged without a failure, unless the run is being stopped, when they may diverge."""
         if self.halt.wanted or any(w.state is State.FAILED for w in self.workers):
             return
         if text := self._divergence.look(self._in(State.DONE, State.EXITED)):
             self._fail(Failure(self.first_rank, "diverged", text, plain=True))
 
     def _look_at_beats(self) -> None:
-        """Check whether a rank hangs. In a run being stopped, all ranks wait."""
+        """Report a rank that hangs, and fail at the limit, unless the run is being stopped, when all ranks wait."""
         if self.halt.wanted:
             return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
@@ -231,7 +231,7 @@ class _Launcher:
         raise WorkerFailed(text, rank=chosen.rank, exit_code=max(chosen.exit_code, 1), failure=chosen)
 
     def _look_at_nodes(self) -> None:
-        """Check whether another machine failed, is lost, or asks for a stop."""
+        """Check whether another machine has failed, is lost, or asks for a stop, and act on it."""
         if self.nodes is None:
             return
         if failed := self.nodes.failed_elsewhere():
@@ -280,7 +280,7 @@ class _Launcher:
                 entry.died(status)
 
     def _failures(self) -> list[Failure]:
-        """Return the failures so far. A rank that exited with 0 counts only if other ranks still need it."""
+        """Return the failures so far. A rank that exited with 0 counts only if other ranks need it, or one failed."""
         if self._over():
             return []
         failed = any(w.state is State.FAILED for w in self.workers)
@@ -289,7 +289,7 @@ class _Launcher:
         ]
 
     def _settled(self, failures: Sequence[Failure]) -> bool:
-        """Check whether the culprit can no longer change: all ranks have reported, or their time is over."""
+        """Check whether the culprit can no longer change: all ranks have reported, or their time to do so is over."""
         waited = max(w.seconds for w in self.workers if w.failure)
         if self.nodes and all(f.kind == "victim" for f in failures):
             return waited > OTHERS_TIMEOUT
@@ -326,7 +326,7 @@ class _Launcher:
             )
 
     def _agreed_last(self, here: int) -> int | None:
-        """Return the last step over all machines; None while one of them has not answered."""
+        """Return the last step that a rank of any machine began; None while a machine has not answered."""
         if self.nodes is None:
             return here
         self.nodes.set(f"begun/{self.nodes.node_rank}", here)

@@ -1,7 +1,7 @@
 """End a worker without taking apart what it has imported.
 
-Python takes its modules apart at its end, which copies the pages that the workers of a machine share: it is then that
-they need the most memory. Threads are waited for, exit functions are called and open files are written as ever.
+When Python exits, it clears its modules. That copies the memory pages that the workers of a machine share, so the exit
+is when they need the most memory. As in a normal exit, threads are joined, exit functions called, open files flushed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _codes: list[int] = []
 
 
 def prepare() -> None:
-    """Make this process end like that once `leave` is called. Call it before anything registers an exit function, so
-    that ours runs last."""
+    """Make `leave` end this process without clearing its modules. Call this before anything registers an exit function,
+    so that ours runs last."""
     atexit.register(_end)
 
 

@@ -1,6 +1,6 @@
 """Name processes that outlive a launch in sessions of their own.
 
-Those of a worker's own group end with it. Tested in tests/faults/test_faults.py.
+Processes in a worker's process group end with the worker. Tested in tests/faults/test_faults.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MOST_SAID = 8
 
 
 def said(variable: str, value: str, server: subprocess.Popen[bytes] | None) -> str:
-    """Describe this user's living processes that were started with this environment variable, as Linux's /proc keeps
-    it; empty if there are none. server: the fork server, which is not counted. A process that was just killed has half
-    a second to go."""
+    """Describe this user's living processes that were started with this environment variable, as Linux's /proc shows;
+    "" if there are none. server: the fork server, which is not counted. Waits up to half a second for processes that
+    were just killed to end."""
     wanted, deadline = f"{variable}={value}\0".encode(), time.monotonic() + 0.5
     own = (os.getpid(), server.pid if server else 0)
     while (left := _found(wanted, own)) and time.monotonic() < deadline:

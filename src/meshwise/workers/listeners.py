@@ -20,10 +20,10 @@ class Listeners:
 
     message: `(rank, message)` for every message of a worker that the launcher does not use itself.
     output: `(stream, text)` for every line that rank 0 prints; stream is `stdout` or `stderr`.
-    look: called several times a second.
-    log: opens the file in the run folder that a rank prints into.
-    hang_limit: a rank without progress for this many seconds ends the run; None: it is only reported. idle: such a
-    rank computes nothing (see hang.py).
+    look: called several times a second, without arguments.
+    log: called with the run folder and a rank; opens the file that receives the rank's output.
+    hang_limit: a rank without progress for this many seconds ends the run; None: a hang is only reported. idle: only
+    a rank that computes nothing counts as hanging (see hang.py).
     """
 
     message: Callable[[int, Message], None] = lambda rank, message: None

@@ -1,7 +1,7 @@
 """Read failures of torch's loader workers from the errors of a rank.
 
-One that was killed is no fault of the program. One whose code raised sends its traceback as a text: the error stands at
-its end, behind the frames of torch's. Read in torch 2.11, 2.13 and 2.15: `_utils.py` (ExceptionWrapper),
+If a loader worker was killed, the program is not to blame. If its code raised, it sends its traceback as text, with the
+error at the end, after torch's frames. Read in torch 2.11, 2.13 and 2.15: `_utils.py` (ExceptionWrapper),
 `utils/data/dataloader.py` and `csrc/DataLoader.cpp`. Tested in tests/workers/test_loader_failure.py.
 """
 
@@ -30,7 +30,7 @@ _WITHOUT = "A run without loader workers (num_workers=0, loader_workers=0) shows
 
 @dataclass(frozen=True)
 class Caught:
-    """An error that a loader worker raised. text: `ValueError: a damaged record`; traceback: of the user's frames."""
+    """An error that a loader worker raised. text: `ValueError: a damaged record`; traceback: user frames only."""
 
     where: str
     text: str
@@ -38,7 +38,7 @@ class Caught:
 
 
 def ended(error: BaseException) -> tuple[str, str] | None:
-    """Return how a loader worker ended, and what helps, if `error`, or one that caused it, reports such an end."""
+    """Return how a loader worker ended, and a remedy; None if neither `error` nor its causes report such an end."""
     found: list[re.Match[str]] = []
     seen: BaseException | None = error
     while seen is not None:
@@ -54,8 +54,8 @@ def ended(error: BaseException) -> tuple[str, str] | None:
 
 
 def await_end(error: BaseException) -> None:
-    """Stop watching loader workers, now that a rank has raised `error`; but if its connection to one broke, wait until
-    that one's end is known. Raises what torch's SIGCHLD handler reports meanwhile."""
+    """Remove torch's SIGCHLD handler, now that the rank has raised `error`. If its connection to a loader worker broke,
+    first wait MOMENT seconds for that handler to raise how the loader worker ended."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, OSError | EOFError) and any(frame.name == "_try_get_data" for frame in frames):
         time.sleep(MOMENT)
@@ -63,7 +63,7 @@ def await_end(error: BaseException) -> None:
 
 
 def caught(error: BaseException) -> Caught | None:
-    """Return the error of a loader worker that `error` carries as text."""
+    """Return the error of a loader worker that `error` carries as text; None if it carries none."""
     found = _CAUGHT.match(text_of(error))
     traces = list(_FRAMES.finditer(found[2])) if found else []
     if found is None or not traces:

@@ -1,6 +1,6 @@
 """Compare what ranks give `mw.log`: the launcher names differences from rank 0.
 
-A loss of this rank's part of the batch looks like the loss, and is not that of one device.
+A loss over one rank's part of the batch looks right, but differs from the loss on one device.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ Values = Mapping[str, float]
 
 
 class LoggedValues:
-    """The launcher's end: the first values that a rank gave at each call of each line."""
+    """The launcher's end: keeps, for each call of each source line, the values of the first rank that logged them."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, int], tuple[int, Values]] = {}
         self._said: set[str] = set()
 
     def add(self, rank: int, where: str, call: int, values: Values) -> str:
-        """Compare the values that a rank logs at a line's `call`-th call. Returns what to say, once for each line."""
+        """Compare the values that a rank logs at the `call`-th call of a line. Returns a warning, once per line."""
         other, first = self._first.setdefault((where, call), (rank, values))
         names = [name for name, value in values.items() if name in first and not _same(value, first[name])]
         if not names or where in self._said:

@@ -1,9 +1,9 @@
 """Track a run's machines over its attempts, and who leads.
 
-Their launchers meet in the store of the first of them, which leads: it announces each attempt and who takes part.
-Each keeps a store and has told where; where the leader is lost, the others meet at the next one that is left, in turn.
-A machine that is started again asks machine 0, which has been told who leads. Whether those that are left may go on is
-not decided here: two halves of a split network may both come so far.
+Their launchers meet in the store of the first machine, which leads: it announces each attempt and who takes part.
+Every machine keeps a store and has told the others its address; if the leader is lost, they meet at the next machine.
+A machine that is started again asks machine 0, which has been told who leads. Whether the remaining machines may go on
+is not decided here: both halves of a split network may get that far.
 Tested in tests/workers/test_machines.py.
 """
 
@@ -36,7 +36,7 @@ Look = Callable[[], object]
 
 
 class Machines:
-    """This machine and the others that the run was started on. `nodes`: those of the running attempt."""
+    """This machine and the others on which the run was started. `nodes`: the machines of the current attempt."""
 
     nodes: Nodes
 
@@ -49,7 +49,7 @@ class Machines:
         secret: Secret,
         rdzv: tuple[str, int] | None = None,
     ) -> None:
-        """me: this machine. meeting: at the store of machine 0, which is reached at `rdzv`. secret: of the run."""
+        """me: this machine. meeting: at the store of machine 0, which is reached at `rdzv`. secret: the run's."""
         self._meeting, self._store, self.me, self.nnodes, self._rdzv = meeting, store, me, nnodes, rdzv
         self._secret = secret
         self._leader = 0
@@ -60,7 +60,7 @@ class Machines:
 
     @property
     def leads(self) -> bool:
-        """Whether the machines meet at this one."""
+        """Whether this machine leads, that is, the machines meet at its store."""
         return self._leader == self.me.node
 
     def _present(self) -> None:
@@ -74,10 +74,10 @@ class Machines:
         return None if told is None else Member(**json.loads(told))
 
     def meet(self, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print) -> Nodes:
-        """Wait for all machines and begin the first attempt. If the run already goes on without this machine, join its
-        next attempt: the others stop after a step for it. Raises WorkerFailed where they do not come.
+        """Wait for all machines and begin the first attempt. If the run is already under way without this machine, join
+        its next attempt, for which the others stop after a step. Raises WorkerFailed if not all machines come in time.
 
-        asked: what must be the same on a machine that joins, else UsageError. say: takes a line about that.
+        asked: settings that a joining machine must share, else UsageError. say: prints a line about joining.
         """
         if self._meeting.try_get("begins") is not None:
             self._join(dict(asked or {}), say)
@@ -115,7 +115,7 @@ class Machines:
         return self._begin(begins)
 
     def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Join a run that continues at the store of another machine, which has told machine 0 so."""
+        """Join a run that continues at the store of another machine. moved: what that one told machine 0."""
         if moved["node"] == self.me.node:  # as it was before it was lost
             return
         try:
@@ -129,7 +129,7 @@ class Machines:
         self._join(asked, say)
 
     def _join(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Be there for the next attempt of a run that is already going on."""
+        """Register this machine for the next attempt of a run that is already under way."""
         theirs = json.loads(self._meeting.try_get("asked") or "{}")
         for name, value in theirs.items():
             if (own := json.loads(json.dumps(asked.get(name)))) != value:
@@ -141,17 +141,17 @@ class Machines:
         self._present()
 
     def joiners(self) -> list[Member]:
-        """Return, on the leader, the machines that take no part in the attempt, but could."""
+        """On the leader, return the machines that wait to join the next attempt and have devices for it."""
         return [member for member in self._waiting() if member.size]
 
     def _waiting(self) -> list[Member]:
-        """Return the machines that are there and take no part in the attempt."""
+        """Return the machines that are reachable but take no part in the current attempt."""
         taking = {member.name for member in self.nodes.members}
         found = [member for member in map(self._machine, range(self.nnodes)) if member and member.name not in taking]
         return [m for m in found if self._meeting.has_seen(m.name) and self._meeting.silence_of(m.name) is None]
 
     def _call_back(self) -> None:
-        """Where another machine than 0 leads: tell machine 0 where the run is, once it is back."""
+        """While this machine leads instead of machine 0, tell a returned machine 0 where the machines meet."""
         moved = {"node": self.me.node, "host": self.me.host, "port": self.me.port}
         while self.leads and self._rdzv is not None and not self._meeting.is_over:
             with (
@@ -164,7 +164,7 @@ class Machines:
     # Between two attempts.
 
     def report(self, facts: Mapping[str, Any]) -> None:
-        """Report to the leader, for the next attempt, that this machine's workers are gone."""
+        """Report to the leader that this machine's workers have ended. facts: what the next attempt needs to know."""
         self._report = dict(facts)
         if facts["size"] != self.me.size:
             self.me = replace(self.me, size=facts["size"])
@@ -172,7 +172,7 @@ class Machines:
         self.nodes.set(f"ended/{self.me.node}", self._report)
 
     def reports(self, look: Look) -> dict[Member, dict[str, Any]]:
-        """Return, on the leader, what each machine of the attempt has reported, except those that are lost."""
+        """On the leader, return what each machine of the attempt has reported, except lost machines."""
         until = time.monotonic() + MOVE_TIMEOUT
 
         def lost(member: Member) -> bool:
@@ -192,7 +192,7 @@ class Machines:
             time.sleep(0.02)
 
     def announce(self, number: int, members: Sequence[Member], facts: Mapping[str, Any]) -> Nodes:
-        """Begin, on the leader, an attempt with these machines, this one first."""
+        """On the leader, begin an attempt with these machines, of which this one comes first."""
         others = sorted((m for m in members if m.node != self.me.node), key=lambda m: m.node)
         own = next(m for m in members if m.node == self.me.node)
         listener = listening(listens_at(alone=self._rdzv is not None and is_here(self._rdzv[0])))
@@ -202,7 +202,7 @@ class Machines:
         return self.nodes
 
     def announced(self, after: int) -> Beginning | None:
-        """Return an attempt later than number `after` that this machine takes part in."""
+        """Return the announced attempt if it is later than number `after` and includes this machine, else None."""
         told = self._meeting.try_get("begins")
         begins = None if told is None else Beginning.of(told)
         if begins is None or begins.number <= after or all(m.name != self.me.name for m in begins.members):
@@ -210,13 +210,13 @@ class Machines:
         return begins
 
     def end(self, facts: Mapping[str, Any]) -> None:
-        """Announce, on the leader, that the run ends, and how."""
+        """On the leader, announce that the run ends, and how."""
         if not self._ended:
             self._ended = True
             self._meeting.set("ends", json.dumps(facts))
 
     def leave(self, code: int) -> None:
-        """Leave the run. code: its exit code, for machines that take no part."""
+        """Leave the run. code: the run's exit code, which is told to machines that wait to join."""
         if self.leads and self._waiting():
             text = "the run has ended without this machine."
             self.end({"text": text, "code": code, "failure": None})
@@ -227,8 +227,8 @@ class Machines:
             self._secret.remove()
 
     def next(self, look: Look) -> Nodes | dict[str, Any]:
-        """Return the leader's decision: the next attempt, or how the run ends. If the leader is lost, the remaining
-        machines elect another; if that is this one, its own last attempt is returned, and it must decide."""
+        """Return the leader's decision: the next attempt, or how the run ends. If the leader is lost, the next machine
+        leads; if that is this one, the last attempt is returned, and this machine must decide."""
         until = time.monotonic() + LEAD_TIMEOUT
         while not self.leads:
             if begins := self.announced(self.nodes.begins.number):
@@ -247,7 +247,7 @@ class Machines:
         return self.nodes
 
     def _move(self) -> None:
-        """Move to the store of the next reachable machine, or to this one's own."""
+        """Meet at the store of the next machine that can be reached, or at this machine's store."""
         self._meeting.close()
         self._gone |= {m.name for m in self.nodes.members if m.node == self._leader}
         others = (m for m in self.nodes.members if m.node != self._leader)

@@ -1,9 +1,9 @@
 """Exchange messages between launchers in a thread.
 
-A dead link then blocks nothing else.
+So a dead link blocks nothing else.
 
-The thread makes one exchange with the store after the other, which is this machine's heartbeat too. Whoever asks reads
-what came, and never waits for the network, so Ctrl-C is answered at once.
+The thread makes one exchange with the store after another; these are also this machine's heartbeat. Callers read what
+has come and never wait for the network, so that Ctrl-C takes effect at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SILENCE = 5.0  # seconds after which a machine that is not heard of is lost
 
 
 class Meeting:
-    """A machine, by its name, connected to a store."""
+    """The connection of one machine, identified by its name, to a store."""
 
     def __init__(self, connect: Callable[[], Exchanges], name: str) -> None:
-        """connect: returns the store, or raises OSError; called in the thread."""
+        """connect: returns the store, or raises OSError; called once, in the thread."""
         self._connect, self._name = connect, name
         self._out: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._written = self._asked = 0
@@ -35,13 +35,13 @@ class Meeting:
         self.store: Exchanges | None = None
         """The store; None until it is reached."""
         self.error: Exception | None = None
-        """Why the store cannot be reached, or can no longer."""
+        """The error by which the store could not be reached, or was lost; else None."""
         self.heard = 0.0
         """When the store answered last (monotonic); 0 before the first time."""
         threading.Thread(target=self._run, name="meshwise-meeting", daemon=True).start()
 
     def set(self, key: str, value: str) -> None:
-        """Send a value to the others, within a round; the same value is not sent twice."""
+        """Send a value to the other machines, within ROUND seconds; a value that has not changed is not sent again."""
         if self._told.get(key) == value:
             return
         self._told[key] = value
@@ -50,11 +50,11 @@ class Meeting:
         self._wake.set()
 
     def try_get(self, key: str) -> str | None:
-        """Return a value that some machine has set, as of the last round; None if unknown."""
+        """Return the value that some machine has set, as of the last exchange; None if there is none."""
         return self._known.get(key)
 
     def flush(self, seconds: float) -> None:
-        """Wait until the others can read what was set, for at most this many seconds."""
+        """Wait until the store has what was set, for at most `seconds`."""
         until, asked = time.monotonic() + seconds, self._asked
         while self._written < asked and self.error is None and time.monotonic() < until:
             time.sleep(0.01)
@@ -73,19 +73,19 @@ class Meeting:
 
     @property
     def silence(self) -> float | None:
-        """Seconds since the store answered, if they are too many; None otherwise, or after `close`."""
+        """Seconds since the store answered, if above SILENCE or the store is gone; None otherwise, or after `close`."""
         now = time.monotonic()
         if not self.heard or self._over.is_set():
             return None
         return now - self.heard if self.error is not None or now - self.heard > SILENCE else None
 
     def silence_of(self, name: str) -> float | None:
-        """Return the seconds since a machine was last heard of at the store, if they are too many."""
+        """Return the seconds since the store last heard from a machine, if above SILENCE; else None."""
         seconds = self._silent.get(name, 0.0)
         return seconds if seconds > SILENCE else None
 
     def has_seen(self, name: str) -> bool:
-        """Check whether a machine was ever heard of at the store."""
+        """Check whether the store has ever heard from a machine."""
         return name in self._silent
 
     def _run(self) -> None:

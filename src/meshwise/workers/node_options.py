@@ -46,8 +46,8 @@ class NodeOptions:
     def rendezvous(
         self, local_size: int, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print
     ) -> Machines | None:
-        """Meet the launchers of the other machines; None when there is one machine. Blocks until all are there. asked,
-        say: as in `Machines.meet`."""
+        """Meet the launchers of the other machines, waiting until all are there; return None if there is one machine.
+        asked, say: as in `Machines.meet`."""
         if self.nnodes == 1 and self.node_rank == 0 and self.rdzv is None:
             return None
         host, _, port = (self.rdzv or "").rpartition(":")
@@ -62,8 +62,8 @@ class NodeOptions:
 
 
 def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) -> Machines:
-    """Connect this machine to the store of machine 0, which is reached at `address` once it is there. Raises UsageError
-    if it cannot be."""
+    """Connect this machine to the store of machine 0 at `address`, waiting until that store is there. Raises UsageError
+    if it cannot be reached."""
     name = f"{node}.{secrets.token_hex(8)}"
     where, secret, host = f"--rdzv {address[0]}:{address[1]}", secret_at(address), listens_at(alone=is_here(address[0]))
     port, listens = (address[1], taken(address[1])) if node == 0 else (0, None)

@@ -1,9 +1,9 @@
 """Connect the machines of one attempt of a run.
 
-They share their ranks and what they compare, and tell each other news while the attempt runs.
+The machines number the ranks, compare their settings, and send each other news while the attempt runs.
 
-Each tells when a worker failed or a halt was asked for, so that no machine goes on alone, and is heard of several times
-a second: one that is silent is lost to all others. Who takes part in the next attempt: machines.py.
+Each machine tells when a worker failed or a halt was asked for, so that no machine goes on alone. Each is heard from
+several times a second; all others take a silent one for lost. machines.py decides who takes part in the next attempt.
 Tested in tests/workers/test_nodes.py.
 """
 
@@ -28,8 +28,8 @@ TELL_TIMEOUT = 3.0  # seconds for a failure to be heard by the others, before th
 
 @dataclass(frozen=True)
 class Member:
-    """A machine that takes part. name: its launcher's, new each time it is started. size: its workers. host, port:
-    where its store is reached."""
+    """A machine that takes part in an attempt. name: of its launcher, new at each start of it. size: number of workers.
+    host, port: where the machine's store is reached."""
 
     node: int
     name: str
@@ -40,8 +40,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Beginning:
-    """An attempt as its leader announces it. number: from 1. members: the leader, whose ranks come first, and the
-    others by their numbers. port: where rank 0 will be reached. facts: other values that the launchers need."""
+    """An attempt as its leader announces it. number: from 1. members: first the leader, which has the first ranks, then
+    the others by machine number. port: where rank 0 will listen. facts: other values that the launchers need."""
 
     number: int
     members: tuple[Member, ...]
@@ -56,13 +56,13 @@ class Beginning:
 
 
 class Nodes:
-    """This machine among those of an attempt: the first rank here, the number of all ranks, where rank 0 listens."""
+    """This machine among those of an attempt: its first rank, the number of all ranks, and where rank 0 listens."""
 
     def __init__(
         self, meeting: Meeting, node_rank: int, nnodes: int, begins: Beginning, listener: socket.socket | None = None
     ) -> None:
-        """nnodes: machines that the run was started on. listener: the leader's socket for rank 0, kept open from now on
-        so that no other program takes the port."""
+        """nnodes: number of machines on which the run was started. listener: on the leader, the socket for rank 0, kept
+        open so that no other program takes the port."""
         self._meeting, self.node_rank, self.nnodes, self.listener = meeting, node_rank, nnodes, listener
         self.begins, self.members = begins, begins.members
         at = [member.node for member in self.members].index(node_rank)
@@ -73,20 +73,20 @@ class Nodes:
 
     @property
     def leads(self) -> bool:
-        """Whether the others meet at this machine's store."""
+        """Whether this machine leads, that is, the others meet at its store."""
         return self.me is self.members[0]
 
     def set(self, key: str, value: object) -> None:
-        """Send a value to the others of this attempt."""
+        """Send a value to the other machines of this attempt."""
         self._meeting.set(f"{self.begins.number}/{key}", json.dumps(value))
 
     def try_get(self, key: str) -> Any:
-        """Return the value that some machine set under `key`; None as long as it is unknown here."""
+        """Return the value that some machine set under `key`; None until it is known here."""
         told = self._meeting.try_get(f"{self.begins.number}/{key}")
         return None if told is None else json.loads(told)
 
     def get(self, key: str) -> Any:
-        """Wait for the value that some machine sets under `key`. Raises WorkerFailed where a machine is lost."""
+        """Wait for the value that some machine sets under `key`, and return it. Raises WorkerFailed if one is lost."""
         while (told := self.try_get(key)) is None:
             if lost := self.lost():
                 raise WorkerFailed(lost.message, rank=lost.rank, exit_code=lost.exit_code, failure=lost)
@@ -94,7 +94,7 @@ class Nodes:
         return told
 
     def compare(self, facts: Mapping[str, object]) -> None:
-        """Check that these facts are equal on all machines, before workers meet. Raises UsageError on all of them."""
+        """Check, before workers meet, that these facts are equal on all machines; else raise UsageError on each."""
         self.set(f"program/{self.node_rank}", facts)
         first, *others = [self.get(f"program/{member.node}") for member in self.members]
         for member, other in zip(self.members[1:], others, strict=True):
@@ -108,7 +108,7 @@ class Nodes:
                     )
 
     def lost(self) -> Failure | None:
-        """Return the failure of a machine that no longer answers."""
+        """Return the failure of a machine that no longer answers; None if there is none."""
         for member in self.others:
             done = member is not self.members[0] and self.try_get(f"done/{member.node}")  # it may have left
             if not done and (why := self._why_lost(member)):
@@ -131,7 +131,7 @@ class Nodes:
         return "its launcher was started again" if again else ""
 
     def fail(self, text: str, failure: Failure | None, exit_code: int) -> None:
-        """Tell the others how this machine failed. The leader, which keeps the store, waits until they have heard."""
+        """Tell the other machines how this one failed. The leader, which keeps the store, waits until they know."""
         facts = None if failure is None else asdict(failure)
         self.set(f"failed/{self.node_rank}", {"text": text, "exit_code": exit_code, "failure": facts})
         if self._meeting.silence is None:
@@ -140,7 +140,7 @@ class Nodes:
             self._until_all("heard", time.monotonic() + TELL_TIMEOUT)
 
     def failed_elsewhere(self) -> WorkerFailed | None:
-        """Return how another machine has failed."""
+        """Return how another machine has failed; None if none has."""
         for member in self.others:
             if told := self.try_get(f"failed/{member.node}"):
                 self.set(f"heard/{self.node_rank}", True)
@@ -151,12 +151,12 @@ class Nodes:
         return None
 
     def all_done(self) -> bool:
-        """Tell that this machine is done; return whether all are."""
+        """Tell the other machines that this one is done; return whether all are."""
         self.set(f"done/{self.node_rank}", True)
         return all(self.try_get(f"done/{member.node}") for member in self.others)
 
     def leave(self) -> None:
-        """Leave the attempt. The leader, which keeps the store, waits for the machines that are not lost."""
+        """Leave the attempt. The leader, which keeps the store, first waits until all machines not lost have left."""
         self.set(f"left/{self.node_rank}", True)
         self._meeting.flush(TELL_TIMEOUT)
         if self.leads:
@@ -164,7 +164,7 @@ class Nodes:
         self._meeting.close()
 
     def _until_all(self, what: str, until: float | None) -> None:
-        """Wait until each of the other machines has reported this, or is lost, or never came to this store."""
+        """Wait until each other machine has set the key `what`, has left, is lost, or never came to this store."""
 
         def gone(member: Member) -> bool:
             return bool(self._why_lost(member)) or not self._meeting.has_seen(member.name)

@@ -1,6 +1,6 @@
 """Tell what a rank's device waits for when the rank hangs.
 
-A thread of the rank answers, since the one that computes may wait for ever. Tested in tests/workers/test_on_device.py.
+A thread of the rank answers, since the main thread may wait forever. Tested in tests/workers/test_on_device.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwise.workers.hang import ASKED
 
 
 def answer(channel: WorkerChannel, rank: int, ask: Callable[[], Sequence[GroupProgress]] = progress) -> None:
-    """Let this rank answer such questions from now on, with a line for the user."""
+    """Let this rank answer the launcher's message ASKED from now on, with a line for the user."""
 
     def tell(message: Mapping[str, Any]) -> None:
         found = [str(each) for each in ask()]

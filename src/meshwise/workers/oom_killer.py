@@ -1,8 +1,8 @@
 """Detect whether the kernel's out-of-memory killer ended a process.
 
-A SIGKILL does not say who sent it. The killer counts its kills in each control group (`memory.events`, or
-`memory.oom_control` of version 1) and for the machine (`/proc/vmstat`), and names the process in the kernel's log,
-which not everybody may read. Tested in tests/workers/test_oom_killer.py.
+A SIGKILL does not say who sent it. The kernel counts this killer's kills in each control group (`memory.events`,
+or `memory.oom_control` of version 1) and for the machine (`/proc/vmstat`), and names the process in the kernel's log,
+which not every user may read. Tested in tests/workers/test_oom_killer.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _NO_LIMIT = 2**60
 
 @dataclass(frozen=True)
 class Kills:
-    """The killer's counts: in the groups of this process, and on the machine; None where unknown."""
+    """Counts of the killer's kills: in this process's control groups, and on the machine; None if unknown."""
 
     group: int | None
     machine: int | None
 
 
 def kills(root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> Kills:
-    """Return the killer's counts until now."""
+    """Return the current counts of the killer's kills."""
     found = [count for file in _events(root, own) if (count := _count(file)) is not None]
     return Kills(max(found, default=None), _count(statistics))
 
@@ -37,9 +37,9 @@ def kills(root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> 
 def evidence(
     pid: int | None, before: Kills, log: Path = LOG, root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS
 ) -> str | None:
-    """Return the evidence that the killer ended this process; None if there is none, "" if it certainly did not.
+    """Return the evidence that the killer ended process `pid`; None if nothing is known, "" if it certainly did not.
 
-    before: the killer's counts when the process began.
+    before: the counts of its kills when the process began.
     """
     if found := re.search(rf"Killed process {pid} \(.*", _log(log)):
         held = re.search(r"anon-rss:(\d+)kB", found[0])
@@ -74,7 +74,7 @@ def _count(file: Path) -> int | None:
 
 
 def _log(path: Path) -> str:
-    """Read the kernel's log, as far as this process may."""
+    """Read the kernel's log, as far as this process may read it."""
     records: list[str] = []
     with contextlib.suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -1,12 +1,12 @@
 """Find rank 0 without a launcher's help.
 
-Rank 0 listens, and the others look for it.
+Rank 0 listens, and the other ranks look for it.
 
-The door is a port at which rank 0 tells its own ranks, and nobody else, the port of the store. It is written down in
-the file of the start's secret, with every address of the machine: what the others share, they read. Where they share
-none, they try the first host and the ports that follow from job, step and attempt. Both ends prove the secret of the
-start: two steps of one job, two users and two attempts never meet, nor does who came to a port first. A door lets each
-rank in once, so that nobody meets what is about to end.
+The door is a port at which rank 0 tells its own ranks, and no other process, the store's port. Rank 0 writes the door's
+port, with every address of its machine, into the file of the start's secret. Ranks that share this file read it; others
+try the first host, at ports derived from job, step and attempt. Both ends prove the secret of the start, so two steps
+of one job, two users or two attempts never meet, nor does a stranger that took a port first. A door lets each rank in
+once, so that no rank meets a run that is about to end.
 Tested in tests/workers/test_rendezvous.py.
 """
 
@@ -45,10 +45,10 @@ PURPOSE = "rendezvous"
 
 
 def meet(place: Place, folder: Path | None = None) -> tuple[str, int]:
-    """Return host and port of the store that all processes of this start use. On rank 0 the port stays reserved until
-    `taken` takes its socket. folder: one that the others read too; by default the current one.
+    """Return host and port of the store that all processes of this start use. On rank 0, the port stays reserved until
+    `taken` takes its socket. folder: a folder that all ranks can read; by default the current one.
 
-    Raises UsageError where rank 0 is not found, or nothing tells the processes of this start from others.
+    Raises UsageError if rank 0 is not found, or if `place` has no key that only this start's processes share.
     """
     if not place.key:
         raise UsageError(
@@ -72,29 +72,29 @@ _secrets: dict[tuple[str, int], Secret] = {}
 
 
 def taken(port: int) -> int | None:
-    """Return the descriptor of the socket that `meet` opened at this port; the caller owns it from now on."""
+    """Return the descriptor of the socket that `meet` opened at this port, which the caller then owns; else None."""
     server = _listening_at.pop(port, None)
     return None if server is None else server.detach()
 
 
 def secret_at(where: tuple[str, int]) -> Secret:
-    """Return the secret of the start that meets there: that of `meet`, or the one shared by all who name the same place
-    in this folder."""
+    """Return the secret of the start that meets at this host and port: the one that `meet` used, or the one shared by
+    all processes that name the same host and port in this folder."""
     return _secrets.get(where) or secret_of(f"{where[0]}:{where[1]}", _folder(alone=is_here(where[0])))
 
 
 def is_here(host: str) -> bool:
-    """Check whether only processes of this machine can reach it there."""
+    """Check whether `host` is a loopback name, which only processes of this machine can reach."""
     return host in ("localhost", "127.0.0.1")
 
 
 def listens_at(*, alone: bool) -> str:
-    """Return the address to listen at; alone: only for this machine."""
+    """Return the address to listen at: all addresses, or with `alone` only this machine's loopback."""
     return "127.0.0.1" if alone else ""
 
 
 def _folder(*, alone: bool) -> Path:
-    """Return the folder that all of a start read: the current one; on one machine another if it is not writable."""
+    """Return the folder that all processes of a start read: the current one, or with `alone` a writable one."""
     here = Path.cwd()
     return Path(tempfile.gettempdir()) if alone and not os.access(here, os.W_OK) else here
 
@@ -106,7 +106,7 @@ def _reaches(address: str, port: int) -> bool:
 
 
 def open_door(place: Place, port: int, folder: Path) -> Secret:
-    """On rank 0: answer the other ranks that the store listens at `port` here, until each of them has asked."""
+    """On rank 0, tell each other rank that asks that the store listens at `port` here, until all have asked."""
     secret = secret_of(place.key, folder)
     let_in, answered = dict[int, str](), set[int]()
 
@@ -135,7 +135,7 @@ def open_door(place: Place, port: int, folder: Path) -> Secret:
 
 
 def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str, int]:
-    """On another rank: find the store's host and port. Raises UsageError where rank 0 is not found in time."""
+    """On another rank, find the store's host and port. Raises UsageError if rank 0 is not found in time."""
     began, since, said, made = time.monotonic(), math.inf, False, False
     question = json.dumps({"rank": place.rank, "who": uuid.uuid4().hex}).encode()
     while True:
@@ -167,7 +167,7 @@ def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str
 
 
 def _tried(place: Place, secret: Secret, stranger: str) -> str:
-    """Say where rank 0 was looked for."""
+    """Describe where rank 0 was looked for."""
     host = place.hosts[0] if place.hosts else "no host that is known"
     ports = ", ".join(map(str, _ports(place.key)))
     file = f"{secret.path} ({secret.why})" if secret.why else secret.path
@@ -184,7 +184,7 @@ def _listening(place: Place) -> socket.socket:
 
 
 def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, Any]:
-    """Return the answer of the process there; nothing where there is none. Raises Unproven."""
+    """Return the answer of the process there, {} if none answers. Raises Unproven if it lacks the secret."""
     try:
         with socket.create_connection((address, port), timeout=REACH) as connection:
             line = enter(connection, secret, PURPOSE, ANSWER)
@@ -200,7 +200,7 @@ def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, A
 
 
 def _doors(place: Place, secret: Secret) -> Iterator[tuple[str, int]]:
-    """Yield addresses to ask: first the written ones, then those derived from the key."""
+    """Yield hosts and ports to ask for rank 0: first those in the secret's file, then those derived from the key."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         yield from [(str(address), int(secret.told["port"])) for address in secret.told["addresses"]]
     if place.hosts or place.nodes == 1:
@@ -208,14 +208,14 @@ def _doors(place: Place, secret: Secret) -> Iterator[tuple[str, int]]:
 
 
 def _ports(key: str) -> list[int]:
-    """Derive ports from the key, the same on all machines, below those of outgoing connections."""
+    """Derive from the key PORTS ports, the same on all machines, below the ports of outgoing connections."""
     digest = hashlib.sha256(key.encode()).digest()
     numbers = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * PORTS, 4)]
     return [LISTENING_PORTS[number % len(LISTENING_PORTS)] for number in numbers]
 
 
 def _addresses(place: Place) -> list[str]:
-    """Return the names and addresses at which another machine may reach this one; on one machine, itself."""
+    """Return the names and addresses at which other machines may reach this one; with one machine, the loopback."""
     if place.nodes == 1:
         return ["127.0.0.1"]
     known = [each for addresses in psutil.net_if_addrs().values() for each in addresses]

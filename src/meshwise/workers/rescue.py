@@ -1,7 +1,7 @@
 """Save the last step's state from surviving workers before ending them.
 
-A rank that lost its connection has done so already. One that waits in a collective, or goes on, is asked over the side
-channel: a thread of it writes. One that is stopped does not hear it. Tested in tests/workers/test_rescue.py.
+A rank that lost its connection has saved its state already. A rank that waits in a collective, or goes on, is asked
+over the side channel, and a thread of it writes. A stopped rank does not hear. Tested in tests/workers/test_rescue.py.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Rescue:
         self._possible = False
 
     def hear(self, rank: int, kind: str) -> None:
-        """Note a rank's message: it has a state to save, it was asked to, it has saved it, or it cannot."""
+        """Record a rank's message: it has a state to save, has heard the request, or has saved the state or cannot."""
         self._possible = self._possible or kind == "rescues"
         if kind != "rescues":
             (self._heard if kind == "rescuing" else self._over).add(rank)
 
     def is_over(self, failure: Failure, running: Sequence[int]) -> bool:
-        """Check whether no rank is saving any more. running: the surviving ranks, which are asked once, unless the
-        failure has spoiled the state."""
+        """Check whether no rank is saving any more. running: the surviving ranks; the first call asks them to save,
+        unless the failure has spoiled the state."""
         wanted = (failure.of_machine and not failure.has_spoiled) or bool(failure.smaller)
         if not (self._possible and wanted):
             return True

@@ -2,8 +2,8 @@
 
 The next command of the same user removes what a killed one has left.
 
-Each holds a file on which its owners keep a lock as long as they live, whatever their process ids are worth elsewhere:
-the kernel lets go of it with the last of them. A folder gets its name once that lock is held.
+Each folder holds a file that its owners keep locked as long as they live. The kernel releases the lock when the last
+owner ends, so process ids, which differ between containers, play no part. A folder gets its name after it is locked.
 Tested in tests/workers/test_scratch.py.
 """
 
@@ -30,7 +30,7 @@ PREFIX, OWNED = "meshwise-", "owned.lock"
 
 @contextlib.contextmanager
 def scratch_folder(purpose: str = "") -> Iterator[Path]:
-    """Make a new folder that is removed afterwards with its contents. purpose: a word of its name."""
+    """Make a folder that is removed, with its contents, after the `with` block. purpose: a word of its name."""
     folder, owned = made_folder(purpose)
     try:
         yield folder
@@ -40,7 +40,7 @@ def scratch_folder(purpose: str = "") -> Iterator[Path]:
 
 
 def made_folder(purpose: str = "") -> tuple[Path, IO[bytes]]:
-    """Make a folder that lasts while the file beside it stays open; return both. Raises UsageError where that fails."""
+    """Make a folder; return it and its lock file, which protects it from `sweep` while open. Raises UsageError."""
     sweep_once()
     prefix = PREFIX + (f"{purpose}-" if purpose else "")
     try:
@@ -57,7 +57,7 @@ def made_folder(purpose: str = "") -> tuple[Path, IO[bytes]]:
 
 
 def own(folder: Path) -> IO[bytes]:
-    """Become one of the owners of a folder, as long as the returned file is open."""
+    """Make this process an owner of a folder, as long as the returned file is open."""
     file = (folder / OWNED).open("ab")
     if sys.platform != "win32":
         with contextlib.suppress(OSError):  # a file system without locks: it is not swept either
@@ -73,7 +73,7 @@ def sweep_once() -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Remove the folders of this user's commands that nobody owns any more."""
+    """Remove from `parent` those folders of this user's commands that have no living owner."""
     if sys.platform == "win32":
         return
     with os.scandir(parent) as entries:
@@ -86,7 +86,7 @@ def sweep(parent: Path) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Check whether it had owners, and has none now. A folder without the file may not be one of ours."""
+    """Check whether a folder had owners, and has none now. Raises OSError without the lock file: not our folder."""
     with (folder / OWNED).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,11 +1,11 @@
 """Share a secret among the processes of one start.
 
-Nobody else knows it. It comes from the environment, or from a file that they share.
+No other process knows the secret. It comes from the environment, or from a file that the processes share.
 
-The file lies in the folder of the start. Whoever comes first makes it, with a secret of its own, so that nobody waits
-for a file to appear, which NFS tells up to a minute late; rank 0 adds where it is reached. What is believed is an open
-file that is this user's own and that nobody else may read; a link at its place is not followed. Folders above it may be
-links, and others may be free to change them: they can put no file of ours there, but an older one of the same name.
+The file lies in the folder of the start. The first process there makes the file, with a new secret, so that none waits
+for a file to appear, which NFS shows up to a minute late; rank 0 adds where it is reached. Only an open file that
+belongs to this user and that no other user may read is trusted; a link at its path is not followed. Folders above it
+may be links that others can change; all they can put there of this user's files is an older one of the same name.
 Tested in tests/workers/test_secret.py.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 from meshwise.spec.errors import UsageError
 
 VARIABLE = "MESHWISE_SECRET"
-"""A secret that the user sets, the same for all processes of a start, where they share no folder."""
+"""Variable with a secret that the user sets, the same for all processes of a start, if they share no folder."""
 LEAST = 32  # characters of it
 MAKING_TIMEOUT = 5.0  # seconds for another process to write what it has made
 PREFIX = ".meshwise-rendezvous-"
@@ -39,7 +39,7 @@ SET_ONE = f"give all processes one secret: export {VARIABLE}=$(openssl rand -hex
 @dataclass(frozen=True)
 class Secret:
     """The secret of a start. path: its file. told: other facts in the file. why: why the file is not trusted. made:
-    whether this call made it."""
+    whether this process made the file."""
 
     value: bytes = field(repr=False)
     path: Path
@@ -49,11 +49,11 @@ class Secret:
 
     @property
     def source(self) -> str:
-        """Where the secret comes from."""
+        """Where the secret comes from: the variable's name, or `from` its file."""
         return VARIABLE if os.environ.get(VARIABLE) else f"from {self.path}"
 
     def tell(self, **facts: Any) -> None:
-        """Append facts to the secret's file, which is created if missing. Raises OSError where that fails."""
+        """Append facts to the secret's file, which is created if missing. Raises OSError if that fails."""
         try:
             file = _opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
@@ -67,14 +67,14 @@ class Secret:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the secret's file, unless it is somebody else's."""
+        """Remove the secret's file, unless it is not trusted (`why`)."""
         with contextlib.suppress(OSError):
             if not self.why:
                 self.path.unlink(missing_ok=True)
 
 
 def secret_of(name: str, folder: Path) -> Secret:
-    """Return the secret of the start of this name. Raises UsageError where no secret is known only to this user."""
+    """Return the secret of the start called `name`. Raises UsageError if none can be kept to this user."""
     path = folder.resolve() / (PREFIX + re.sub(r"[^.\w-]", "_", f"{os.geteuid()}-{name}") + ".json")
     given = os.environ.get(VARIABLE, "").strip()
     if not given:
@@ -108,12 +108,12 @@ def _of_file(name: str, path: Path) -> Secret:
 
 
 def _of(secret: bytes, name: str) -> bytes:
-    """Derive a secret for this start from one that others may share through the environment."""
+    """Derive a secret for this start from one that several starts may share, as through the environment."""
     return hmac.digest(secret, f"start {name}".encode(), "sha256")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read the facts in the file. Raises OSError where it is missing, or not this user's own."""
+    """Read the facts in the file. Raises OSError if it is missing, or not private to this user."""
     with os.fdopen(_opened(path, os.O_RDONLY), "rb") as file:
         lines = file.read(MOST).splitlines()
     told = dict[str, Any]()
@@ -124,7 +124,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _opened(path: Path, flags: int) -> int:
-    """Open a file that only this user can access. Raises OSError with the reason if it is another's."""
+    """Open a file that only this user can access. Raises OSError with the reason if others can."""
     # A pipe at its place is not waited for.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if why := not_private(os.fstat(descriptor)):
@@ -136,7 +136,7 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def not_private(facts: os.stat_result) -> str:
-    """Say why an open file is not this user's own; empty if it is."""
+    """Say why an open file is not private to this user; "" if it is."""
     if not stat.S_ISREG(facts.st_mode):
         return "is no file"
     if facts.st_uid != os.geteuid():

@@ -2,10 +2,10 @@
 
 The state is saved at the end of the step, however often the signals come, and whether they reach one process of a task
 or all of them. A rank that comes to no further step is ended after a minute. A process that runs alone and outside a
-scheduler is ended by them as ever.
+scheduler is ended by the signals as usual.
 
-A worker of our launcher passes them on to it. Under torchrun or srun, or alone, the ranks agree on the last step among
-themselves: a thread of each looks in the store for whoever was asked first.
+A worker of our launcher passes the signals on to the launcher. Under torchrun or srun, or alone, the ranks agree on the
+last step among themselves: a thread of each rank looks in the store for the first request to stop.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
 
 
 def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
-    """In a worker of our launcher: report each signal to it and, if this worker leads (rank 0), the end of the time
-    limit. Called by the main thread."""
+    """In a worker of our launcher, report the first signal to the launcher. leads: this is rank 0, which reports the
+    end of the time limit too. Call it in the main thread."""
     _catch((*WARNINGS, signal.SIGINT), lambda: gate.interrupting)
     if leads:
         _in_thread(lambda: watch(gate, lambda: _asked.put(TIME_LIMIT), _over))
@@ -49,10 +49,10 @@ def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
 
 
 def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> None:
-    """In a rank that another launcher started, or that runs alone: stop after the same step as all others. Signals
-    that the program handles itself are left to it. Called by the main thread.
+    """In a rank that another launcher started, or that runs alone, let a signal stop all ranks after the same step.
+    Signals that the program handles itself are left to the program. Call it in the main thread.
 
-    interrupts: by Ctrl-C too, and in a process that runs alone as well."""
+    interrupts: let Ctrl-C do so too, and also in a process that runs alone."""
     first = not _threads
     if world.size == 1 and not interrupts and not any(name in os.environ for name in OF_SCHEDULERS):
         return  # a person's process: SIGTERM ends it
@@ -70,7 +70,7 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
 
 def leave_in_peace() -> None:
     """Ignore further warning signals, because this process is about to end: schedulers repeat them, and Python restores
-    their default handlers before it ends, so the exit code would change. Called by the main thread."""
+    their default handlers before it ends, so the exit code would change. Works in the main thread only."""
     if threading.current_thread() is threading.main_thread():
         for number in WARNINGS:
             signal.signal(number, signal.SIG_IGN)
@@ -85,7 +85,7 @@ def _in_thread(work: Callable[[], None]) -> None:
 
 
 def _each(tell: Callable[[int], object]) -> None:
-    """Report the first signal; repeated ones are nothing new."""
+    """Wait for the first signal and report it; later ones are ignored."""
     with contextlib.suppress(OSError):
         tell(_asked.get())
 
@@ -141,8 +141,8 @@ def _follow(store: Any, world: World, gate: StepGate) -> None:
 
 
 def _found(store: Any, keys: list[str], seconds: float) -> bool:
-    """Wait for the keys, but not longer than this program runs. The store's own wait would outlive it: Python ends such
-    a thread with the whole process, by SIGABRT."""
+    """Wait until the store has the keys, but not after this program has ended. The store's blocking wait would go on,
+    and Python ends a process with such a thread by SIGABRT."""
     until = time.monotonic() + seconds
     while not store.check(keys):
         if _over.wait(ROUND) or time.monotonic() > until:
@@ -151,7 +151,7 @@ def _found(store: Any, keys: list[str], seconds: float) -> bool:
 
 
 def _outlive(store: Any, keys: list[str]) -> None:
-    """Keep the store, which ends with this rank, until all ranks have read the last step: they look once a round."""
+    """Keep this rank, and with it the store, alive until all ranks have read the last step, for at most LINGER."""
     until = time.monotonic() + LINGER
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(ROUND / 10)

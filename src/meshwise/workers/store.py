@@ -1,10 +1,10 @@
 """Serve the key-value store in which launchers meet.
 
-Each keeps one: if the one in use is lost, the next takes over.
+Each launcher keeps a store: if the one in use is lost, the next takes over.
 
-One exchange is a message each way: what a machine tells goes, and what has changed since its last one comes, with the
-seconds for which each of the others was silent. Both ends prove the secret of the run (handshake.py). No torch: it
-starts at once, and a dead link holds no more than a thread of Python's own.
+An exchange is one message each way: a machine sends its values, and receives what has changed since its last exchange,
+with the seconds for which each machine has been silent. Both ends prove the secret of the run (handshake.py). It does
+without torch, so it starts at once, and a dead link blocks no more than one Python thread.
 Tested in tests/workers/test_nodes.py.
 """
 
@@ -30,8 +30,8 @@ PROOF_TIMEOUT = 5.0  # seconds for a launcher that is reached to prove the secre
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to an exchange. version: where the next one continues. new: changed values. silent: seconds of silence
-    by machine; infinity if its process is gone."""
+    """The answer to an exchange. version: the `since` of the next exchange. new: changed values. silent: seconds since
+    each machine was last heard from; infinity if its process is gone."""
 
     version: int
     new: Mapping[str, str]
@@ -39,18 +39,18 @@ class Answer:
 
 
 class Exchanges(Protocol):
-    """The store of this process, or a link to another's."""
+    """The store of this process, or a link to that of another machine."""
 
     def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
-        """Send values as the machine of this name; receive what is new. Raises OSError or ValueError if it is gone."""
+        """Send `told` as machine `name`; return what is newer than `since`. Raises OSError or ValueError on loss."""
 
 
 class Store:
-    """A store in this process's memory, which others reach at a port."""
+    """A store in this process's memory, which other machines reach at a port."""
 
     def __init__(self, secret: bytes, port: int = 0, listens: int | None = None, host: str = "") -> None:
-        """secret: that clients must prove. port: 0 takes a free one. listens: the descriptor of a socket that already
-        listens there. host: the address to listen at, by default all. Raises OSError where the port is taken."""
+        """secret: what clients must prove. port: 0 for a free one. listens: descriptor of a socket that already listens
+        there. host: the address to listen at, by default all. Raises OSError if the port is taken."""
         self._kept: dict[str, tuple[int, str]] = {}
         self._heard: dict[str, float] = {}
         self._version, self._lock = 0, threading.Lock()
@@ -68,7 +68,7 @@ class Store:
             return Answer(self._version, new, {other: now - at for other, at in self._heard.items()})
 
     def forget_gone(self) -> None:
-        """Forget machines that hung up here: they may have gone to another store, and come back."""
+        """Forget machines that hung up: they may have gone to another store, and may come back."""
         with self._lock:
             self._heard = {name: at for name, at in self._heard.items() if at > -math.inf}
 
@@ -92,13 +92,13 @@ class Store:
 
 
 class Link:
-    """The store of another machine. Raises OSError where it is not reached in time, or does not know the secret."""
+    """The store of another machine. Raises OSError if it is not reached in time or does not know the secret."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, timeout: float) -> None:
         connection = socket.create_connection(address, timeout=timeout)
         self._line = enter(connection, secret, PURPOSE, PROOF_TIMEOUT)
         self.host = str(connection.getsockname()[0])
-        """The address at which that machine can reach this one."""
+        """This machine's address, as the other machine can reach it."""
 
     def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
         asked: dict[str, Any] = {"name": name, "told": dict(told), "since": since}
@@ -109,5 +109,5 @@ class Link:
         return Answer(**json.loads(message))
 
     def close(self) -> None:
-        """End the exchange that waits for an answer, and all later ones."""
+        """Close the connection, also under an exchange that waits for an answer; later exchanges fail."""
         self._line.close()

@@ -1,7 +1,7 @@
 """Locate a hanging process: its kernel state and its line of Python.
 
-Linux: the state is that of /proc; the stack is asked for by a signal (heartbeat.py), which only a process gets that
-handles it: another would die of it. Tested in tests/workers/test_hang.py.
+On Linux, the state is read from /proc. The stack is asked for by a signal (heartbeat.py), which is sent only to a
+process that handles it, since it would kill any other. Tested in tests/workers/test_hang.py.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ STATES = {
     "D": "is in uninterruptible sleep, as one that waits for a disk or a network file system is",
     "Z": "has ended",
 }
-"""States, by their letter in /proc, in which Python cannot answer."""
+"""Process states in which Python cannot answer, by their letter in /proc."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a process stands. state: the end of a sentence about a process that the kernel holds; else empty.
+    """Where a process stands. state: end of the sentence "process PID …" if the kernel holds the process; else empty.
 
-    place: the user's innermost line, or else that of any code; empty where Python gave no answer.
+    place: the innermost source line of the user, else of any code; empty if Python gave no answer. users: the user's.
     """
 
     pid: int
@@ -43,14 +43,14 @@ class Standing:
     users: bool = False
 
     def told(self) -> str:
-        """Return what follows the name of the process: `stands at train.py:31 in load`."""
+        """Return the text to put after the name of the process, such as `stands at train.py:31 in load`."""
         if self.state:
             return self.state.replace("PID", str(self.pid))
         return f"stands at {self.place}" if self.place else "does not say where its Python stands"
 
 
 def standing(pid: int, stack: Path) -> Standing:
-    """Find where the process stands. stack: the file that it answers in."""
+    """Find where the process stands. stack: the file to which it writes its Python stack."""
     state = STATES.get(state_of(pid), "")
     if state:
         return Standing(pid, state)
@@ -62,8 +62,8 @@ def standing(pid: int, stack: Path) -> Standing:
 
 
 def stuck_child(pid: int, stack: Path) -> Standing | None:
-    """Return the child process, such as a loader worker, that visibly makes no progress: the kernel holds it, or it is
-    inside the user's code."""
+    """Return a child process, such as a loader worker, that visibly makes no progress: the kernel holds it, or it is
+    inside the user's code. None if there is none."""
     children = children_of(pid)[:MOST_CHILDREN]
     held = next((child for child in children if state_of(child) in ("T", "t", "D")), None)
     if held is not None:
@@ -72,8 +72,8 @@ def stuck_child(pid: int, stack: Path) -> Standing | None:
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process; empty if unknown. D only if it stays in it: reading a page
-    from a disk takes milliseconds."""
+    """Return the kernel's letter for the state of a process; empty if unknown. Return D only if the process stays in
+    that state, since it is in it for milliseconds whenever it reads a page from a disk."""
     for _ in range(LOOKS):
         letter = next(iter(stat_of(pid)), "")
         if letter != "D":
@@ -83,7 +83,7 @@ def state_of(pid: int) -> str:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on (proc_pid_stat(5), field 3); empty without the process."""
+    """Return the fields of /proc/PID/stat from field 3, the state, on (proc_pid_stat(5)); [] without the process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -91,7 +91,7 @@ def stat_of(pid: int) -> list[str]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes that a process has started."""
+    """Return the ids of a process's living children."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError, ValueError):
@@ -100,7 +100,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _asked(pid: int, stack: Path) -> str:
-    """Ask the process for its stack, and return what it writes."""
+    """Ask the process by SIGNAL for its Python stack; return what it writes to `stack`, "" without an answer."""
     if SIGNAL is None or not _handles(pid, SIGNAL):
         return ""
     before = _size(stack)

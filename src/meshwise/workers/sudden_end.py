@@ -1,6 +1,6 @@
 """Report `os._exit`, `os.abort` and C's `exit`, with the calling line.
 
-Each is reported before it ends the process.
+Each of these calls is reported before it ends the process.
 
 Tested in tests/cli/test_odd_ends.py.
 """
@@ -26,8 +26,8 @@ OF_RANK = "{call} ended the process before its work was done. Return, or raise a
 
 @contextmanager
 def told(tell: Callable[[str], object]) -> Iterator[None]:
-    """During the body, call `tell("train.py:3: os._exit(0)")` when the program or a library ends this process like
-    that. Not in processes that it forks, for which that is normal, and not for our own calls: we have said why."""
+    """Inside the `with` block, call `tell("train.py:3: os._exit(0)")` before the program or a library ends this process
+    in this way. Not in its forks, where such an end is normal, nor for meshwise's calls, which report the reason."""
     process, before = os.getpid(), (os._exit, os.abort)
     modules: tuple[Any, ...] = (os, sys.modules[os.name])  # posix has them too
     libc, key = ctypes.CDLL(None), ctypes.byref(ctypes.c_char())

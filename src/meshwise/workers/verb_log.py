@@ -2,13 +2,13 @@
 
 A verb is a call that all ranks make together, in the same order.
 
-They lie in a file that is mapped into memory: noting one costs about a microsecond and no system call, and the launcher
-reads what a rank did last while the rank waits in a collective, and after it was killed.
+The log is a file that is mapped into memory: logging a verb costs about a microsecond and no system call, and the
+launcher can read a rank's last verb while the rank waits in a collective, and after the rank was killed.
 
-    header       how many verbs; the loop that was left since the last: its line and its batches
-    ring         the newest verbs: which line, the how-many-th, a checksum of all verbs up to this one, and the loop
-                 that was left just before it
-    lines        a line each: the verb, and where in the user's program
+    header       number of verbs; if a loop was left since the last verb, its line and number of batches
+    ring         for each of the newest verbs: its line, how often that line was called, a checksum of all verbs up
+                 to this one, and the loop that was left just before it
+    lines        one per line of the user's program that calls a verb: the verb, and file and line number
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ HEADER, ENTRY = struct.Struct("<QII"), struct.Struct("<IIIII")
 SLOTS = 4096
 LINES = HEADER.size + SLOTS * ENTRY.size
 BATCH = "batch"
-"""The verb of a loop that asks for its next batch."""
+"""The verb by which a loop asks for its next batch."""
 FACTOR, MASK = 1_000_003, (1 << 32) - 1  # of the checksum, which is FNV's of whole words
 NOWHERE = (0, 0)
 
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb that a rank called, where, and the how-many-th time; for a batch, its number in its loop.
+    """A verb that a rank called. place: source line. times: how often that line has called it; for a batch, its number.
 
-    left: where it left a loop just before, and after how many batches.
+    left: where the rank left a loop just before this verb, and after how many batches; None if it left none.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Verb:
 
 @dataclass(frozen=True)
 class VerbTrail:
-    """The verbs of a rank as they are known now. left: the loop that it has left since the last verb."""
+    """The verbs of a rank at the time of reading. left: the loop that the rank has left since its last verb."""
 
     count: int
     left: tuple[str, int] | None
@@ -58,11 +58,11 @@ class VerbTrail:
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest verb that is certainly intact: the ring buffer is overwritten while it is read."""
+        """Number of the oldest verb that is certainly intact; older ones may be overwritten while they are read."""
         return max(1, self.count - SLOTS // 2)
 
     def checksum(self, number: int) -> int:
-        """Return the checksum of all verbs up to this one, from 1: it is equal for ranks that have called the same."""
+        """Return the checksum of verbs 1 to `number`, which is equal on ranks that have called the same verbs."""
         return self._entry(number)[2]
 
     def verb(self, number: int) -> Verb:
@@ -93,7 +93,7 @@ def read_trail(path: Path) -> VerbTrail | None:
 
 
 class VerbLog:
-    """A rank's end: logs the verbs of the first thread that calls one, and of no other."""
+    """A rank's end: logs the verbs of the first thread that calls one, and of no other thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -107,14 +107,14 @@ class VerbLog:
         self._left = NOWHERE
 
     def _is_first(self) -> bool:
-        """Check whether this thread is the first to call a verb; its verbs are logged from now on."""
+        """If no thread has called a verb yet, log this thread's verbs from now on and return True."""
         known = bool(self._thread)
         self._thread = self._thread or threading.get_ident()
         return not known
 
     def left_loop(self, batches: int) -> None:
-        """Log that this rank leaves a loop early, after so many batches; this is shown, but not compared, since an
-        iterator may be dropped at any time."""
+        """Log that this rank leaves a loop early, after `batches` batches. That is shown, but not compared between
+        ranks, since an iterator may be dropped at any time."""
         if threading.get_ident() == self._thread:
             self._left = (self._add_line("left", user_frame())[0], batches)
             HEADER.pack_into(self._map, 0, self._count, *self._left)
@@ -142,16 +142,16 @@ def begin(path: Path) -> None:
 
 
 def end() -> None:
-    """Stop logging. A process that this one forks (a loader's worker) is no rank either."""
+    """Stop logging. Runs also in a process that this one forks, such as a loader worker, since that is no rank."""
     global _log
     _log = None
 
 
 def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
-    """Log that this process calls `verb`, as every rank does. Does nothing without a launcher of ours. One call, for
-    each verb of each step.
+    """Log that this process calls `verb`, as every rank must. Does nothing if no log was begun. All of it is in one
+    function for speed, since every verb of every step calls it.
 
-    which: values that must also be the same on all ranks; the last is the verb's number. log: by default the process's.
+    which: values that must be equal on all ranks too; the last is the verb's number. log: by default the process's.
     """
     log = log or _log
     if log is None or (threading.get_ident() != log._thread and not log._is_first()):

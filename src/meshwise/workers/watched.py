@@ -19,7 +19,7 @@ from meshwise.workers.oom_killer import Kills
 
 
 class State(Enum):
-    """The state of a worker. EXITED: it left with exit code 0, without a failure, but before its task was done."""
+    """The state of a worker. EXITED: left with exit code 0 before its task was done, without a reported failure."""
 
     RUNNING = auto()
     DONE = auto()
@@ -31,8 +31,8 @@ class State(Enum):
 class WatchedWorker:
     """A worker process, and what its launcher knows of it.
 
-    in_progress: it exited in the middle of an epoch. since: when it entered its state. kills: the counts of the
-    kernel's out-of-memory killer before it started."""
+    in_progress: the worker exited in the middle of an epoch. since: when it entered its state (monotonic). kills: the
+    counts of the kernel's out-of-memory killer before the worker started."""
 
     rank: int
     process: subprocess.Popen[bytes] | ForkedWorker
@@ -48,7 +48,7 @@ class WatchedWorker:
         self.state, self.failure, self.since = state, failure, time.monotonic()
 
     def died(self, status: int) -> None:
-        """Note that the worker ended without a report."""
+        """Record that the worker ended without a report. status: its exit status."""
         server = self.process.server.process if isinstance(self.process, ForkedWorker) else None
         with_server = server is not None and server.poll() is not None
         culprit = server if server is not None and with_server else self.process
@@ -58,7 +58,7 @@ class WatchedWorker:
 
     @property
     def seconds(self) -> float:
-        """How long the worker has been in its state."""
+        """Seconds since the worker entered its state."""
         return time.monotonic() - self.since
 
     def kill(self) -> None:
@@ -69,8 +69,8 @@ class WatchedWorker:
 
 
 def shown(pipe: BinaryIO | Any, stream: str, log: BinaryIO, show: Callable[[str, str], None]) -> threading.Thread:
-    """Start a thread that writes each line of a worker's output to its log, and shows it, until the log is closed:
-    output of processes that outlive the launch is not shown."""
+    """Start a thread that writes each line of a worker's output to its log and shows the line, until the log is closed.
+    So the output of processes that outlive the launch is not shown."""
 
     def forward() -> None:
         with pipe, contextlib.suppress(ValueError):

@@ -1,7 +1,7 @@
 """Run a worker process: `python -m meshwise.workers TASK`.
 
-TASK is a file with a pickled function and its arguments. The worker calls it, puts the result beside the task, and says
-done; or it says how it failed. It never imports the launcher's `__main__`.
+TASK is a file with a pickled function and its arguments. The worker calls the function, puts the result beside TASK,
+and reports that it is done, or else how it failed. It never imports the launcher's `__main__`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ in_progress: set[str] = set()
 
 
 def main() -> int:
-    """Run a worker: bind its cores, open its session, run its task. Returns the exit code of the process."""
+    """Run a worker: bind it to its cores, open its side channel, run its task. Returns the process's exit code."""
     if sys.argv[1] == CALL:
         return answer(Path(sys.argv[2]))
     die_with_parent()
@@ -68,8 +68,8 @@ def main() -> int:
 
 
 def main_of_fork() -> int:
-    """Run `main` in a forked process. If something in the environment, such as a plugin of torch, has initialised the
-    accelerators before the fork, the worker restarts: they cannot be used after it."""
+    """Run `main` in a forked process. If something, such as a torch plugin, has initialised the accelerator before the
+    fork, so that it cannot be used after it, restart the worker as a new program."""
     if DEVICE_KIND in os.environ and lost_by_fork(os.environ[DEVICE_KIND]):
         if LISTENER in os.environ:
             os.set_inheritable(int(os.environ[LISTENER]), True)
@@ -78,7 +78,7 @@ def main_of_fork() -> int:
 
 
 def answer(task: Path) -> int:
-    """Call the function of `task`, and write down its result, or how it failed. See `ForkServer.call`."""
+    """Call the function of `task`, and write its result, or how it failed, to a file, for `ForkServer.call`."""
 
     if sys.stdout is not None and sys.stderr is not None:
         last_words.watch(sys.stdout, sys.stderr)
@@ -110,23 +110,23 @@ def watch_files(channel: WorkerChannel) -> None:
 
 
 def die_with_parent() -> None:
-    """On Linux, let the kernel kill this process when its parent dies, even while it holds the GIL. Elsewhere the
-    closed side channel does it."""
+    """On Linux, let the kernel kill this process when its parent dies, even while this process holds the GIL. On other
+    systems, the closed side channel ends it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def bind_to_cores(cores: str) -> None:
-    """Bind this process to the comma-separated `cores`; do nothing where the system cannot, or the text is empty."""
+    """Bind this process to the comma-separated `cores`; do nothing if the text is empty or the system cannot."""
     if cores and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
 
 def keep_sockets_in(scratch: Path) -> None:
-    """Make loader workers put the sockets for passing tensors there: those that killed workers leave go with the
-    launch."""
+    """Make loader workers put their sockets for passing tensors into `scratch`, so that sockets left by killed workers
+    are removed with it."""
     if len(str(scratch)) > SOCKET_ROOM:
         return
     before, tempfile.tempdir = tempfile.tempdir, str(scratch)
@@ -135,7 +135,7 @@ def keep_sockets_in(scratch: Path) -> None:
 
 
 def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
-    """Prepare what a task needs: its rank's files in the folder of the launch, a store, a listener for the launcher."""
+    """Prepare what a task needs: the rank's files in the launch's folder, a store, and answers to the launcher."""
     keep_sockets_in(scratch)
     verb_log.begin(trail_path(scratch, world.rank))
     join.keep_store()

@@ -1,8 +1,8 @@
 """Warn when several ranks write one file, with the user's line.
 
-A script of one device opens its log, its picture, its checkpoint once; on several ranks each opens it, and the last one
-wins, rows come twice, or the file is torn. Each worker tells the launcher what the user's code creates or appends to
-(an audit hook of Python's, and torch.save, which opens files in C++); the launcher compares.
+A script on one device opens its log, picture or checkpoint once. On several ranks, each rank opens it, and the last one
+wins, rows come twice, or the file is torn. Each worker tells the launcher which files the user's code creates or
+appends to (seen by a Python audit hook and a wrapper of torch.save, which opens files in C++); the launcher compares.
 Not noticed: files that other C++ or Rust libraries open by themselves, and those of loader workers.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 from meshwise.spec.user_code import place, user_frame
 
 MOST = 1000
-"""The most paths that a worker reports: a program that writes a picture every step is known by its first."""
+"""The most paths that a worker reports: of a program that writes a picture every step, the first ones suffice."""
 CREATES = os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _NOBODYS = re.compile(r"(/\.[^/]|/__pycache__/|\.lock$|\.pyc$)")  # hidden folders and files are caches and settings
@@ -42,21 +42,21 @@ Tell = Callable[[str, str], None]
 
 
 class FileWatch:
-    """A worker's end: reports the paths that the user's code writes, with the line that does."""
+    """A worker's end: reports the paths that the user's code writes, with the source line that writes each."""
 
     def __init__(self, tell: Tell, *, ignored: Iterable[str] = ()) -> None:
-        """tell: takes a path and a line. ignored: folders whose files are never reported."""
+        """tell: called with a path and a source line. ignored: folders whose files are never reported."""
         caches = [os.environ[name] for name in CACHES if name in os.environ]
         self._ignored = tuple(os.path.realpath(folder) + os.sep for folder in (*ignored, *caches))
         self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep  # asked here: it opens files itself
         self._tell, self._told, self._process = tell, set[str](), os.getpid()
 
     def begin(self) -> None:
-        """Watch every file that this process opens, until it ends: Python cannot remove the hook."""
+        """Watch every file that this process opens, until the process ends: Python cannot remove an audit hook."""
         sys.addaudithook(lambda event, arguments: self._opened(*arguments) if event == "open" else None)
 
     def saving(self, save: Callable[..., None]) -> Callable[..., None]:
-        """Wrap torch.save to watch its paths."""
+        """Return torch.save wrapped so that the paths it writes are reported too."""
 
         @functools.wraps(save)
         def looked_at(obj: Any, f: Any, *arguments: Any, **keywords: Any) -> None:
@@ -98,14 +98,14 @@ class FileWatch:
 
 
 class WrittenFiles:
-    """The launcher's end: which ranks write which files."""
+    """The launcher's end: keeps which ranks write which files."""
 
     def __init__(self) -> None:
         self._writers: dict[str, set[int]] = {}
         self._said = False
 
     def add(self, rank: int, path: str, where: str) -> str:
-        """Note that a rank writes a file. Returns what to say on the first one that several ranks write; else ""."""
+        """Record that a rank writes a file. Returns a warning on the first file that several ranks write; else ""."""
         events = _EVENTS in path
         file = Path(path).parent if events else Path(path)
         key = _TIME_OF_DAY.sub("", str(file))

@@ -1,6 +1,6 @@
 """Find the launcher of this process by its environment variables.
 
-From the innermost outwards, it is the first that recognises its variables.
+Launchers are tried from the innermost outwards; the first that recognises its variables is taken.
 
 Tested in tests/workers/test_places.py.
 """
@@ -15,7 +15,7 @@ from meshwise.workers.launchers.place import ALONE, Place
 
 
 def place_in(environment: Mapping[str, str]) -> Place:
-    """Find the place of a process with these variables. Raises UsageError for impossible values."""
+    """Return the place of a process with these environment variables. Raises UsageError for impossible values."""
     inner = torchrun.read(environment)
     if inner is not None and "LOCAL_RANK" not in environment:
         step = slurm.read(environment)  # a script of `srun` that sets RANK by hand: where it runs is Slurm's

@@ -13,7 +13,7 @@ MOST_HOSTS = 100_000
 
 
 def host_list(text: str) -> tuple[str, ...]:
-    """Expand `rack[0-1]n[01-02],big` to rack0n01, rack0n02, rack1n01, rack1n02, big. Raises UsageError if it cannot."""
+    """Expand `rack[0-1]n[01-02],big` to rack0n01, rack0n02, rack1n01, rack1n02, big. UsageError for other text."""
     names = _NAME.findall(text)
     if not names or ",".join(names) != text.strip():
         raise _refused(text)
@@ -41,7 +41,7 @@ def _refused(text: str) -> UsageError:
 
 
 def tasks_of_nodes(text: str) -> tuple[int, ...]:
-    """Expand Slurm's counts of tasks: `4(x2),3` is 4, 4 and 3 on three nodes. Raises UsageError for other text."""
+    """Expand Slurm's counts of tasks: `4(x2),3` means 4, 4 and 3 on three nodes. Raises UsageError for other text."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())

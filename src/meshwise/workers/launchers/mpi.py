@@ -1,6 +1,6 @@
 """Read the place of a process that mpirun started.
 
-mpirun is Open MPI's, or one with Hydra (MPICH, Intel MPI, MVAPICH).
+The mpirun may be Open MPI's, or that of an MPI with Hydra (MPICH, Intel MPI, MVAPICH).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ OPEN = "OMPI_COMM_WORLD_"
 
 
 def read(environment: Mapping[str, str]) -> Place | None:
-    """Return the place of a process that mpirun started: mpirun gives the processes of a machine consecutive ranks."""
+    """Return the place of a process that mpirun started, with consecutive ranks on each machine; else None."""
     if number(environment, OPEN + "SIZE", 1) > 1:
         names = [OPEN + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
         job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")

@@ -1,6 +1,6 @@
 """Describe a process's place among those of its launcher.
 
-It is read from the environment.
+The place is read from environment variables.
 
 Tested in tests/workers/test_places.py.
 """
@@ -17,12 +17,12 @@ from meshwise.spec.units import plural
 
 @dataclass(frozen=True)
 class Place:
-    """One process among `size`, on machine `node` of `nodes`; without a launcher the only one.
+    """One process among `size`, on machine `node` of `nodes`; without a launcher, the only process.
 
-    launcher: `Slurm`, `torchrun`, …; empty without one. job, step, attempt: of the launcher; attempt counts from 1, 0
-    if unknown. hosts: names of the machines in the order of the nodes, where they are known; more than `nodes` where
-    some machines of a job run no process. rendezvous: host and port of rank 0, where the launcher tells them. key: a
-    text that only the processes of one start share.
+    launcher: `Slurm`, `torchrun`, …; "" without one. job: the launcher's job id. attempt: the launcher's count of the
+    job's starts, from 1; 0 if unknown. hosts: names of the machines in the order of the nodes, if known; more than
+    `nodes` if some machines of a job run no process. rendezvous: host and port of rank 0, if the launcher sets them.
+    key: a text that only the processes of one start share.
     """
 
     launcher: str = ""
@@ -40,7 +40,7 @@ class Place:
 
     @property
     def one_a_node(self) -> bool:
-        """Whether there is one process on each of several machines, which may start the workers there."""
+        """Whether there is one process on each of several machines, which may start that machine's workers."""
         return self.size > 1 and self.size == self.nodes
 
     def variables(self) -> dict[str, str]:
@@ -53,15 +53,15 @@ class Place:
         return {name: str(value) for name, value in (named | where).items()}
 
     def record(self) -> dict[str, object]:
-        """Return what the record of an attempt keeps of this place; nothing without a job."""
+        """Return the facts about this place for an attempt's record; none without a job."""
         return {"launcher": self.launcher, "scheduler_job": self.job, "start": self.attempt} if self.job else {}
 
     def work(self) -> Work:
-        """Return the owner of a run folder's lock: the job, or unknown without one."""
+        """Return the owner for a run folder's lock: the launcher's job, or unknown without a job."""
         return Work(f"{self.launcher} job {self.job}", self.attempt) if self.job else Work()
 
     def told(self, devices: int, nodes: int | None = None) -> str:
-        """Write `Slurm job 4711, 2 nodes × 4 devices, attempt 2`; empty without a launcher. devices: of all nodes."""
+        """Write `Slurm job 4711, 2 nodes × 4 devices, attempt 2`; "" without a launcher. devices: on all nodes."""
         if not self.launcher:
             return ""
         count = self.nodes if nodes is None else nodes
@@ -78,7 +78,7 @@ ALONE = Place()
 
 
 def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Read a whole number from the environment. Raises UsageError for other text, or without a value and default."""
+    """Read a whole number from the environment. Raises UsageError for other text, or for neither value nor default."""
     text = environment.get(name, "" if default is None else str(default))
     try:
         return int(text)

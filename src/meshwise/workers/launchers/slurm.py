@@ -1,11 +1,11 @@
 """Read the place of a process in a Slurm step or job.
 
-It is one of the tasks of a step that `srun` started, or the one process of a batch script or an allocation.
+The process is a task of a step that `srun` started, or the only process of a batch script or an allocation.
 
-A batch script has SLURM_PROCID and SLURM_NTASKS too, although it is one process. What only a step has are variables
-SLURM_STEP_*; but a batch script that was sent from inside a step inherits those of that step. Which step a process is
-in follows from its control group, or from the slurmstepd that started it; where neither is visible, from whether the
-variables of the step agree with those that every task and batch script gets anew.
+A batch script has SLURM_PROCID and SLURM_NTASKS too, although it is one process. Only a step has the variables
+SLURM_STEP_*, but a batch script that was submitted from inside a step inherits those of that step. A process's step is
+known from its control group, or from the slurmstepd that started it; if neither is visible, the step's variables are
+believed if they agree with those that Slurm sets anew for every task and batch script.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OF_STEPS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_NODEID", 
 
 
 def read(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | None:
-    """Return the place of a process of a Slurm job. Raises UsageError for variables that Slurm does not set so."""
+    """Return the place of a process of a Slurm job; None outside one. Raises UsageError for contradictory variables."""
     if JOB not in environment:
         return None
     job, attempt = job_id(environment), number(environment, "SLURM_RESTART_COUNT", 0) + 1
@@ -61,13 +61,13 @@ def read(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | 
 
 
 def job_id(environment: Mapping[str, str]) -> str:
-    """Return `4711`, or `4700_3` for a task of an array."""
+    """Return the job's id: `4711`, or `4700_3` for a task of a job array."""
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     return environment[JOB] if array is None or task is None else f"{array}_{task}"
 
 
 def in_step(environment: Mapping[str, str], proc: Path = Path("/proc")) -> bool:
-    """Check whether this process is a task of the step in the variables, not a batch script that inherited them."""
+    """Check whether this process is a task of the step that the variables name, and did not just inherit them."""
     real = step_of_process(environment, proc)
     return _agree(environment) if real is None else real == environment.get("SLURM_STEP_ID", real)
 
@@ -85,7 +85,7 @@ def step_of_process(environment: Mapping[str, str], proc: Path = Path("/proc")) 
 
 
 def _command_above(pid: str, proc: Path) -> str:
-    """Return the command of the process that started `pid`."""
+    """Return the command line of the parent process of `pid`; "" if unknown."""
     parent = re.search(r"^PPid:\s*(\d+)", _text(proc / pid / "status"), re.MULTILINE) if pid.isdigit() else None
     return "" if parent is None else _text(proc / parent[1] / "cmdline")
 

@@ -1,6 +1,6 @@
 """Read RANK and WORLD_SIZE, as torchrun and our launcher set them.
 
-Other launchers that set them work too.
+Other launchers that set these variables work too.
 
 Tested in tests/workers/test_places.py.
 """
@@ -15,8 +15,8 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def read(environment: Mapping[str, str]) -> Place | None:
-    """Return the place of a process that has RANK and WORLD_SIZE. In Kubernetes without LOCAL_RANK they belong to a
-    pod: a PyTorchJob counts pods, not processes."""
+    """Return the place of a process that has RANK and WORLD_SIZE. In Kubernetes without LOCAL_RANK, these count pods,
+    not processes, as a PyTorchJob sets them."""
     if not {"RANK", "WORLD_SIZE"} <= environment.keys():
         return None
     rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
