@@ -1,6 +1,6 @@
 """Record spans of each rank, and analyse where time went.
 
-Views draw a run from it.
+Views draw a run from this analysis.
 """
 
 from meshwise.spec.lazy import files_of

@@ -1,6 +1,6 @@
 """Suggest what to try next, by what limited a run.
 
-Only what that program takes is named: a script has no `--batch-size`, and a plain program no plan.
+Advice names only what the kind of program has: a script has no `--batch-size`, and a plain program no plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRY_FOR_COMMUNICATION = {
     "mw.sum": "Sum once after the loop instead of in every batch: mw.sum of the values that were added up.",
     "": "Fewer reductions a sample: {batch}, or {accumulate}; half the bytes: {half}.",
 }
-"""Advice against slow collectives, by the data they send."""
+"""Advice against slow collectives, by the data that they send."""
 TRY = {
     "slower": "Use one device, or give each more to compute in a step: {batch}, or accumulate.",
     "input": "Read ahead with more loader workers ({workers}).",
@@ -74,11 +74,11 @@ WORDS = {
         "bf16": "bf16 (torch.autocast)",
     },
 }
-"""How each kind of program makes the change that a piece of advice names."""
+"""For each kind of program, how to make the change that a piece of advice names."""
 
 
 def advised(text: str, program: str) -> str:
-    """Return a sentence of advice in the words of a kind of program: a key of WORDS; any other counts as a script."""
+    """Return advice in the words for a kind of program, a key of WORDS; any other kind counts as a script."""
     return text.format_map(WORDS.get(program, WORDS["script"]))
 
 

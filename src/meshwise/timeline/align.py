@@ -1,13 +1,13 @@
 """Align all ranks' clocks with rank 0's.
 
-It uses round trips, and the order that collectives impose.
+It uses clock round trips, and the order that collectives impose.
 
 A round trip (sent, theirs, received) shows that rank 0's clock is ahead by `theirs - (sent + received) / 2`, to within
-half its length; of the round trips of one burst the shortest counts. Over the bursts a line is fitted, which is the
-drift; where clocks wander more than their samples allow, the offset is interpolated between bursts instead.
+half the round trip's duration; of one burst of round trips, only the shortest counts. A line fitted through the bursts
+gives the drift. If the clocks wander more than the samples' errors allow, offsets are interpolated between bursts.
 
-Afterwards, an all-reduce must not end on any rank before the last rank has arrived at it. What still breaks that is
-mended by the smallest shifts that do, since it can only be an error of the clocks.
+After that, no all-reduce may end on any rank before the last rank has arrived at it. Where one still does, the clocks
+must be wrong, and they are shifted by the smallest amounts that correct it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from meshwise.timeline.timeline import Clock
 
 Times = NDArray[np.int64]
 CLEAR = 3.0
-"""A burst of round trips counts as congested when its half is longer than this many times the shortest half. Congestion
-delays one direction, which would look like drift: such a burst only rules out offsets that are impossible."""
+"""A burst counts as congested when half its shortest round trip is longer than this many times the least of all bursts.
+Congestion delays one direction, which would look like drift, so such a burst only rules out impossible offsets."""
 DRIFT = 1e-4
-"""The most that two clocks are assumed to drift apart where no burst measures it: 100 µs a second, a bad quartz."""
-BURST = 1_000_000_000  # ns: samples closer than this are one burst
+"""The most that two clocks are assumed to drift apart between bursts: 100 µs per second, as of a bad quartz."""
+BURST = 1_000_000_000  # ns: samples closer than this belong to one burst
 
 
 @dataclass(frozen=True)
 class ClockFit:
-    """Maps a rank's times to rank 0's clock: piecewise linear through `at` -> `offset` (ns), end slopes extended."""
+    """Maps a rank's times to rank 0's clock: the offset (ns) is interpolated linearly between the points `at`."""
 
     clock: Clock
     at: NDArray[np.float64]
@@ -48,7 +48,7 @@ class ClockFit:
 
 
 def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
-    """Fit the clock of `rank` to rank 0's. Without samples the two are taken to be the same clock, with an error of 0:
+    """Fit the clock of `rank` to rank 0's. Without samples, both are taken for one clock, with an error of 0, since
     ranks of one host share a clock."""
     if not samples:
         return ClockFit(Clock(rank), np.zeros(1), np.zeros(1))
@@ -67,7 +67,7 @@ def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
 
 
 def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return the shortest round trip of each burst: its middle on the rank's clock, the offset, half its length."""
+    """Return the shortest round trip of each burst: its middle by the rank's clock, its offset, and half its length."""
     sent, theirs, received = samples[np.argsort(samples[:, 0], kind="stable")].T
     burst = np.concatenate([[0], np.cumsum(np.diff(sent) > BURST)])
     order = np.lexsort((received - sent, burst))
@@ -78,9 +78,9 @@ def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np.float64]) -> tuple[float, float]:
-    """Return slope and level (at at[0]) of the line through the offsets, each weighted by how exactly it is known.
+    """Return slope and level (at `at[0]`) of the line through the offsets, each weighted by 1 / `half`, its error.
 
-    The slope is 0 with fewer than three bursts, unless two of them differ by more than their errors.
+    The slope is 0 for one burst, or for two whose offsets differ by no more than their errors.
     """
     if len(at) < 2 or (len(at) == 2 and abs(offset[1] - offset[0]) <= half.sum()):
         return 0.0, float(offset[np.argmin(half)])
@@ -89,10 +89,10 @@ def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np
 
 
 def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
-    """Return the shift of each rank's clock (ns, rank 0's is 0) after which no collective ends before its last arrival.
+    """Return the shifts of the ranks' clocks (ns; 0 for rank 0) after which no collective ends before its last arrival.
 
-    arrivals, ends: shape (collectives, ranks), aligned as well as round trips allow. None when no constant shift of the
-    clocks achieves that: then the error is not a clock offset.
+    arrivals, ends: shape (collectives, ranks), aligned as well as round trips allow. Return None if no constant shifts
+    achieve this, since then the error is not one of clock offsets.
     """
     ranks = arrivals.shape[1]
     if not len(arrivals):
@@ -111,5 +111,5 @@ def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
 
 
 def widened(clock: Clock, shift: int) -> Clock:
-    """Return the clock after a shift that collectives proved necessary; its error is at least that shift."""
+    """Return the clock after a shift (ns) that collectives proved necessary; its error is at least that shift."""
     return replace(clock, offset=clock.offset + shift, error=max(clock.error, float(abs(shift))))

@@ -1,6 +1,6 @@
 """Compute the report of a timeline.
 
-This is the one place where numbers are made; views only show them.
+The report's numbers are computed here alone; views only show them.
 
 Tested in tests/timeline/test_stragglers.py and tests/timeline/views.
 """
@@ -43,15 +43,15 @@ from meshwise.timeline.stragglers import last_of_steps
 from meshwise.timeline.timeline import NO_PHASE, Counter, Rank, Timeline
 
 POINTS = 300
-"""The most points of a series."""
+"""The largest number of points in a series."""
 
 
 def report_of(
     timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None, table: StepTable | None = None
 ) -> Report:
-    """Build the report of a timeline. steps: the first and last step of an extra view. table: the step table, if known.
+    """Build the report of a timeline. steps: first and last step to show in detail. table: the step table, if known.
 
-    Raises UsageError when the run does not have those steps.
+    Raises UsageError if the run does not have those steps.
     """
     table = table or step_table_of(timeline)
     wall, goodput, waiting = goodput_of(timeline, table)
@@ -109,7 +109,7 @@ def report_of(
 
 
 def _shares(timeline: Timeline) -> tuple[float, ...]:
-    """Return each rank's share of a batch; empty where ranks worked on the same samples, or shares are unknown."""
+    """Return each rank's share of a batch; () if ranks worked on the same samples, or shares are unknown."""
     plan = fields_of(str(timeline.facts.get("plan") or ""))
     if not plan or timeline.facts.get("program") == "plain" or {"pipeline", "context", "tensor"} & plan.keys():
         return ()
@@ -118,14 +118,14 @@ def _shares(timeline: Timeline) -> tuple[float, ...]:
 
 
 def _have_links(timeline: Timeline) -> bool:
-    """Check whether links may lie between the ranks: CPU workers of one machine have none."""
+    """Check whether the ranks may communicate over links: CPU workers of one machine do not."""
     facts, ranks = timeline.facts, timeline.ranks
     several = int(facts.get("world") or 0) > len(facts.get("devices") or ()) or len({rank.host for rank in ranks}) > 1
     return several or any(not rank.device.startswith("cpu") for rank in ranks)
 
 
 def _about(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return what was run (arguments, plan, command, commit, ...), for whoever reads the report later."""
+    """Return known facts about what was run: arguments, plan, command, commit, last and best metric, lost ranks."""
     found = {name: str(facts.get(name) or "") for name in ("args", "plan", "command", "commit", "metric", "best")}
     found["lost"] = " ".join(lost_texts(facts))
     return {name: text for name, text in found.items() if text}
@@ -141,7 +141,7 @@ def _verdict(status: str, timeline: Timeline, verdict: str) -> str:
 
 
 def _throughput(timeline: Timeline, seconds: float) -> float | None:
-    """Return samples of the global batches per second of training, counted on the lowest rank that has the counter."""
+    """Return samples of global batches per second of training, by the counter of the lowest rank that has it."""
     counter = timeline.counter("samples")
     if counter is None or seconds <= 0:
         return None
@@ -183,7 +183,7 @@ def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
 
 
 def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return the peak of each memory counter, and its peak at the ends of each phase."""
+    """Return a rank's peak of each memory counter, and the peak at the ends of each kind of phase, in bytes."""
     counters = [c for c in timeline.counters if c.rank == rank and c.name not in NOT_MEMORY]
     peaks = {c.name: float(c.value.max()) for c in counters}
     by_phase = {
@@ -194,7 +194,7 @@ def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, 
 
 
 def _collectives(timeline: Timeline, arrivals: Arrivals) -> list[CollectiveReport]:
-    """Report collectives by name and size, each timed from its last arrival or the end of the previous one."""
+    """Report collectives by name and size, each timed from its last arrival or the previous one's end (the later)."""
     use = arrivals.complete
     if not use.any() or len(arrivals.ranks) < 2:
         return []
@@ -242,7 +242,7 @@ def _last_known(loss: dict[int, float], steps: Whole) -> float:
 
 
 def _thinned(counter: Counter) -> CounterSeries:
-    """Reduce a counter to the largest value of each of at most POINTS intervals, so that peaks stay."""
+    """Reduce a counter to at most POINTS values, each the largest of an interval, so that peaks stay."""
     parts = np.array_split(np.arange(len(counter.value)), min(POINTS, len(counter.value)))
     keep = [int(part[counter.value[part].argmax()]) for part in parts]
     return CounterSeries(counter.rank, counter.name, (counter.time[keep] / 1e9).tolist(), counter.value[keep].tolist())

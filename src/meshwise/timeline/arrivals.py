@@ -1,8 +1,8 @@
 """Find when each rank arrived at and left each collective.
 
-This shows stragglers.
+These times show stragglers.
 
-The lengths of phases cannot show it, since the all-reduce makes every rank's backward as long as the slowest one's.
+The durations of phases cannot show them: the all-reduce makes every rank's backward as long as the slowest rank's.
 
 Tested in tests/timeline/test_attribution.py.
 """
@@ -21,23 +21,23 @@ from meshwise.timeline.timeline import Spans
 
 Table = NDArray[np.int64]
 TOGETHER = ("all-reduce", "all-gather", "barrier")
-"""Collectives that no rank can leave before all have arrived. The source of a broadcast can leave earlier."""
+"""Collectives that no rank can leave before all ranks have arrived. (In a broadcast, the source can.)"""
 ABSENT = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Collectives, in the order of their numbers; ABSENT where a rank has no record of one.
+    """Collectives in the order of their numbers. A time is ABSENT if the rank has no record of the collective.
 
     number, step, bytes, name: shape (collectives,). arrival, end: ns, shape (collectives, ranks).
-    overlapped: it overlaps with computing, so ranks do not wait for it at once.
-    complete: every rank has a record of it. together: complete, and no rank could leave before the last arrived.
-    last_rank: the column of the rank that the others wait for: the last to arrive, or the source of a broadcast.
-    last: when that rank arrived, so that communication could begin; ABSENT where a rank is missing.
-    until: shape (collectives, ranks): until when each rank waits for the last one; ABSENT as above. It is `last`,
-    minus the time by which the last rank left the previous collective later than the others: such a rank has a
-    slower link, so that part counts as communication.
-    of_stages: until when the receives of a pipeline's ranks wait for another stage, by rank and start.
+    overlapped: whether the collective overlaps with computing, so that ranks do not wait for it at once.
+    complete: every rank has a record of it. together: complete, and no rank could leave before the last one arrived.
+    last_rank: column of the rank for which the others wait: the last to arrive, or the source of a broadcast.
+    last: when that rank arrived, so that communication could begin; ABSENT if any rank has no record.
+    until: shape (collectives, ranks): until when each rank waits for the last rank; ABSENT as `last`. It is `last`
+    minus the time by which the last rank left the previous collective later than this rank: if it did, it has a
+    slower link, so that time counts as communication.
+    of_stages: for each receive of a pipeline, by its rank and start, until when it waits for another stage.
     """
 
     ranks: Table
@@ -56,7 +56,7 @@ class Arrivals:
     of_stages: Mapping[tuple[int, int], int]
 
     def until_of(self, ranks: Table, numbers: Table) -> Table:
-        """Return `until` for pairs of a rank and a collective's number; ABSENT for unknown pairs."""
+        """Return `until` for each pair of a rank and a collective's number; ABSENT for unknown pairs."""
         if not len(self.number):
             return np.full(len(numbers), ABSENT)
         at = np.minimum(np.searchsorted(self.number, numbers), len(self.number) - 1)
@@ -65,7 +65,7 @@ class Arrivals:
         return np.where(known, self.until[at, column], ABSENT)
 
     def waits_until(self, spans: Spans) -> Table:
-        """Return until when each span waits for another rank: its own start where it does not wait."""
+        """Return until when each span waits for another rank; for a span that does not wait, its start."""
         until = np.where(is_collective(spans), self.until_of(spans["rank"], spans["collective"]), ABSENT)
         if self.of_stages:
             places = zip(spans["rank"].tolist(), spans["start"].tolist(), strict=True)
@@ -76,7 +76,7 @@ class Arrivals:
 
 
 def is_collective(spans: Spans) -> NDArray[np.bool_]:
-    """Return a mask of the spans that are collectives with a number that all ranks share."""
+    """Return a mask of the spans that are collectives of all ranks, which have the same number on every rank."""
     found: NDArray[np.bool_] = (spans["kind"] == KIND["communication"]) & (spans["collective"] != NO_COLLECTIVE)
     return found
 
@@ -115,7 +115,7 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
 
 
 def _left_later(arrival: Table, end: Table, last_rank: Table) -> Table:
-    """Return how many ns later the last rank of each collective left the previous collective than each rank."""
+    """For each collective and rank, return how many ns after this rank the last rank left the previous collective."""
     if not arrival.size:
         return np.zeros(arrival.shape, np.int64)
     row = np.arange(len(arrival))

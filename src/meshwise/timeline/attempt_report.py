@@ -1,6 +1,6 @@
 """Report the attempts of a run: where, when, and how each ended.
 
-What came before an attempt is reported too.
+What happened before an attempt, such as queueing, is reported too.
 
 Tested in tests/timeline/test_attempt_report.py.
 """
@@ -22,10 +22,10 @@ Seconds = Annotated[float, seconds_text]
 
 @dataclass(frozen=True)
 class AttemptReport:
-    """One start of the workers. began: by this machine's clock. launched: by whom: `Slurm job 7, start 2`. devices: how
-    many; 0 unknown. before: seconds since the previous attempt ended, or since the run was submitted; queued: whether
-    they passed in a scheduler's queue. seconds: how long it lived. steps_lost: steps of the previous attempt that were
-    repeated; it and from_step are None where they are unknown, as in a user's own loop."""
+    """One start of the workers. began: local time. launched: by what, as `Slurm job 7, start 2`. devices: how many; 0
+    if unknown. before: seconds since the previous attempt ended, or since the run was submitted; queued: whether these
+    were spent in a scheduler's queue. seconds: how long the attempt lasted. steps_lost: steps of the previous attempt
+    that were repeated; steps_lost and from_step are None if unknown, as in a user's own loop."""
 
     number: Count
     began: str

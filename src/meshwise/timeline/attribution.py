@@ -1,19 +1,19 @@
 """Attribute each moment of a rank to one kind of time.
 
-Exactly one kind owns each moment, so the parts add up to the whole.
+Exactly one kind owns each moment, so the kinds' times add up to the whole.
 
-Where spans overlap, the first of these that is under way owns the moment; this is the attribution priority:
+Where spans overlap, the first kind in this list that is under way owns the moment; this is the attribution priority:
 
     waiting, communication          of a blocking collective
     forward, backward, optimizer, evaluate, checkpoint, transfer
-    waiting, communication          of a collective that overlaps with the computing: what is owned here is exposed
+    waiting, communication          of a collective that overlaps with computing: what is owned here is exposed
     backward                        after its last bucket was handed over
     data
     idle                            none of them
 
-A collective is waiting until the last rank has arrived, and communication from there (but see `Arrivals.until`). A
-backward computes until its last bucket is handed over. Communication that overlaps with computing is hidden: it costs
-nothing, and is counted separately.
+A collective counts as waiting until the last rank has arrived, and as communication from then on (but see
+`Arrivals.until`). A backward computes until its last bucket is handed over. Communication while computing owns the
+moment is hidden: it costs no time, and is counted separately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OUTSIDE = len(KINDS)
 
 
 class Owner(IntEnum):
-    """The possible owners of a moment, in order of priority."""
+    """The possible owners of a moment, the one of highest priority first."""
 
     BLOCKING_WAITING = 0
     BLOCKING_COMMUNICATION = 1
@@ -55,19 +55,19 @@ class Owner(IntEnum):
 
 
 COMPUTING = range(Owner.FORWARD, Owner.TRANSFER + 1)
-"""Owners that count as computing: communication that overlaps with them is hidden."""
+"""Owners that count as computing: overlapped communication is hidden while one of them owns the moment."""
 OVERLAPPED = (Owner.OVERLAPPED_WAITING, Owner.OVERLAPPED_COMMUNICATION)
 COUNTED_AS = {Owner.BACKWARD_END: KIND["backward"], Owner.OUTSIDE: OUTSIDE, Owner.NOBODY: KIND["idle"]}
 KIND_OF_OWNER = np.array([COUNTED_AS.get(o, KIND.get(o.name.rpartition("_")[2].lower(), -1)) for o in Owner])
 OWNER_OF_KIND = np.array([Owner.__members__.get(kind.upper(), Owner.NOBODY) for kind in KINDS])
-"""The owner of each kind of span that has one owner throughout: all but communication and backward."""
+"""The owner of each kind of span that has a single owner: all kinds but communication and backward."""
 
 
 @dataclass(frozen=True)
 class Attribution:
     """The time of one rank: intervals from `start` with `length` ns, each of one kind (index in KINDS, or OUTSIDE).
 
-    hidden: whether communication overlapped with it, hidden by computing.
+    hidden: whether an overlapped collective was under way in the interval, hidden by its computing.
     """
 
     start: Whole
@@ -76,10 +76,10 @@ class Attribution:
     hidden: NDArray[np.bool_]
 
     def sums(self, bins: Whole) -> NDArray[np.float64]:
-        """Sum the seconds of each kind from each of the ascending times `bins` to the next, the last without end.
+        """Return the seconds of each kind from each of the ascending times `bins` to the next; the last bin has no end.
 
-        Shape (bins, kinds + 2): the kinds, OUTSIDE, and last the hidden communication. Time before the first bin is
-        left out. No attributed interval may cross the beginning of a bin.
+        Shape (bins, kinds + 2): the kinds, then OUTSIDE, then hidden communication. Time before the first bin is left
+        out. No attributed interval may cross the beginning of a bin.
         """
         at = np.searchsorted(bins, self.start, side="right") - 1
         inside = at >= 0
@@ -94,7 +94,7 @@ class Attribution:
 
 
 def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession, ...] = ()) -> Attribution:
-    """Attribute the time of one rank, from the beginning of its first span to the end of its last."""
+    """Attribute the time of one rank, from the start of the rank's first span to the end of the last."""
     start, end, owner = _claims(spans, arrivals)
     gaps = _gaps(spans, sessions)
     outside = np.full(len(gaps), Owner.OUTSIDE)
@@ -105,8 +105,8 @@ def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession,
 
 
 def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray[np.bool_]]:
-    """Split overlapping intervals with owners into disjoint ones. Returns their edges (one more than intervals), the
-    owner of each, and whether its owner hides an overlapped collective."""
+    """Split overlapping intervals with owners into disjoint intervals. Returns the edges of these (one more than
+    intervals), the owner of each, and whether an overlapped collective is hidden in each."""
     times = np.concatenate([start, end])
     order = np.argsort(times, kind="stable")
     edges = times[order]
@@ -124,7 +124,7 @@ def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray
 
 
 def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
-    """Return the intervals that a rank's spans claim, and the owner that each claims them for."""
+    """Return start, end and owner of each interval that a rank's spans claim; these intervals may overlap."""
     spans = spans[(spans["lane"] != LANE["blocks"]) & (spans["end"] > spans["start"])]
     kind, start, end = spans["kind"], spans["start"], spans["end"]
     communication, backward = kind == KIND["communication"], kind == KIND["backward"]
@@ -145,8 +145,8 @@ def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
 
 
 def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:
-    """Return when each backward from `start` to `end` had computed everything: when it began its last collective (of
-    the sorted times `begun`), or its end if it began none."""
+    """Return when each backward (from `start` to `end`) had computed everything: when its last collective began, or its
+    `end` if none began in it. begun: sorted start times of collectives."""
     if not len(begun):
         return end
     at = np.searchsorted(begun, end, side="left") - 1
@@ -155,7 +155,7 @@ def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:
 
 
 def _gaps(spans: Spans, sessions: tuple[RunSession, ...]) -> Whole:
-    """Return the gaps between sessions, from a rank's last end to its next beginning: shape (gaps, 2)."""
+    """Return a rank's gaps between sessions, from the last end before to the first start after: shape (gaps, 2)."""
     if len(sessions) < 2 or not len(spans):
         return np.empty((0, 2), np.int64)
     session = session_of(spans["start"], sessions)
@@ -165,16 +165,16 @@ def _gaps(spans: Spans, sessions: tuple[RunSession, ...]) -> Whole:
 
 
 def session_of(times: Whole, sessions: tuple[RunSession, ...]) -> Whole:
-    """Return the number of the session that each time lies in; 0 where no session is known."""
+    """Return the index of the session in which each time lies; 0 if no session is known."""
     began = np.array([session.began for session in sessions], dtype=np.int64)
     return np.maximum(np.searchsorted(began, times, side="right") - 1, 0)
 
 
 def step_starts_of(spans: Spans, sessions: tuple[RunSession, ...]) -> tuple[Whole, Whole]:
-    """Return when the steps of a rank's spans (sorted by start) begin, and their numbers, which ascend and are the same
-    on all ranks for the same step of the same session (session * PER_SESSION + step).
+    """Return when the steps of a rank's spans (sorted by start) begin, and the steps' numbers: session * PER_SESSION +
+    step. These ascend, and are the same on all ranks.
 
-    Time before a session's first step is its step 0. A step that was repeated after a stop begins in both sessions.
+    Time before a session's first step is step 0 of that session. A step repeated after a stop begins in both sessions.
     """
     number = np.maximum.accumulate(session_of(spans["start"], sessions) * PER_SESSION + spans["step"])
     first = np.flatnonzero(np.diff(number, prepend=-1))

@@ -1,8 +1,8 @@
 """Compare two runs: step time by kind, and whether differences are chance.
 
-A ratio's interval is a bootstrap over the steps of each run, in stretches of neighbouring steps (Künsch 1989,
-https://doi.org/10.1214/aos/1176347265) because neighbours are alike. It covers how steps of these two runs vary; how
-much a run differs from the same run another day, it cannot know.
+A ratio's interval comes from a bootstrap over the steps of each run, in blocks of neighbouring steps, since neighbours
+are alike (Künsch 1989, https://doi.org/10.1214/aos/1176347265). The interval covers how steps vary within these two
+runs. It cannot cover how much a run differs from the same run on another day.
 
 Tested in tests/timeline/views/test_run_comparison_text.py.
 """
@@ -30,13 +30,13 @@ from meshwise.timeline.step_table import OF_STEP, StepTable
 SEED = 20260101
 RESAMPLES = 1000
 STRETCHES = 16
-"""A run is cut into at least this many intervals of neighbouring steps."""
+"""The bootstrap cuts a run into at least this many blocks of neighbouring steps."""
 FEWEST = 5
-"""With fewer steps, chance cannot be estimated."""
+"""With fewer steps, the variation by chance cannot be estimated."""
 MOST_STEPS = 4000
-"""The bootstrap takes every second, third ... step of a run longer than this, which widens its intervals."""
+"""Of a longer run, the bootstrap takes only every second, third ... step, which widens its intervals."""
 CLOCK = 1e-9
-"""Resolution of the logs in seconds: smaller differences do not count."""
+"""Resolution of the logs' times in seconds: smaller differences do not count."""
 MOST_NAMED = 3
 MOST_METRICS = 10
 Seconds = NDArray[np.float64]
@@ -44,10 +44,10 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TimeDifference:
-    """One kind of time, in seconds a step: medians of both runs, second minus first, and second divided by first.
+    """One kind of time, in seconds a step. first, second: medians of both runs. difference: second minus first.
 
-    ratio: None where the first is 0. low, high: its 95 % interval, or None. clear: the interval does not contain 1
-    (without a ratio: the interval of the difference does not contain 0).
+    ratio: second / first; None if `first` is 0. low, high: the ratio's 95 % interval, or None. clear: this interval
+    does not contain 1 (without a ratio: the difference's interval does not contain 0).
     """
 
     kind: str
@@ -62,8 +62,8 @@ class TimeDifference:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of each run as a whole; None is unknown. unit: share, samples/s, bytes, seconds, or metric, which has
-    no unit."""
+    """One figure of each run as a whole; None if unknown. unit: share, samples/s, bytes, seconds, or metric (a number
+    without a unit)."""
 
     name: str
     unit: str
@@ -73,9 +73,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two runs, by their names. ranks, steps: of each. step: None where one of them has no steps; then kinds is empty.
+    """Two runs. first, second: names. ranks, steps: of each run. step: None if a run has no steps; `kinds` is then [].
 
-    notes: what makes them hard to compare. differs: settings that differ, `shard 1 → 2`.
+    notes: what makes the runs hard to compare. differs: settings that differ, such as `shard 1 → 2`.
     """
 
     first: str
@@ -112,9 +112,9 @@ def compare_runs(first: tuple[StepTable, Report], second: tuple[StepTable, Repor
 
 
 def is_slower(comparison: RunComparison, share: float) -> bool:
-    """Check whether the second run's step takes more than `share` longer, by more than chance within the runs explains.
+    """Check whether the second run's step is slower by more than the fraction `share`, and clearly not by chance.
 
-    Raises UsageError where the runs have no steps to compare.
+    Raises UsageError if the runs have no steps to compare.
     """
     step = comparison.step
     if step is None or step.ratio is None:
@@ -128,7 +128,7 @@ def comparison_dict(comparison: RunComparison) -> dict[str, Any]:
 
 
 def _settings(report: Report) -> dict[str, str]:
-    """Return a run's settings by name: fields of the plan, devices, versions, options, and the rest of its record."""
+    """Return a run's settings by name: job, devices, commit, source, versions, options, arguments, plan fields."""
     facts = report.facts
     found = {"job": facts.get("job"), "devices": facts.get("world"), "commit": facts.get("commit")}
     found["source"] = facts.get("source")
@@ -148,7 +148,7 @@ def _differs(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
 
 
 def _names(first: Report, second: Report) -> tuple[str, str]:
-    """Return the shortest names that tell the runs apart: titles, folder names, whole paths, or first and second."""
+    """Return names that tell the runs apart: titles, else folder names, whole paths, or `the first`, `the second`."""
     for a, b in (
         (first.title, second.title),
         (Path(first.folder).name, Path(second.folder).name),
@@ -160,7 +160,7 @@ def _names(first: Report, second: Report) -> tuple[str, str]:
 
 
 def _differences(first: StepTable, second: StepTable) -> list[TimeDifference]:
-    """Compare the step, then each kind of time that either run has, in the order of a step."""
+    """Compare the step, then each kind of time that at least one run has, in the order of a step."""
     tables = [_table(first), _table(second)]
     there = np.flatnonzero(tables[0].any(axis=0) | tables[1].any(axis=0))
     medians = [np.median(table, axis=0).tolist() for table in tables]
@@ -173,15 +173,15 @@ def _differences(first: StepTable, second: StepTable) -> list[TimeDifference]:
 
 
 def _table(table: StepTable) -> Seconds:
-    """Return seconds of the steady steps: of the step, and of its kinds of time. Shape (steps, 1 + kinds)."""
+    """Return seconds of each steady step, in all and by kind of time: shape (steps, 1 + kinds)."""
     of_step, of_kind = table.step_seconds()[table.steady], table.kind_seconds()[table.steady]
     columns: Seconds = np.concatenate([of_step[:, None], of_kind[:, OF_STEP]], axis=1)
     return columns
 
 
 def _resampled(table: Seconds, seed: int) -> Seconds:
-    """Return the medians of runs resampled from the same intervals of steps: shape (RESAMPLES, columns), or no rows for
-    a run that is too short."""
+    """Return column medians of RESAMPLES runs drawn from blocks of this run's steps: shape (RESAMPLES, columns), or no
+    rows if the run has fewer than FEWEST steps."""
     table = table[:: -(-len(table) // MOST_STEPS)]
     steps = len(table)
     if steps < FEWEST:
@@ -216,7 +216,7 @@ def _figures(first: Report, second: Report) -> list[Figure]:
 
 
 def _values(report: Report) -> dict[tuple[str, str], float | None]:
-    """Return the figures of one run by name and unit; for memory, the largest of any rank."""
+    """Return the figures of one run by name and unit; memory is that of the rank that used most."""
     values: dict[tuple[str, str], float | None] = {
         ("wall time", "seconds"): report.wall_seconds,
         ("throughput", "samples/s"): report.samples_per_second,
@@ -249,7 +249,7 @@ def _notes(names: tuple[str, str], first: Report, second: Report) -> list[str]:
 def _verdict(
     names: tuple[str, str], reports: tuple[Report, Report], step: TimeDifference | None, kinds: list[TimeDifference]
 ) -> str:
-    """Write `B is 12 % slower a step (...): communication +3.1 ms (clear), backward +0.2 ms (within noise).`"""
+    """Return a sentence: `B is 12 % slower a step (...): communication +3.1 ms (clear), ... (within noise).`"""
     if step is None or step.ratio is None:
         without = [name for name, report in zip(names, reports, strict=True) if not report.steps] or [*names]
         return f"Nothing to compare step by step: {' and '.join(without)} recorded no step."
@@ -264,7 +264,7 @@ def _verdict(
 
 
 def change(ratio: float) -> str:
-    """Write a ratio in words: `12 % slower`, `3.1 % faster`, `2.5 times as slow`."""
+    """Write a ratio of step times in words: `12 % slower`, `3.1 % faster`, `2.5 times as slow`."""
     if not math.isfinite(ratio) or ratio >= 2:
         return f"{ratio:.1f} times as slow"
     share = abs(ratio - 1)

@@ -1,11 +1,11 @@
 """Map CUDA events to the host's clock, without synchronising.
 
-The events are those of an accelerator's stream.
+The events are recorded in an accelerator's stream.
 
-An event gives only the time since another event, in float32 milliseconds: after an hour that is coarse to 0.25 ms. So
-times are measured from an event of the last batch, and the sums kept as integers. The device's clock drifts against the
-host's; both ends of what is possible correct it: an event cannot have passed before the host recorded it, nor after the
-host saw that it had passed.
+An event gives only the time since another event, in float32 milliseconds, whose resolution after an hour is 0.25 ms. So
+times are measured from an event at most REBASE older, and summed as integers. The device's clock drifts against the
+host's. Two bounds correct that: the device cannot have passed an event before the host recorded it, nor after the host
+saw that it had passed.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ REBASE = 1_000_000_000  # ns after which times are measured from a newer event
 
 @dataclass(frozen=True, slots=True)
 class DeviceMark:
-    """An event of a stream, and when the host recorded it (ns)."""
+    """An event in the device's stream, and when the host recorded it (ns)."""
 
     event: Any
     host: int
 
 
 def is_captured() -> bool:
-    """Check whether work submitted to the accelerator now is captured into a graph: it runs later, perhaps often, and
-    must not be read, waited for or timed meanwhile."""
+    """Check whether work submitted to the accelerator now is captured into a graph. Captured work runs later, perhaps
+    several times, so its results must not be read, waited for or timed now."""
     if torch.accelerator.current_accelerator() is None:
         return False
     return bool(getattr(torch.accelerator.current_stream(), "is_capturing", bool)())
 
 
 class DeviceClock:
-    """Makes marks on the current stream, and gives their times once the device has passed them."""
+    """Records marks in the current stream, and returns their times once the device has passed them."""
 
     def __init__(self, clock: Callable[[], int], make_event: Callable[[], Any]) -> None:
-        """make_event: creates an event that records the time: `torch.Event(device, enable_timing=True)`."""
+        """make_event: creates an event with timing, such as `torch.Event(device, enable_timing=True)`."""
         self._clock = clock
         self._make_event = make_event
         self._base: tuple[Any, int] | None = None
         self._shift = 0
 
     def mark(self) -> DeviceMark | int:
-        """Mark where the device's stream is now; during a capture, return the host's time instead."""
+        """Record a mark at the end of the stream's present work; during a capture, return the host's time instead."""
         if is_captured():
             return self._clock()
         event = self._make_event()
@@ -58,7 +58,7 @@ class DeviceClock:
         return bool(mark.event.query())
 
     def time(self, mark: DeviceMark) -> int:
-        """Return when the device passed the mark, in ns of the host's clock. The mark must have been passed."""
+        """Return when the device passed the mark, in ns of the host's clock. Requires that `passed(mark)` is true."""
         if self._base is None:
             self._base = (mark.event, mark.host)
         event, origin = self._base

@@ -1,7 +1,7 @@
 """Find what limited a run: sentence, number, and what to try.
 
-Shares are of the time of a step, mean over ranks, without the first step of a session. A finding is reported from its
-LEAST share on. A straggler must also be last more often than chance makes a rank last (see `stragglers.CHANCE`), and by
+Shares are fractions of a step's time, mean over ranks, without the first step of a session. A finding is reported if
+its share is at least LEAST. A straggler must also be last more often than by chance (see `stragglers.CHANCE`), and by
 more than twice the error of the clocks.
 
 Tested in tests/timeline/test_stragglers.py and test_slow_link.py.
@@ -27,25 +27,25 @@ LEAST = {"straggler": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0
 LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
 STALL = 3.0
 SLOWER, SLOWER_MEASURED = 0.9, 0.95
-"""One device counts as faster if its step takes at most this share of all devices' step: estimated, or measured."""
+"""One device counts as faster if its step takes at most this share of the run's step: estimated, and measured."""
 FEWEST = 10
 """With fewer steps, a run is too short to name a straggler."""
 LEAST_UNEQUAL = 1.1
 """A rank must compute this many times faster than another before unequal shares are suggested."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
-"""Memory is reported as growing when it grows by this share from third to third of a run's last three quarters, over
-this many steps and samples: allocators warm up for a while."""
+"""Memory is reported as growing if the median grows by this share from each third of a run's last three quarters to the
+next, over at least this many steps and samples. The first quarter does not count, since allocators warm up."""
 
 LATENCY_BOUND = 16 * 1024
-"""A collective of at most this many bytes takes as long as one of a byte, on links of 1 GB/s and 10 µs or more."""
+"""A collective of at most this many bytes takes about as long as one of 1 byte, on links of 1 GB/s and 10 µs."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run besides its times. program: which kind of program the advice is for, see `advice.WORDS`.
-    links: whether links connect the ranks: CPU workers of one machine have none. alone: the same run on one device,
-    where that was measured. pipeline: its stages, if any. shares: each rank's share of a batch, as proportions; empty
-    where ranks worked on the same samples, or shares are unknown."""
+    """What is known of a run besides its times. program: the kind of program that advice is for (see `advice.WORDS`).
+    links: whether links connect the ranks; not for CPU workers of one machine. alone: the same program on one device,
+    if that was measured. pipeline: the report on the run's stages, if any. shares: each rank's share of a batch, as
+    proportions; empty if ranks worked on the same samples, or shares are unknown."""
 
     program: str = "job"
     links: bool = True
@@ -59,7 +59,7 @@ UNKNOWN = RunFacts()
 
 @dataclass(frozen=True)
 class _Shares:
-    """The time of a step: seconds by kind, mean over ranks and steady steps; and the kind of program."""
+    """The time of a step. steps: how many count. seconds: by kind, mean over ranks and steady steps. step: in all."""
 
     steps: int
     seconds: dict[str, float]
@@ -70,7 +70,7 @@ class _Shares:
         return sum(self.seconds[kind] for kind in kinds) / self.step if self.step else 0.0
 
     def bound(self, title: str, share: float) -> str:
-        """Return `Input-bound` where that is the largest part of a step, else `Input`."""
+        """Return `title`, with `-bound` added if `share` is the largest part of a step."""
         computing = self.share(*COMPUTING)
         most = max(computing, self.share("communication"), self.share("waiting"), self.share("data", "transfer"))
         return f"{title}-bound" if share >= most else title
@@ -92,7 +92,7 @@ def findings_of(
     counters: Sequence[Counter],
     facts: RunFacts = UNKNOWN,
 ) -> list[Finding]:
-    """Return what limits a step, the largest share first; then its share of computing; then growing memory."""
+    """Return what limits a step, largest share first; then computing, ranks often late, and growing memory."""
     steady = table.steady
     if not steady.any():
         return []
@@ -112,12 +112,12 @@ def findings_of(
 
 
 def verdict_of(findings: Sequence[Finding]) -> str:
-    """Return the verdict, one sentence: that of the first finding."""
+    """Return the verdict: the sentence of the first finding."""
     return findings[0].sentence if findings else "No step was recorded, so nothing limited one."
 
 
 def _balanced(table: StepTable, taken: Sequence[float]) -> str:
-    """Return what to try where a rank computes slower than the others: shares in proportion to their speed."""
+    """Return advice to give ranks shares of the batch in proportion to their speed; "" if they are about as fast."""
     if len(taken) != len(table.ranks) or len(taken) < 2:
         return ""
     computing = table.seconds[table.steady][:, :, [KIND["forward"], KIND["backward"]]].sum(axis=2)
@@ -128,7 +128,7 @@ def _balanced(table: StepTable, taken: Sequence[float]) -> str:
 
 
 def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: str) -> Iterator[Finding]:
-    """Find the stragglers. less: what to try against a rank that computes slowly."""
+    """Find the stragglers. less: advice against a rank that computes slowly."""
     points = table.sync_points
     steady = np.isin(points.step, table.step[table.steady])
     compared = steady & points.overlapped if points.overlapped.any() else steady
@@ -154,14 +154,14 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: s
 
 
 def _mostly(often: float, ranks: int) -> bool:
-    """Check whether a rank is last clearly more often than its turn: of two ranks, in two thirds of the steps."""
+    """Check whether a rank is last clearly more often than by turns: in 1.5 / ranks of the steps, at most 2/3."""
     return often >= min(2 / 3, 1.5 / ranks)
 
 
 def _slower_than_one(
     table: StepTable, shares: _Shares, collectives: Sequence[CollectiveReport], alone: Alone | None
 ) -> Iterator[Finding]:
-    """Report that one device is faster: it was measured, or its estimated upper bound is clearly below a step."""
+    """Report that one device is faster, if its step, as measured or estimated at most, is clearly shorter."""
     ranks = len(table.ranks)
     if ranks < 2 or shares.steps < FEWEST:
         return
@@ -215,7 +215,7 @@ def _communication(
 
 
 def _most_expensive(collectives: Sequence[CollectiveReport], steps: int) -> str:
-    """Describe the costliest collectives: `8 of 9 collectives a step are of batch norm, of at most 64 B`."""
+    """Describe the costliest collectives, as `8 of 9 collectives a step are of batch norm, of at most 64 B`."""
     if not collectives:
         return ""
     first = collectives[0]
@@ -244,7 +244,7 @@ def _imbalance(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Findi
 
 
 def _bubble(shares: _Shares, pipeline: PipelineReport) -> Iterator[Finding]:
-    """Report the bubble as a share of the pipeline's time; the finding's own share is the waiting in a step."""
+    """Report the pipeline's bubble. The sentence has its share of the pipeline's time; `share` is a step's waiting."""
     share = shares.share("waiting")
     if share < LEAST["imbalance"]:
         return
@@ -271,7 +271,7 @@ def _idle(shares: _Shares) -> Iterator[Finding]:
 
 
 def _stalls(table: StepTable) -> Iterator[Finding]:
-    """Report steps far longer than the median when they take much of the time."""
+    """Report steps of more than STALL times the median, if the time beyond the median is much of the whole."""
     seconds, steps = table.step_seconds()[table.steady], table.step[table.steady]
     usual = float(np.median(seconds))
     beyond = np.where(seconds > STALL * usual, seconds - usual, 0.0)
@@ -309,7 +309,7 @@ def _of_run(goodput: Sequence[GoodputPart], program: str) -> Iterator[Finding]:
 
 
 def _memory(counters: Sequence[Counter]) -> Iterator[Finding]:
-    """Report memory that keeps growing: the medians of the run's thirds rise by GROWTH each."""
+    """Report memory that keeps growing (see GROWTH)."""
     for counter in counters:
         late = slice(len(counter.value) // 4, None)
         value, step = counter.value[late], counter.step[late]

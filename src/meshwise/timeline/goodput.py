@@ -1,13 +1,13 @@
 """Compute goodput: what a run's wall time went into.
 
-It is averaged over the run's devices. The parts add up to the wall time.
+The parts are means over the run's devices, and add up to the wall time.
 
 useful       forward, backward and optimizer of steps that count
-evaluation   saving
+evaluation   evaluating; and, as a part of its own, saving: writing checkpoints
 waiting      for data, transfers, exposed communication, stragglers, and between phases
-starting     from the command to the first step of each session, and from the last span to its end
-queued       in the queue of a scheduler, before each of its starts
-lost         steps that were done again after a stop, and what followed a failed session's last span
+starting     from the command to the first step of each session, and from the last span to the session's end
+queued       in a scheduler's queue, before each start of its job
+lost         steps that were repeated after a stop, and the time after a failed session's last span
 
 Tested in tests/timeline/test_span_log.py.
 """
@@ -32,7 +32,7 @@ WAITING = {
 
 
 def goodput_of(timeline: Timeline, table: StepTable) -> tuple[float, list[GoodputPart], list[GoodputPart]]:
-    """Return wall seconds, the parts of that time, and the parts of the waiting."""
+    """Return the wall time in seconds, the parts of it, and the parts of its waiting."""
     alive = sum(session.ended - session.began for session in timeline.sessions) / 1e9
     queued = sum(attempt.waited or 0.0 for attempt in attempts_of(timeline.facts))
     wall = alive + queued
@@ -59,7 +59,7 @@ def _parts(seconds: dict[str, float], wall: float) -> list[GoodputPart]:
 
 
 def _around(timeline: Timeline, table: StepTable, wall: float) -> tuple[float, float]:
-    """Return the seconds before and after the steps (all of `wall` where nothing was recorded), and the seconds lost,
+    """Return the seconds before and after the steps (all of `wall` if nothing was recorded), and the seconds lost, both
     as means over the ranks."""
     starting = float(table.seconds[(table.step == 0) & ~table.lost][:, :, :OUTSIDE].sum())
     lost = float(table.seconds[table.lost][:, :, :OUTSIDE].sum())

@@ -1,10 +1,10 @@
 """Tell how long a step takes on one device, measured or estimated.
 
-It is measured in an earlier run, else estimated.
+The time is measured in an earlier run, else estimated.
 
-The estimate. At most all of it, one after the other: one device waits for no other rank, and larger batches do not
-compute slower. What all ranks do alike, it does once: the optimizer's step, where every rank steps all parameters. At
-least what one rank computes: it has all its samples, and more.
+The upper estimate is the work of all ranks, one after the other: one device waits for no other rank, and larger batches
+do not compute slower. Work that all ranks do alike counts once: the optimizer's step, if every rank steps all
+parameters. The lower estimate is the work of one rank, since one device has that rank's samples, and more.
 
 Measured against the truth by bench/speedup.py; tested in tests/timeline/test_findings.py and test_alone.py.
 """
@@ -30,28 +30,28 @@ from meshwise.timeline.step_table import StepTable, step_table_of
 from meshwise.timeline.timeline import Timeline
 
 SAMPLES = [KIND[kind] for kind in ("forward", "backward", "data", "transfer")]
-"""Kinds of time that grow with the samples of a rank."""
+"""Kinds of time that grow with the number of a rank's samples."""
 DIVIDES = (*AXES, "schedule", "sequence", "zero1", "offload", "reshard", "batch_norm", "bucket_mb")
-"""Fields of a plan that say how devices divide the work; they may differ on one device."""
+"""Fields of a plan that say how devices divide the work; a run on one device may differ in them."""
 FEWEST = 10
 """A run with fewer steps is too short to tell how long a step takes."""
 MOST_READ, BLOCKS = 5, 40
-"""How many runs are read, and how many blocks of spans (about a second each) from the end of each."""
+"""How many runs are read at most, and how many blocks of spans (about a second each) from the end of each run."""
 SAME_BATCH = 0.1
-"""Runs whose mean samples a step differ by at most this share have the same batch size: a log may end within a step."""
+"""Runs whose mean samples a step differ by at most this share count as equal, as a log may end within a step."""
 
 
 @dataclass(frozen=True)
 class Alone:
-    """A step of an earlier run of the same program on one device: the run's folder, and seconds (median)."""
+    """A step of an earlier run of the same program on one device. run: folder. seconds: median time of a step."""
 
     run: str
     seconds: float
 
 
 def measured_alone(timeline: Timeline, folder: Path) -> Alone | None:
-    """Return the newest run beside `folder` with the same source, arguments and batch size on one device of the same
-    machine; None without such a run, or while this run goes on."""
+    """Return the step time of the newest run beside `folder` with the same source, arguments and batch size, on one
+    device of the same machine; None if there is no such run, or while this run goes on."""
     facts = timeline.facts
     if len(timeline.ranks) < 2 or facts.get("status") == "running":
         return None
@@ -66,7 +66,7 @@ def measured_alone(timeline: Timeline, folder: Path) -> Alone | None:
 
 
 def _of_one_device(folder: Path, work: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield the runs beside a folder that did the same work on one device, the newest first."""
+    """Yield the folders of runs beside `folder` that did the same work on one device, the newest first."""
     for run in sorted((path.parent for path in folder.parent.glob(f"*/{names.RUN}")), reverse=True):
         try:
             facts = names.read_run(run)
@@ -77,7 +77,7 @@ def _of_one_device(folder: Path, work: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return the facts in a run's record that decide what a step computes; None where they are unknown."""
+    """Return the facts in a run's record that decide what a step computes; None if its source is unknown."""
     request = facts.get("request")
     asked = request if isinstance(request, dict) else {}
     known = {name: asked.get(name) for name in ("batch_size", "args", "data", "exact_random")}
@@ -89,7 +89,7 @@ def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
 
 
 def _place_and_batch(timeline: Timeline) -> tuple[set[str], float] | None:
-    """Return a run's hosts and its samples a step; None where samples were not counted, as in a plain program."""
+    """Return a run's hosts and its mean samples a step; None if samples were not counted, as in a plain program."""
     counter = timeline.newest_session().counter("samples")
     if counter is None or not counter.step[-1] or timeline.facts.get("program") == "plain":
         return None
@@ -100,7 +100,7 @@ def _place_and_batch(timeline: Timeline) -> tuple[set[str], float] | None:
 
 
 def one_device_seconds(table: StepTable, collectives: Sequence[CollectiveReport]) -> tuple[float, float]:
-    """Return the least and the most seconds of a step on one device: medians over the steady steps."""
+    """Return the lower and upper estimate of a step's seconds on one device: medians over the steady steps."""
     seconds = table.seconds[table.steady]  # (steps, ranks, kinds)
     samples, optimizer = seconds[:, :, SAMPLES].sum(axis=2), seconds[:, :, KIND["optimizer"]]
     divided = any(c.of == "parameters" or c.name == "reduce-scatter" for c in collectives)  # so are the steps

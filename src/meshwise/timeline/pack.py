@@ -1,8 +1,8 @@
 """Pack span rows as text, about two bytes a span.
 
-They become columns of small differences, deflated.
+The rows become columns of small differences, which are deflated.
 
-Times are kept to the microsecond: both ends are rounded down, so what was nested stays nested.
+Times are kept to the microsecond: start and end are rounded down, so spans that were nested stay nested.
 
 Tested in tests/timeline/test_span_log.py.
 """
@@ -28,7 +28,7 @@ LEVEL = 1  # of deflate: higher ones save 5 % and take twice as long
 
 
 def as_rows(flat: Sequence[int]) -> Rows:
-    """Turn the recorder's flat list into a table."""
+    """Turn the recorder's flat list of numbers into a table."""
     return np.fromiter(flat, dtype=np.int64, count=len(flat)).reshape(-1, WIDTH)
 
 
@@ -68,7 +68,7 @@ def unpack(text: str, count: int) -> tuple[Column, ...]:
 
 
 def _column(values: NDArray[np.int64]) -> tuple[int, bytes]:
-    """Return bytes per value, and all first bytes, then all second bytes and so on: similar bytes lie together."""
+    """Return bytes per value; and all values' first bytes, then all second bytes ..., so that similar bytes adjoin."""
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     width = next(w for w in (1, 2, 4, 8) if -(1 << (8 * w - 1)) <= low and high < 1 << (8 * w - 1))
     narrow = np.ascontiguousarray(values.astype(f"<i{width}"))

@@ -1,9 +1,9 @@
 """Measure a pipeline's stages: compute, waiting, bubble.
 
-It tells how long each stage takes, until when it waits for another, and the bubble.
+It measures how long each stage takes, until when it waits for another stage, and the bubble.
 
 The bubble is the share of the time from a step's first forward to its last backward in which a rank has no forward and
-no backward under way, mean over ranks. What the schedule alone makes of it is found by playing the recorded order.
+no backward under way, mean over ranks. The schedule's own bubble is found by simulating the recorded order of actions.
 
 Tested in tests/timeline/test_pipeline_stages.py.
 """
@@ -29,7 +29,7 @@ Place = tuple[bool, int, int]
 class Actions:
     """The forwards and backwards of microbatches in stages, sorted by rank, then time: arrays of one length.
 
-    pipe: which pipeline; its ranks work on the same samples. seconds: without waiting for another stage.
+    pipe: number of the pipeline, whose ranks work on the same samples. seconds: without waiting for another stage.
     """
 
     pipe: Table
@@ -43,7 +43,7 @@ class Actions:
     seconds: NDArray[np.float64]
 
     def place(self, at: int) -> Place:
-        """Return the place of the action with this number."""
+        """Return the `Place` of the action at this index."""
         return bool(self.forward[at]), int(self.stage[at]), int(self.microbatch[at])
 
 
@@ -76,7 +76,7 @@ def actions_of(spans: Spans, names: Sequence[str]) -> Actions | None:
 def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int], int]:
     """Return until when each receive waits for another stage's computation, by the receive's rank and start.
 
-    It waits for the input of the rank's next action: that microbatch's action in the neighbouring stage.
+    A receive waits for the input of the rank's next action: the same microbatch's action in the neighbouring stage.
     """
     actions = actions_of(spans, names)
     if actions is None:
@@ -98,7 +98,7 @@ def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int]
 
 
 def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> PipelineReport | None:
-    """Report the pipeline's stages in these steps; None without a pipeline, or where logs lack a part of every step."""
+    """Report the pipeline's stages in these steps; None without a pipeline, or if every step's logs are incomplete."""
     actions = actions_of(spans, names)
     if actions is None or not actions.stage.any() or not actions.forward.any():
         return None
@@ -122,8 +122,8 @@ def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> Pipelin
 
 
 def played_bubble(orders: Sequence[Sequence[Place]], seconds: Callable[[Place], float]) -> float | None:
-    """Return the bubble when each rank does its actions in this order as soon as it can, and sending takes no time.
-    None where the order cannot be completed because an action is missing. seconds: of each action."""
+    """Simulate a step in which each rank does its actions in this order as soon as possible, and sending takes no time;
+    return the bubble. None if the order cannot be completed, as an action is missing. seconds: time of each action."""
     last = max((stage for order in orders for _, stage, _ in order), default=0)
     ends: dict[Place, float] = {}
     done, free = [0] * len(orders), [0.0] * len(orders)
@@ -168,7 +168,7 @@ def _stage(actions: Actions, chosen: NDArray[np.bool_]) -> StageReport:
 
 
 def _pipes(rank: Table, stage: Table) -> Table:
-    """Number the pipeline of each action: among ranks with the same stages, the first belongs to the first pipeline."""
+    """Return the pipeline's number of each action: the n-th of the ranks with the same stages is in pipeline n."""
     stages = {one: frozenset(stage[rank == one].tolist()) for one in np.unique(rank).tolist()}
     alike: dict[frozenset[int], list[int]] = {}
     for one, own in stages.items():
@@ -178,7 +178,7 @@ def _pipes(rank: Table, stage: Table) -> Table:
 
 
 def _received(spans: Spans, names: Sequence[str]) -> Spans:
-    """Return the receives that one rank waits for, in order."""
+    """Return the receives for which one rank waits, in order."""
     is_receive = np.array([name.startswith("receive") for name in names], bool)
     chosen = (spans["kind"] == KIND["communication"]) & (spans["lane"] == LANE["main"])
     found: Spans = spans[chosen & (spans["collective"] == NO_COLLECTIVE) & is_receive[spans["name"]]]
@@ -186,7 +186,7 @@ def _received(spans: Spans, names: Sequence[str]) -> Spans:
 
 
 def _covered(received: Spans, times: Table) -> NDArray[np.float64]:
-    """Return how many ns before each of these times lie in receives, which do not overlap."""
+    """Return how many ns before each of these times were spent in receives, which do not overlap."""
     if not len(received):
         return np.zeros(len(times))
     edges = np.stack([received["start"], received["end"]], axis=1)

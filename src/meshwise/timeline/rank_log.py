@@ -1,6 +1,6 @@
 """Read the log of one rank back, session by session.
 
-Its spans stay packed.
+The spans stay packed.
 
 Tested in tests/timeline/test_span_log.py.
 """
@@ -19,7 +19,7 @@ from meshwise.spec.words import printable
 from meshwise.timeline.pack import VERSION, Column, unpack
 
 MOST = 1 << 60
-"""The most nanoseconds, steps or bytes in a log: their sums fit in 64 bits."""
+"""The largest number of ns, steps or bytes accepted in a log, so that their sums fit in 64 bits."""
 MOST_PACKED = 200
 """The most spans per character of packed text: zlib cannot pack more."""
 Kind = tuple[str, str, str]
@@ -28,26 +28,26 @@ Kind = tuple[str, str, str]
 
 @dataclass
 class RankLog:
-    """One rank's log of one session. `damaged` counts the lines that could not be read."""
+    """One rank's log of one session. `damaged` counts lines and blocks that could not be read."""
 
     rank: int
     world: int
     device: str
     host: str
     unix: float
-    """When the log began, in seconds since 1970; and the rank's own clock at that moment (ns)."""
+    """When the log began, in seconds since 1970. `clock` is the rank's clock at that moment (ns)."""
     clock: int
     program: str = ""
     """`plain` for a program without verbs of meshwise, recorded from outside."""
     session: int = 0
     attempt: int = 0
-    """Which attempt of the run these workers belong to, from 1; 0 where the log does not say."""
+    """Number of the run's attempt that wrote this log, from 1; 0 if the log does not say."""
     packed: list[tuple[int, str]] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     counters: list[tuple[int, int, int, str, float]] = field(default_factory=list)
     round_trips: list[tuple[int, int, int]] = field(default_factory=list)
     dtypes: dict[tuple[str, int], str] = field(default_factory=dict)
-    """Dtype that collectives moved, by their name and bytes."""
+    """Dtype that a collective moved, by the collective's name and bytes."""
     end: int | None = None
     overhead_seconds: float = 0.0
     dropped: int = 0
@@ -55,11 +55,11 @@ class RankLog:
 
     @property
     def spans(self) -> int:
-        """How many spans its blocks claim to have."""
+        """Number of spans that the log's blocks claim to have."""
         return sum(count for count, _ in self.packed)
 
     def blocks(self) -> Iterator[tuple[Column, ...]]:
-        """Yield the columns of its spans (see `pack.unpack`), block by block; each block yielded is dropped here."""
+        """Yield the columns of the log's spans (see `pack.unpack`), block by block; remove each block from `packed`."""
         while self.packed:
             count, text = self.packed.pop(0)
             try:
@@ -73,12 +73,12 @@ class RankLog:
                 self.damaged += 1
 
     def last_known(self) -> int:
-        """Return the latest moment that it records, apart from spans (ns, the rank's clock)."""
+        """Return the latest moment that the log records apart from spans (ns, the rank's clock)."""
         return max([self.clock, *(counter[0] for counter in self.counters[-1:]), *([self.end] if self.end else [])])
 
 
 def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[RankLog], str]:
-    """Return the sessions of a rank's log, and a sentence on what cannot be read in it ("" for nothing).
+    """Return the sessions of a rank's log, and a sentence on why it cannot be read ("" if it can).
 
     last_blocks: keep only this many of the newest blocks of spans.
     """
@@ -109,12 +109,12 @@ def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[Rank
 
 
 def rank_of(path: Path) -> int:
-    """Return the rank of a log file, from its name."""
+    """Return the rank of a log file, from the file's name."""
     return place_of(path)[0]
 
 
 def place_of(path: Path) -> tuple[int, int]:
-    """Return the rank and the attempt of a log file, from its name."""
+    """Return the rank and the attempt (from 1) of a log file, from the file's name."""
     numbers = [int(number) for number in re.findall(r"\d+", path.name)] or [0]
     return numbers[0], numbers[1] if len(numbers) > 1 else 1
 

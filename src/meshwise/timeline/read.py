@@ -1,8 +1,8 @@
 """Read a run folder's logs as a Timeline on one clock.
 
-All ranks are on it, with sentences on what is missing.
+The Timeline has all ranks, and sentences on what is missing.
 
-A log that was cut off, or that misses a block, gives what it has. A log of another version is left out and named.
+A log that was cut off, or lacks a block, gives what it has. A log of another version is left out and named.
 
 Tested in tests/timeline/test_span_log.py.
 """
@@ -31,18 +31,18 @@ from meshwise.timeline.spans import KIND, LANE, SPAN
 from meshwise.timeline.timeline import NO_PHASE, PER_SESSION, Clock, Counter, Rank, RunSession, Spans, Timeline, of_rank
 
 SILENT = 60.0
-"""A run that run.json calls running was probably killed when it records nothing for this many seconds."""
+"""A run with status running in run.json was probably killed if it has recorded nothing for this many seconds."""
 SILENT_RANK = 10_000_000_000
-"""A rank of a running run was cut off when it records nothing for this many ns while others do."""
+"""A rank of a running run counts as cut off if its last record is this many ns older than another rank's."""
 CLOCKS_DIFFER = 1_000_000_000
-"""How many ns the time of day of two hosts may differ."""
+"""Largest difference, in ns, expected between the times of day of two hosts."""
 Row = tuple[int, int, int, float]
 """A counter's time, step, phase, value."""
 
 
 @dataclass(frozen=True)
 class _Aligned:
-    """A log, its fit to rank 0's clock, and what to subtract there so that the run begins at 0."""
+    """A log, its fit to rank 0's clock, and the time on that clock (ns) at which the timeline begins."""
 
     log: RankLog
     fit: ClockFit
@@ -56,10 +56,10 @@ class _Aligned:
 
 
 def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metrics | None = None) -> Timeline:
-    """Read the timeline of the run in `folder`. Raises UsageError when it is no run folder.
+    """Read the timeline of the run in `folder`. Raises UsageError if that is no run folder.
 
-    last_blocks: read only this many of each rank's newest blocks of spans, to follow a run. metrics: the metrics
-    read so far: only later ones are read.
+    last_blocks: keep only this many of each rank's newest blocks of spans, to follow a run. metrics: the metrics
+    read so far; only later ones are read.
     """
     facts, metrics = names.read_run(folder), metrics or Metrics(folder)
     metrics.read_on()
@@ -106,8 +106,8 @@ def _aligned(logs: Sequence[RankLog], began: Sequence[float]) -> list[_Aligned]:
 
 
 def _spans(aligned: Sequence[_Aligned], began: Sequence[int]) -> tuple[Spans, list[str]]:
-    """Return all spans, sorted, on one clock. Spans that a rank records after the next attempt has begun do not count:
-    its machine was cut off."""
+    """Return all spans, sorted, on one clock, and their names. Spans that a rank records after the next attempt has
+    begun are left out: that rank's machine was cut off."""
     found: dict[str, int] = {"": 0}
     spans = np.empty(sum(a.log.spans for a in aligned), SPAN)
     at = 0
@@ -143,7 +143,7 @@ def _fill(rows: Spans, block: tuple[Column, ...], of_code: Column, a: _Aligned) 
 
 
 def _made_causal(spans: Spans, names: Sequence[str], aligned: Sequence[_Aligned]) -> list[Clock]:
-    """Shift whole clocks where a collective would end before its last arrival; return the clocks after the shift."""
+    """Shift clocks so that no collective ends before its last arrival; return the clocks after the shift."""
     clocks = {
         rank: max((a.fit.clock for a in sessions), key=lambda clock: clock.error)
         for rank, sessions in itertools.groupby(aligned, lambda a: a.log.rank)
@@ -173,7 +173,7 @@ def _ranks(aligned: Sequence[_Aligned], spans: Spans) -> list[Rank]:
 def _sessions(
     facts: dict[str, Any], entries: Sequence[dict[str, Any]], ranks: Sequence[Rank], spans: Spans
 ) -> list[RunSession]:
-    """Return the sessions of run.json on the timeline's clock."""
+    """Return the sessions that run.json lists, in times of the timeline's clock."""
     run = float(entries[0]["began"])
     starts = [round((float(entry["began"]) - run) * 1e9) for entry in entries]
     sessions = []
@@ -256,7 +256,7 @@ def _counter(rank: int, name: str, rows: list[Row]) -> Counter:
 
 
 def _losses(losses: Mapping[int, float], spans: Spans) -> list[Counter]:
-    """Return the losses of a job, each at the time when its step ended on the lowest rank that has spans."""
+    """Return the losses of a job as a counter, each at the end of its step on the lowest rank that has spans."""
     if not losses or not len(spans):
         return []
     first = spans[(spans["rank"] == spans["rank"][0]) & (spans["kind"] == KIND["optimizer"])]

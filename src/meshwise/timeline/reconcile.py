@@ -1,6 +1,6 @@
 """Compare a plan's predicted figures with the measured ones.
 
-What differs most is named.
+The kind of time that differs most is named.
 
 Tested in tests/timeline/test_reconcile.py.
 """
@@ -27,8 +27,8 @@ WORTH_SAYING = 0.01
 def reconciled(
     facts: Mapping[str, Any], table: StepTable, ranks: Sequence[RankReport]
 ) -> tuple[Reconciled | None, list[str]]:
-    """Compare the run with the prediction in its record, if it has one and did steps; else say in sentences why a given
-    prediction was not compared."""
+    """Compare the run with the prediction in its record, if the record has one and the run did steps. If a prediction
+    cannot be compared, return None and sentences that say why."""
     given = facts.get(PREDICTED)
     if given is None or not table.steady.any():
         return None, []
@@ -59,7 +59,7 @@ def _kinds(prediction: Prediction, table: StepTable, step: float) -> list[TimeBe
 
 
 def _memory(prediction: Prediction, ranks: Sequence[RankReport]) -> list[MemoryBeside]:
-    """Compare predicted memory with counters of the same names: a CPU worker has none of them."""
+    """Compare predicted memory with counters of the same names, of which a CPU worker has none."""
     rows = []
     for name, value in prediction.memory.items():
         found = [rank.memory[name] for rank in ranks if name in rank.memory]

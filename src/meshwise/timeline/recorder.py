@@ -1,10 +1,10 @@
 """Record spans and counters of one rank during the run.
 
-Recording a span is two readings of the clock and one append; the log's thread drains, encodes and writes. On CUDA the
-marks of device work are events, read with `query` once they have passed, so that recording never synchronises. When
-nobody drains, the oldest spans are dropped and counted.
+Recording a span takes two readings of the clock and one append; the log's thread drains, encodes and writes. On CUDA,
+device work is marked by events, which are read once `query` says that they have passed, so recording never
+synchronises. If nobody drains the recorder, the oldest spans are dropped and counted.
 
-One process is one rank and has one recorder: `current()`. It is off until someone wants to record.
+One process is one rank and has one recorder, `current()`, which is off until recording is switched on.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from meshwise.timeline.device_clock import DeviceClock, DeviceMark, is_captured
 from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, WIDTH
 
 Mark = int | DeviceMark
-"""A moment: nanoseconds of the rank's clock, or a place in the device's stream."""
+"""A moment: a time of the rank's clock in ns, or a mark in the device's stream."""
 Count = tuple[int, int, int, str, Any]
-"""A counter's value: when, in which step, at the end of which kind of phase (-1: of none), its name, the value."""
+"""A counter's record: time (ns), step, kind of phase that ended then (-1 for none), name, value."""
 BEATS, PHASE = 0, 2  # where they lie in the words of a pulse: workers/heartbeat.py
 CAPACITY = 200_000  # spans that are kept for a log that does not drain: about 40 MB
 
 
 class Pulse(Protocol):
-    """Is told at once what this rank does. `words` holds the number of its phase, beside the count of beats."""
+    """Receives at once what this rank does (see workers/heartbeat.py). `words`: its beats, phase, and more."""
 
     words: memoryview
     beats: int
@@ -55,22 +55,22 @@ class Recorder:
         self.names: list[tuple[str, str, str]] = []
         """(kind, lane, name) of each code."""
         self.dtypes: dict[tuple[int, int], Any] = {}
-        """The dtype that a collective moved, by its code and bytes, where it is known."""
+        """The dtype that a collective moved, by the collective's code and bytes, if known."""
         self.dropped = 0
         self.samples = 0
-        """Samples of the global batches that this rank has worked on."""
+        """Number of samples in the global batches that this rank has worked on."""
         self.pulse: Pulse | None = None
         self.memory: Callable[[], Mapping[str, float]] | None = None
-        """Returns the bytes in use, by name; called at the ends of the phases of a step after `request_memory`."""
+        """Returns the bytes in use, by name; called at the end of each phase of a step after `request_memory`."""
         self.held: Callable[[], Mapping[str, float]] = dict
-        """Like `memory`: the bytes that the program itself holds, by purpose."""
+        """Like `memory`, but returns the bytes that the program itself holds, by purpose."""
         self._codes: dict[tuple[str, str, str], int] = {}
         self._rows: list[Any] = []
         self._counters: list[Count] = []
         self._collectives = 0
         timed = functools.partial(torch.Event, device, enable_timing=True)
         self.device = DeviceClock(clock, timed) if has_streams(device) else None
-        """Marks the stream, where the device runs asynchronously."""
+        """Records marks in the device's stream; None if the device does not run asynchronously."""
         self._memory_wanted, self.takes_memory = True, False  # of the first step: a short run has no other
 
     def begin_step(self, step: int) -> None:
@@ -85,7 +85,7 @@ class Recorder:
             self.dropped += half
 
     def come_to(self, phase: str) -> None:
-        """Enter a phase, whether or not a span of it is open."""
+        """Enter a phase, without opening a span."""
         if self.pulse is not None:
             self.pulse.phase(phase)
         self.phase = phase
@@ -95,7 +95,7 @@ class Recorder:
         self._memory_wanted = True
 
     def phase_ends(self, kind: str) -> None:
-        """End a phase of this kind: measure memory, if that was requested for this step."""
+        """Measure memory at the end of a phase of this kind, if that was requested for this step."""
         if self.takes_memory and self.memory is not None:
             now, used, held = self.clock(), self.memory(), self.held()
             rest = {"activations": used["allocated"] - sum(held.values())} if held and "allocated" in used else {}
@@ -109,7 +109,7 @@ class Recorder:
         return self.clock()
 
     def code(self, kind: str, name: str = "", lane: str = "main") -> int:
-        """Return the number that stands for a kind of span in the records of this rank."""
+        """Return the number that stands for this kind, name and lane of span in this rank's records."""
         key = (kind, lane, name)
         code = self._codes.get(key)
         if code is None:
@@ -122,8 +122,8 @@ class Recorder:
     def ended(
         self, kind: str, start: Mark, lane: str = "main", *, on_device: bool = True, code: int | None = None
     ) -> None:
-        """Record a span that began at `start`, and measure memory, if that was requested for this step.
-        code: of a span with a name."""
+        """Record a span that began at `start` and ends now; measure memory, if that was requested for this step.
+        code: the span's code, needed if it has a name."""
         device = self.device if on_device and self.on else None
         end = self.clock() if device is None else device.mark()
         if self.on:
@@ -134,8 +134,8 @@ class Recorder:
             self.phase_ends(kind)
 
     def turn(self, phase: str, over: str = "", since: Mark | None = None) -> Mark:
-        """Enter a phase, and record the previous one, `over`, if it began at `since`. Returns the moment at which the
-        new one begins: one call, for each phase of each step. `data` is work of the host."""
+        """Enter `phase`; record the previous phase, `over`, if its start `since` is given. Returns when the new phase
+        begins. Phase `data` is work of the host. All in one function for speed, as each phase of each step calls it."""
         device = self.device if self.on else None
         by_host = over == "data" or (phase == "data" and since is None)
         end: Mark = self.clock() if device is None or by_host else device.mark()
@@ -161,13 +161,13 @@ class Recorder:
             self._rows.extend((code, start, end, self.step, bytes, collective))
 
     def arrive(self) -> int:
-        """Enter the next collective. All ranks enter them in one order, so the number identifies it on all."""
+        """Return the next collective's number. All ranks enter collectives in one order, so it is the same on all."""
         self._collectives += 1
         return self._collectives - 1
 
     def begin_collective(self, name: str) -> tuple[int, int, Mark]:
-        """Begin a collective that overlaps with other work; return its code, its number, the moment. One call, for
-        each bucket of each step."""
+        """Begin a collective that overlaps with other work; return its code, its number and the present moment. All in
+        one function for speed, as each bucket of each step calls it."""
         key = ("communication", "communication", name)
         code = self._codes.get(key)
         code = self.code("communication", name, "communication") if code is None else code
@@ -176,19 +176,19 @@ class Recorder:
         return code, self._collectives - 1, start
 
     def end_collective(self, code: int, number: int, start: Mark, moved: torch.Tensor) -> None:
-        """What `begin_collective` has begun is over; it moved this tensor. One call, as there."""
+        """Record the end of a collective that `begin_collective` began. moved: the tensor that it moved."""
         if self.on:
             end = self.clock() if self.device is None else self.device.mark()
             self.dtypes[code, moved.nbytes] = moved.dtype
             self._rows.extend((code, start, end, self.step, moved.nbytes, number))
 
     def count(self, name: str, value: Any, step: int | None = None) -> None:
-        """Record a counter's value now: a number, or a tensor of one number, which another thread reads later."""
+        """Record a counter's present value: a number, or a tensor of one number, which another thread reads later."""
         if self.on and (self.device is None or not is_captured()):
             self._counters.append((self.clock(), self.step if step is None else step, -1, name, value))
 
     def span(self, kind: str, name: str = "", *, on_device: bool = True, lane: str = "main") -> _Open:
-        """Record the body of a with-statement as one span."""
+        """Return a context manager that records its `with` block as one span."""
         if not on_device and lane == "main":
             lane = self.host_lane
         code = self._codes.get((kind, lane, name))
@@ -196,29 +196,29 @@ class Recorder:
 
     @property
     def host_lane(self) -> str:
-        """The lane for work of the host: the main lane if the host does the computing."""
+        """The lane for work of the host: `host`, or `main` if the host itself does the computing."""
         return "main" if self.device is None else "host"
 
     @property
     def overlapped_lane(self) -> str:
-        """The lane for work in a stream of its own: the main lane if the host does the computing."""
+        """The lane for collectives in a separate stream: `communication`, or `main` if the host does the computing."""
         return "main" if self.device is None else "communication"
 
     def collective(
         self, name: str, bytes: int, lane: str = "main", *, numbered: bool = True, dtype: Any = None
     ) -> _Blocking:
-        """Record the body of a with-statement as a collective that this rank waits for. numbered: one of all ranks.
-        dtype: that it moves, where known."""
+        """Return a context manager that records its `with` block as a collective for which this rank waits. numbered:
+        all ranks take part. dtype: of the moved data, if known."""
         code = self.code("communication", name, lane)
         if dtype is not None:
             self.dtypes[code, bytes] = dtype
         return _Blocking(self, code, bytes, numbered)
 
     def drain(self) -> tuple[list[int], list[Count]]:
-        """Take the records since the last call: span rows of WIDTH numbers each, flat, and counters.
+        """Remove and return the records so far: a flat list of span rows, WIDTH numbers each, and the counters.
 
-        May be called from another thread: one slice and one deletion are each done whole. Device work that still runs
-        stays for the next time.
+        May be called from another thread, since a slice and a deletion are each atomic. Spans of device work that
+        still runs stay for the next call.
         """
         end, count = len(self._rows), len(self._counters)
         rows, counters = self._rows[:end], self._counters[:count]
@@ -241,7 +241,7 @@ class Recorder:
 
 
 class _Open:
-    """A span that is still open."""
+    """The context manager of a span."""
 
     __slots__ = ("_before", "_code", "_kind", "_on_device", "_profiled", "_recorder", "_start")
 
@@ -276,7 +276,7 @@ class _Open:
 
 
 class _Blocking:
-    """A collective that this rank is waiting for."""
+    """The context manager of a collective for which this rank waits."""
 
     __slots__ = ("_bytes", "_code", "_number", "_numbered", "_recorder", "_start")
 
@@ -301,7 +301,7 @@ def current() -> Recorder:
 
 
 def make_current(recorder: Recorder) -> Recorder:
-    """Make `recorder` that of this process; return the previous one."""
+    """Make `recorder` the recorder of this process; return the previous one."""
     global _current
     before, _current = _current, recorder
     return before

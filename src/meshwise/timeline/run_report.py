@@ -1,9 +1,9 @@
 """Define the report of a run as plain data.
 
-It has every number that any view shows, and its display text.
+The report has every number that any view shows, and the display text of each.
 
-Text, page, trace, Mermaid, JSON, OpenMetrics and TensorBoard are drawn from this and from the timeline alone. A field's
-type names its unit, which is how its number is written: `report_dict` carries both.
+Text, page, trace, Mermaid, JSON, OpenMetrics and TensorBoard are drawn from report and timeline alone. A field's type
+names its unit, which says how the number is written: `report_dict` has both the numbers and their texts.
 
 Tested in tests/timeline/views/test_html_page.py.
 """
@@ -21,7 +21,7 @@ from meshwise.spec.units import bytes_text, count_text, percent_text, rate_text,
 from meshwise.timeline.attempt_report import AttemptReport
 
 MEMORY = ("allocated", "resident")
-"""Counters of what a rank itself uses; the first one present stands for its memory."""
+"""Counters of the memory that a rank itself uses; the first one that is present stands for the rank's memory."""
 NOT_MEMORY = ("samples", "loss")
 """Counters that are not in bytes; all others are."""
 COMPUTING = ("forward", "backward", "optimizer")
@@ -55,14 +55,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One device. seconds: by kind, over all training steps, evaluation and saving included; they add up.
+    """One rank and its device. seconds: by kind, of all training steps with evaluation and saving; the kinds add up.
 
-    step_shares: of the time in steps, by kind, without evaluation and saving; empty where there was no time.
-    hidden_seconds: communication that overlaps with computing, on top of the others. step_seconds: median time of a
-    step. last_steps: in how many steps it was last; last_arrivals: at how many of the `sync_points`;
-    straggler_seconds: what that cost in all.
-    peak_memory: of the device, or of the process where only that is known. memory: the peak by the counter's
-    name; memory_by_phase: the same at the ends of phases.
+    step_shares: shares of the time in steps, by kind, without evaluation and saving; empty if there was no time.
+    hidden_seconds: communication that overlaps with computing, not counted in `seconds`. step_seconds: median time of a
+    step. last_steps: in how many steps this rank was last; last_arrivals: at how many of all `sync_points`;
+    straggler_seconds: what these delays cost in all.
+    peak_memory: of the device, or of the process if only that is known. memory: peak bytes by counter name;
+    memory_by_phase: the same at the ends of each kind of phase.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class ClockReport:
-    """A rank's clock against rank 0's. error_seconds: ±."""
+    """A rank's clock compared with rank 0's. error_seconds: the offset is known to within ± this."""
 
     rank: int
     offset_seconds: Seconds
@@ -108,11 +108,11 @@ class GoodputPart:
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """Collectives of one name and size. of: what they send, such as `gradients`; empty where the log does not say.
+    """Collectives of one name and size. of: what they send, such as `gradients`; "" if the log does not say.
 
     seconds: median from the last arrival to the last end: pure communication. skew_seconds: median from the first to
-    the last arrival: how long the first rank waits. share: of the time of all collectives. bus_bandwidth: bytes a
-    second as nccl-tests define it, None where they do not. dtype: of the data it moves, "" unknown.
+    the last arrival: how long the first rank waits. share: of the time of all collectives. bus_bandwidth: bytes per
+    second as nccl-tests define it; None if they do not. dtype: of the moved data; "" if unknown.
     """
 
     name: str
@@ -128,8 +128,8 @@ class CollectiveReport:
 
 @dataclass(frozen=True)
 class StageReport:
-    """A stage of a pipeline. ranks: that compute it. forward_seconds, backward_seconds: of a microbatch, median,
-    without waiting for another stage."""
+    """A stage of a pipeline. ranks: those that compute it. forward_seconds, backward_seconds: median time of one
+    microbatch, without waiting for another stage."""
 
     stage: int
     ranks: list[int]
@@ -139,9 +139,9 @@ class StageReport:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """The pipeline of a run. microbatches: of a step. bubble: the share of the time from a step's first forward to its
+    """The pipeline of a run. microbatches: per step. bubble: the share of the time from a step's first forward to its
     last backward in which a rank computes neither, mean over ranks, median over steps. bubble_of_schedule: the bubble
-    of the same order if stages took equally long; bubble_of_stages: with the real stages, if sending took no time.
+    if all stages took equally long; bubble_of_stages: with the stages' real times; in both, sending takes no time.
     """
 
     stages: list[StageReport]
@@ -153,10 +153,10 @@ class PipelineReport:
 
 @dataclass(frozen=True)
 class Series:
-    """The run over its steps, in at most a few hundred points: each the mean over the steps up to the next point.
+    """The run over its steps, in at most a few hundred points, each of which is the mean over the steps to the next.
 
-    step, time: where a point begins (time in seconds since the run began). seconds: of a step, mean over ranks. kinds:
-    the same by kind. loss: at the last step of the point; NaN unknown.
+    step, time: where a point begins (time in seconds since the run began). seconds: time of a step, mean over ranks.
+    kinds: the same by kind. loss: of the point's last step with a known loss; NaN if there is none.
     """
 
     step: list[int] = field(default_factory=list)
@@ -178,9 +178,9 @@ class CounterSeries:
 
 @dataclass(frozen=True)
 class Bar:
-    """An interval of one rank's time. start: s since its window began. text: how long, from when, and what it moved.
+    """An interval of one rank's time. start: seconds since the window began. text: duration, start, and bytes moved.
 
-    found: not a span of the log, but computed from the arrivals of all ranks: waiting, or an attributed interval.
+    found: the bar is no span of the log, but computed: waiting for another rank, or an attributed interval.
     """
 
     rank: int
@@ -198,7 +198,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step of a window, from the first beginning to the last end on any rank. start: s since the window began."""
+    """One step of a window, from its first start to its last end on any rank. start: seconds since the window began."""
 
     step: int
     start: float
@@ -207,11 +207,11 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """A few steps, span by span. name: all, typical, slowest, first, last or chosen. start: s since the run began.
+    """A few steps, span by span. name: all, typical, slowest, first, last or chosen. start: time in the run (s).
 
-    bars: the spans of the log; a collective that first waits for a rank is two bars, the waiting and the communication.
-    attributed: each rank's time, every moment with one kind (see `attribution`); idle is left out.
-    usual_step: the step whose time is nearest to the run's median.
+    bars: the spans of the log; a collective that waits for a rank has two bars: the waiting, then the communication.
+    attributed: each rank's time, each moment as one kind (see `attribution`), without idle.
+    usual_step: the step to show first, whose time is nearest to the usual one.
     """
 
     name: str
@@ -225,13 +225,13 @@ class StepWindow:
     usual_step: int = 0
 
     def step(self, number: int) -> StepTimes | None:
-        """Return the times of one step, None where it is not in the window."""
+        """Return the times of one step; None if the step is not in the window."""
         return next((times for times in self.steps if times.step == number), None)
 
 
 @dataclass(frozen=True)
 class TimeBeside:
-    """One kind of time in a step: as predicted, and as measured (median over steps of the mean over ranks)."""
+    """One kind of time in a step: predicted, and measured (mean over ranks, then median over steps)."""
 
     name: str
     predicted: Seconds
@@ -240,7 +240,7 @@ class TimeBeside:
 
 @dataclass(frozen=True)
 class MemoryBeside:
-    """Bytes of the rank that needs most: predicted, and the most measured; None where nothing measures it."""
+    """Bytes on the rank that needs most, predicted and measured; `measured` is None if nothing measures them."""
 
     name: str
     predicted: Bytes
@@ -249,9 +249,9 @@ class MemoryBeside:
 
 @dataclass(frozen=True)
 class Reconciled:
-    """The prediction for the run's plan beside the measurement. machine: of the prediction; origin: of its prices.
+    """The prediction for the run's plan beside the measurement. machine: predicted for; origin: of the prices used.
 
-    seconds, low, high: of a step, with the 80 % interval; None where only memory was predicted. measured: the median.
+    seconds, low, high: predicted per step, 80 % interval; None if only memory was predicted. measured: median step.
     """
 
     machine: str
@@ -267,12 +267,12 @@ class Reconciled:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is known of a run. about: what was run: its plan, command, commit and last metric, where they are known.
+    """All that is known of a run. about: what was run: plan, command, commit, last metric and so on, as far as known.
 
-    headline: the verdict in at most ten words. verdict: the verdict as a sentence. error_seconds: the ± of all times
-    across ranks.
+    headline: the verdict in at most ten words. verdict: the verdict as a sentence. error_seconds: times of different
+    ranks are comparable to within ± this.
 
-    kinds: seconds by kind, mean over ranks. waiting: the parts of the goodput's waiting.
+    kinds: seconds by kind, mean over ranks. waiting: what the waiting in `goodput` consists of.
     """
 
     title: str
@@ -311,12 +311,12 @@ class Report:
 
 
 def report_dict(report: Report) -> dict[str, Any]:
-    """Return the report as a dict for JSON: non-finite numbers are null. text: each number as text, by its path."""
+    """Return the report as a dict for JSON, non-finite numbers as None. Key `text`: each number's text, by path."""
     return {"meshwise_report": 1, **json_value(report), "text": dict(texts_of(report))}
 
 
 def texts_of(value: Any, hint: Any = None, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path of each number that has a unit, such as `ranks/0/seconds/forward`, and its text."""
+    """Yield, for each number that has a unit, its path, such as `ranks/0/seconds/forward`, and its text."""
     write = _unit(hint)
     if write is not None:
         yield path, "unknown" if value is None else write(value)

@@ -13,7 +13,7 @@ from meshwise.records.best import Best
 
 @dataclass(frozen=True)
 class WholeRun:
-    """All sessions of a run that was resumed. steps: without repeated ones. seconds: wall time of the sessions."""
+    """All sessions of a resumed run together. steps: without repeated steps. seconds: wall time of all sessions."""
 
     sessions: int
     epochs: int
@@ -26,11 +26,11 @@ class RunSummary:
     """What a run did; of a resumed run, what its newest session did. As JSON (`json_value`) a non-finite metric is
     null.
 
-    status: "finished" or "stopped". seconds: wall time in all; train_seconds: of training and evaluating.
-    phases: seconds of each phase, one entry per rank; "communication" is the part that computing did not hide.
-    memory: peak bytes of each rank, None unknown. folder: where its records lie, "" for nowhere.
-    verdict: what limited it. best: the best evaluation, where the job defines one: its weights are in best.safetensors.
-    whole: all sessions of a resumed run.
+    status: "finished" or "stopped". seconds: wall time in all; train_seconds: wall time of training and evaluating.
+    phases: seconds of each phase, one mapping per rank; "communication" is the part that computing did not hide.
+    memory: peak bytes of each rank, None if unknown. folder: where the run's records lie; "" if none are kept.
+    verdict: what limited the run. best: the best evaluation, if the job defines one; its parameters are in
+    best.safetensors. whole: all sessions of a resumed run.
     """
 
     job: str

@@ -1,10 +1,10 @@
 """Write a rank's spans to its log, in a background thread.
 
-They are what its recorder holds.
+The spans come from the rank's recorder.
 
-One JSON object a line. The first has the rank and how its clock relates to the time of day; `spans` are packed columns,
-`counters` and `clock` samples are plain; `end` comes last, and is missing when the worker was cut off. A run that is
-resumed appends a new first line.
+The log has one JSON object per line. The first line has the rank and how its clock relates to the time of day. `spans`
+are packed columns; `counters` and `clock` samples are plain. `end` comes last, and is missing if the worker was cut
+off. A resumed run appends a new first line.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class SpanLog:
         self._closed = threading.Event()
         self._looked_at_clock = time.monotonic()
         self.cpu_seconds = 0.0
-        """CPU time for encoding and writing so far, in seconds of one core."""
+        """CPU time spent so far on encoding and writing, in seconds of one core."""
         self._write([{"log": VERSION, **head, "unix": time.time(), "clock": recorder.clock()}])
         self._write(self._clock_lines(FIRST_ROUNDS))
         self._thread = threading.Thread(target=self._run, name="meshwise-log", daemon=True)
         self._thread.start()
 
     def close(self, status: str) -> None:
-        """Write what is left and how the rank ended. May be called twice."""
+        """Write the remaining records and how the rank ended. A second call does nothing."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -1,6 +1,6 @@
 """Define spans: kinds, lanes, and the table of a timeline.
 
-They are measured or predicted.
+Spans are measured or predicted.
 
 Tested in tests/timeline/views/test_chrome_trace.py.
 """
@@ -25,7 +25,7 @@ KINDS = (
     "idle",
 )
 LANES = ("main", "blocks", "host", "communication")
-"""Rows of a rank, from top to bottom: phases and blocking collectives · layer blocks · what the host does while an
+"""Rows of a rank, from top to bottom: phases and blocking collectives · blocks of the model · work of the host while an
 accelerator computes · collectives that overlap with computing."""
 
 KIND = {kind: code for code, kind in enumerate(KINDS)}
@@ -43,7 +43,7 @@ def collective_name(operation: str, of: str = "") -> str:
 
 
 def operation_and_source(name: str) -> tuple[str, str]:
-    """Split a name into `all-reduce` and `gradients`; the second is empty where the name does not say what was sent."""
+    """Split a collective's name into `all-reduce` and `gradients`; the second is "" if the name has no ` of `."""
     operation, _, of = name.partition(" of ")
     return operation, of
 
@@ -72,6 +72,6 @@ SPAN = np.dtype(
         ("collective", "<i8"),
     ]
 )
-"""One span a row. kind, lane: index in KINDS, LANES. name: index in the timeline's names. step: counts from 1; 0 before
-the first. start, end: nanoseconds. bytes: moved or saved, 0 for none. collective: the number that a collective has on
-every rank, or -1."""
+"""One span per row. kind, lane: index in KINDS, LANES. name: index in the timeline's names. step: from 1; 0 before the
+first. start, end: nanoseconds. bytes: number moved or saved, 0 for none. collective: the number of a collective, the
+same on every rank, or -1."""

@@ -1,6 +1,6 @@
 """Tabulate seconds by step, rank and kind of time.
 
-They come from the attributions of all ranks.
+The seconds come from the attributions of all ranks.
 
 Tested in tests/timeline/test_attribution.py.
 """
@@ -29,8 +29,8 @@ OF_STEP = [code for kind, code in KIND.items() if kind not in OUTSIDE_STEPS]
 class StepTable:
     """The time of every step of a run by kind; steps are in the order in which they were done.
 
-    step, session, start (ns): shape (steps,); step 0 is the time before a session's first. seconds: shape (steps,
-    ranks, kinds + 2). present: which rank did which step. lost: steps that were repeated in a later session.
+    step, session, start (ns): shape (steps,); step 0 is the time before step 1. seconds: shape (steps, ranks,
+    kinds + 2). present: shape (steps, ranks), which rank did which step. lost: steps that a later session repeated.
     """
 
     ranks: Whole
@@ -45,17 +45,17 @@ class StepTable:
 
     @property
     def counted(self) -> NDArray[np.bool_]:
-        """Mask of the rows that count: those with a step that was not repeated later."""
+        """Mask of the rows that count: those of a step (not 0) that was not repeated later."""
         return (self.step > 0) & ~self.lost
 
     @property
     def trained(self) -> NDArray[np.bool_]:
-        """Mask of the counted steps with a backward: an evaluation after the last step has none."""
+        """Mask of the counted steps with a backward. An evaluation after the last step is a row without one."""
         return self.counted & (self.seconds[:, :, KIND["backward"]] > 0).any(axis=1)
 
     @property
     def steady(self) -> NDArray[np.bool_]:
-        """Mask of the trained steps, without the first of each session, a warm-up, if five or more remain."""
+        """Mask of the trained steps, without each session's first (a warm-up) if five or more steps remain."""
         first = np.concatenate([[True], np.diff(self.session) > 0]) | (np.concatenate([[0], self.step[:-1]]) == 0)
         rest = self.trained & ~first
         return rest if rest.sum() >= 5 else self.trained

@@ -1,6 +1,6 @@
 """Choose the few steps that are shown span by span.
 
-For each, it tells what each moment of each rank was spent on.
+For each of these steps, it tells what each rank spent each moment on.
 
 Tested in tests/timeline/views/test_gantt_text.py.
 """
@@ -28,8 +28,8 @@ WINDOW_STEPS = 5
 def step_windows(
     timeline: Timeline, table: StepTable, steps: tuple[int, int] | None, straggler: int | None = None
 ) -> list[StepWindow]:
-    """Return windows of the chosen steps, or of typical, slow, first and last ones. Raises UsageError when the run
-    lacks the chosen ones. straggler: the rank that the verdict names: last in the typical step, by its usual delay."""
+    """Return a window of the chosen `steps`, or windows of typical, slow, first and last steps. Raises UsageError if
+    the run lacks the chosen steps. straggler: rank that the verdict names; the typical step shows its usual delay."""
     rows = np.flatnonzero(table.trained)
     if steps is not None:
         inside = rows[(table.step[rows] >= steps[0]) & (table.step[rows] <= steps[1])]
@@ -58,7 +58,7 @@ def step_windows(
 
 
 def _with_straggler(table: StepTable, rows: Whole, steady: Whole, straggler: int | None) -> Whole:
-    """Return the steady steps with the straggler last by half to twice its median delay; all if there are none."""
+    """Return the steady steps in which the straggler is last by 0.5 to 2 times its median delay; all if none is."""
     points = table.sync_points
     of_rank = points.rank == straggler
     if straggler is None or not of_rank.any():
@@ -100,7 +100,7 @@ def _times(spans: Spans, origin: int) -> StepTimes:
 
 
 def _bars(spans: Spans, names: Sequence[str], arrivals: Arrivals, origin: int) -> list[Bar]:
-    """Return a bar per span, a collective's from when its rank no longer waits; then a bar for each waiting."""
+    """Return a bar for each span (of a collective, the part after the waiting), then a bar for each waiting."""
     until = arrivals.waits_until(spans).tolist()
     bars, waits = [], []
     for s, split in zip(spans, until, strict=True):
@@ -136,5 +136,5 @@ def _attributed(spans: Spans, arrivals: Arrivals, origin: int) -> Iterator[Bar]:
 
 
 def _time_text(start: int, end: int) -> str:
-    """Write a duration and its start, given in ns: `8.0 ms from 24 ms`."""
+    """Return the text for a start and end given in ns, such as `8.0 ms from 24 ms`."""
     return f"{seconds_text((end - start) / 1e9)} from {seconds_text(start / 1e9)}"

@@ -1,11 +1,11 @@
 """Find stragglers: the rank, the phase, and the cost.
 
-A straggler is the rank that the others wait for.
+A straggler is the rank for which the others wait.
 
-Ranks synchronize in collectives. Between two sync points each rank works alone, and the slowest one makes the others
-wait. Its delay is how much longer it took than the median of the others since it left the last sync point, each on its
-own clock. The cost of a delay is found by replaying the collectives of the sync point without it: each begins when the
-last rank has arrived and the collective before it has ended, and takes as long as it took.
+Ranks synchronize in collectives. Between two sync points each rank works alone, and the slowest rank makes the others
+wait. Its delay is the time that it took since it left the previous sync point, minus the median of the others' times,
+each measured on the rank's own clock. To find the cost of a delay, the sync point's collectives are replayed without
+it: each begins when the last rank has arrived and the previous collective has ended, and takes as long as it did.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from meshwise.timeline.timeline import Spans
 WORK = [KIND[k] for k in ("data", "transfer", "forward", "backward", "optimizer", "evaluate", "checkpoint", "idle")]
 Seconds = NDArray[np.float64]
 CHANCE = 1e-3
-"""Probability per run that a rank is called a straggler although all ranks are late equally often."""
+"""Probability per run that a rank is called a straggler by chance, although all ranks are late equally often."""
 
 
 @dataclass(frozen=True)
 class SyncPoints:
     """Where ranks waited for each other, in order; every array has the shape (sync points,).
 
-    step: the step it belongs to. overlapped: at the end of a backward, whose collectives overlap with it. rank: the
-    last rank, had all left the previous sync point together: a slow link keeps its rank there longer every time, and
-    is no straggler. delay: seconds that this rank took longer than the median of the others. phase: index in KINDS of
-    the phase with the largest delay. cost: seconds by which the sync point would have ended earlier without it.
+    step: the step of the sync point. overlapped: it is the end of a backward, with which its collectives overlap. rank:
+    the rank that would have come last if all had left the previous sync point together, since a rank with a slow link
+    leaves later but is no straggler. delay: seconds that this rank took longer than the median of the others. phase:
+    index in KINDS of the phase with the largest delay. cost: by how many seconds the delay made it end later.
     """
 
     step: Whole
@@ -52,7 +52,7 @@ NONE = SyncPoints(_WHOLE, np.empty(0, np.bool_), _WHOLE, _SECONDS, _WHOLE, _SECO
 
 
 def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Sequence[Attribution]) -> SyncPoints:
-    """Find the sync points of a run. spans, attributions: of each rank of `arrivals`, in its order."""
+    """Find the sync points of a run. spans, attributions: one per rank, in the order of `arrivals.ranks`."""
     use = arrivals.together
     if len(arrivals.ranks) < 2 or not use.any():
         return NONE
@@ -76,7 +76,7 @@ def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Seq
 
 
 def _left(spans: Spans, arrival: Whole, end: Whole, overlapped: NDArray[np.bool_]) -> Whole:
-    """Return when a rank went on after each collective: at its end, or at that of a backward it overlaps with."""
+    """Return when a rank went on after each collective: at its end, or at the end of the backward that it overlaps."""
     backward = spans[(spans["kind"] == KIND["backward"]) & (spans["lane"] == LANE["main"])]
     if not len(backward):
         return end
@@ -100,7 +100,7 @@ def _excess(work: Seconds, rank: Whole) -> Seconds:
 
 
 def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) -> Seconds:
-    """Replay each sync point without the delay of its last rank; return how many s earlier it would have ended."""
+    """Replay each sync point without its last rank's delay; return how many seconds earlier it would have ended."""
     row, straggler = np.arange(len(arrival)), rank[point]
     taken = arrival - before[point]
     excess = np.maximum(taken[row, straggler] - _median_of_others(taken, straggler), 0)
@@ -123,7 +123,7 @@ def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) 
 
 
 def last_of_steps(sync_points: SyncPoints) -> Whole:
-    """Return which rank was last in each step: at the step's most expensive sync point."""
+    """Return, for each step, which rank was last at the step's most expensive sync point."""
     order = np.lexsort((sync_points.cost, sync_points.step))
     ends = np.flatnonzero(np.diff(sync_points.step[order], append=-1))
     ranks: Whole = sync_points.rank[order[ends]]
@@ -131,10 +131,10 @@ def last_of_steps(sync_points: SyncPoints) -> Whole:
 
 
 def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
-    """Return the ranks that are last so often that chance would cause it less than once in 1 / CHANCE runs.
+    """Return the ranks that are last so often that chance would cause this in less than one of 1 / CHANCE runs.
 
-    Chance: every rank is the last one of a sync point with the same probability, independently. The binomial tail is
-    bounded with Chernoff's inequality.
+    By chance, every rank is last at a sync point with the same probability, independently. Chernoff's inequality bounds
+    the binomial tail.
     """
     use = sync_points.overlapped if sync_points.overlapped.any() else np.ones(len(sync_points.overlapped), bool)
     last, total, fair = sync_points.rank[use], int(use.sum()), 1 / max(len(ranks), 1)
@@ -143,7 +143,7 @@ def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
 
 
 def tail_bound(total: int, times: int, fair: float) -> float:
-    """Return an upper bound on the probability of at least `times` of `total`, each with probability `fair`.
+    """Return an upper bound on the probability of `times` or more successes in `total` trials, each with chance `fair`.
 
     exp(-n KL(k/n, p)): Chernoff, 1952; Hoeffding, 1963, theorem 1.
     """

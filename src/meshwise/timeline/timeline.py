@@ -20,13 +20,13 @@ Spans = NDArray[np.void]
 """A table of rows of SPAN."""
 NO_PHASE = -1
 PER_SESSION = 1 << 40
-"""Steps and collectives count anew in each session: its number times this is added to tell them apart."""
+"""Added once per earlier session to the numbers of steps and collectives, which start anew in each session."""
 
 
 @dataclass(frozen=True)
 class Counter:
-    """One counter of one rank: values at times (ns, the timeline's clock), each in a step, and at the end of a phase of
-    some kind (index in KINDS) or of none (-1). All four have the same length; times ascend."""
+    """One counter of one rank. time: ns on the timeline's clock, ascending. step: of each value. phase: kind of the
+    phase that ended then (index in KINDS), or -1 for none. time, step, phase and value have the same length."""
 
     rank: int
     name: str
@@ -42,7 +42,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Clock:
-    """How a rank's clock was aligned with rank 0's: offset (ns) at its first sample and drift (ns a ns), error ± ns."""
+    """How a rank's clock was aligned with rank 0's. offset: ns, at the first sample. drift: ns per ns. error: ± ns."""
 
     rank: int
     offset: float = 0.0
@@ -53,8 +53,8 @@ class Clock:
 
 @dataclass(frozen=True)
 class RunSession:
-    """One period in which the run's workers lived, in ns of the timeline's clock; a resumed run has several.
-    first_step: its first step, 0 when none was begun. status: finished, stopped, failed, running."""
+    """One period in which the run's workers lived; a resumed run has several. began, ended: ns on the timeline's clock.
+    first_step: the session's first step, 0 if none was begun. status: finished, stopped, failed or running."""
 
     began: int
     ended: int
@@ -64,7 +64,7 @@ class RunSession:
 
 @dataclass(frozen=True)
 class Rank:
-    """One device of the run. last: ns of its last record. complete: it recorded how it ended; else it was cut off."""
+    """One rank of the run. last: time of its last record (ns). complete: it recorded its end, so was not cut off."""
 
     rank: int
     device: str
@@ -77,11 +77,11 @@ class Rank:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All ranks on one clock: 0 is where the first session began.
+    """All ranks of a run on one clock, which is 0 when the first session begins.
 
-    spans: sorted by rank, then start. names: what the column `name` indexes. missing: sentences on what is missing.
-    dtypes: dtype that collectives moved, by their name and bytes, where that was recorded.
-    facts: the contents of run.json of a measured run (job, plan, devices, versions), or of a prediction.
+    spans: sorted by rank, then start. names: the texts that the spans' column `name` indexes. missing: sentences on
+    what is missing. dtypes: dtype that a collective moved, by its name and bytes, if that was recorded.
+    facts: the contents of run.json of a measured run (job, plan, devices, versions), or those of a prediction.
     """
 
     spans: Spans = field(default_factory=lambda: np.empty(0, SPAN))
@@ -96,16 +96,16 @@ class Timeline:
     dtypes: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     def of_rank(self, rank: int) -> Spans:
-        """Return the spans of one rank, in the order in which they began. A view, not a copy."""
+        """Return the spans of one rank, in the order of their starts, as a view, not a copy."""
         return of_rank(self.spans, rank)
 
     def counter(self, name: str) -> Counter | None:
-        """Return the counter of this name on the lowest rank that has one."""
+        """Return the counter of this name on the lowest rank that has it; None if no rank has it."""
         return next((counter for counter in self.counters if counter.name == name), None)
 
     @property
     def began(self) -> float | None:
-        """When the run began, in seconds since 1970; None where that is unknown, as in a prediction."""
+        """When the run began, in seconds since 1970; None if unknown, as in a prediction."""
         sessions = self.facts.get("sessions") or [{}]
         began = sessions[0].get("began")
         return float(began) if isinstance(began, int | float) else None
@@ -128,6 +128,6 @@ class Timeline:
 
 
 def of_rank(spans: Spans, rank: int) -> Spans:
-    """Return the spans of one rank from `spans`, which are sorted by rank. A view, not a copy."""
+    """Return the spans of one rank from `spans`, which are sorted by rank, as a view, not a copy."""
     low, high = np.searchsorted(spans["rank"], [rank, rank + 1])
     return spans[low:high]

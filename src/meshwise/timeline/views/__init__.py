@@ -1,6 +1,6 @@
 """Draw the numbers of a report in several forms.
 
-No view makes a number of its own.
+No view computes a number itself.
 """
 
 from meshwise.spec.lazy import files_of

@@ -2,12 +2,12 @@
 
 Perfetto is at ui.perfetto.dev.
 
-A rank is a process, a lane is a thread. What overlaps on a lane, such as buckets in flight together, gets lanes of its
-own, since slices of one thread may only nest. The format: "Trace Event Format", Google, 2016.
+A rank is a process, a lane is a thread. Spans that overlap on a lane, such as buckets in flight together, go to further
+copies of the lane, since slices of one thread may only nest. The format: "Trace Event Format", Google, 2016.
 
-Read by Perfetto, a time is `int(number * 1000)`; where that would miss by a nanosecond, three tenths of one are added:
-slices that touch would cross. Not all its versions read \\u escapes, or `displayTimeUnit` as it is meant: both are left
-out.
+Perfetto reads a time as `int(number * 1000)`. Where that would be a nanosecond too low, 0.3 ns are added, since slices
+that touch would cross otherwise. Some versions of Perfetto misread \\u escapes and `displayTimeUnit`: neither is
+written.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class _Rows:
-    """The spans of one rank in the order in which they are written, and the thread of each: its lane's index in LANES,
-    shifted by COPY, plus the number of the lane's copy that holds it."""
+    """The spans of one rank in the order in which they are written. thread: for each span, its lane's index in LANES,
+    shifted left by COPY bits, plus the number of the lane's copy that holds the span."""
 
     rank: int
     spans: Spans
@@ -48,10 +48,10 @@ class _Rows:
 
 
 def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
-    """Write the trace, compressed, with the chosen steps, or all.
+    """Yield the trace of the chosen steps, or of all, compressed with gzip.
 
-    It has a slice for each span, and one for each waiting found in a span. Times are µs since the run began, with ns
-    as decimals.
+    The trace has a slice for each span, and one for each waiting found in a span. Times are µs since the run began,
+    with ns as decimals.
     """
     packer = zlib.compressobj(level=5, wbits=zlib.MAX_WBITS | 16)  # with gzip's head, without a name or a time
     for text in trace_text(report, timeline):
@@ -100,9 +100,9 @@ def _rank_rows(rank: int, spans: Spans) -> _Rows:
 
 
 def _copies(spans: Spans) -> Whole:
-    """Return the copy of its lane for each span: the first one where it overlaps no other span, or lies inside one.
+    """Return, for each span, the first copy of its lane on which it overlaps no other span, or lies inside one.
 
-    Only its waiting lies inside a collective: buckets in flight together lie on copies of their own.
+    No span is put inside a collective, so buckets in flight together lie on different copies.
     """
     copy = np.zeros(len(spans), np.int64)
     lanes: list[list[list[tuple[int, bool]]]] = [[] for _ in LANES]  # of each copy the open spans: end, collective
@@ -117,7 +117,7 @@ def _copies(spans: Spans) -> Whole:
 
 
 def _has_room(stack: list[tuple[int, bool]], start: int, end: int) -> bool:
-    """Close what has ended; then check that nothing is open, or that a span but no collective encloses this one."""
+    """Remove ended spans; return whether none is open, or a span that is no collective encloses the new one."""
     while stack and stack[-1][0] <= start:
         stack.pop()
     return not stack or (end <= stack[-1][0] and not stack[-1][1])
@@ -130,7 +130,7 @@ def _columns(spans: Spans, *names: str) -> Iterator[tuple[int, ...]]:
 
 
 def _threads(rows: Sequence[_Rows]) -> dict[int, int]:
-    """Return the tid of each lane and copy, the same on all ranks. None equals a pid, which means a main thread."""
+    """Return the tid of each lane's copy, the same on all ranks; no pid, since tid = pid means a main thread."""
     used = np.unique(np.concatenate([np.empty(0, np.int64), *(np.unique(r.thread) for r in rows)])).tolist()
     first = 10 ** len(str(max((r.rank for r in rows), default=0)))
     return {thread: first + number for number, thread in enumerate(used)}
@@ -146,7 +146,7 @@ def _of_steps(counter: Counter, steps: tuple[int, int] | None) -> Counter:
 
 
 def _facts(timeline: Timeline, report: Report, origin: int) -> dict[str, Any]:
-    """Return the facts beside the events. No lists: some versions of Perfetto cannot read them here."""
+    """Return the trace's facts besides the events, without lists, which some versions of Perfetto cannot read here."""
     facts: dict[str, Any] = {
         "written by": "meshwise",
         "job": report.title,
@@ -205,7 +205,7 @@ def _slices(r: _Rows, table: Arrivals, threads: dict[int, int], names: Sequence[
 
 
 def _waited_for(table: Arrivals, spans: Spans) -> Whole:
-    """Return the rank that each collective of `spans` waits for; for other spans the value means nothing."""
+    """Return the rank for which each collective in `spans` waits; for other spans, the value means nothing."""
     if not len(table.number):
         return np.zeros(len(spans), np.int64)
     row = np.minimum(np.searchsorted(table.number, spans["collective"]), len(table.number) - 1)
@@ -220,10 +220,10 @@ def _counts(counter: Counter, origin: int) -> Iterator[Event]:
 
 
 def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], origin: int) -> Iterator[Event]:
-    """Yield arrows from the last rank to arrive to each that waited for it, at the moment when it arrived.
+    """Yield arrows from the last rank to arrive to each rank that waited for it, at the time of that arrival.
 
-    Each has its own id: chrome://tracing ends a flow at its first end. They follow all slices: among events of one
-    moment, Perfetto keeps the order of the file.
+    Each arrow has its own id, since chrome://tracing ends a flow at its first end. Arrows come after all slices, since
+    Perfetto keeps the file's order among events of one time.
     """
     tids = _tids(rows, table, threads)
     for low in range(0, len(table.number), CHUNK):
@@ -241,7 +241,7 @@ def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], orig
 
 
 def _tids(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int]) -> Whole:
-    """Return the tid of each collective's slice on each rank, 0 where there is none: shape (collectives, ranks)."""
+    """Return the tid of each collective's slice on each rank, 0 if there is none: shape (collectives, ranks)."""
     tids = np.zeros((len(table.number), len(table.ranks)), np.int64)
     keys, values = np.array(sorted(threads.items()), dtype=np.int64).reshape(-1, 2).T
     for r in rows:
@@ -253,12 +253,12 @@ def _tids(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int]) -> Wh
 
 
 def _micro(times: Whole) -> list[float]:
-    """Convert ns to µs that are read exactly for ten days, whether a reader rounds doubles or truncates them."""
+    """Convert ns to µs that readers convert back exactly, for up to ten days, whether they round or truncate."""
     missed = np.trunc(times / 1000 * 1000.0) != times
     micro: list[float] = ((times + 0.3 * missed) / 1000).tolist()
     return micro
 
 
 def _plain(text: str) -> str:
-    """Replace control characters and lone surrogates with spaces: they would be escaped as \\u."""
+    """Replace control characters and lone surrogates, which JSON would escape as \\u, with spaces."""
     return re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", " ", text)

@@ -1,7 +1,7 @@
 """Follow a run from outside, updating its report until it ends.
 
-It reads the run's folder and nothing else, so it can come and go at any time, from any machine that sees the folder. Of
-a long run it reads the newest stretch: what it then shows is of that stretch alone.
+It only reads the run's folder, so following can start and stop at any time, on any machine that sees the folder. Of a
+long run it reads only the newest part, and what it shows is then about that part alone.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from meshwise.timeline.views.live_progress import LiveView
 from meshwise.timeline.views.report_text import report_text
 
 BLOCKS = 40
-"""How many blocks of spans are read per rank; a worker writes one a second."""
+"""How many of the newest blocks of spans are read per rank; a worker writes one block a second."""
 LINE_EVERY = 10.0
 SHARE = 0.25
-"""The most of one core that reading may take."""
+"""The largest share of one core that reading may take."""
 UNREADABLE = (UsageError, OSError, ValueError, LookupError, TypeError)  # of files that are being written
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run at one look: its report (None: nothing could be read yet), whether run.json calls it running,
-    and the sizes of its files by when they changed (ns since 1970). window: seconds that the report covers, None for
-    all. metrics: the metrics read so far."""
+    """The state of a run at one look. report: None if nothing could be read yet. running: as run.json says. files: of
+    each file, when it last changed (ns since 1970) and its size. window: seconds that the report covers, None for
+    the whole run. metrics: the metrics read so far."""
 
     report: Report | None
     running: bool
@@ -59,10 +59,10 @@ def follow(
     stop: Callable[[], bool] | None = None,
     also: Callable[[], object] | None = None,
 ) -> None:
-    """Show the run in `folder` until it is over, Ctrl-C is pressed or `stop` returns True; if it is over, its report.
+    """Show the run in `folder` until it ends, Ctrl-C is pressed or `stop` returns True; print the report if it ended.
 
-    On a terminal the screen is redrawn each `every` seconds; elsewhere a line is printed each LINE_EVERY.
-    `also` is called as often as a line would be, and at the end. Raises UsageError when `folder` is no run folder.
+    On a terminal the screen is redrawn every `every` seconds; elsewhere a line is printed every LINE_EVERY seconds.
+    `also` is called every LINE_EVERY seconds and at the end. Raises UsageError if `folder` is no run folder.
     """
     names.read_run(folder)
     view = LiveView(console)  # guards the console: a terminal that goes away ends the drawing, with no traceback
@@ -94,7 +94,7 @@ def _snapshots(
 
 
 def _on_screen(polls: Iterator[Snapshot], console: Console) -> bool:
-    """Draw each poll; return whether the run ended."""
+    """Draw each snapshot; return whether the run ended."""
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         for snapshot in polls:
             if not snapshot.running:
@@ -121,7 +121,7 @@ def _in_lines(polls: Iterator[Snapshot], view: LiveView) -> bool:
 
 
 def poll(folder: Path, before: Snapshot | None = None) -> Snapshot:
-    """Return a snapshot of now; where files cannot be read at the moment, keep the values of `before`."""
+    """Return a snapshot of the present; if files cannot be read at the moment, with the values of `before`."""
     files, metrics = _files(folder), before.metrics if before is not None and before.metrics else Metrics(folder)
     if before is not None and files == before.files and before.report is not None:
         return before
@@ -145,7 +145,7 @@ def _files(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, float | None]:
-    """Return the report without what only a whole run has, and the seconds that it covers (None: all)."""
+    """Return the report, without figures that need the whole run, and the seconds that it covers (None: all)."""
     steps = timeline.spans["step"]
     if not running:
         return report, None
@@ -160,7 +160,7 @@ def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, 
 
 
 def silence(snapshot: Snapshot) -> str:
-    """Return a warning when the logs of a run do not grow; else ""."""
+    """Return a warning if the logs of a run have not grown for SILENT seconds; else ""."""
     seconds = time.time() - max((changed for changed, _ in snapshot.files.values()), default=math.inf) / 1e9
     if seconds <= SILENT:
         return ""
@@ -182,7 +182,7 @@ def line_of(snapshot: Snapshot) -> str:
 
 
 def screen(snapshot: Snapshot, console: Console) -> RenderableType:
-    """Draw the report on the whole screen, and in the last line what it covers."""
+    """Draw the report on the whole screen; the last line says what part it covers, or warns of silence."""
     words = silence(snapshot)
     of = "" if snapshot.window is None else f"of the newest {whole_seconds_text(snapshot.window)} · "
     foot = Text(words, "bold yellow") if words else Text(f"{of}Ctrl-C leaves; the run continues", "dim")

@@ -1,10 +1,10 @@
 """Draw one step as rows of characters: who did what when.
 
-It shows who waited, too.
+It shows which rank waited, too.
 
-Every column is a slice of the time; it shows the kind that owns most of it, by the report's attribution. Time in which
-nothing was recorded shows only where a column holds nothing else. The thin row below a rank shows its collectives that
-overlap with the computing. Where a stage of a pipeline begins with a microbatch stands the last digit of its number.
+Every column is a slice of time and shows the kind that owns most of it, by the report's attribution. Idle time shows
+only in columns that hold nothing else. The thin row below a rank shows the collectives that overlap with the rank's
+computing. Where a pipeline stage begins a microbatch, the last digit of the microbatch's number is drawn.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def gantt_text(
     ascii_only: bool = False,
     overlapped: bool = True,
 ) -> list[Text]:
-    """Return lines of at most `width` characters: a row for each rank, one below it for its overlapped collectives
-    (`overlapped`), and the axis in ms. step: the one to draw; None draws the whole window. Empty if no time passes."""
+    """Return lines of at most `width` characters: a row for each rank, with `overlapped` a row below for its overlapped
+    collectives, and the axis in ms. step: the step to draw; None for the whole window. [] if no time passes."""
     times = StepTimes(0, 0.0, window.seconds) if step is None else window.step(step)
     if times is None or times.seconds <= 0:
         return []
@@ -59,9 +59,9 @@ def _of(bars: Sequence[Bar], rank: int, step: int | None) -> list[Bar]:
 
 
 def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[str]:
-    """Return the kind that takes most of each of `columns` equal slices of `times`; "" where there is nothing.
+    """Return, for each of `columns` equal slices of `times`, the kind that takes most of it; "" for an empty slice.
 
-    Of kinds with equal time, the one that comes first in a step wins.
+    Of kinds with equal time, the one that comes first in KINDS wins.
     """
     share = [dict.fromkeys(KINDS, 0) for _ in range(columns)]
     whole = max(round(times.seconds * 1e9), 1)  # ns, and whole: what ends where a column begins is not in it
@@ -74,14 +74,14 @@ def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[st
 
 
 def _with_gaps(row: list[str]) -> list[str]:
-    """Mark gaps between two kinds as idle; before the first and after the last kind there is still nothing."""
+    """Mark gaps between two kinds as idle; columns before the first and after the last kind stay empty."""
     filled = [column for column, kind in enumerate(row) if kind]
     inside = range(filled[0], filled[-1]) if filled else ()
     return [kind or ("idle" if column in inside else NOTHING) for column, kind in enumerate(row)]
 
 
 def _begins(bars: Sequence[Bar], row: Sequence[str], times: StepTimes) -> dict[int, str]:
-    """For a pipeline, return where each forward and backward begins in `row`, with the last digit of its microbatch."""
+    """For a pipeline, map the column where each forward or backward begins to the last digit of its microbatch."""
     found = {}
     for bar in bars:
         if place := stage_and_microbatch(bar.name):

@@ -1,8 +1,8 @@
 """Write the report as one HTML page that works offline.
 
-Everything on it is drawn from the JSON that it carries.
+Everything on the page is drawn from the JSON that the page contains.
 
-`html_page.js` builds the page; each number on it names its place in the JSON (`data-path`), which has its text too. The
+`html_page.js` builds the page; each number shown names its path in the JSON (`data-path`), which has its text too. The
 charts are plotly's: plotly-basic.min.js is plotly.js-basic-dist-min 4.1.1 of npm, unchanged (MIT).
 """
 
@@ -39,12 +39,12 @@ PAGE = """<!doctype html>
 
 
 def render(report: Report, timeline: Timeline) -> str:
-    """Write the page, about 1.4 MB, of which the charts' script takes 1.2."""
+    """Return the page as text, about 1.4 MB, of which the charts' script takes 1.2 MB."""
     return page_of(report_dict(report), f"{report.title}: {report.status}")
 
 
 def page_of(values: Mapping[str, Any], title: str) -> str:
-    """Write the page of a report given as plain values; with `plan` among them, it is the page of a predicted step."""
+    """Return the page for a report as plain values; if they have the key `plan`, the page is of a predicted step."""
     here = Path(__file__)
     return PAGE.format(
         title=html.escape(title),

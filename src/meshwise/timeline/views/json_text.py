@@ -12,5 +12,5 @@ from meshwise.timeline.timeline import Timeline
 
 
 def render(report: Report, timeline: Timeline) -> str:
-    """Write every number of the report, and its text."""
+    """Return a JSON text with every number of the report, and the text of each."""
     return json.dumps(report_dict(report), indent=2)

@@ -1,6 +1,6 @@
 """Show the progress of a run, live or as plain lines.
 
-A terminal that goes away in the middle of a run ends the drawing, never the run. Not covered: notebooks' widgets; there
+A terminal that closes in the middle of a run ends the drawing, never the run. Not covered: widgets of notebooks, where
 plain lines are shown.
 """
 
@@ -33,8 +33,8 @@ MEMORY_LINES = 6  # more devices than fit in these are summed up in one line
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far the training is. `epoch` and `step` (of the epoch) count from 1; `memory` is bytes of each rank; None is
-    unknown. steps: None for a stream of unknown length."""
+    """How far the training is. epoch, step (in the epoch): from 1. steps: per epoch, None for a stream of unknown
+    length. memory: bytes of each rank. None means unknown."""
 
     job: str
     epoch: int
@@ -59,14 +59,14 @@ def progress_line(p: TrainingProgress) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """Write a loss with four decimals, or with four digits where that would show nothing or too much."""
+    """Return a loss as text with four decimals; a very small or large loss as `1,234.5` or `1.234e-05`."""
     if loss == 0 or not math.isfinite(loss) or 1e-3 <= abs(loss) < 1e3:
         return f"{loss:.4f}"
     return f"{loss:,.1f}" if 1e3 <= abs(loss) < 1e6 else f"{loss:.3e}"
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw values as a row of blocks from the lowest to the highest; a value that is not finite is a `?`."""
+    """Draw values as a row of blocks, scaled from the lowest to the highest value; a non-finite value is a `?`."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
@@ -77,7 +77,7 @@ class LiveView:
     """Shows a run on `console` (None: on stdout); used as a context manager.
 
     Every method may be called from any thread, and none raises.
-    The console stays guarded after the view is closed: printing on it after the run cannot fail either.
+    The console stays guarded after the view is closed, so that printing on it after the run cannot fail.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -108,7 +108,7 @@ class LiveView:
             self.print(progress_line(self._newest))  # the area is gone: print how far the run came
 
     def update(self, p: TrainingProgress) -> None:
-        """Show that the run has reached `p`. On a terminal this only stores it; elsewhere it prints a line."""
+        """Show that the run has reached `p`: on a terminal at the next redraw, elsewhere by printing a line."""
         if self._thread is None:
             self.print(progress_line(p))
             return
@@ -117,7 +117,7 @@ class LiveView:
         self._newest = p
 
     def print(self, text: str) -> None:
-        """Print text of the run unchanged: nothing in it is taken for markup."""
+        """Print text of the run; nothing in it is taken for markup."""
         with self._lock:
             if self._live is not None:
                 # ANSI colours stay; what would move the cursor, or a progress bar's carriage returns, does not.
@@ -159,7 +159,7 @@ def _open_live(console: Console) -> Live:
 
 
 def live_area(p: TrainingProgress, losses: Sequence[float], console: Console) -> RenderableType:
-    """Draw a run that has reached `p`; `losses` are the recent ones, oldest first."""
+    """Draw a run that has reached `p`. losses: the recent losses, oldest first."""
     part = p.step / p.steps if p.steps else None
     whole = (p.epoch - 1 + (part or 0.0)) / p.epochs if p.epochs else 0.0
     bars = Table.grid(
@@ -177,7 +177,7 @@ def live_area(p: TrainingProgress, losses: Sequence[float], console: Console) ->
 
 
 def memory_lines(devices: Sequence[str], memory: Sequence[int | None], width: int) -> list[str]:
-    """Write memory per device in aligned columns of at most `width` characters; very many devices in one line."""
+    """Return lines of at most `width` characters: each device's memory, or one summary of very many devices."""
     sizes = ["unknown" if size is None else bytes_text(size) for size in memory]
     lines = _in_columns(devices, sizes, width)
     if len(lines) > 2:
@@ -212,7 +212,7 @@ def _step_text(p: TrainingProgress) -> str:
 
 
 class _GuardedFile:
-    """A text file that goes silent when nobody can read it any more. Everything except writing is the file's own."""
+    """Wraps a text file so that writing to it never raises, even after its reader is gone."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file, self._gone = file, False

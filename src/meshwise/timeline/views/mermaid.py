@@ -1,9 +1,9 @@
 """Draw a step as a Mermaid Gantt chart.
 
-It fits into a README, an issue or a notebook.
+The chart fits into a README, an issue or a notebook.
 
-Mermaid knows whole milliseconds only. A step of less than a tenth of a second is written in µs as if they were ms, and
-its axis counts them.
+Mermaid only knows whole milliseconds. If the bars take less than 0.1 s, their times are written in µs as if these were
+ms, and the axis is labelled in µs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MOST_BARS = 60
 IN_MICROSECONDS = 0.1  # s: what is shorter
 TAGS = {"waiting": "crit, ", "communication": "active, "}
 PLAIN = re.compile(r"[^\w .,/+*=()·±-]")
-"""Characters that are written as their number: `:`, `;`, `#` and others have a meaning in Mermaid."""
+"""Matches characters that are written as their number, since `:`, `;`, `#` and others have a meaning in Mermaid."""
 
 
 def render(report: Report, timeline: Timeline) -> str:
     """Draw the chosen steps, or one step of usual length, as a Gantt chart.
 
-    Only the longest MOST_BARS bars are drawn. Raises UsageError when the run has no steps.
+    Only the longest MOST_BARS bars are drawn. Raises UsageError if the run has no steps.
     """
     if not report.views:
         raise UsageError("this run has no steps to draw: it ended before its first, or it was not recorded.")
@@ -68,7 +68,7 @@ def _longest(bars: Sequence[Bar]) -> list[Bar]:
 
 
 def _scale(seconds: float) -> tuple[float, str, str]:
-    """Return how a chart of this many seconds is written: units a second, Mermaid's axis format, and the axis label."""
+    """Return, for a chart of `seconds`, the units per second, Mermaid's axis format, and the axis label."""
     if seconds < IN_MICROSECONDS:
         return 1e6, "%Q", "axis in µs"
     return (1e3, "%S.%L", "axis in s") if seconds < 60 else (1e3, "%M:%S", "axis in min:s")
@@ -86,6 +86,6 @@ def _task(bar: Bar, origin: float, per_second: float) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Put text on one line, with characters such as a colon as `#58;`, as Mermaid reads them."""
+    """Put text on one line and write special characters as Mermaid reads them, such as a colon as `#58;`."""
     line = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", " ", text).split())
     return PLAIN.sub(lambda found: f"#{ord(found[0])};", line)

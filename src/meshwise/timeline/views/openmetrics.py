@@ -1,9 +1,9 @@
 """Write the report as OpenMetrics text for a scraper.
 
-node_exporter's textfile collector reads it too (save it as `*.prom`).
+node_exporter's textfile collector reads the text too (save it as `*.prom`).
 
-The format: OpenMetrics 1.0, openmetrics.io. node_exporter reads the older Prometheus format, and takes this too: no
-family is of a type that it does not know (facts in words are a gauge of 1), and no help holds a quote.
+The format: OpenMetrics 1.0, openmetrics.io. node_exporter reads the older Prometheus format, but accepts this text too:
+no family has a type that it does not know (facts in words are a gauge of 1), and no help text contains a quote.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Sample = tuple[Labels, float | None]
 UNITS = ("seconds", "bytes", "ratio")
 
 Row = tuple[str, str, str, Sequence[Sample]]
-"""Name, type (counter, gauge or summary), help, samples. Samples without a finite value are left out."""
+"""Name, type (counter, gauge or summary), help, samples. Samples without a finite value are not written."""
 Family = tuple[str, str, str, Callable[[Any], float | None]]
 """Name, type, help, and the function that reads the value of a part, rank, collective or finding of the report."""
 
@@ -57,9 +57,9 @@ OF_FINDING: Sequence[Family] = (
 
 
 def render(report: Report, timeline: Timeline) -> str:
-    """Write the report's numbers, as text that ends in `# EOF`. Times in seconds, sizes in bytes, shares from 0 to 1.
+    """Return the report's numbers as text that ends in `# EOF`. Times in seconds, sizes in bytes, shares from 0 to 1.
 
-    Raises UsageError where prometheus_client is not installed.
+    Raises UsageError if prometheus_client is not installed.
     """
     try:
         from prometheus_client.metrics_core import Metric
@@ -126,6 +126,6 @@ def _of_findings(report: Report) -> Iterator[Row]:
 
 
 def _each(families: Sequence[Family], named: Sequence[tuple[Labels, Any]]) -> Iterator[Row]:
-    """Yield a row for each family, with a sample for each thing and its labels."""
+    """Yield a row for each family. named: pairs of labels and a thing, from which the family reads a sample."""
     for name, type, help, read in families:
         yield name, type, help, [(labels, read(thing)) for labels, thing in named]

@@ -1,8 +1,8 @@
 """Show a table of a run's devices, a row each.
 
-A row has what the device's steps went into, how often it was last, and its memory.
+A row shows what the time of the device's steps went into, how often it was last, and its memory.
 
-Of more devices than MOST_ROWS it shows the least, the median and the most of each column, and those that stand out.
+For more than MOST_ROWS devices, the table shows each column's minimum, median and maximum, and devices that stand out.
 
 Tested in tests/timeline/views/test_report_text.py.
 """
@@ -31,7 +31,7 @@ LESS_NEEDED = ("last", "cost", "memory", "wait", "comm", "compute")
 
 @dataclass(frozen=True)
 class _Column:
-    """How the numbers of a column are written, and how they are read from a rank (None unknown)."""
+    """How a column's numbers are written, and how they are read from a rank's report (None if unknown)."""
 
     write: Callable[[float], str]
     read: Callable[[RankReport], float | None]
@@ -50,7 +50,7 @@ COLUMNS: Mapping[str, _Column] = {
 
 @dataclass(frozen=True)
 class _Row:
-    """A name, the numbers by column (None unknown), and the seconds by kind for its bar (none: no bar)."""
+    """One row. numbers: by column, None if unknown. seconds: by kind, for the bar; None for no bar."""
 
     name: Text
     numbers: Mapping[str, float | None]
@@ -62,7 +62,7 @@ class _Row:
 
 
 def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
-    """Return the table, its title row first, at most `width` characters wide; empty for a report without ranks."""
+    """Return the table's lines, the title row first, at most `width` characters wide; [] without ranks."""
     rows = _rows(report)
     if not rows:
         return []
@@ -78,7 +78,7 @@ def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
 
 
 def _left_out(titles: Sequence[str]) -> list[Text]:
-    """Return a line that says which columns a narrow terminal hides, and where they are."""
+    """Return a line that says which columns are left out for lack of width, and that `--json` has them."""
     return [Text(f"--json has {' '.join(titles)}", "dim")] if titles else []
 
 
@@ -95,7 +95,7 @@ def _lines(rows: Sequence[_Row], titles: Sequence[str], bar: int, gap: int, asci
 
 
 def whole_parts(shares: Sequence[float], whole: int) -> list[int]:
-    """Round shares to whole numbers that add up to `whole`, by largest remainders; all 0 when no share is above 0."""
+    """Round shares to whole numbers that add up to `whole`, by largest remainders; all 0 if the shares' sum is 0."""
     total = sum(shares)
     if total <= 0:
         return [0] * len(shares)
@@ -108,7 +108,7 @@ def whole_parts(shares: Sequence[float], whole: int) -> list[int]:
 
 
 def bar_text(seconds: Mapping[str, float], width: int, ascii_only: bool) -> Text:
-    """Draw the kinds of a step as a bar of exactly `width` characters, each kind with its mark and colour."""
+    """Draw the kinds of a step's time as a bar of exactly `width` characters, each kind with its mark and colour."""
     bar = Text()
     for kind, many in zip(OF_STEP, whole_parts([seconds.get(kind, 0.0) for kind in OF_STEP], width), strict=True):
         bar.append(mark_of(kind, ascii_only) * many, style_of(kind))
@@ -129,7 +129,7 @@ def _rows(report: Report) -> list[_Row]:
 
 
 def _row(rank: RankReport, report: Report) -> _Row:
-    """Return the row of a rank, named with its host and device where those differ between ranks."""
+    """Return the row of a rank; its name has the host and the device if these differ between ranks."""
     hosts, devices = {r.host for r in report.ranks}, {r.device for r in report.ranks}
     parts = [str(rank.rank), rank.host if len(hosts) > 1 else "", rank.device if len(devices) > 1 else ""]
     found = any(finding.rank == rank.rank for finding in report.findings)
@@ -137,8 +137,8 @@ def _row(rank: RankReport, report: Report) -> _Row:
 
 
 def outliers(report: Report) -> list[RankReport]:
-    """Return the ranks to name among many: those of findings, then those that cost most or use most memory, if that is
-    more than 1.5 times the median."""
+    """Return the ranks to name among many: those of findings, then the one whose delays cost most and the one that uses
+    most memory, if that is more than 1.5 times the median."""
     named = [finding.rank for finding in report.findings if finding.rank is not None]
     for value in (
         {rank.rank: rank.straggler_seconds for rank in report.ranks},

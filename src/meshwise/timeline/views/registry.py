@@ -1,9 +1,9 @@
 """Register the views of a report.
 
-Each is a file of this folder with a function `render(report, timeline)`, and a line here.
+Each view is a file of this folder with a function `render(report, timeline)`, and a line here.
 
-The command line has an option for each: `--html` writes report.html, `--mermaid` prints. A view is imported when it is
-asked for: the help of the options needs none.
+The command line has an option for each view: `--html` writes report.html, `--mermaid` prints. A view is imported only
+when it is asked for, since the options' help needs no view.
 
 Tested in tests/cli/test_report.py.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class View:
-    """module: its file in this folder. help: of its option. file: name of the file it writes, "" if it is printed."""
+    """A view. module: its file in this folder. help: its option's help. file: that it writes; "" if printed."""
 
     module: str
     help: str
@@ -26,7 +26,7 @@ class View:
 
     @property
     def render(self) -> Callable[[Any, Any], str | Iterable[bytes]]:
-        """The function that writes the view of a Report and a Timeline, as text or pieces of bytes."""
+        """The function that returns the view of a Report and a Timeline, as text or as an iterable of bytes."""
         made: Callable[[Any, Any], str | Iterable[bytes]] = import_module(f"{__package__}.{self.module}").render
         return made
 

@@ -1,8 +1,8 @@
 """Write one collective of a run as a script of its own.
 
-The script uses torch alone, with the same kind, bytes, dtype and ranks, and times it.
+The script needs only torch; it repeats the collective with the same kind, bytes, dtype and ranks, and times it.
 
-Only collectives: of kernels and operators a run records no shapes. Tested in tests/timeline/views/test_replay.py.
+Only collectives: a run records no shapes of kernels and operators. Tested in tests/timeline/views/test_replay.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CALLS = {
     ),
     "barrier": ("", "dist.barrier()"),
 }
-"""The code that prepares and calls each kind of collective. Bytes are those of the whole tensor."""
+"""For each kind of collective, the code that prepares it and the call. ELEMENTS counts those of the whole tensor."""
 DIVIDED = ("all-gather", "reduce-scatter", "all-to-all")
 MOST, FEWEST = 200, 20  # repetitions
 SCRIPT = '''"""{what}, repeated.
@@ -95,8 +95,8 @@ if __name__ == "__main__":
 
 
 def replay_script(report: Report, what: str) -> str:
-    """Write the script for `collective:3`, the third in the order of the report. Raises UsageError for a collective
-    that the run does not have, or whose size is unknown."""
+    """Return the script for `what`, such as `collective:3`, the third in the report's order. Raises UsageError for a
+    collective that the run does not have, or whose size is unknown."""
     kind, _, number = what.partition(":")
     if kind == "kernel":
         raise UsageError(f"--replay {what}: kernels are recorded without their shapes. Use --replay collective:1.")
@@ -140,7 +140,7 @@ BYTES_OF = {
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
     "complex128": 16,
 }
-"""Bytes of an element by dtype; all other dtypes take one."""
+"""Bytes of an element by dtype; all other dtypes have one byte."""
 
 
 def _named(found: CollectiveReport) -> str:

@@ -1,9 +1,9 @@
 """Show a run's report on one screen, the verdict first.
 
-What the verdict rests on follows.
+The evidence for the verdict follows.
 
-What does not fit on the screen is left out from the least important on; in a file or a pipe nothing is. No number is
-ever cut.
+If the report does not fit on the screen, its least important parts are left out; in a file or a pipe, none are. No
+number is ever cut.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEAST_NEEDED = (
     ("attempts", False),
     ("about", False),
 )
-"""Parts that are left out or shortened (True), in this order, where the screen is too low."""
+"""Parts that are left out (False) or shortened (True), in this order, if the screen has too few lines."""
 EMPTY_LINES = 3
 FEWEST_GANTT_ROWS = 2
 MOST_GANTT_RANKS = 16
@@ -43,8 +43,8 @@ MOST_GANTT_STEPS = 4
 
 
 def report_text(report: Report, width: int | None = None, height: int | None = None) -> RenderableType:
-    """Draw the report, at most `width` characters wide (None: as wide as the console), and if possible no higher than
-    `height`, or than a terminal with room for a prompt."""
+    """Draw the report, at most `width` characters wide (None: as wide as the console), and if possible in at most
+    `height` lines (None: as many as a terminal has, less room for a prompt)."""
     return Drawn(lambda screen: report_lines(report, screen, height or screen.height), width)
 
 
@@ -80,7 +80,7 @@ def report_lines(report: Report, screen: Screen, height: int | None) -> list[Tex
 
 
 def _verdict(report: Report) -> list[Text]:
-    """Return the headline, where there is one, above the sentence that it summarizes."""
+    """Return the headline, if there is one, above the verdict that it summarizes."""
     begins = report.headline.rstrip(".")
     if not begins:
         return [Text(report.verdict, "bold")]
@@ -90,7 +90,7 @@ def _verdict(report: Report) -> list[Text]:
 
 
 def _title(report: Report, width: int) -> Text:
-    """Write what ran, and how far: `mnist-mlp finished · 938 steps of 2.7 ms · 13.3 s · 16,422 samples/s`."""
+    """Return what ran, and how far: `mnist-mlp finished · 938 steps of 2.7 ms · 16,422 samples/s · 13.3 s in all`."""
     facts = []
     if report.steps:
         facts.append(f"{plural(report.steps, 'step')} of {seconds_text(report.step_seconds)}")
@@ -106,7 +106,7 @@ def _title(report: Report, width: int) -> Text:
 
 
 def _goodput(report: Report) -> list[Text]:
-    """Write where the wall time went, in whole percents, and what the waiting was for."""
+    """Return a line on where the wall time went, in whole percent, and what the waiting was for."""
     waits = sorted((part for part in report.waiting if part.share >= 0.005), key=lambda part: -part.seconds)
     of_waiting = ", ".join(f"{part.name} {percent_text(part.share)}".replace(" ", GLUE) for part in waits)
     facts = [
@@ -117,7 +117,7 @@ def _goodput(report: Report) -> list[Text]:
 
 
 def _percents(parts: Sequence[GoodputPart]) -> list[tuple[str, int]]:
-    """Return the first part, then the others in descending order, in percent; those of 0 are left out."""
+    """Return the first part, then the others in descending order, in whole percent, without parts of 0 %."""
     rest = sorted(parts[1:], key=lambda part: -round(100 * part.share))
     return [(part.name, share) for part in [*parts[:1], *rest] if (share := round(100 * part.share))]
 
@@ -133,7 +133,7 @@ def _advice(report: Report) -> list[Text]:
 
 
 def _stages(report: Report, width: int) -> list[Text]:
-    """Return a table of the pipeline's stages."""
+    """Return a table of the pipeline's stages; [] without a pipeline."""
     if report.pipeline is None:
         return []
     rows: list[list[Cell]] = []
@@ -160,7 +160,7 @@ def _attempts(report: Report, width: int) -> list[Text]:
 
 
 def _predicted(report: Report, screen: Screen) -> list[Text]:
-    """Compare the plan's prediction with the measurement: a sentence, and a row per kind of time and of memory."""
+    """Return a sentence and a table that compare the plan's prediction with the measurement."""
     if report.predicted is None:
         return []
     rows: list[list[Cell]] = []
@@ -178,7 +178,7 @@ def _clocks(report: Report) -> Text:
 
 
 def _gantt(report: Report, width: int, room: float, ascii_only: bool) -> list[Text]:
-    """Draw one step of usual length, or a few chosen ones, of as many ranks as there is room for, outliers first."""
+    """Draw a step of usual length, or a few chosen steps, of as many ranks as there is room for, outliers first."""
     running = report.status == "running"  # then the newest steps tell most
     window = next((view for view in report.views if view.name == "last" and running), next(iter(report.views), None))
     if window is None:

@@ -1,6 +1,6 @@
 """Show the comparison of two runs in a terminal.
 
-It has the verdict, a row a kind of time, and the runs as a whole.
+It shows the verdict, a row for each kind of time, and figures of the runs as a whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRITE: Mapping[str, Callable[[float], str]] = {
     "seconds": seconds_text,
     "metric": lambda value: f"{value:.6g}",
 }
-"""Units of figures, and how each is written."""
+"""The units of figures, with the function that writes a value of each."""
 CLEAR_STYLES = {True: "bold red", False: "bold green"}
 
 
@@ -49,7 +49,7 @@ def _lines(c: RunComparison, screen: Screen) -> list[Text]:
 
 
 def _row(difference: TimeDifference, ascii_only: bool) -> list[str | Text]:
-    """Return the cells: kind, both medians, difference, ratio, its interval, whether it is clear."""
+    """Return the cells: kind, both medians, difference, ratio, the ratio's interval, whether it is clear."""
     d = difference
     name = Text()
     if d.kind in MARKS:
@@ -73,7 +73,7 @@ def _time(seconds: float) -> str:
 
 
 def _figure_row(figure: Figure) -> list[str]:
-    """Return the cells: name, both values, and their difference if both are known: points for shares, else percent."""
+    """Return the cells: name, both values, and if both are known their difference (shares in points, else percent)."""
     a, b = figure.first, figure.second
     change = ""
     if a is not None and b is not None:

@@ -23,11 +23,11 @@ HINTS = (
     "meshwise stop RUN    save and end it for good, queued or running",
     "meshwise submit RUN  send a stopped or failed one again",
 )
-"""Hints shown when some runs were submitted."""
+"""Hints shown below the table if some of its runs were submitted."""
 
 
 def run_list_text(entries: Sequence[RunEntry], folder: Path) -> RenderableType:
-    """Draw a row for each run, the oldest first, and how many there are."""
+    """Draw a row for each run, the oldest first, and a line with their number and size."""
     return Drawn(lambda screen: _lines(entries, folder, screen))
 
 

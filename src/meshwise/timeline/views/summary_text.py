@@ -1,6 +1,6 @@
 """Show a run's summary: metrics, throughput, time, what to type next.
 
-Not covered: where the time went step by step; the spans of the run folder have that.
+Not covered: where the time of each step went, which `meshwise report` tells from the spans in the run folder.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BLOCKS = " ▏▎▍▌▋▊▉█"
 MOST_RANK_COLUMNS = 8
 MOST_BAR, LEAST_BAR = 24, 8
 Picks = Mapping[str, Callable[[Sequence[float]], float]]
-"""Columns: which value each shows of the values of all ranks."""
+"""Columns of a table: for each title, the function that picks or computes the shown value from those of all ranks."""
 SPREAD: Picks = {"min": min, "median": median, "max": max}
 
 
 def summary_text(summary: RunSummary, width: int | None) -> RenderableType:
-    """Draw the end of a run, at most `width` characters wide (None: as wide as the console)."""
+    """Draw the summary of a run, at most `width` characters wide (None: as wide as the console)."""
     return Drawn(lambda screen: _lines(summary, screen), width)
 
 
@@ -44,12 +44,12 @@ def _lines(s: RunSummary, screen: Screen) -> list[Text]:
 
 
 def metric_text(name: str, value: float) -> str:
-    """Write `accuracy 96.62 %`, and any other metric with four decimals."""
+    """Return `accuracy 96.62 %`; any other metric has four decimals."""
     return f"{name} {metric_value(name, value)}"
 
 
 def metric_value(name: str, value: float) -> str:
-    """Write an accuracy as `96.62 %`, any other metric with four decimals."""
+    """Return an accuracy as `96.62 %`, any other metric with four decimals."""
     return percent_text(value, 2) if name == "accuracy" else f"{value:.4f}"
 
 
@@ -104,8 +104,8 @@ def _rows(s: RunSummary) -> dict[str, list[float]]:
 
 
 def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
-    """Return a table with the mean over ranks, its share with a bar and, with enough room, a column for each rank, or
-    the least, median and most of all ranks."""
+    """Return a table of the seconds of each phase: mean over ranks, share with a bar and, if there is room, a column
+    for each rank, or minimum, median and maximum over the ranks."""
     rows = _rows(s)
     rows["total"] = [sum(of_rank) for of_rank in zip(*rows.values(), strict=True)]
     unit, write = _in_one_unit(max(rows["total"]))
@@ -127,7 +127,7 @@ def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
 
 
 def _rank_columns(ranks: int) -> Iterator[tuple[Picks, int, int]]:
-    """Yield columns after the mean, the gap between columns, and the room that a bar must have; best first."""
+    """Yield choices, best first: columns after the mean, gap between columns, and the bar's least room."""
     if 1 < ranks <= MOST_RANK_COLUMNS:
         for word, gap, least in (("rank ", 2, LEAST_BAR), ("r", 1, LEAST_BAR), ("r", 1, -1)):
             yield {f"{word}{rank}": itemgetter(rank) for rank in range(ranks)}, gap, least

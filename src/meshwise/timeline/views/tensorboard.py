@@ -1,6 +1,6 @@
 """Write the report's series as TensorBoard events.
 
-They can be compared with those of other runs.
+So they can be compared with those of other runs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MOST_LOSSES = 5000
 
 
 def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
-    """Write a run's scalars as the content of an event file; each event has the run's own time.
+    """Yield the content of an event file with a run's scalars; each event has the time at which it happened in the run.
 
     step/seconds, step/forward ...     seconds of a step, and of its parts, mean over ranks
-    train/loss                         of the lowest rank that has one, at most MOST_LOSSES of its steps
+    train/loss                         loss on the lowest rank that has one, at most MOST_LOSSES values
     memory/allocated/rank 0 ...        bytes
     goodput/useful ...                 shares of the wall time, at the last step
-    throughput/samples_per_second      of the run, at the last step
+    throughput/samples_per_second      of the whole run, at the last step
 
-    Non-finite values are left out. Raises UsageError where tensorboard is not installed.
+    Non-finite values are left out. Raises UsageError if tensorboard is not installed.
     """
     try:
         from tensorboard.compat.proto.event_pb2 import Event
