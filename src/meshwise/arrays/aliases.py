@@ -1,8 +1,8 @@
 """Write through views: arrays that share memory, as in NumPy.
 
-The parts of most views are tensors that show the memory of the parts that they are views of. What torch cannot show,
-entries in descending order and a `reshape` whose elements lie on other places, is a copy: made anew when it is read
-after the memory was written, and written back when it is written itself. A view keeps what it shows alive.
+The parts of most views are torch's views of the original parts. What torch cannot show (entries in descending order, a
+`reshape` whose elements lie on other devices) is a copy: made anew when it is read after a write to the original, and
+written back after a write to the copy. A view keeps the array alive that it shows.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from meshwise.arrays.strides import Strides, is_descending, of, of_result
 
 Rule = Callable[[Array], Array]
 FOREIGN = ViewedMemory()
-"""The memory of arrays of other libraries. Any two of them may share memory, so all count as one."""
+"""The memory of all arrays from other libraries: any two of these arrays may share memory."""
 
 
 def is_number(x: Array) -> bool:
-    """Return whether NumPy would give a scalar here instead of an array without dims: a result, or one element read."""
+    """Return whether `x` is what NumPy gives as a scalar: a result, or an element that was read, without dims."""
     return x.alias is None and not x.shape
 
 
 def as_array_without_dims(x: Array) -> Array:
-    """Make `x` an array even if it has no dims, so that `+=` changes it in place for everyone who refers to it."""
+    """Mark `x`, if it has no dims, as an array instead of a scalar, so that `+=` changes it in place."""
     if is_number(x):
         x.alias = Alias(ViewedMemory())
     return x
 
 
 def strides_of(x: Array) -> Strides:
-    """Return NumPy's strides of the array; None means row-major order."""
+    """Return the strides that NumPy would give `x`, in elements; None means row-major order."""
     return None if x.alias is None else x.alias.strides
 
 
@@ -67,8 +67,8 @@ def viewed(
     read_only: bool = False,
     found: Array | None = None,
 ) -> Array:
-    """Return `rule(x)` as a view of `x`. back, moves: see `Alias`; back is given where the parts of `rule(x)` are
-    copies. found: `rule(x)`, if already known. The rules must not keep `x`."""
+    """Return `rule(x)` as a view of `x`. back, moves: as in `Alias`; give `back` where the parts of `rule(x)`
+    are copies. found: `rule(x)`, if already known. The rules must hold no reference to `x`."""
     if is_number(x):  # which never changes
         found = rule(copied(x))
         found.alias = Alias(ViewedMemory(), strides, read_only) if found.shape else None
@@ -84,12 +84,12 @@ def viewed(
 
 
 def copied(x: Array) -> Array:
-    """Copy the elements into new memory."""
+    """Return a copy of `x` in new memory, with the same layout."""
     return like(x, [part.clone(memory_format=torch.contiguous_format) for part in x.parts])
 
 
 def fetched(x: Array) -> tuple[Tensor, ...]:
-    """Return the parts of a view that has no tensors of its own; compute them if the memory was written since."""
+    """Return the parts of a view that torch cannot show; compute them anew if the viewed memory was written since."""
     alias = x.alias
     if alias is None or alias.source is None or alias.rule is None:
         raise AttributeError("parts")
@@ -102,7 +102,7 @@ def fetched(x: Array) -> tuple[Tensor, ...]:
 
 
 def is_last(x: Array) -> bool:
-    """Return whether no other array shares this memory: only `x` itself keeps the arrays that it is a view of."""
+    """Return whether no other array shares the memory of `x`: only `x` refers to the arrays that it is a view of."""
     alias, aliases = x.alias, 1
     while alias is not None and alias.source is not None:
         if getrefcount(alias.source) > 2:  # the alias, and the call
@@ -134,7 +134,7 @@ def writable(x: Array) -> tuple[Tensor, ...]:
 
 
 def written(x: Array) -> None:
-    """Pass on a write: after the parts of `x` were written, every array that shares its memory shows the new values."""
+    """Make every array that shares memory with `x` show the new values, after the parts of `x` were written."""
     alias = shown(x)
     if alias.source is None:
         alias.memory.writes += 1
@@ -162,13 +162,13 @@ def entangled(x: Array, other: object) -> bool:
 
 
 def apart(term: Any, target: Tensor) -> Any:
-    """Return an operand of a result that is written over `target`: a copy if the two overlap but do not coincide."""
+    """Return `term`, an operand of a result that is written to `target`; a copy if the two partly overlap in memory."""
     meets = isinstance(term, Tensor) and not EXPLAINED and _meet(term, target) and not _same(term, target)
     return term.clone() if meets else term
 
 
 def put(target: Tensor, value: Tensor) -> None:
-    """Write a value that may share the target's memory: skip it if both are the same, copy it if they overlap."""
+    """Write `value` to `target`; do nothing if both are the same memory, and copy `value` first if they overlap."""
     if EXPLAINED:
         return
     if not _meet(value, target):
@@ -188,14 +188,14 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first element and the one behind the last."""
+    """Return the memory range of a tensor: (address of its first element, address after its last)."""
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return (begin, begin + (last + 1) * tensor.element_size()) if tensor.numel() else (0, 0)
 
 
 def in_order_of(found: Array, operands: Sequence[Array]) -> Array:
-    """Give a result the memory order of its operands, as NumPy does where that is not row-major."""
+    """Give a result the strides that NumPy would give it, in the memory order of its operands."""
     first = operands[0]
     if first.shape == found.shape and is_descending(first.shape, strides_of(first)):
         return found
@@ -206,7 +206,7 @@ def in_order_of(found: Array, operands: Sequence[Array]) -> Array:
 
 
 def in_order_left(found: Array, x: Array, axes: Collection[int], keepdims: bool) -> Array:
-    """Give a reduction of `x` the memory order of the dims of `x`."""
+    """Give `found`, a reduction of `x` over `axes`, the strides that NumPy would: in the memory order of `x`."""
     if x.alias is None or x.alias.strides is None:
         return found
     own = [0 if dim in axes else stride for dim, stride in enumerate(x.alias.strides) if keepdims or dim not in axes]

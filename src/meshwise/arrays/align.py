@@ -1,9 +1,9 @@
-"""Align the operands of an elementwise operation on the same places.
+"""Align the operands of an elementwise operation on the same devices.
 
-A plan says which operands move, and where, so that each place has all that it needs.
+A plan says which operands move, and to which devices, so that each device has all that it needs.
 
-The cheapest layout of an operand is taken: the one for which the fewest bytes of the others move; of equal ones the one
-that divides the work.
+The result gets the layout of the operand for which the fewest bytes of the other operands move; of equally cheap
+layouts, one that divides the work.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
 
 Held = tuple[Shape, Sharding, int]
-"""The shape of an operand, its sharding, and the bytes of an element."""
+"""(shape of an operand, its sharding, bytes per element)."""
 
 
 def broadcast_shape(name: str, shapes: Sequence[Shape]) -> Shape:
-    """Return the shape that these shapes broadcast to. ValueError if they do not."""
+    """Return the shape that these shapes broadcast to. ValueError if they do not broadcast."""
     if len(set(shapes)) < 2:
         return shapes[0] if shapes else ()
     dims = max(map(len, shapes))
@@ -53,9 +53,9 @@ def common_space(name: str, arrays: Sequence[Array]) -> Space:
 def aligned(
     name: str, arrays: Sequence[Array], onto: Sharding | None = None
 ) -> tuple[Shape, Sharding, list[tuple[Tensor, ...]]]:
-    """Return the common shape, the result's sharding, and the local parts of each array. Parts broadcast, too.
+    """Return the common shape, the result's sharding, and the local parts of each array, which broadcast, too.
 
-    onto: where the result must lie, if given.
+    onto: the sharding that the result must have; None: the one for which the fewest bytes move.
     """
     common_space(name, arrays)
     shape, placed, wanted = _planned(name, tuple([(x.shape, x.sharding, x.dtype.itemsize) for x in arrays]), onto)
@@ -91,7 +91,7 @@ def _grown(shape: Shape, own: Shape, lies: Sharding, size: int) -> Sharding | No
 
 
 def lies_for(shape: Shape, own: Shape, placed: Sharding) -> Sharding:
-    """Return how an operand must lie for a result that lies as `placed`."""
+    """Return the sharding that an operand of shape `own` needs for a result with the sharding `placed`."""
     if placed.dim is not None:
         dim = placed.dim - (len(shape) - len(own))
         if dim >= 0 and own[dim] == shape[placed.dim]:

@@ -1,4 +1,4 @@
-"""Refuse arguments that a function here lacks, though NumPy has some.
+"""Refuse arguments that only NumPy's functions have.
 
 Each refusal is one sentence.
 """
@@ -24,7 +24,7 @@ INSTEAD = {
     "like": "Leave it out: arrays belong to their namespace.",
     "subok": "Leave it out: there are no subclasses.",
 }
-"""What to write instead of an argument of NumPy's that we do not have."""
+"""What to write instead of an argument that only NumPy's functions have."""
 INSTEAD_OF_NAMES = {
     **{name: f"Write xp.{name[3:]}(x[~xp.isnan(x)])." for name in ("nanmedian", "nanquantile", "nanpercentile")},
     **dict.fromkeys(("vectorize", "frompyfunc", "apply_along_axis"), "Write the function over whole arrays."),
@@ -37,12 +37,12 @@ INSTEAD_OF_NAMES = {
     "put": "Write x[indices] = values.",
     "putmask": "Write x[mask] = values.",
 }
-"""What to write instead of a name of NumPy's that we do not have."""
+"""What to write instead of a function that only NumPy has."""
 _ASKED = re.compile(r"\(\) (got an unexpected keyword argument '(\w+)'|takes .* positional|missing |got multiple)")
 
 
 def missing(where: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for a name that a namespace does not have."""
+    """Return the error message for a name that a namespace or an array does not have."""
     begin, last = f"{where} has no {name!r}", where.rpartition(".")[2]
     if name.startswith("_"):
         return f"{begin}."
@@ -62,8 +62,8 @@ def missing(where: str, name: str, known: Iterable[str]) -> str:
 
 
 def told(error: TypeError, name: str, function: Callable[..., Any], first: int = 0) -> TypeError:
-    """Return a clearer error for a call that does not fit `function`; any other error unchanged. first: the index of
-    the first parameter that a user gives."""
+    """Return a clearer error for a call that does not fit the signature of `function`; any other error unchanged.
+    first: the index of the first parameter that a user gives."""
     said = str(error)
     match = _ASKED.search(said)
     if match is None or not said.startswith(f"{inspect.unwrap(function).__qualname__}()"):

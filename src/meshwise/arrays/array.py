@@ -1,6 +1,6 @@
-"""Define the array: its parts are tensors on places.
+"""Define the array: its parts are tensors on the namespace's devices.
 
-What can be done with one is written in the files of its rules; `methods.py` gives the class its operators and methods.
+Other files define what can be done with an array; `methods.py` gives the class its operators and methods.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from meshwise.arrays.space import Space
 
 
 class Array:
-    """An array on the devices of a namespace. Made by its functions, such as `xp.asarray` and `xp.zeros`.
+    """An array on the devices of a namespace. Made by the namespace's functions, such as `xp.asarray` and `xp.zeros`.
 
-    parts: the local tensors, in the order of `sharding.places`. In one process these are all.
-    alias: how it shares memory with others; None if it does not, and for a number, as `+=` makes a new one in NumPy.
+    parts: the tensors of this process, in the order of `sharding.places`; all parts, unless there are several ranks.
+    alias: how the array shares memory with others; None if it does not, or is what NumPy gives as a scalar.
     """
 
     __slots__ = ("__weakref__", "_dtype", "_shape", "alias", "parts", "sharding", "space")
@@ -38,7 +38,7 @@ class Array:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The data type: torch's, as `xp.float64`. It is fixed: `x.astype` makes another array."""
+        """The data type, a `torch.dtype` such as `xp.float64`. It never changes: `x.astype` makes another array."""
         return self._dtype
 
     @property
@@ -105,7 +105,7 @@ class Alias:
     If torch cannot express the view, the array has no parts of its own: `kept` holds the parts that `rule` made of
     `source` when the memory had been written `seen` times. back: turns values of the view into values of `source`; None
     if the parts of `rule` share memory with `source`. flips: the reversed dims, if the view only reverses dims. moves:
-    the operation that sends written values back to other places; empty if they stay.
+    the operation that sends written values back to other devices; empty if none does.
     """
 
     memory: ViewedMemory

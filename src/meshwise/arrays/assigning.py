@@ -1,8 +1,8 @@
 """Write `x[key] = value`, only where it belongs.
 
-Lower bound, and moved: the elements of the value that do not lie with what they replace; of a value that is repeated
-along the divided dim, all of it to each place that is written; with index arrays also as in fetching.py; of a mask what
-does not lie as the array does.
+Moved, and that is the lower bound: the elements of the value that lie on other devices than those that they replace; a
+value that is repeated along the divided dim, to each device that is written; for index arrays, also what fetching.py
+says; of a mask, what lies on other devices than the elements that it selects.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def set_item(x: Array, given: Any, value: Any, /) -> None:
 
 
 def _of_its_own(x: Array, other: Array | Tensor) -> Array | Tensor:
-    """Copy a value that may share memory with `x`, as it is read while `x` is written."""
+    """Copy a value that may share memory with `x`, since the value is read while `x` is written."""
     return (
         like(other, [part.clone() for part in other.parts])
         if isinstance(other, Array) and entangled(x, other)
@@ -99,7 +99,7 @@ def _value(x: Array, value: Any) -> Value:
 
 
 def _bits_of(value: Value, dtype: torch.dtype) -> Value:
-    """Convert a value for an array of this dtype as `as_bits` does."""
+    """Convert a value to the bits that `as_bits` gives for `dtype`; unchanged if `as_bits` changes nothing."""
     kind = SIGNED.get(dtype)
     if kind is None:
         return value
@@ -128,7 +128,7 @@ def _number(dtype: torch.dtype, value: Number) -> Number:
 def _turned(value: Array | Tensor, key: Key, common: Shape, shape: Shape, flips: Sequence[int]) -> Array | Tensor:
     """Reorder the dims of the value: those of index arrays first, then the region's; repeated dims have length 1.
 
-    common: the shape of the index arrays. shape: that of the region without their dims.
+    common: the shape of the index arrays. shape: the shape of the region without the indexed dims.
     """
     depth = len(common)
     rest = iter(range(depth, depth + len(shape)))
@@ -177,7 +177,7 @@ def _copy(target: Array, value: Array | Tensor) -> None:
 
 
 def _set_masked(target: Array, dim: int, mask: Array, value: Value, key: Key, flips: Sequence[int]) -> None:
-    """Write through a mask: laid out as the array if it covers the divided dim, else whole on each place."""
+    """Write where `mask` is true. The mask is divided like the array if it covers the divided dim, else replicated."""
     depth, placed = len(mask.shape), target.sharding
     inside = placed.dim is not None and dim <= placed.dim < dim + depth
     lies = placed.along(placed.dim - dim) if inside and placed.dim is not None else sharding(placed.places)

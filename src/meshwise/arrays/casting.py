@@ -65,7 +65,7 @@ class IntegerLimits:
 
 
 def finfo(type: Any, /) -> FloatLimits:
-    """Return the limits of a float type, or of an array's; for a complex type those of its real type."""
+    """Return the limits of a float dtype, or of an array's dtype; for a complex dtype, those of its real dtype."""
     kind = real_of(type.dtype if isinstance(type, Array) else as_dtype(type))
     if not kind.is_floating_point:
         raise TypeError(f"finfo of {kind}: not a float type. Write xp.iinfo.")
@@ -74,7 +74,7 @@ def finfo(type: Any, /) -> FloatLimits:
 
 
 def iinfo(type: Any, /) -> IntegerLimits:
-    """Return the limits of an integer type, or of an array's."""
+    """Return the limits of an integer dtype, or of an array's dtype."""
     kind = type.dtype if isinstance(type, Array) else as_dtype(type)
     if kind not in KINDS["integral"]:
         raise TypeError(f"iinfo of {kind}: not an integer type. Write xp.finfo.")
@@ -89,19 +89,19 @@ class Info:
         self._space = space
 
     def capabilities(self) -> dict[str, Any]:
-        """Return that shapes may depend on data, and that arrays have at most 64 dims, as in torch."""
+        """Return what is supported: boolean indexing, shapes that depend on data, and at most 64 dims, as in torch."""
         return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
 
     def default_device(self) -> str:
-        """Return the name for all devices: by default arrays are divided along their first dim."""
+        """Return where new arrays lie: on `all` devices, divided along their first dim, or on the only device."""
         return ALL if len(self._space.names) > 1 else self._space.names[0]
 
     def devices(self) -> tuple[str, ...]:
-        """Return the names of the devices, and `all`."""
+        """Return the names of the devices, and `all` if there are several."""
         return (*self._space.names, *([ALL] if len(self._space.names) > 1 else []))
 
     def default_dtypes(self, *, device: Any = None) -> dict[str, torch.dtype]:
-        """Return the data types that Python's numbers become."""
+        """Return the default data type of each kind, such as the one that Python's floats become."""
         real = self._space.default_float
         whole = torch.int64
         return {
@@ -112,8 +112,8 @@ class Info:
         }
 
     def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, torch.dtype]:
-        """Return the data types of one kind or several, by name, without wide unsigned integers: torch has few
-        operations for them."""
+        """Return the data types of one kind or several, by name; without float16, bfloat16 and unsigned integers of
+        more than 8 bits, for which torch has few operations."""
         listed = {torch.bool, *SIGNED, UNSIGNED[0], *REAL, *COMPLEX}
         kinds = kind if isinstance(kind, tuple) else (kind,)
         for each in kinds:

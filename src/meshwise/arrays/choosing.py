@@ -45,7 +45,7 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
 
 @by_bits
 def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
-    """Take the entries of a dim at the given indices, in the shape of the indices. Moves bytes as `x[indices]` does."""
+    """Take the entries at these indices along `axis`, in the shape of `indices`. Moves what `x[indices]` moves."""
     if axis is None:
         if len(x.shape) != 1:
             raise ValueError(f"take of {len(x.shape)} dims without an axis: say which, or flatten the array.")
@@ -62,9 +62,9 @@ def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
 
 @by_bits
 def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
-    """Take from each row along a dim the entries at that row's indices.
+    """Take from each row along `axis` the entries at the indices of that row.
 
-    Moves the least: indices that do not lie with their rows, and along the divided dim what `x[indices]` moves.
+    Moves the least: indices that lie on other devices than their rows; along the divided dim, what `x[indices]` moves.
     """
     if not isinstance(indices, Array):
         raise NoArrayGiven("take_along_axis: indices must be an array. Write xp.asarray(indices).")
@@ -90,13 +90,13 @@ def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
 
 @by_bits
 def tril(x: Array, /, k: int = 0) -> Array:
-    """Keep the matrices up to diagonal number `k`, with zeros above it. Moves nothing."""
+    """Return the lower triangles of matrices: zeros above diagonal number `k`. Moves nothing."""
     return _triangle("tril", x, k)
 
 
 @by_bits
 def triu(x: Array, /, k: int = 0) -> Array:
-    """Keep the matrices from diagonal number `k` on, with zeros below it. Moves nothing."""
+    """Return the upper triangles of matrices: zeros below diagonal number `k`. Moves nothing."""
     return _triangle("triu", x, k)
 
 
@@ -113,8 +113,8 @@ def _triangle(name: str, x: Array, k: int) -> Array:
 
 
 def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
-    """Broadcast arrays to a common shape, laid out alike: read-only views that repeat without memory. Moves to each
-    place what is repeated, and arrays that are divided differently from the one whose layout is used."""
+    """Broadcast arrays to a common shape and layout: read-only views, in which repeated entries take no memory. Moves
+    repeated entries to each device, and arrays that are divided differently from the one whose layout is used."""
     given = list(arrays)
     if len({(x.shape, x.sharding) for x in given}) < 2:
         return tuple(given)
@@ -131,9 +131,9 @@ def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
 
 
 def meshgrid(*arrays: Array, indexing: str = "xy") -> tuple[Array, ...]:
-    """Return the coordinates of each point of a grid, laid out alike, repeated without memory.
+    """Return the coordinates of each point of a grid: an array per vector, in one layout; repeats take no memory.
 
-    The grid is divided along the first dim whose vector is divided; each place gets all of the other vectors.
+    The grid is divided along the first dim whose vector is divided; each device gets all of the other vectors.
     """
     given = list(arrays)
     if indexing not in ("xy", "ij"):

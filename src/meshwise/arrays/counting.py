@@ -1,4 +1,4 @@
-"""Count elements in bins: each place its own, then a sum."""
+"""Count elements in bins: on each device, then in sum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwise.arrays.reductions import as_array, together
 def histogram(
     x: Any, /, bins: Any = 10, range: tuple[float, float] | None = None, weights: Any = None, density: bool = False
 ) -> tuple[Array, Array]:
-    """Return the count (or the sum of weights) of each bin, and the bins' edges; the last bin includes its end."""
+    """Return the count of elements in each bin (or the sum of their weights), and the edges; the last is included."""
     x = as_array("histogram", x).reshape(-1)
     xp = x.__array_namespace__()
     if isinstance(bins, int):
@@ -32,7 +32,7 @@ def histogram(
 
 
 def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> Array:
-    """Count how often each whole number occurs, or sum its weights. Waits for the largest number."""
+    """Count how often each whole number from 0 on occurs in `x`, or sum its weights. Waits for the largest number."""
     x = as_array("bincount", x)
     xp = x.__array_namespace__()
     if x.size and int(x.min()) < 0:
@@ -44,7 +44,7 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> Array:
 
 
 def counted(x: Array, edges: Array, weights: Array | None) -> Array:
-    """Sum the weights in each bin: each place counts its own elements, then the counts are added."""
+    """Count the elements of `x` in each bin, or sum their weights: on each device, then over the devices."""
     from_each, dtype = [], torch.int64 if weights is None else weights.dtype
     bins = edges.shape[0] - 1
     for at, part in enumerate(x.parts):

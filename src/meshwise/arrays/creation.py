@@ -1,8 +1,8 @@
-"""Create arrays, each place only its own part.
+"""Create arrays; each device makes only its own part.
 
-No place ever holds all of a large array.
+No device ever holds all of a large array.
 
-The first parameter of these functions is the space; the namespace fills it in.
+The first parameter of these functions, the `Space` with the devices, is filled in by the namespace.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def asarray(
 ) -> Array:
     """Make an array of numbers, nested lists, or an array of this or another library.
 
-    Each place gets its part, copied unless all of it lies on one place already. An array of this namespace stays where
-    it lies, unless `device` or `sharding` is given.
+    Each device gets its part, copied unless the whole array lies on one device and stays there. An array of this
+    namespace stays where it lies, unless `device` or `sharding` is given.
     """
     wanted = None if dtype is None else as_dtype(dtype)
     if isinstance(obj, Array) and (obj.space is space or obj.space == space):
@@ -86,8 +86,8 @@ def of_user(
 ) -> Array:
     """Make an array of numbers, nested lists, or an array of this or another library.
 
-    An array of this namespace is returned as it is, unless `device` or `sharding` is given. Of another library's array
-    each place gets a copy of its part; with copy=False the memory is shared, if all of it lies on one place already.
+    An array of this namespace is returned as it is, unless an argument asks for another one. Of another library's
+    array, each device gets a copy of its part; with copy=False memory is shared, or ValueError if that is impossible.
     """
     foreign = isinstance(obj, Tensor) or (is_array(obj) and not isinstance(obj, Array))
     own = True if foreign and copy is None else copy  # on one device as on several
@@ -117,7 +117,7 @@ def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, 
 
 
 def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Tensor:
-    """Convert values to a tensor, wherever they lie; Python's floats become the default float. wanted: the dtype."""
+    """Convert values to a tensor on their device; Python's floats become the default float. wanted: the final dtype."""
     if isinstance(obj, Array):
         raise UsageError(
             f"asarray of an array on {', '.join(obj.space.names)}: of another namespace. Write xp.asarray(x.numpy())."
@@ -170,7 +170,7 @@ def made(space: Space, shape: Any, dtype: torch.dtype, placement: tuple[Any, Pla
 
 
 def _lengths(shape: Any) -> Any:
-    """Return a shape as a sequence: one length becomes a tuple."""
+    """Return a shape as a sequence: a single length as a tuple of one."""
     return shape if hasattr(shape, "__iter__") and getattr(shape, "shape", True) else (shape,)
 
 
@@ -302,14 +302,14 @@ def eye(
 def full_like(
     space: Space, x: Any, /, fill_value: Any, dtype: Any = None, *, device: Any = None, sharding: Placement = None
 ) -> Array:
-    """Apply `full` with the shape, dtype and sharding of `x`."""
+    """Make an array filled with one value, with the shape, dtype and sharding of `x` unless others are given."""
     x = x if isinstance(x, Array) else asarray(space, x)
     kept = x.sharding if device is None and sharding is None else sharding
     return in_order_of(full(x.space, x.shape, fill_value, dtype or x.dtype, device=device, sharding=kept), [x])
 
 
 def _like(make: Callable[..., Array]) -> Callable[..., Array]:
-    """Make `zeros_like` from `zeros`, and so on: placed as `x` is, unless told otherwise."""
+    """Make `zeros_like` from `zeros`, and so on; its arrays lie as `x` does, unless `device` or `sharding` is given."""
 
     def made_like(
         space: Space, x: Any, /, dtype: Any = None, *, device: Any = None, sharding: Placement = None

@@ -1,9 +1,9 @@
 """Compute cumulative sums and products.
 
-Along the split dim each part starts from what the parts before it come to. That goes from part to part: a slab of one
-entry of the dim from each part but the last, which is the least: every part but the first depends on it. Sums are
-calculated side by side and then raised; products one after another from what they start from, since a product of one
-part may overflow where the product of all does not.
+Along the split dim, each part starts from the total of the parts before it. Each part but the last sends its total, of
+one entry along that dim, to the next part; that is the lower bound, since every later part depends on it. The sums of a
+part are calculated alone and then raised by the total; its products start from the total, since the product of one part
+may overflow where the product of all does not.
 """
 
 from __future__ import annotations

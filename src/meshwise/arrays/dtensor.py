@@ -2,7 +2,7 @@
 
 Nothing is copied where their parts are alike.
 
-DTensor is imported where it is used: it takes a second, which every start of a program would pay.
+DTensor is imported only where it is used, since the import takes a second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def to_dtensor(x: Array, mesh: DeviceMesh, /) -> DTensor:
     """Convert `x` to a DTensor on a mesh of one axis over all ranks: divided along the same dim, or replicated.
 
-    Parts are laid out as `torch.chunk` cuts, which DTensor expects; nothing moves if they already are.
+    Parts are laid out as `torch.chunk` cuts, which DTensor expects; nothing moves if they already lie so.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

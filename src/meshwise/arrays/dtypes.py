@@ -1,7 +1,7 @@
 """Define data types, their promotion and their casts.
 
-Within a kind the standard's table holds; where it is silent (integers with floats) NumPy's does. Python's numbers are
-weak: they take the array's type. Arrays without dims promote as all arrays do, which torch does not.
+Types of one kind promote as in the array API standard; of two kinds (integers with floats), as in NumPy. Python's
+numbers are weak: they take the array's type. Arrays without dims promote as other arrays do, unlike in torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = {
     "numeric": (*SIGNED, *UNSIGNED, *REAL, torch.float16, torch.bfloat16, *COMPLEX),
 }
 WIDE = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
-"""The unsigned types for which torch has few kernels, and the signed types that we calculate in instead."""
+"""Unsigned type, for which torch has few kernels -> the signed type in which we calculate instead."""
 _COMPARABLE = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
@@ -71,7 +71,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 @functools.cache
 def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the type in which arrays of these two types are calculated."""
+    """Return the type of a result that is calculated from arrays of these two types."""
     if one is other:
         return one
     try:
@@ -81,7 +81,7 @@ def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def comparable(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast values to `dtype`, or to a type in the same order if torch cannot compare and search `dtype`."""
+    """Cast values to `dtype`, or, if torch cannot compare that type, to integers that sort in the same order."""
     values = values.to(dtype)
     if dtype is torch.uint64:
         return values.view(torch.int64) ^ torch.iinfo(torch.int64).min
@@ -89,18 +89,18 @@ def comparable(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def complex_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the complex type whose parts have this real type."""
+    """Return the complex type whose real and imaginary parts have this real type."""
     return torch.complex64 if dtype is torch.float32 else torch.complex128
 
 
 def real_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of the parts of a complex type; any other type unchanged."""
+    """Return the type of the real part of a complex type; any other type unchanged."""
     return {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
 
 
 def of_scalar(value: bool | int | float | complex, dtype: torch.dtype, default_float: torch.dtype) -> torch.dtype:
-    """Return the type in which an array of `dtype` and a Python number are calculated. OverflowError for an integer
-    outside the range of the array's type."""
+    """Return the type of a result that is calculated from an array of `dtype` and a Python number. OverflowError for an
+    integer outside the range of `dtype`."""
     if isinstance(value, bool):
         return dtype
     if isinstance(value, int):
@@ -123,7 +123,7 @@ def limits(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def compared(x: Any, dtype: torch.dtype) -> Any:
-    """Replace an integer outside the range of the type by an infinity, which compares with all of its values alike."""
+    """Replace an integer outside the range of `dtype` by inf or -inf; comparisons with its values stay the same."""
     if type(x) is not int or dtype not in INTEGERS or limits(dtype)[0] <= x <= limits(dtype)[1]:
         return x
     return math.copysign(math.inf, x)
@@ -170,6 +170,6 @@ def isdtype(dtype: Any, kind: Any) -> bool:
 
 
 def refuse_gradients(what: str, requires_grad: bool) -> None:
-    """Raise UsageError for a tensor that requires gradients: arrays have none."""
+    """Raise UsageError if a tensor requires gradients: arrays have none. what: the operation, for the message."""
     if requires_grad:
         raise UsageError(f"{what} of a tensor that requires gradients: arrays have none. Pass tensor.detach().")

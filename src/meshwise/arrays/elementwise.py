@@ -2,8 +2,8 @@
 
 Operands that are already placed alike need no alignment.
 
-Integers and booleans become the default float where the function has no integer result. Python's numbers are weak,
-NumPy's are arrays without dims.
+Integers and booleans become the default float where the function has no integer result. Python's numbers take the
+array's type; NumPy's numbers promote as arrays without dims.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Rule = Callable[..., Array]
 FUNCTIONS: dict[str, Rule] = {}
 """The namespace's functions that are defined in this file, by name."""
 BINARY: list[str] = []
-"""The names of those that take two arrays."""
+"""The names of the functions that take two arrays."""
 
 ANY = WHOLE | FLOATS
 NUMBERS = INTEGERS | FLOATS
@@ -50,17 +50,17 @@ HOST = torch.device("cpu")
 
 
 class NoArrayGiven(TypeError):
-    """A function of arrays was called without one; the namespace then converts its arguments to arrays."""
+    """Raised when a function of arrays gets none; the namespace then converts the arguments to arrays."""
 
 
 def is_python_number(value: Any) -> bool:
-    """Return whether the value has one of Python's own number types, which are weak. NumPy's scalars do not count."""
+    """Return whether the value is a Python number, which takes the array's type; NumPy's scalars do not."""
     return type(value) in PYTHON
 
 
 def unary(name: str, op: Op, takes: frozenset[torch.dtype], result: torch.dtype | None = None) -> Rule:
-    """Make a function of one array. takes: the dtypes that `op` supports; integers become floats if it does not support
-    them. result: the dtype of the result; None: that of the operand."""
+    """Make a function of one array from torch's `op`. takes: the dtypes that `op` supports; integers become floats if
+    they are not among these. result: the dtype of the result; None: that of the operand."""
 
     wide = of_wide(name, op)
 
@@ -88,7 +88,7 @@ def binary(
     otherwise: tuple[frozenset[torch.dtype], Op] | None = None,
 ) -> Rule:
     """Make a function of two arrays, or of an array and a number. numbers: `op` takes a Python number on its right.
-    otherwise: dtypes for which another operator is used."""
+    otherwise: (dtypes for which another torch function is used, that function)."""
     at_once = (takes - otherwise[0] if otherwise else takes) - WIDE.keys()
     wide = of_wide(name, otherwise[1] if otherwise and otherwise[0] & INTEGERS else op)
 
@@ -136,7 +136,7 @@ _TOGETHER: dict[tuple[torch.dtype, torch.dtype], torch.dtype | None] = {}
 
 
 def _together(one: torch.dtype, other: torch.dtype) -> torch.dtype | None:
-    """Return the dtype in which torch's operators calculate these two, if that is the promoted type; else None."""
+    """Return the dtype to which these two promote, if torch's own operators promote them to it, too; else None."""
     try:
         return _TOGETHER[one, other]
     except KeyError:
@@ -155,7 +155,7 @@ def _in_general(
     result: torch.dtype | None,
     given: tuple[Any, ...],
 ) -> Array:
-    """Compute for any placement and dtype; at least one operand is an array. choose: gives the operator for a dtype."""
+    """Compute a function of operands of any placement and dtype, one at least an array. choose: dtype -> torch's op."""
     arrays = operands(name, given)
     real = [x for x in arrays if isinstance(x, Array)]
     space = real[0].space
@@ -179,7 +179,7 @@ def _in_general(
 
 
 def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
-    """Return arrays and Python numbers unchanged. NoArrayGiven for values that the namespace can convert to arrays."""
+    """Return arrays and Python numbers unchanged. NoArrayGiven for any other value, or if none of them is an array."""
     some = False
     for value in given:
         if type(value) is Array:
@@ -207,7 +207,7 @@ def _named(name: str, rule: Rule) -> Rule:
 
 
 def _rounding(op: Op) -> Op:
-    """Leave integers as they are, since they are whole already."""
+    """Return a function that applies `op` to floats, and copies integers, which need no rounding."""
     return lambda part: op(part) if part.is_floating_point() else part.clone()
 
 
@@ -223,7 +223,7 @@ def _sign(part: Tensor) -> Tensor:
 
 
 def _by_parts(op: Op) -> Op:
-    """Add complex numbers part by part. torch multiplies the second by 1, which turns an infinity into nan."""
+    """Apply `op`, add or sub, to real and imaginary parts apart: torch multiplies by 1, which turns inf into nan."""
 
     def of_parts(a: Tensor, b: Tensor) -> Tensor:
         if a.dim() and b.dim():
@@ -234,7 +234,7 @@ def _by_parts(op: Op) -> Op:
 
 
 def _also_infinite(op: Op, other: Op) -> Op:
-    """Use `other` for complex numbers that are not finite: there torch's own `op` gives nan in both parts."""
+    """Use `other` for complex numbers that are not finite: of these, torch's `op` gives nan in both parts."""
 
     def of_part(part: Tensor) -> Tensor:
         return torch.where(torch.isfinite(part), op(part), other(part)) if part.is_complex() else op(part)
@@ -248,7 +248,7 @@ def by_no_zero(op: Op) -> Op:
 
 
 def _remainder(a: Tensor, b: Tensor) -> Tensor:
-    """Return the remainder with the sign of the divisor, also if it is zero."""
+    """Return the remainder with the sign of the divisor, also for a remainder of zero."""
     if not a.is_floating_point():
         return by_no_zero(torch.remainder)(a, b)
     rest = torch.remainder(a, b)
@@ -261,7 +261,7 @@ def _power(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _absolute(x: Any, /) -> Array:
-    """Return absolute values; those of complex numbers have the type of their parts."""
+    """Return absolute values; those of complex numbers have the type of their real part."""
     if type(x) is not Array:
         raise NoArrayGiven(f"abs of {type(x).__name__}: no array. Write xp.asarray(value) first.")
     parts = [part.clone() if part.dtype in (BOOL, *UNSIGNED) else torch.abs(part) for part in x.parts]

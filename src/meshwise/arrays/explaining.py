@@ -26,13 +26,13 @@ from meshwise.spec.units import bytes_text
 from meshwise.transfer.comm_log import CommLog, Transfer, comm_log, table
 
 MOST_ARRAYS = 4
-"""For up to this many arrays other placements are tried, in all combinations."""
+"""All combinations of other placements are tried if there are at most 4 to this power; else none."""
 
 
 @dataclass(frozen=True)
 class Placing:
-    """A layout of the arrays that an operation reads, and the bytes that it then moves. layout: by name of the array.
-    memory: the bytes of these arrays on all places together."""
+    """A layout of the arrays that an operation reads. layout: in words, by the array's name. bytes: what the operation
+    moves with this layout. memory: the bytes of these arrays, summed over all devices."""
 
     layout: dict[str, str]
     bytes: int
@@ -41,7 +41,7 @@ class Placing:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of `mw.explain`. moves: what would move. better: other placements that move less, best first."""
+    """The result of `mw.explain`. moves: what would move. better: placements that would move less, best first."""
 
     moves: Sequence[Transfer]
     better: list[Placing]
@@ -62,7 +62,7 @@ class Explanation:
 def explain(operation: Callable[[], Any]) -> Explanation:
     """Explain what an operation on arrays moves, and which placements would move less: `mw.explain(lambda: x @ y)`.
 
-    It does not run: shapes are enough. UsageError if the operation reads values.
+    It is called on tensors without memory, so nothing is calculated. UsageError if the operation reads values.
     """
     arrays = _arrays_of(operation)
     if not arrays:
@@ -96,7 +96,7 @@ def _arrays_of(operation: Callable[[], Any]) -> dict[str, Array]:
 
 @contextmanager
 def _without_memory(arrays: Any) -> Iterator[Callable[[Array, Sharding], None]]:
-    """Give the arrays parts without memory inside the block. Yields a function that lays one of them out anew."""
+    """Give the arrays parts without memory inside the block. Yield a function that gives an array another sharding."""
     before = [(x, x.parts, x.sharding, x.alias) for x in arrays]
 
     def lay(x: Array, placed: Sharding) -> None:
@@ -136,7 +136,7 @@ def _moved(operation: Callable[[], Any]) -> CommLog:
 
 
 def _choices(arrays: dict[str, Array]) -> Iterator[tuple[Sharding, ...]]:
-    """Yield other placements: each array as it is, divided along another dim, or whole on all places."""
+    """Yield other placements, in which each array lies as now, is divided along another dim, or is on all devices."""
     options = []
     for x in arrays.values():
         places = x.space.places

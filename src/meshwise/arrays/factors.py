@@ -1,13 +1,13 @@
-"""Factor a matrix that no one place holds, in blocks.
+"""Factor a matrix that no one device holds, in blocks.
 
 LU goes by columns, Cholesky by rows; QR and SVD are those of tall matrices.
 
-Bytes, in entries, of n x n with n_k columns (rows) on place k of p, which begin at o_k:
+Moved, in entries, of n x n with n_k columns (rows) on device k of p, which begin at o_k:
 
-    LU, solve, inv    a transpose to columns, if it is not split so; each panel of (n - o_k) n_k to the places after it;
-                      a right-hand side of r columns goes from place to place, r (n - o_k) forth and r o_k back
-    Cholesky          each diagonal block of n_k^2 to the places after it; block (j, k), of n_j n_k, to those after j
-    QR, SVD (m x n)   each R, of min(m_k, n) n, to the place of the longest part, and as much back
+    LU, solve, inv    a transpose to columns, if it is not split so; each panel of (n - o_k) n_k to all devices behind;
+                      a right-hand side of r columns goes from one to the next, r (n - o_k) forth and r o_k back
+    Cholesky          each diagonal block of n_k^2 to the devices after it; block (j, k), of n_j n_k, to those after j
+    QR, SVD (m x n)   each R, of min(m_k, n) n, to the device of the longest part, and as much back
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class _Moves:
         targets: Iterable[int],
         dtype: torch.dtype | None = None,
     ) -> Own:
-        """Send a tensor of part `source` to `targets`; return the copies of local targets. tensor: the source's own."""
+        """Send a tensor from part `source` to `targets`; return the copies at local ones. tensor: None if not local."""
         places = self.held.places
         pieces = [Move(places[source], places[k], k, shape, dtype or self.x.dtype, tensor) for k in targets]
         found = exchange(self.x.space, pieces, self.name)
         return {k: found[k] for k in self.here if k in found}
 
     def check(self, bad: Own, why: str) -> None:
-        """Raise LinAlgError on all places if the status of any part is not 0. Waits for it."""
+        """Raise LinAlgError, on all ranks, if LAPACK's status for any part is not 0. Waits for the status."""
         told = [int(bad[k]) if k in bad else 0 for k in self.here]
         if any(counted(self.x, self.held, told)):
             raise np.linalg.LinAlgError(f"{self.name}: {why}")
@@ -90,12 +90,12 @@ def cholesky(x: Array) -> Array:
 class LU:
     """A square matrix factored by columns with partial pivoting, and right-hand sides solved with it.
 
-    own: parts of the factors, packed as in LAPACK. pivots: for each part, the rows that were swapped with its own,
-    counted from 1 at the part's first row.
+    own: parts of the factors, packed as in LAPACK. pivots: for each part, LAPACK's row exchanges, counted from 1 at the
+    part's first row.
     """
 
     def __init__(self, x: Array, name: str, right: Array | None = None) -> None:
-        """right: right-hand sides, split by columns over the places of `x`; each factoring step updates them, too."""
+        """right: right-hand sides, split by columns over the devices of `x`; each factoring step updates them, too."""
         x = x if x.sharding.dim == 1 else reshard(x, evenly(x.shape[0], x.sharding.places, 1), name)
         self.x, self.held, self.moves, self.n = x, x.sharding, _Moves(x, name), x.shape[0]
         self.filled = self.moves.filled
@@ -132,7 +132,7 @@ class LU:
         self.moves.check(self.bad, "the matrix is singular.")
 
     def solution(self) -> list[Tensor]:
-        """Solve for the local parts of `right`: the factors are sent to them one after another, the last first."""
+        """Return the solutions for the local parts of `right`; the factors are sent there one by one, last first."""
         for k in reversed(self.filled):
             begin, width = self.held.offsets[k], self.held.sizes[k]
             upper = self.own[k][: begin + width] if k in self.own else None
@@ -143,8 +143,8 @@ class LU:
         return [self.right[k] for k in self.moves.here]
 
     def solve_travelling(self, right: Array) -> list[Tensor]:
-        """Solve for a few right-hand sides that all lie on the place of the first part; the result is split by rows as
-        the matrix is by columns. What remains to be solved travels from place to place, forward and back."""
+        """Solve for a few right-hand sides that all lie on the device of the first part; the result is split by rows as
+        the matrix is by columns. What remains to be solved travels from device to device, forward and back."""
         count, kept = right.shape[1], {}
         left = right.parts[0] if right.parts else None
         for k, after in zip_longest(self.filled, self.filled[1:]):
@@ -203,9 +203,9 @@ def _upper(factor: Tensor, columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tall:
-    """A matrix with at least as many rows as columns, split by rows, as Q times a small matrix on one place.
+    """A matrix with at least as many rows as columns, split by rows, as Q times a small matrix on one device.
 
-    tops: on that place, the rows that the Q of each part is multiplied with; small: R, of n x n.
+    owns: the Q of each local part. tops: on that device, what each part's Q is multiplied with. small: R, of n x n.
     """
 
     x: Array
@@ -215,7 +215,7 @@ class Tall:
     small: Array
 
     def q(self, turn: Tensor | None = None) -> Array:
-        """Return Q, split as the matrix is. turn: a matrix that Q is multiplied with, on the place of `small`."""
+        """Return Q, split as the matrix is. turn: a matrix that Q is multiplied with, on the device of `small`."""
         x, moves = self.x, _Moves(self.x, self.name)
         n, centre = x.shape[1], x.sharding.places.index(self.small.sharding.places[0])
         parts = dict(zip(moves.here, self.owns, strict=True))
@@ -230,7 +230,7 @@ class Tall:
 
 
 def tall_qr(x: Array, name: str) -> Tall:
-    """Compute the QR of a matrix split by rows: of each part, then of all their R on the place of the longest part."""
+    """Compute the QR of a matrix split by rows: of each part, then of all their R on the longest part's device."""
     held, moves, n = x.sharding, _Moves(x, name), x.shape[1]
     place = fullest(held)
     centre = held.places.index(place)

@@ -2,11 +2,11 @@
 
 These rules are for an `x` that is divided along one of the indexed dims.
 
-Each place sorts its indices by who holds the entry, asks for them, and gets them. What a place needs to know first is
-how many others ask it for: that is agreed, which waits.
+Each device sorts its indices by the device that holds the entry, asks for the entries, and gets them. First, devices
+tell each other how many entries they ask for, which waits for these numbers.
 
-Lower bound, and moved: 8 bytes an index whose entry lies elsewhere, none where every place knows all indices; and that
-entry.
+Moved, and that is the lower bound: each entry that lies elsewhere, and 8 bytes for its index, unless every device knows
+all indices.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ OPERATION = "index"
 class Asked:
     """The entries that index arrays ask for. dims: the indexed dims. shape, placed: the indices' shape and sharding.
 
-    flat: for each local part of `placed`, its entries as numbers over `dims` in row-major order. every: the numbers of
-    all entries, by local place, if every place knows them.
+    flat: for each local part of `placed`, its entries as row-major indices over `dims`. every: the row-major indices of
+    all entries, by local place, if every device knows them.
     """
 
     dims: tuple[int, ...]
@@ -46,7 +46,7 @@ class Asked:
 
 
 def hosted(space: Space, values: Tensor, placed: Sharding) -> Array:
-    """Make an array of a tensor that every process has in host memory: nothing is sent between places."""
+    """Make an array of a tensor that every process has in host memory: nothing is sent between devices."""
     shape = tuple(values.shape)
     parts = tuple(
         values[placed.interval(shape, part)].to(space.devices[place], copy=True) for part, place in space.local(placed)
@@ -65,7 +65,7 @@ def common_shape(indices: Sequence[Array | Tensor]) -> Shape:
 def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor], *, in_order: bool = False) -> Asked:
     """Read index arrays for these dims of `x`. IndexError if they do not broadcast.
 
-    in_order: the parts of the indices follow each other in row-major order, so that the last of equal ones is known.
+    in_order: the parts of the indices follow each other in row-major order, so that of equal indices the last is known.
     """
     places = x.sharding.places
     everywhere = sharding(places)
@@ -94,7 +94,7 @@ def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor], *, i
 
 
 def _rows_that_stay(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Sharding | None:
-    """Return the sharding of entries that the host names in ascending order along the divided dim: none moves."""
+    """Return the sharding with which no entry moves, if host indices ascend along the divided dim; else None."""
     if len(indices) > 1 and any(each.ndim != 1 for each in indices if isinstance(each, Tensor)):
         return None
     if x.sharding.dim not in dims:
@@ -118,7 +118,7 @@ def _owners(entries: Tensor, placed: Sharding) -> Tensor:
 
 
 def _flat(indices: Sequence[Array], lengths: Sequence[int]) -> list[Tensor]:
-    """Return, for each part, numbers over the indexed dims; negative for an index out of bounds."""
+    """Return, for each part, row-major indices over the indexed dims; -1 for an index out of bounds."""
     flat = []
     for parts in zip(*(each.parts for each in indices), strict=True):
         number = torch.zeros_like(parts[0], dtype=torch.int64).reshape(-1)
@@ -132,7 +132,7 @@ def _flat(indices: Sequence[Array], lengths: Sequence[int]) -> list[Tensor]:
 
 
 def _coordinates(number: Tensor, lengths: Sequence[int], at: int | None, offset: int) -> tuple[Tensor, ...]:
-    """Return the entries of each indexed dim; those of dim number `at` are counted from `offset`."""
+    """Convert row-major indices to an index per dim; those of dim number `at` are counted from `offset`."""
     found = []
     for dim in reversed(range(len(lengths))):
         entry = number % lengths[dim]
@@ -143,8 +143,8 @@ def _coordinates(number: Tensor, lengths: Sequence[int], at: int | None, offset:
 
 @dataclass(frozen=True)
 class Routes:
-    """Who asks whom for entries. orders: for each local part of the indices, the order that sorts its entries by owner.
-    counts[t][s]: how many part t of the indices asks of part s. requests[t, s]: their numbers, at s."""
+    """Which entries each part t of the indices asks of each part s of the array. orders: for each local t, the order
+    that sorts its entries by s. counts[t][s]: how many. requests[t, s]: their row-major indices, for local s."""
 
     orders: list[Tensor]
     counts: list[list[int]]
@@ -152,7 +152,7 @@ class Routes:
 
 
 def route(x: Array, asked: Asked) -> Routes:
-    """Tell each place which of its entries are asked for. IndexError on every rank for an index out of bounds."""
+    """Tell each device which of its entries are asked for. IndexError on every rank for an index out of bounds."""
     space, held, placed = x.space, x.sharding, asked.placed
     at = asked.dims.index(held.dim) if held.dim is not None else 0
     below = math.prod(x.shape[dim] for dim in asked.dims[at + 1 :])
@@ -258,8 +258,8 @@ def _local(x: Array, asked: Asked, part: int, numbers: Tensor) -> tuple[Tensor, 
 
 
 def last_of_each(numbers: Tensor, size: int) -> Tensor:
-    """Return for each entry the last position of its number, which is from 0 to below `size`. With it, the last value
-    of an entry that is named twice is written."""
+    """Return for each of `numbers`, from 0 to below `size`, the last position at which the same number occurs. Where an
+    entry is written twice, the value at that position wins."""
     if size <= 8 * len(numbers):  # then a table of all numbers costs less than sorting those that are there
         last = torch.zeros(size, dtype=torch.int64, device=numbers.device)
         at = torch.arange(len(numbers), device=numbers.device)
@@ -270,7 +270,7 @@ def last_of_each(numbers: Tensor, size: int) -> Tensor:
 
 
 def everywhere(x: Array, indices: Sequence[Array | Tensor]) -> list[Array]:
-    """Return index arrays with all of their entries on each place of `x`."""
+    """Return index arrays with all of their entries on each device of `x`."""
     places = x.sharding.places
     return [
         replicate(each, places, OPERATION) if isinstance(each, Array) else hosted(x.space, each, sharding(places))

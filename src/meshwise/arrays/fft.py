@@ -2,13 +2,13 @@
 
 Axes that are not split are transformed where they lie.
 
-Bytes of an array of S bytes that lies evenly on p places:
+Bytes moved, of an array of S bytes that lies evenly on p devices:
 
     no split axis        0
     the split axis       (1 - 1/p) S, a transpose: the result stays split along the other dim, as the next transform
                          would have it (fftn, then ifftn: one transpose each, and it lies as it did)
-    a vector             to one place and back, 2 (1 - 1/p) S; from LONG entries on, where their count has a divisor
-                         near its root, in parts on all places, three transposes of the complex values, 3 (1 - 1/p) S
+    a vector             to one device and back, 2 (1 - 1/p) S; from LONG entries on, where their count has a divisor
+                         near its root, in parts on all devices, three transposes of the complex values, 3 (1 - 1/p) S
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def _one(name: str) -> Callable[..., Array]:
 def fftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """Transform along several axes, or all. s: the lengths to cut or pad the axes to; -1 leaves one as it is."""
+    """Transform along several axes, or all. s: the lengths to cut or pad the axes to; -1 keeps a length."""
     return _several(x, "fft", s, axes, norm)
 
 
 def ifftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """Invert `fftn`. s: the lengths to cut or pad the axes to; -1 leaves one as it is."""
+    """Invert `fftn`. s: the lengths to cut or pad the axes to; -1 keeps a length."""
     return _several(x, "ifft", s, axes, norm)
 
 
@@ -91,7 +91,7 @@ def _several(x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] |
 
 
 def _complex_ones(x: Array, name: str, lengths: list[int | None], dims: list[int], norm: str) -> Array:
-    """Apply fft or ifft along several axes: the split one last, but first if a dim outside the axes can be split."""
+    """Apply fft or ifft along several axes: along the split axis last, or first if another dim can be split instead."""
     order = sorted(range(len(dims)), key=lambda k: (dims[k] == x.sharding.dim, k))
     others = [dim for dim in range(len(x.shape)) if dim not in dims]
     if others and max(x.shape[dim] for dim in others) >= len(x.sharding.places):
@@ -130,7 +130,7 @@ def _floats(given: Any, name: str, norm: str) -> Array:
 
 
 def along(x: Array, name: str, axis: int, n: int | None, norm: str, avoid: Sequence[int] = ()) -> Array:
-    """Apply `torch.fft.<name>` along one axis. avoid: dims that it prefers not to split, if bytes have to move."""
+    """Apply `torch.fft.<name>` along one axis. avoid: dims not to split, if another can be split instead."""
     x = _apart(x, axis, avoid, name)
     if x.sharding.dim == axis:
         return _vector(x, name, axis, n, norm)
@@ -141,7 +141,7 @@ def along(x: Array, name: str, axis: int, n: int | None, norm: str, avoid: Seque
 
 
 def _apart(x: Array, axis: int, avoid: Sequence[int], name: str) -> Array:
-    """Split `x` along a dim other than `axis`, if it has one."""
+    """Split `x` along a dim other than `axis`, if `x` has another."""
     held = x.sharding
     if held.dim != axis:
         return x
@@ -189,7 +189,7 @@ def _result(name: str, length: int, n: int | None, dtype: torch.dtype) -> tuple[
 
 
 def _divisor(length: int, places: int) -> int | None:
-    """Return the largest divisor up to the square root that gives each place some of it and of the other factor."""
+    """Return the largest divisor of `length` from `places` to the square root of `length`; None if there is none."""
     for one in range(math.isqrt(length), places - 1, -1):
         if length % one == 0:
             return one
@@ -258,7 +258,7 @@ def _frequencies(space: Space, n: int, d: float, dtype: Any, placement: tuple[An
 
 
 def fftshift(x: Array, /, axes: int | Sequence[int] | None = None) -> Array:
-    """Move the entry of frequency 0 to the middle of the axes, or of all."""
+    """Move the entry of frequency 0 to the middle of these axes; None: of all axes."""
     return _shifted(as_array("fftshift", x), axes, 1)
 
 

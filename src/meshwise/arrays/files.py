@@ -1,8 +1,8 @@
 """Load and save arrays part by part: `.npy` and safetensors.
 
-No place, and no rank, ever holds the whole.
+No device, and no rank, ever holds a whole array.
 
-Over ranks all of them read, or write, their own parts of one file, which must lie on storage that all of them reach.
+Over ranks, each rank reads or writes its own parts of one file, which must lie on storage that all ranks reach.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _RAW = {torch.bfloat16: np.dtype(np.int16)}
 
 
 def load(space: Space, path: Any, *, device: Any = None, sharding: Placement = None) -> Any:
-    """Load the array of a `.npy` file, or the arrays of a safetensors file by name; each place reads its own part.
+    """Load the array of a `.npy` file, or the arrays of a safetensors file by name; each device reads its own part.
 
-    sharding: how one array or all of them are to lie. DataError for a file that is missing or damaged.
+    device, sharding: where the array, or each array, is to lie. DataError for a file that is missing or damaged.
     """
     file = _kind(path, "load")
     if not file.is_file():
@@ -89,7 +89,7 @@ def _of_slice(space: Space, stored: Any, placement: tuple[Any, Placement]) -> Ar
 
 
 def save(path: Any, given: Any) -> None:
-    """Write an array to a `.npy` file, or a dict of arrays to a safetensors file; each place writes its own part.
+    """Write an array to a `.npy` file, or a dict of arrays to a safetensors file; each device writes its own part.
 
     The file gets its name only when all of it is written.
     """
@@ -148,7 +148,7 @@ def _safetensors_header(named: Mapping[str, Array]) -> tuple[bytes, list[int]]:
 
 
 def _write(file: Path, begin: int, x: Array) -> None:
-    """Write the local parts; of an array that each place holds whole, the first place writes it."""
+    """Write the local parts; a replicated array is written by its first device alone."""
     if not math.prod(x.shape):
         return
     kind = _RAW.get(x.dtype) or numpy_dtype(x.dtype)

@@ -1,6 +1,6 @@
 """Gather an array for operations without a rule, and warn.
 
-The whole array goes to one place; the warning comes once per operation.
+The whole array goes to one device; the warning comes once per operation.
 
 `with mw.guard("error")` forbids it. `WITHOUT_RULE` lists these operations, for the docs.
 """
@@ -24,14 +24,14 @@ from meshwise.spec.units import bytes_text
 from meshwise.spec.user_code import user_place
 
 WITHOUT_RULE: set[str] = set()
-"""The names of functions that gather their arguments on one place."""
+"""The names of functions that gather their arguments on one device."""
 MODES = ("warn", "error", "allow")
 _mode: ContextVar[str] = ContextVar("guard", default="warn")
 _told: set[str] = set()
 
 
 class GatherWarning(UserWarning):
-    """An operation without a rule for parts gathers a whole array on one place."""
+    """An operation without a rule for parts gathers a whole array on one device."""
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def guard(mode: str) -> Iterator[None]:
     when a write to a view would send all of it back to other devices.
 
     mode: `error` raises UsageError; `warn`, the default outside of all blocks, warns once per operation, for writes
-    once per line; `allow` is silent. It holds for the current thread only: a thread started in the block opens its own.
+    once per source line; `allow` is silent. The mode holds in the current thread only, not in threads that it starts.
     """
     check_known("mode", mode, MODES)
     token = _mode.set(mode)
@@ -51,7 +51,7 @@ def guard(mode: str) -> Iterator[None]:
 
 
 def tell(x: Array, operation: str, wanted: Sharding) -> None:
-    """Warn of, or refuse, moving `x` to `wanted` when nobody asked for it; do nothing if no byte moves."""
+    """Warn or raise UsageError, as `guard` says, before an operation without a rule moves `x` to `wanted`."""
     size = elements_moved(x.shape, x.sharding, wanted) * x.dtype.itemsize
     if not size or _mode.get() == "allow":
         return
@@ -64,7 +64,7 @@ def tell(x: Array, operation: str, wanted: Sharding) -> None:
 
 
 def tell_return(x: Array, operation: str) -> None:
-    """Warn of, or refuse, a write to a view on other devices than its array, to which all of it must go back."""
+    """Warn or raise UsageError, as `guard` says, of a write to a view that goes back to its array on other devices."""
     if _mode.get() == "allow" or EXPLAINED:
         return
     at, size = user_place(), bytes_text(math.prod(x.shape) * x.dtype.itemsize)
@@ -77,9 +77,9 @@ def tell_return(x: Array, operation: str) -> None:
 
 
 def gathered(x: Array, operation: str, place: int | None = None) -> Array:
-    """Gather all of `x` on one place, by default the first where it lies; warn or refuse as `guard` says.
+    """Gather all of `x` on one device, by default the first where it lies; warn or raise as `guard` says.
 
-    Over ranks each of them gets it: every rank then calculates the same, and keeps its part.
+    Over ranks, every rank gets all of `x`: all ranks then calculate the same, and each keeps its part.
     """
     if x.space.over_ranks:
         tell(x, operation, sharding(x.space.places))
@@ -90,8 +90,8 @@ def gathered(x: Array, operation: str, place: int | None = None) -> Array:
 
 
 def placed_as(whole: Tensor, place: int, space: Space, lies: Sharding, operation: str) -> Array:
-    """Make an array of a tensor on one place (over ranks: on each), divided along the same dim as `lies` if it has that
-    dim."""
+    """Make an array of a tensor that lies whole on one device (over ranks: on each), divided along the same dim as
+    `lies`, if the tensor has that dim."""
     shape = tuple(whole.shape)
     if lies.dim is None:
         wanted = lies

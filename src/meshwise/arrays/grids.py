@@ -94,20 +94,20 @@ def fromfunction(space: Space, function: Callable[..., Any], shape: Sequence[int
 
 
 def tri(space: Space, n: int, m: int | None = None, k: int = 0, dtype: Any = None) -> Array:
-    """Return a matrix of ones up to its diagonal number `k`, and zeros above it."""
+    """Return a matrix with ones up to diagonal number `k`, and zeros above that diagonal."""
     xp = asarray(space, 0).__array_namespace__()
     found: Array = xp.tril(xp.ones((n, n if m is None else m), dtype=dtype), k=k)
     return found
 
 
 def tril_indices(space: Space, n: int, k: int = 0, m: int | None = None) -> tuple[Array, ...]:
-    """Return the indices of a matrix up to its diagonal number `k`."""
+    """Return the (row, column) indices of the elements of a matrix up to diagonal number `k`."""
     found: tuple[Array, ...] = tri(space, n, m, k, BOOL).nonzero()
     return found
 
 
 def triu_indices(space: Space, n: int, k: int = 0, m: int | None = None) -> tuple[Array, ...]:
-    """Return the indices of a matrix from its diagonal number `k` on."""
+    """Return the (row, column) indices of the elements of a matrix from diagonal number `k` on."""
     found: tuple[Array, ...] = ELEMENTWISE["logical_not"](tri(space, n, m, k - 1, BOOL)).nonzero()
     return found
 

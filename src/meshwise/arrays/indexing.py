@@ -2,10 +2,10 @@
 
 Slices and indices go by interval arithmetic; masks are applied where they lie; index arrays fetch what they ask for.
 
-Lower bound, and moved: slices of any step, indices, None: 0 bytes, entries stay where they lie (a part may become
-empty; against the order of entries, the places are in the reverse order). A mask: 0 where it lies as the array does and
-the array is divided along the mask's first dim; else the mask to all places, or the array along that dim. Index arrays:
-0 where the array is not divided along their dims, else see fetching.py.
+Moved, and that is the lower bound: for slices of any step, indices and None, nothing (a part may become empty; a
+negative step reverses the order of the devices). For a mask, nothing if it lies as the array does and the array is
+divided along the mask's first dim; else the mask goes to all devices, or the array is divided anew along that dim. For
+index arrays, nothing if the array is not divided along the indexed dims; else see fetching.py.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _chosen(x: Array, key: Key) -> Array:
 
 
 def _shown(found: Array, key: Key, depth: int) -> Array:
-    """Reorder the dims of the result as in the key. depth: how many dims, in front, belong to index arrays."""
+    """Reorder the dims of the result as in the key. depth: how many leading dims belong to index arrays."""
     order: list[int | None] = []
     dim = depth
     for each in key.out:
@@ -197,7 +197,7 @@ def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> 
 
 
 def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
-    """Select by a mask over the dims from `dim` on: (how many are true, other dims of `x`). Waits for their number."""
+    """Select by a mask over the dims from `dim` on: (count of true, other dims of `x`). Waits for the count."""
     depth = len(mask.shape)
     if not depth:
         return (
@@ -224,7 +224,7 @@ def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
 
 
 def counted(x: Array, placed: Sharding, here: Sequence[int]) -> list[int]:
-    """Return the numbers of all parts, given those of the local parts."""
+    """Return the counts of all parts, given those of the local parts. Waits for them."""
     at = {place: count for (_, place), count in zip(x.space.local(placed), here, strict=True)}
     every = agreed(x.space, [at.get(place, 0) for place in x.space.here], OPERATION)
     return [every[place] for place in placed.places]

@@ -2,8 +2,8 @@
 
 NumPy's own functions also accept our arrays.
 
-What lies on one place is shared without a copy; of what lies on several others get all, gathered, and never a part. For
-a part each: `x.shards`.
+An array on one device is shared without a copy. An array on several is gathered: other libraries get all of it, never
+a part. `x.shards` gives its parts.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def dlpack(
     dl_device: Any = None,
     copy: bool | None = None,
 ) -> Any:
-    """Implement the standard's `x.__dlpack__()`: without a copy if the array lies on one place. Otherwise gather it on
-    the first place, over ranks on each, with a warning or an error as `mw.guard` says; if copying is forbidden, the
-    array itself moves there."""
+    """Implement the standard's `x.__dlpack__()`: without a copy if the array lies on one device. Otherwise gather it
+    on the first device, over ranks on each, with a warning or an error as `mw.guard` says; with copy=False, the array
+    itself moves to that device."""
     whole = x if x.sharding.single and not x.space.over_ranks else gathered(x, "__dlpack__")
     if copy is False and whole is not x:
         if x.alias is not None and not is_last(x):
@@ -52,13 +52,13 @@ def dlpack(
 
 
 def dlpack_device(x: Array, /) -> Any:
-    """Implement the standard's `x.__dlpack_device__()`: the device of the first place."""
+    """Implement the standard's `x.__dlpack_device__()`: the first device where the array lies."""
     device = x.space.devices[x.sharding.places[0] if not x.space.over_ranks else x.space.here[0]]
     return torch.empty(0, device=device).__dlpack_device__()
 
 
 def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | None = None) -> Array:
-    """Make an array of an object that has `__dlpack__`, on the place where it lies; copied only if asked for."""
+    """Make an array of an object with `__dlpack__`; no copy, if the namespace has its device and none is asked for."""
     if isinstance(x, Array):
         return asarray(space, x, device=device, copy=copy)
     if not hasattr(type(x), "__dlpack__"):
@@ -79,9 +79,9 @@ def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | Non
 
 
 def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
-    """Make an array whose parts are these tensors or arrays, one per place in order, without a copy if they lie there.
+    """Make an array whose parts are these tensors or arrays, one per device in order, without a copy.
 
-    Over ranks each rank gives its own: a list of one.
+    Over ranks, each rank gives a list with its own part. UsageError for a part on another kind of device.
     """
     parts = [from_array(part) for part in shards]
     if len(parts) != len(space.here):
@@ -105,8 +105,8 @@ def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
 
 
 def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-    """Return `np.asarray(x)`: shared memory if the array lies on one CPU place; else a read-only copy, since writes to
-    it would not reach `x`. Waits for the values."""
+    """Return `np.asarray(x)`: shared memory if the array lies on one CPU device; else a read-only copy, since writes
+    to it would not reach `x`. Waits for the values."""
     here = x.sharding.single and x.parts and x.parts[0].is_cpu and not x.space.over_ranks
     shown = here and (x.alias is None or (x.alias.source is None and not x.alias.read_only))
     if here and not copy and not OPEN_DEVICES:  # which are as far from the host as a GPU is
@@ -121,7 +121,7 @@ def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarra
 
 
 def from_array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Convert a tensor of the host to a NumPy array that shares its memory."""
+    """Convert a tensor in host memory to a NumPy array that shares its memory."""
     try:
         return tensor.numpy()
     except TypeError as error:

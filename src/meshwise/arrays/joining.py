@@ -1,6 +1,6 @@
 """Concatenate, stack, split, repeat, roll and pad arrays.
 
-What each moves is written at `runs.py`; along a dim that is not divided nothing moves.
+`runs.py` says what each of them moves; along a dim that is not divided, nothing moves.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from meshwise.arrays.views import as_before, as_bits, axis_of, by_bits, made
 def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
     """Join arrays along a dim; None: flatten them first.
 
-    The result is divided as the largest of them; along `axis`, each place keeps as many entries as it had in all. Moves
-    the entries that then lie elsewhere.
+    The result is divided like the largest of them; if that is along `axis`, each device has as many entries as it had
+    of all arrays together. Moves the entries that then belong to another device.
     """
     given = _of_one_type("concat", arrays)
     if axis is None:
@@ -47,7 +47,7 @@ def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
 
 
 def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
-    """Join arrays along a new dim. Arrays that are divided alike stay so: nothing moves."""
+    """Join arrays along a new dim. Arrays with equal shardings stay where they lie: nothing moves."""
     given = _of_one_type("stack", arrays)
     if len({x.shape for x in given}) > 1:
         raise ValueError(f"stack of shapes {', '.join(str(x.shape) for x in given)}: all must be equal.")
@@ -64,7 +64,7 @@ def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
 
 
 def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
-    """Reverse the entries along dims, or all dims. Nothing moves: the places of a divided dim are reversed, too."""
+    """Reverse the entries along dims, or all dims. Nothing moves: the devices of a divided dim are reversed, too."""
     given = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
     if not x.shape:
         return copied(x)
@@ -74,7 +74,7 @@ def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
 @by_bits
 def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Array:
     """Shift the entries by `shift` along a dim; those that fall off the end come in again at the start. None: shift the
-    flattened array. It stays divided as it is: the entries that pass the end of their part move."""
+    flattened array. The sharding stays the same: the entries that pass the end of their part move."""
     if axis is None:
         if not isinstance(shift, int):
             raise ValueError(f"roll(shift={shift}) without an axis: give one number, or axes.")
@@ -96,7 +96,7 @@ def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | No
 
 @by_bits
 def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
-    """Repeat the array so many times along each dim. Along the divided dim each place repeats what it had."""
+    """Repeat the array so many times along each dim. Along the divided dim, entries move, and each part grows alike."""
     times = [repetitions] if isinstance(repetitions, int) else list(repetitions)
     times = [1] * (len(x.shape) - len(times)) + times
     if min(times, default=0) < 0:
@@ -112,8 +112,8 @@ def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
 
 @by_bits
 def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
-    """Repeat each entry of a dim in place; None: of the flattened array. Nothing moves but an array of repeat counts,
-    to where `x` is divided; its sum is waited for."""
+    """Repeat each entry along `axis`; None: of the flattened array. If `repeats` is an array, it moves to the devices
+    of `x`, and its sum is waited for; nothing else moves."""
     x = flat(x) if axis is None else x
     repeats = asarray(x.space, repeats) if isinstance(repeats, list | tuple) else repeats
     dim = axis_of(axis or 0, len(x.shape), "repeat")
@@ -165,9 +165,9 @@ def halo(
 ) -> tuple[torch.Tensor, ...]:
     """Return the local parts, each with `before` entries of its neighbours ahead of it and `after` behind it.
 
-    dim: the divided one. wrap: the array is a ring, so the last entries come before the first; else the parts at the
-    ends have fewer. Moves those entries, from as many places as hold them; an empty part gets none. The result has
-    memory of its own.
+    dim: by default the divided dim. wrap: the array is a ring, so the last entries come before the first; else the
+    parts at the ends have fewer. Moves those entries, from as many devices as hold them; an empty part gets none. The
+    result has memory of its own.
     """
     dim = x.sharding.dim if dim is None else axis_of(dim, len(x.shape), "halo")
     if min(before, after) < 0:
@@ -192,7 +192,7 @@ def halo(
 
 
 def _ring(x: Array, length: int, before: int) -> list[Run]:
-    """Return the `before` entries ahead of the first, as in a ring."""
+    """Return runs of the `before` entries that come before the first one in a ring."""
     rounds, rest = divmod(before, length)
     return [Run(x, length - rest, rest), *[Run(x, 0, length)] * rounds]
 
@@ -201,7 +201,7 @@ def pad(x: Array, pad_width: Any, mode: str = "constant", *, constant_values: An
     """Add entries before and after `x` along each dim, as NumPy's `pad`.
 
     pad_width: a number, (before, after), or such a pair for each dim. mode: constant, edge, wrap, reflect, symmetric.
-    Along the divided dim, constants are made on the first and last places; other entries move there if need be.
+    Along the divided dim, constants are made on the first and last devices; other entries move there if need be.
     """
     if mode not in ("constant", "edge", "wrap", "reflect", "symmetric"):
         raise ValueError(f"pad(mode={mode!r}): write constant, edge, wrap, reflect or symmetric.")

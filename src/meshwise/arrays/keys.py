@@ -1,7 +1,7 @@
 """Read an index key such as `x[1:, None, mask]`, like NumPy.
 
-Slices and indices are cuts of one dim each. Index arrays and masks are advanced: their dims become those of their
-common shape, at the place of the first where they stand side by side, else in front.
+Slices and indices cut one dim each. Index arrays and masks are advanced: the dims of their common shape replace the
+indexed dims, at the position of the first if they stand side by side in the key, else in front.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _item(given: Any) -> Any:
 
 
 def on_host(given: Any) -> Any:
-    """Convert lists, NumPy arrays and tensors of indices or truths to a host tensor; without dims, to a number."""
+    """Convert lists, NumPy arrays and tensors of indices or booleans to a host tensor; a single index to an int."""
     values = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
     if values.size == 0 and not isinstance(given, np.ndarray | Tensor):
         values = values.astype(np.int64)

@@ -1,8 +1,8 @@
-"""Compute functions along an axis that must be whole on its place.
+"""Compute functions along an axis that must not be split.
 
-If it is split, the split is moved to another dim first.
+If the axis is split, the array is first split along another dim.
 
-Bytes moved: a transpose, the least for it: of what lies on p places evenly, (1 - 1/p) of the array.
+Bytes moved: those of a transpose, which is the least: (1 - 1/p) of an array that lies evenly on p devices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def free_dim(shape: Shape, taken: Collection[int]) -> int | None:
 
 
 def freed(x: Array, axes: Collection[int], operation: str) -> Array:
-    """Return `x` with none of `axes` split: unchanged, split along the longest other dim, or on one place."""
+    """Return `x` with none of `axes` split: unchanged, split along the longest other dim, or on one device."""
     held = x.sharding
     if held.dim is None or held.dim not in axes:
         return x
@@ -37,5 +37,5 @@ def freely(held: Sharding, shape: Shape, axes: Collection[int]) -> Sharding:
 
 
 def fullest(held: Sharding) -> int:
-    """Return the place that holds the most; moving the other parts there moves the fewest bytes."""
+    """Return the place with the largest part; moving the other parts there moves the fewest bytes."""
     return held.places[held.sizes.index(max(held.sizes))] if held.sizes else held.places[0]

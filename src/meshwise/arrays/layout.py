@@ -1,6 +1,6 @@
 """Permute, add, remove or broadcast dims without moving anything.
 
-Each place rearranges its own part, without new memory.
+Each device rearranges its own part, without new memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def arranged(x: Array, order: Sequence[int | None]) -> Array:
 
 
 def flipped(x: Array, dims: Sequence[int]) -> Array:
-    """Reverse the entries of these dims. Along the divided dim the places are reversed, too."""
+    """Reverse the entries of these dims. Along the divided dim, the devices are reversed, too."""
     if x.alias is not None and x.alias.flips and x.alias.source is not None:
         dims, x = sorted(x.alias.flips.symmetric_difference(dims)), x.alias.source
     dims = [dim for dim in dims if x.shape[dim] > 1]
@@ -56,7 +56,7 @@ def flipped(x: Array, dims: Sequence[int]) -> Array:
 
 
 def turned(x: Array, dims: Sequence[int]) -> Array:
-    """Copy the result of `flipped`."""
+    """Return the result of `flipped` as a copy, not as a view."""
     bits, placed = as_bits(x), x.sharding
     parts = [part.flip(tuple(dims)) for part in bits.parts]
     if placed.dim in dims:
@@ -108,7 +108,7 @@ def expand_dims(x: Array, /, axis: int | Sequence[int] = 0) -> Array:
 
 
 def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
-    """Remove these dims of length 1; None: all of them. An array divided along one of them lies on one place."""
+    """Remove these dims of length 1; None: all such dims. If one of them was divided, the result lies on one device."""
     shape = x.shape
     if axis is None:
         gone = [dim for dim, length in enumerate(shape) if length == 1]
@@ -132,8 +132,8 @@ def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
 
 
 def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
-    """Repeat `x` along new dims and those of length 1, without memory for it: a read-only view. Moves nothing: an array
-    on one place stays there."""
+    """Repeat `x` along new dims and dims of length 1: a read-only view, in which repeats take no memory. Moves nothing:
+    an array on one device stays there."""
     wanted = tuple(int(length) for length in shape)
     more = len(wanted) - len(x.shape)
     own = (1,) * more + x.shape
@@ -168,8 +168,8 @@ def _repeated(x: Array, shape: Shape, placed: Sharding) -> Array:
 
 
 def spread(x: Array, shape: Shape, placed: Sharding, operation: str) -> Array:
-    """Broadcast `x` to `shape` and lay it out as `placed`; entries that are repeated go to each place.
+    """Broadcast `x` to `shape` and lay it out as `placed`; entries that are repeated go to each device.
 
-    Moves the least: what a place needs of `x` and does not hold; all of `x` if the divided dim is a repeated one.
+    Moves the least: what a device needs of `x` and does not hold; all of `x` if the divided dim is a repeated one.
     """
     return _repeated(reshard(x, lies_for(shape, x.shape, placed), operation), shape, placed)

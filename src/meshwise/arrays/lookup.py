@@ -2,9 +2,8 @@
 
 Either the table or the values may be split.
 
-Bytes, the lesser of two: the table to every place that has values; or the values to every place that has a part of the
-table, and the answers of the parts added: table missing where values are, or values missing where the table is
-+ (places - 1) x answers.
+Bytes moved, the lesser of two: what each device with values lacks of the table; or what each device with a part of the
+table lacks of the values, and (devices - 1) x answers, since the answers for the parts are added.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Look = Callable[[Tensor, Tensor], Tensor]  # (values, part of the table) -> the 
 
 
 def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None) -> Array:
-    """Find where each of `x2` goes into the sorted vector `x1`. side: before equal elements, or after them ("right").
+    """Return where to insert each of `x2` into the sorted vector `x1`. side: before equal elements, or after ("right").
     sorter: indices that sort `x1`, as from argsort. nan counts as greater than all numbers."""
     if type(x1) is not Array or len(x1.shape) != 1:
         raise NoArrayGiven("searchsorted: the first array is a sorted vector. Write xp.sort(xp.reshape(x, (-1,))).")
@@ -58,7 +57,7 @@ def _but_parts(x: Array) -> tuple[Any, ...]:
 
 
 def _operand(value: Any, other: Any) -> tuple[Array, torch.dtype]:
-    """Convert `value` to an array beside `other`; return it with the dtype in which both are compared."""
+    """Convert `value` to an array on the devices of `other`; return it with the dtype in which both are compared."""
     if type(other) is not Array or not (type(value) is Array or is_python_number(value)):
         raise NoArrayGiven(f"{type(value).__name__} and {type(other).__name__}: write xp.asarray(value) first.")
     dtype = result_type(value, other)

@@ -27,10 +27,10 @@ def map_shards(
     """Call `function` on each part of `x`, a torch tensor on its device, and join the results; a tuple gives several
     arrays.
 
-    others: arrays, of which each call gets the matching part, or all of one without the divided dim, as in
-    broadcasting; and other values, passed unchanged. halo: how many neighbouring entries a part gets on each side, or
-    (before, after); at the ends of the array there are none, unless `wrap` takes those of the other end. The result
-    keeps the part's length along the divided dim; a halo in it is cut off. Empty parts are skipped.
+    others: more arguments. Of an array, each call gets the matching part, or all of it if it lacks the divided dim, as
+    in broadcasting; other values are passed unchanged. halo: how many neighbouring entries a part gets on each side, or
+    (before, after); at the ends of the array there are none, unless `wrap` takes those of the other end. `function`
+    must keep the length of the divided dim; a halo in its result is cut off. Empty parts are skipped.
     """
     if not isinstance(x, Array):
         raise UsageError(f"map_shards of {type(x).__name__}: give the function, then an array of a namespace.")

@@ -48,12 +48,12 @@ UNARY = {"neg": "negative", "pos": "positive", "abs": "abs", "invert": "bitwise_
 
 
 def of_this_space(x: Array, value: Any) -> Array | None:
-    """Convert an operand of NumPy or torch, or a list, to an array beside `x`; None for any other type."""
+    """Convert an operand of NumPy or torch, or a list, to an array of the namespace of `x`; None for any other type."""
     return asarray(x.space, value) if isinstance(value, np.ndarray | np.generic | Tensor | list | tuple) else None
 
 
 def operator(rule: Callable[..., Array], *, reflected: bool = False) -> Callable[[Array, Any], Any]:
-    """Make an operator from a function of two arrays. It returns NotImplemented for types that it does not know."""
+    """Make an operator from a function of two arrays. The operator returns NotImplemented for unknown types."""
 
     def apply(self: Array, other: Any) -> Any:
         try:
@@ -90,7 +90,7 @@ def _terms(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
 
 
 def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
-    """Implement `x += y` in place: everyone who refers to `x` sees it. TypeError if its dtype would change."""
+    """Implement `x += y` in place, so that every reference to `x` sees it. TypeError if its dtype would change."""
     apply = operator(rule)
 
     def change(self: Array, other: Any) -> Any:
@@ -117,7 +117,7 @@ def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
 
 
 def resharded(x: Array, sharding: Placement = None, /, *, device: Any = None) -> Array:
-    """Lay out `x` anew, in its own memory. sharding: as `xp.shard(1)`; device: the one that then holds all of it."""
+    """Copy `x` into another layout. sharding: such as `xp.shard(1)`; device: the device that is to hold all of `x`."""
     return asarray(x.space, x, device=device, sharding=sharding, copy=True)
 
 
@@ -129,7 +129,7 @@ def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
 
 
 def shards(x: Array) -> tuple[Tensor, ...]:
-    """The local tensors, in order of the places of `x.sharding`; not copied."""
+    """The parts of this process as torch tensors, in the order of `x.sharding.places`; not copied."""
     return x.parts
 
 
@@ -146,7 +146,7 @@ def size(x: Array) -> int:
 
 
 def no_such(x: Array, name: str) -> Any:
-    """Return the parts of a view that has none of its own; raise AttributeError for any other missing name."""
+    """Return the parts of a view that torch cannot show; raise AttributeError for any other missing name."""
     if name == "parts":
         return fetched(x)
     if isinstance(own := Array.__dict__.get(name), property):

@@ -1,9 +1,9 @@
-"""Move an array's bytes between places; nothing else does.
+"""Move an array's bytes between devices; nothing else does.
 
 It exchanges pieces, lays an array out anew, or combines parts.
 
-Rules ask for a sharding and get it; what has to move is found by interval arithmetic, and each piece is a row of the
-open `mw.comm_log`. Over ranks every rank makes the same list of pieces, so that who sends knows who receives.
+Operations ask for a sharding; interval arithmetic finds what has to move, and each piece is a row of the open
+`mw.comm_log`. Over ranks, every rank makes the same list of pieces, so that sender and receiver agree.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ EXPLAINED: list[object] = []
 
 
 class Move(NamedTuple):
-    """A tensor to send from one place to another. tensor: its values; None if the source is not local. into: memory at
-    the target to write to, if there is some; a piece that stays at its place is copied only into this."""
+    """A tensor to send from place `source` to place `target`. tensor: its values; None if the source is not local.
+    into: memory at the target to write to; without it, a tensor whose source is its target is not copied."""
 
     source: int
     target: int
@@ -44,8 +44,8 @@ class Move(NamedTuple):
 
 
 def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hashable, Tensor]:
-    """Move pieces, and return those with local targets by their keys. A piece that stays where it is, is neither copied
-    nor counted. Over ranks all ranks call it, with the same pieces in the same order."""
+    """Send pieces, and return those with local targets by their keys. If a piece's source is its target, it is not
+    counted, and copied only if it has `into`. Over ranks, all ranks must give the same pieces in the same order."""
     if space.over_ranks:
         return _over_ranks(space, list(pieces), operation)
     arrived = {}
@@ -70,7 +70,7 @@ def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hasha
 
 
 def _over_ranks(space: Space, pieces: Sequence[Move], operation: str) -> dict[Hashable, Tensor]:
-    """Send and receive in one batch over ranks. A rank's place is its rank."""
+    """Send and receive the pieces between ranks in one batch. Places are rank numbers."""
     came_to(operation)
     (own,) = space.here
     arrived, sends, receives, copies = {}, [], [], []
@@ -97,7 +97,7 @@ def _over_ranks(space: Space, pieces: Sequence[Move], operation: str) -> dict[Ha
 def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool = False) -> Array:
     """Lay out `x` as wanted. Parts that already lie there are not copied: the result may share memory with `x`.
 
-    own: the result is for a user, and needs memory of its own.
+    own: the result is for a user, and must not share memory with `x`.
     """
     held, space, shape = x.sharding, x.space, x.shape
     if held is wanted or held == wanted:
@@ -125,12 +125,12 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
 
 
 Step = tuple[int, int, Shape, Slices | None, Slices | None]
-"""(part with a piece, part that wants it, the piece's shape, its slices in the first, in the second); None: all."""
+"""(source part, target part, shape of the piece, its slices in the source, its slices in the target); None: all."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(shape: Shape, held: Sharding, wanted: Sharding, own: bool) -> tuple[list[Step], set[int]]:
-    """Return the result of `overlaps`, and the parts that are whole copies of another: they need no memory first."""
+    """Return the steps of `overlaps`, and the parts that a single copy fills, which need no memory before."""
     steps: list[Step] = []
     whole = set()
     for source, target, theirs, ours in overlaps(shape, held, wanted):
@@ -148,7 +148,7 @@ def _covers(within: tuple[slice, ...], shape: Shape) -> bool:
 
 
 def elements_moved(shape: Shape, held: Sharding, wanted: Sharding) -> int:
-    """Count the elements that change their place when an array laid out as `held` becomes `wanted`."""
+    """Count the elements that go to another device when an array with the sharding `held` gets `wanted`."""
     if held is wanted or held == wanted:
         return 0
     moved = 0
@@ -162,26 +162,26 @@ def elements_moved(shape: Shape, held: Sharding, wanted: Sharding) -> int:
 
 
 def to_single(x: Array, place: int, operation: str = "to one place") -> Array:
-    """Move all of `x` to one place."""
+    """Move all of `x` to one device, given as its place."""
     return reshard(x, sharding((place,)), operation)
 
 
 def replicate(x: Array, places: tuple[int, ...] | None = None, operation: str = "replicate") -> Array:
-    """Copy all of `x` to each of the places; by default to all."""
+    """Copy all of `x` to each of these places; by default to all devices."""
     return reshard(x, sharding(places or x.space.places), operation)
 
 
 def stacked(x: Array, places: Sequence[int], parts: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Array:
-    """Make an array from one partial result per place, counted by its first dim; `combined` reduces it.
+    """Make an array from one partial result per device, stacked along a new first dim; `combined` reduces that dim.
 
-    parts: those of the local places. x: an array of the same space.
+    parts: the partial results of the local devices. x: an array of the same space.
     """
     partials = tuple(part.unsqueeze(0) for part in parts)
     return Array(partials, sharding(tuple(places), 0, (1,) * len(places)), (len(places), *shape), dtype, x.space)
 
 
 def plainly(space: Space) -> bool:
-    """Return whether all places are host memory of this process, and nobody records moves between them."""
+    """Return whether all devices are host memory of this process, and no moves between them are recorded."""
     return not (OPEN or OPEN_DEVICES or EXPLAINED or space.over_ranks or not space.on_host)
 
 
@@ -193,10 +193,10 @@ def combined(
     operation: str,
     shape: Shape | None = None,
 ) -> Array:
-    """Reduce the first dim of `partials` on the places of `wanted`: each reduces all partial results for its part.
+    """Reduce the first dim of `partials` on the devices of `wanted`: each reduces all partial results for its part.
 
-    reduce: (places, ...) -> (...), in the order of the places, so that the bits are always the same. shape: of the
-    result, if it differs from the remaining dims of the partials.
+    reduce: (devices, ...) -> (...), in the order of the devices, so that the bits are always the same. shape: that of
+    the result, if it differs from the remaining dims of the partials.
     """
     above = sharding(wanted.places, None if wanted.dim is None else wanted.dim + 1, wanted.sizes)
     there = reshard(partials, above, operation)
@@ -205,7 +205,7 @@ def combined(
 
 
 def agreed(space: Space, values: Sequence[int], operation: str = "agree") -> list[int]:
-    """Share whole numbers of each place with all places, as shapes depend on them. values: those of the local places,
+    """Return the integers of all devices, in their order, on which shapes depend. values: those of the local devices,
     equally many for each. Waits for them."""
     if not space.over_ranks:
         return list(values)

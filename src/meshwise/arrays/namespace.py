@@ -2,8 +2,8 @@
 
 `xp = mw.array_namespace("4xcpu")`, then `xp.sqrt(x)` as in NumPy.
 
-It gathers the functions of the files of rules by their names, and has none of its own but those that say where arrays
-lie. A new file of rules gets its line in `RULES`, or in `MAKERS` if its functions need no array.
+It collects the functions of other files by their names, and defines only those that say where arrays lie. A new file of
+functions gets a line in `RULES`, or in `MAKERS` if its functions need no array.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MAKERS: list[dict[str, Callable[..., Any]]] = [
     files.MAKERS,
     dtensor.MAKERS,
 ]
-"""Functions whose first parameter is the space."""
+"""Functions whose first parameter is the `Space`, which the namespace fills in."""
 EXTENSIONS = numerics.EXTENSIONS
 """`linalg` and `fft`: functions of arrays by name, in a namespace of their own."""
 PLAIN: dict[str, Any] = {
@@ -88,7 +88,7 @@ PLAIN: dict[str, Any] = {
 
 
 class Names:
-    """Functions by name: `xp.linalg`, `xp.fft`."""
+    """A namespace of functions, such as `xp.linalg` and `xp.fft`."""
 
     def __init__(self, title: str, names: dict[str, Any]) -> None:
         self.__dict__.update(names)
@@ -127,9 +127,9 @@ class Namespace(Names):
     def shard(
         self, dim: int = 0, sizes: Sequence[int] | None = None, weights: Sequence[float] | Machine | None = None
     ) -> Layout:
-        """Divide a dim over the devices: in parts that differ by at most one, of these sizes, or by these weights.
+        """Divide a dim over the devices: in equal parts (to within one entry), of these sizes, or by these weights.
 
-        weights: a number per device, or a machine (`mw.find_machine()`, a measured one) for its memory's speed.
+        weights: a number per device, or a machine (`mw.find_machine()`, or a measured one) for its memory speeds.
         """
         if isinstance(weights, Machine):
             weights = self.space.speeds(weights)
@@ -140,11 +140,11 @@ class Namespace(Names):
         return casting.Info(self.space)
 
     def replicated(self) -> Layout:
-        """Place all of it on each device."""
+        """Return the layout that puts all of an array on each device."""
         return Layout(self.space.places)
 
     def single(self, place: Any = 0) -> Layout:
-        """Place all of it on one device: its name, or its number in the namespace's list."""
+        """Return the layout that puts all of an array on one device, given by name or by number in `xp.devices`."""
         return Layout((self.space.place(place),))
 
 
@@ -176,7 +176,7 @@ def _bound(space: Space, rule: Callable[..., Any], name: str) -> Callable[..., A
 
 
 def _into(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Implement NumPy's `out=`, and `where=` of elementwise functions: only where it is true, `out` is written."""
+    """Implement NumPy's `out=`, and `where=` of elementwise functions: `out` is written only where that is true."""
     out, shown = kwargs.pop("out", None), kwargs.pop("where", True)
     found = call(*args, **kwargs)
     if out is None and shown is True:
@@ -212,16 +212,16 @@ def _arrays_of(space: Space, given: tuple[Any, ...]) -> list[Any]:
 
 @functools.cache
 def namespace_of(space: Space) -> Namespace:
-    """Return the one namespace of a space."""
+    """Return the shared namespace of a `Space`."""
     return Namespace(space)
 
 
 def array_namespace(devices: Any = None, *, default_float: Any = "float64") -> Namespace:
     """Make a namespace with the Python array API and NumPy's names, for arrays whose parts lie on several devices.
 
-    devices: `"4xcpu"` for virtual ones, `"cuda"` for all GPUs, `["cuda:0", "cuda:1"]`; a device named twice is two
-    places. By default all GPUs, else one CPU. In a run (`meshwise run`, torchrun) arrays lie on the ranks, and all of
-    them must make the same calls. default_float: the dtype that Python's floats become.
+    devices: `"4xcpu"` for virtual ones, `"cuda"` for all GPUs, `["cuda:0", "cuda:1"]`; a device named twice
+    counts as two. By default all GPUs, else one CPU. In a run (`meshwise run`, torchrun) arrays lie on the ranks, and
+    all ranks must make the same calls. default_float: the dtype that Python's floats become.
     """
     kind = as_dtype(default_float)
     if not kind.is_floating_point:

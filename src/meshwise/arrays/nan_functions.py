@@ -1,6 +1,6 @@
 """Reduce arrays, ignoring NaN: `xp.nansum`, `xp.nanmean`.
 
-Each place leaves nan out of what it holds; what moves is as in the reductions that they are made of.
+Each device leaves nan out of what it holds; the reductions that these functions call move what they always move.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def nanmean(x: Any, /, axis: Any = None, dtype: Any = None, keepdims: bool = Fal
 
 
 def nanvar(x: Any, /, axis: Any = None, *, ddof: float = 0.0, correction: float = 0.0, keepdims: bool = False) -> Any:
-    """Return the variance without nan: divided by the number of values less `ddof`; nan if that is not above 0."""
+    """Return the variance of what is not nan: divided by the count less `ddof`; nan if that is not above 0."""
     x = as_floats("nanvar", x)
     apart = ELEMENTWISE["abs"](_without(x - nanmean(x, axis, keepdims=True), 0.0))
     over = _count(x, axis, keepdims) - (ddof or correction)

@@ -1,6 +1,6 @@
 """Compute norms, diagonals, traces and cross products.
 
-Each place computes with what it holds; only partial results move.
+Each device computes with what it holds; only partial results move.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwise.arrays.strides import named, of
 
 
 def vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> Array:
-    """Return the norm of vectors along axes, or of all elements. ord: sum(abs(x)^ord)^(1/ord); inf, -inf; 0 counts."""
+    """Return sum(abs(x)^ord)^(1/ord) over axes, or all. ord: inf, greatest; -inf, least; 0, number of nonzeros."""
     x = as_floats("vector_norm", x)
     size = x if ord == 2 and not x.dtype.is_complex else _mapped(x, torch.abs, real_of(x.dtype))
     words: Any = {"axis": axis, "keepdims": keepdims}

@@ -2,9 +2,9 @@
 
 They are interpolation, differences, covariances and bins.
 
-They are made of those that it has, and move what these move. A table that values are looked up in (`interp`) goes to
-each place that has values, of `convolve` the shorter array to each that has a part of the other, which gets the entries
-behind its part.
+They are made of the standard's functions, and move what those move. `interp` sends its table to each device that has
+values; `convolve` sends the shorter array to each device that has a part of the longer one, and to each part the
+entries behind it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _entries(x: Array, axis: int, *bounds: int | None) -> Array:
 
 
 def digitize(x: Any, bins: Any, /, right: bool = False) -> Any:
-    """Return the number of the bin of each element: how many of the ascending `bins` are not above it, or with `right`
-    below it. Reads the bins."""
+    """Return the index of each element's bin: how many of the ascending `bins` are <= the element, or with `right`
+    < the element. Reads the bins."""
     x = as_array("digitize", x)
     xp, borders = x.__array_namespace__(), np.asarray(bins)
     steps = np.diff(borders)
@@ -48,8 +48,8 @@ def digitize(x: Any, bins: Any, /, right: bool = False) -> Any:
 
 
 def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, period: None = None) -> Array:
-    """Interpolate linearly at `x` between the points `xs`, in ascending order, and `ys`. Outside of them the result is
-    `left` or `right`, by default the value of the first or last point."""
+    """Interpolate linearly at `x` between points with ascending coordinates `xs` and values `ys`. Outside of `xs` the
+    result is `left` or `right`, by default the value of the first or last point."""
     if period is not None:
         raise UsageError(
             "interp(period=...): no such rule. Write xp.interp(x % period, xs, ys) with points of a period."
@@ -101,7 +101,7 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
 
 
 def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
-    """Correlate one vector with the conjugate of the other, at each offset. mode: as of `convolve`."""
+    """Correlate one vector with the conjugate of the other, at each offset. mode: as in `convolve`."""
     a = as_array("correlate", a)
     xp = a.__array_namespace__()
     v = xp.asarray(v)
@@ -111,7 +111,7 @@ def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
 
 
 def _slid(a: Array, weights: Array, length: int, count: int) -> Array:
-    """Sum `count` entries from each of the first `length` on, weighted, the last weight first."""
+    """Return `length` weighted sums, each of `count` successive entries; the first entry gets the last weight."""
     held = a.sharding
     spans = [(0, a.shape[0])] if held.dim is None else zip(held.offsets, held.sizes, strict=True)
     lies = sharding(held.places, 0, tuple(max(0, min(begin + size, length) - begin) for begin, size in spans))
@@ -164,7 +164,7 @@ def _slope(x: Array, dim: int, step: Any) -> Array:
 
 
 def trapezoid(y: Any, x: Any = None, dx: float = 1.0, axis: int = -1) -> Array:
-    """Integrate `y` along an axis by the trapezoidal rule. `x`: its coordinates; by default at distances of `dx`."""
+    """Integrate `y` along an axis by the trapezoidal rule. x: the coordinates of the entries; by default `dx` apart."""
     y = as_array("trapezoid", y)
     dim = axis_of(axis, len(y.shape), "trapezoid")
     width: Any = dx
@@ -177,7 +177,7 @@ def trapezoid(y: Any, x: Any = None, dx: float = 1.0, axis: int = -1) -> Array:
 
 
 def cov(m: Any, y: Any = None, /, rowvar: bool = True, bias: bool = False, ddof: int | None = None) -> Any:
-    """Return the covariances of variables: a row each, or without `rowvar` a column each. y: more of them."""
+    """Return the covariances of variables: the rows of `m`, or without `rowvar` its columns. y: more variables."""
     m = as_floats("cov", m)
     xp = m.__array_namespace__()
     if len(m.shape) > 2:
@@ -196,7 +196,7 @@ def cov(m: Any, y: Any = None, /, rowvar: bool = True, bias: bool = False, ddof:
 
 
 def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Any:
-    """Return the correlations of variables: a row each, or without `rowvar` a column each. y: more of them."""
+    """Return the correlations of variables: the rows of `x`, or without `rowvar` its columns. y: more variables."""
     found = cov(x, y, rowvar)
     xp = found.__array_namespace__()
     if not found.shape:
@@ -207,7 +207,7 @@ def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Any:
 
 
 def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 0) -> Any:
-    """Choose for each element the value of the first condition that is true."""
+    """Choose each element from the choice of the first condition that is true there; from `default` if none is."""
     if not conditions or len(conditions) != len(choices):
         raise ValueError(f"select of {len(conditions)} conditions, {len(choices)} choices: give as many, one or more.")
     as_array("select", conditions[0])

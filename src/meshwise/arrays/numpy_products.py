@@ -2,8 +2,8 @@
 
 `linalg.norm`, `lstsq` and `polyfit` are here too.
 
-An `einsum` of more than two arrays is one of the first two, then of that and the next: each of these moves what a
-product moves, the fewest bytes.
+An `einsum` of more than two arrays multiplies the first two, then the result and the next array, and so on: each
+product moves the fewest bytes.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _pair(x: Array, ours: str, y: Array, theirs: str, out: str) -> Array:
 
 
 def inner(x1: Any, x2: Any, /) -> Any:
-    """Sum products over the last dims of both."""
+    """Sum the products of `x1` and `x2` over the last dim of each."""
     x1 = as_array("inner", x1)
     x2 = x1.__array_namespace__().asarray(x2)
     found = x1 * x2 if not x1.shape or not x2.shape else tensordot(x1, x2, axes=((-1,), (-1,)))
@@ -164,8 +164,8 @@ def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -
 
 
 def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int, Any]:
-    """Solve `a @ x = b` by least squares: the smallest such x, the squared distances, the rank of `a` and its singular
-    values. rcond: singular values below this share of the largest count as 0. Waits for the rank."""
+    """Solve `a @ x = b` by least squares: return the smallest such x, the squared distances, the rank of `a` and its
+    singular values. rcond: singular values below this share of the largest count as 0. Waits for the rank."""
     a = as_array("lstsq", a)
     xp = a.__array_namespace__()
     b = xp.asarray(b)
@@ -194,14 +194,14 @@ def cond(x: Any, /, p: Any = None) -> Any:
 
 
 def vander(x: Any, /, N: int | None = None, increasing: bool = False) -> Any:
-    """Return the powers of a vector as columns, from `N - 1` down to 0, or up."""
+    """Return a matrix of the powers of a vector as columns: from `N - 1` down to 0, or with `increasing` up from 0."""
     x = as_array("vander", x)
     powers = range(x.shape[0] if N is None else N)
     return x.__array_namespace__().stack([x**power for power in (powers if increasing else reversed(powers))], axis=1)
 
 
 def polyfit(x: Any, y: Any, deg: int, /, rcond: float | None = None) -> Any:
-    """Fit a polynomial of a degree to the points by least squares; the highest coefficient comes first."""
+    """Fit a polynomial of degree `deg` to the points by least squares; the highest coefficient comes first."""
     x = as_array("polyfit", x)
     xp = x.__array_namespace__()
     x, y = x + 0.0, xp.asarray(y)

@@ -1,6 +1,6 @@
 """Add NumPy's functions of shapes and entries beyond the standard's.
 
-They are made of those that the standard has, and move what these move.
+They are made of the standard's functions, and move what those move.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwise.arrays.views import axis_of
 
 
 def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
-    """Split the array along a dim: into so many parts, the first longer by one if need be, or before these entries."""
+    """Split along a dim into so many parts, the first ones longer by one if need be, or before each of these entries."""
     dim = axis_of(axis, len(x.shape), "array_split")
     length = x.shape[dim]
     if isinstance(sections, int):
@@ -124,13 +124,13 @@ def insert(x: Array, at: Any, values: Any, /, axis: int | None = None) -> Array:
 
 
 def _where(at: Any) -> Any:
-    """Convert positions for NumPy: a slice, or numbers; those of an empty list are whole."""
+    """Convert positions to a slice or an array for NumPy; an empty list becomes an array of integers."""
     found: Any = at if isinstance(at, slice) else np.asarray(at)
     return found if isinstance(found, slice) or found.size else found.astype(np.int64)
 
 
 def _named(name: str, dim: int, call: Callable[[], Any]) -> Any:
-    """Return the order that NumPy finds; its error names the function that the user called."""
+    """Return the result of `call`; an error of NumPy names the function that the user called."""
     try:
         return call()
     except (IndexError, ValueError) as error:

@@ -2,8 +2,8 @@
 
 A key and a count give 64 random bits (Salmon, Moraes, Dror, Shaw, SC 2011).
 
-torch calculates with signed 64-bit integers: a product of two 32-bit numbers keeps all its bits in one, and a mask
-after a shift gives them as unsigned ones.
+torch calculates with signed 64-bit integers: one of these holds all bits of a product of two 32-bit numbers, and a mask
+after a shift gives its upper half as an unsigned number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROUNDS = 10
 
 
 def words(low: Tensor, high: Tensor, stream: int, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four words of 32 bits, in int64, for each count, which is given by its lower and upper word."""
+    """Return four random 32-bit words, in int64, for each 64-bit count, given as its lower and upper word."""
     a, b = low, high
     c, d = torch.full_like(low, stream & _LOW), torch.full_like(low, stream >> 32 & _LOW)
     k0, k1 = key & _LOW, key >> 32 & _LOW
@@ -36,7 +36,7 @@ def _product(words: Tensor, by: int) -> tuple[Tensor, Tensor]:
 
 
 def bits(first: int, count: int, stream: int, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (upper, lower) 32 bits of the elements from `first` on; each depends only on its index, stream and key.
+    """Return (upper, lower) 32 random bits of elements from `first` on, which depend only on index, stream and key.
 
     Two elements share a count: the even one uses its first two words, the odd one the other two.
     """
@@ -49,7 +49,7 @@ def bits(first: int, count: int, stream: int, key: int, device: torch.device) ->
 
 
 def bits_at(index: Tensor, stream: int, key: int) -> tuple[Tensor, Tensor]:
-    """Return (upper, lower) 32 bits of the elements at these indices, in any order."""
+    """Return (upper, lower) 32 random bits of the elements at these indices, in any order."""
     counts, odd = index >> 1, (index & 1).bool()
     a, b, c, d = words(counts & _LOW, (counts >> 32) & _LOW, stream, key)
     return torch.where(odd, c, a), torch.where(odd, d, b)

@@ -2,15 +2,15 @@
 
 All of them follow one rule.
 
-The dims of both operands have labels, as in einsum, and the work is divided along one label. An operand that has it
-is split there, an operand without it is on every place; where the result is without it, each place has a partial sum,
-and they are added into a result split along its first dim. Bytes moved, the least for a product divided so:
+The dims of both operands have labels, as in einsum, and the work is divided along one label. An operand with that label
+is split along it; an operand without it is on every device. If the result is without it, each device has a partial sum,
+and these are added into a result split along its first dim. Bytes moved, the least for a product divided so:
 
-    what each place needs of the operands and does not hold, + (places - 1) x result where sums are partial
+    what each device needs of the operands and does not hold, + (devices - 1) x result where sums are partial
 
 The label that moves the fewest is taken. Row x replicated, replicated x column and batches split alike move nothing,
-k x k only the sums, row x row-split the smaller of an operand and the result. An operand that is needed whole and is
-too large to be held so comes in blocks, which are added as they come.
+k x k only the sums, row x row-split the smaller of an operand and the result. An operand that every device needs whole,
+but that is too large for that, comes in blocks, one after another.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def outer(x1: Array, x2: Array, /) -> Array:
 
 
 def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> Array:
-    """Compute the product that `terms` describe, of dtype `result_type(x, y)`; `local` multiplies parts of it."""
+    """Compute the product that `terms` describe, of dtype `result_type(x, y)`; `local` multiplies two parts."""
     space = common_space(operation, [x, y])
     dtype = promoted(x.dtype, y.dtype)
     if dtype is BOOL:
@@ -169,7 +169,7 @@ def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> A
 def _divided(
     a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms, x_size: int, y_size: int, size: int
 ) -> _Division:
-    """Choose the division that moves the fewest bytes; of equal ones the first: as `x` is split, as `y` is, others."""
+    """Choose the division that moves the fewest bytes; of equal ones the first of: as `x` is split, as `y`, others."""
     if not (x.divided or y.divided):
         common = tuple(place for place in x.places if place in y.places)
         if not common:  # the smaller goes to the other
@@ -206,16 +206,16 @@ def _labels(a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms) -> Itera
 
 
 def _in_blocks(x: Array, labels: Labels, wanted: Sharding) -> bool:
-    """Return whether `x` is needed whole on several places, but is too large for that."""
+    """Return whether `x` is needed whole on several devices, but is too large for that."""
     if wanted.dim is not None or len(wanted.places) == 1 or x.sharding.dim is None:
         return False
     return labels[x.sharding.dim] is not None and prod(x.shape) * x.dtype.itemsize >= BLOCKS_FROM
 
 
 def _by_blocks(x: Array, y: Array, terms: Terms, compute: Local, how: Sharding, operation: str) -> Array:
-    """Multiply `x`, which stays as it lies, and `y`, whose parts come to every place of `x` one after another.
+    """Multiply `x`, which stays as it lies, and `y`, whose parts come to every device of `x` one after another.
 
-    Each place holds one part of `y` at a time. As many bytes move as if `y` were replicated.
+    Each device holds one part of `y` at a time. As many bytes move as if `y` were replicated.
     """
     space, held = x.space, y.sharding
     assert held.dim is not None

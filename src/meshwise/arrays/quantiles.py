@@ -1,8 +1,8 @@
 """Compute quantile, percentile, median and the k largest.
 
-Along a dim that is not split each place sorts its own. Of all of a split array, or of a split vector, only the elements
-that are asked for are read: parts are sorted where they lie, and exact cuts say where the element of a rank is. A split
-dim of many lanes is moved off first, a transpose.
+Along a dim that is not split, each device sorts what it holds. Over all of a split array, or a split vector, only the
+wanted elements are read: parts are sorted where they lie, and exact cuts (`selection.py`) find the element at a
+position in sorted order. If a split dim has several lanes, the array is first split along another dim: a transpose.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
 
 
 def _ranks(at: Tensor, length: int) -> Tensor:
-    """Return the ranks to read: those below and above each position, and the last, which is nan if any element is."""
+    """Return the positions in sorted order to read: below and above each of `at`, and the last, where any nan is."""
     return torch.cat([at.floor(), at.ceil(), at.new_tensor([length - 1])]).to(torch.int64)
 
 
 def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
-    """Interpolate between the elements of `_ranks`, the first dim of `found`; `rest` dims follow it."""
+    """Interpolate between the elements at `_ranks`, which the first dim of `found` counts; `rest` dims follow it."""
     found = found if found.is_floating_point() else found.to(torch.float64)
     count = len(at)
     low, high, last = found[:count], found[count : 2 * count], found[2 * count :]
@@ -113,7 +113,7 @@ def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
 
 
 def _of_all(x: Array, at: Tensor) -> Tensor:
-    """Return the elements at `_ranks` of all of a split array, in host memory."""
+    """Return the elements at `_ranks` in the sorted order of a whole split array, in host memory."""
     space, held, length = x.space, x.sharding, math.prod(x.shape)
     sizes = tuple(math.prod(held.part_shape(x.shape, k)) for k in range(len(held.places)))
     parts = tuple(sort_values(part.reshape(-1)) for part in x.parts)
@@ -130,7 +130,7 @@ def _of_all(x: Array, at: Tensor) -> Tensor:
 def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
     """Return the `k` largest elements along `axis`, or the smallest, in order, with positions; of equal ones the first.
 
-    Along a split dim each place sends at most its own k elements to one place per lane.
+    Along a split dim, each device sends at most k elements per lane, to one device.
     """
     x = as_array("topk", x)
     axis = axis_of(axis, len(x.shape), "topk")

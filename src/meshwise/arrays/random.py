@@ -1,7 +1,7 @@
 """Draw random arrays that are alike on any number of devices.
 
-An element depends on the seed, the number of the draw, and its own place in the array, and on nothing else: the same
-numbers on a CPU as on a GPU.
+An element depends only on the seed, on the number of the draw, and on the element's index in the array: a CPU and a GPU
+draw the same numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Draw = Callable[[Tensor, Tensor], Tensor]
 class Generator:
     """A generator of random arrays: `rng = xp.random.default_rng(7)`. Each call draws new numbers.
 
-    Over ranks all ranks make the same calls, and each makes its part.
+    Over ranks, all ranks must make the same calls; each rank draws its own part.
     """
 
     def __init__(self, space: Space, seed: int | None = None) -> None:
@@ -42,7 +42,7 @@ class Generator:
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> None:
-        """Start again with this seed; without one, with a seed of the system, the same on all ranks."""
+        """Start again with this seed; without one, with a random seed, the same on all ranks."""
         if seed is None:
             seed = secrets.randbits(63)
             if self._space.over_ranks:
@@ -137,8 +137,8 @@ class Generator:
         return self._drawn(size, kind, (device, sharding), draw)
 
     def permutation(self, x: Any, *, device: Any = None, sharding: Placement = None) -> Array:
-        """Return the whole numbers below `x`, or the entries of an array, in a random order. One place, over ranks
-        each, computes the order of all of them."""
+        """Return the whole numbers below `x`, or the entries of an array, in a random order. One device (over
+        ranks: every rank) computes the whole order."""
         if not isinstance(x, int):
             entries = asarray(self._space, x, device=device, sharding=sharding)
             found: Array = entries[self.permutation(len(entries))]
@@ -162,7 +162,7 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Draw entries of `a`, or whole numbers below it. replace: an entry may come again. p: their probabilities."""
+        """Draw entries of `a`, or whole numbers below it. replace: entries may come again. p: their probabilities."""
         count = a if isinstance(a, int) else len(a)
         shape = () if size is None else as_shape(size)
         placement: dict[str, Any] = {"device": device, "sharding": sharding}
@@ -203,12 +203,12 @@ class Generator:
 
 
 BLOCKS = {"cpu": 1 << 15}
-"""How many elements are drawn at a time, by the kind of device: their words stay in a processor's cache, and take
-little memory on a GPU."""
+"""How many elements are drawn at a time, by the kind of device: so few that their random bits stay in a processor's
+cache, or take little memory on a GPU."""
 
 
 def draw_part(shape: Shape, where: tuple[slice, ...], at: torch.device, source: tuple[int, int], draw: Draw) -> Tensor:
-    """Return the values of a part: runs of elements, in the order of the whole array. source: stream and key."""
+    """Return the random values of the part `where` of an array of this shape. source: the generator's (stream, key)."""
     own = tuple(each.stop - each.start for each in where)
     divided = next((dim for dim in range(len(shape)) if own[dim] != shape[dim]), 0)
     size, after = math.prod(own), math.prod(shape[divided:])

@@ -1,6 +1,6 @@
 """Read an array on the host: tensor, NumPy array, number, text.
 
-Only these wait for a value.
+Only these functions wait for a value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HOST_DEVICE = torch.device("cpu")
 
 
 def to_host(x: Array, operation: str = "read") -> Tensor:
-    """Return all of `x` in host memory, as a new tensor. Over ranks each of them gets it."""
+    """Return all of `x` in host memory, as a new tensor; over ranks, on every rank."""
     if EXPLAINED:
         raise UsageError(f"explain: the operation reads values ({operation}). Explain the part before it.")
     if x.space.over_ranks:

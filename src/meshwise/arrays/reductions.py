@@ -1,8 +1,8 @@
 """Reduce arrays; only partial results move.
 
-Each place reduces what it holds; partial results move only if the split dim is reduced.
+Each device reduces what it holds; partial results move only if the split dim is reduced.
 
-Partial results are added in the order of the places, so that the same program gives the same bits every time.
+Partial results are added in the order of the devices, so that the same program gives the same bits every time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwise.arrays.unsigned import extreme as of_ordered
 Reduce = Callable[[Tensor, tuple[int, ...]], Tensor]
 """(tensor, dims) -> the tensor reduced over these dims, at least one."""
 IN_ORDER = frozenset((*REAL, *COMPLEX))
-"""The types whose few partial sums are added as they are; narrower ones are added in float32."""
+"""The types whose partial sums are added one by one in their own type; float16 and bfloat16 are added in float32."""
 
 
 def as_array(name: str, x: Any) -> Array:
@@ -36,7 +36,7 @@ def as_array(name: str, x: Any) -> Array:
 
 
 def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
-    """Return the dims that `axis` means, sorted; None means all. Raises IndexError for a missing or repeated one."""
+    """Return the dims that `axis` names, sorted; None: all. IndexError for a missing one, ValueError for duplicates."""
     if axis is None:
         return tuple(range(dims))
     try:
@@ -62,14 +62,14 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
 
 
 def left(placed: Sharding, axes: tuple[int, ...], keepdims: bool) -> Sharding:
-    """Return the sharding of the result if the divided dim, if any, is not reduced."""
+    """Return the sharding of a reduction's result, if `axes` do not contain the divided dim."""
     if placed.dim is None or keepdims:
         return placed
     return placed.along(placed.dim - sum(axis < placed.dim for axis in axes))
 
 
 def together(x: Array, shape: Shape) -> Sharding:
-    """Return where partial results are combined: a part of the shape on each place; without dims on the first place."""
+    """Return where partial results are combined: divided along the first dim; without dims, on the first device."""
     places = x.sharding.places
     return evenly(shape[0], places) if shape else sharding(places[:1])
 
@@ -84,9 +84,9 @@ def reduced(
     *,
     of_empty: bool = True,
 ) -> Array:
-    """Reduce `x` over axes. reduce: applied to each part, and to partial results stacked along dim 0.
+    """Reduce `x` over axes. reduce: (function of each part, function of partial results stacked along dim 0).
 
-    of_empty: `reduce` accepts parts without entries along the axes; else such parts are left out.
+    of_empty: the function accepts parts without entries along the axes; else such parts are left out.
     """
     part_reduce, partial_reduce = reduce
     shape = reduced_shape(x.shape, axes, keepdims)
@@ -203,7 +203,7 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
 
 
 def refuse_none(name: str, x: Array, axes: tuple[int, ...]) -> None:
-    """Raise ValueError for a reduction over no elements that needs at least one."""
+    """Raise ValueError if a reduction that needs an element has none."""
     if any(x.shape[axis] == 0 for axis in axes):
         raise ValueError(f"{name} over axes {axes} of shape {x.shape}: there are no elements. It needs one.")
 

@@ -1,10 +1,10 @@
 """Reshape arrays, moving only what crosses a new border.
 
-Dims of the old and the new shape belong together in groups of equal size; a group without the divided dim is reshaped
-where it lies. In its own group (outer, divided, inner) the new array is divided along the first dim that has an entry
-for each place, in the old proportions, rounded to whole entries. Lower bound, and moved: where the divided dim is the
-first of its group, before and after, what lies between an old border and the new one; else what does not lie where the
-new division wants it. Where it is first neither before nor after, it goes by way of the flat group, which moves twice.
+Dims of the old and the new shape form groups of equal size; a group without the divided dim is reshaped where it lies.
+The group with the divided dim (outer, divided, inner) is divided anew along its first dim that has an entry for each
+device, in the old proportions, rounded to whole entries. Moved, and that is the lower bound: if the divided dim is the
+first of its group, before and after, what lies between an old border and the new one; else what lies elsewhere than the
+new division wants it. If it is first neither before nor after, the group is flattened first, which moves bytes twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwise.arrays.views import made, size_of
 def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
     """Reshape in row-major order; one length may be -1. The top of the file says what moves.
 
-    A view if NumPy's is one. copy: True copies at once; with copy=False ValueError if elements must move or be
+    Return a view if NumPy does. copy: True always copies; False raises ValueError if elements must move or be
     reordered.
     """
     wanted = _lengths(x.shape, shape)
@@ -62,7 +62,7 @@ def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
 
 
 def on_its_place(x: Array) -> Array:
-    """Return a view of an array that is divided along a dim of one entry, on the place that holds all of it."""
+    """Return a view of an array that is divided along a dim of one entry, on the device that holds all of it."""
     held = x.sharding
     if held.dim is None or x.shape[held.dim] != 1:
         return x
@@ -76,7 +76,7 @@ def _is_of(part: Tensor, whole: Tensor) -> bool:
 
 
 def _reshaped(x: Array, wanted: Shape) -> tuple[Array, bool]:
-    """Return the reshaped array, and whether each place keeps its elements. x: not divided along a dim of one entry."""
+    """Return the reshaped array, and whether each device keeps its elements. x: not divided along a dim of length 1."""
     placed = x.sharding
     if not size_of(wanted):
         placed = evenly(wanted[0], placed.places)

@@ -1,9 +1,9 @@
 """Assemble an array along one dim from runs of others.
 
-concat, roll, tile, pad and halo are such.
+concat, roll, tile, pad and halo do so.
 
-What a place wants is an interval of the result, what a place holds of a run is an interval of it; where both meet there
-is something to hand over. Lower bound, and moved: the entries that a place wants and does not hold.
+What a device wants is an interval of the result, and so is what a device holds of a run; where two of these overlap,
+entries are handed over. Moved, and that is the lower bound: the entries that a device wants and does not hold.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Run:
 
 
 Interval = tuple[int, int, int]
-"""(place that wants the entries, the first entry of the result, the one after the last)."""
+"""(place that wants the entries, the first of them in the result, the one after the last)."""
 
 
 def whole(x: Array, dim: int) -> Run:
@@ -41,7 +41,7 @@ def whole(x: Array, dim: int) -> Run:
 
 
 def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | None = None) -> Array:
-    """Join the runs along `dim`. placed: the sharding of the result; None: each place keeps as much as it held.
+    """Join the runs along `dim`. placed: the sharding of the result; None: the one that `_best` chooses.
 
     All sources have the same dtype, and the same shape except along `dim`.
     """
@@ -63,7 +63,7 @@ def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | Non
 
 
 def _best(runs: Sequence[Run], dim: int) -> Sharding:
-    """Choose the sharding of most entries if that is another dim or undivided; else keep entries where they lie."""
+    """Choose the sharding that most entries have, if it divides another dim; else keep entries where they lie."""
     lies = runs[0].source.sharding
     if lies.dim is None and all(run.source.sharding == lies for run in runs):
         return lies
@@ -76,8 +76,8 @@ def _best(runs: Sequence[Run], dim: int) -> Sharding:
 
 
 def as_held(runs: Sequence[Run], dim: int) -> Sharding:
-    """Divide the dim so that each place has as many entries as it holds of the runs. Places are in the order of the
-    runs; what all places hold, or what is divided along another dim, is divided evenly."""
+    """Divide the dim so that each device has as many entries as it holds of the runs. Devices are in the order of the
+    runs; a replicated run, or one that is divided along another dim, is divided evenly."""
     sizes: dict[int, int] = {}
     for run in runs:
         lies = run.source.sharding
@@ -130,7 +130,7 @@ def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operati
 
 
 def _divided(run: Run, dim: int, at: int, wanted: Sequence[Interval], operation: str) -> Run:
-    """Lay out along `dim`, as it is wanted, a run whose source is divided along another dim."""
+    """Divide a run along `dim`, as the intervals want it, if its source is divided along another dim."""
     if run.source.sharding.dim in (None, dim) or run.step != 1 or run.count != run.source.shape[dim]:
         return run
     places = tuple(dict.fromkeys(place for place, _, _ in wanted))

@@ -2,9 +2,9 @@
 
 Sorting, quantiles and top-k use it.
 
-Samples at equal steps of what is undecided are read, a few hundred of all parts a round, and each round leaves about a
-hundredth undecided; when it is small enough all of it is read. Equal elements go by part, then by position, so the
-answer is exact and one, for ties and nan too: elements are ordered by `order` alone.
+Each round reads a few hundred samples, at equal steps, of the elements that are still undecided, and leaves about a
+hundredth of these undecided; when few are left, all are read. Equal elements are ordered by part, then by position, so
+the answer is exact and unique, also for ties and nan: `order` alone decides.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def merge_values(runs: Sequence[Tensor], descending: bool = False) -> Tensor:
 
 
 def _by_numpy(values: Tensor) -> bool:
-    """Return whether NumPy sorts it: on the host it is several times as fast as torch, and merges runs in one go."""
+    """Return whether NumPy sorts `values`: on the host, it is several times faster than torch, and merges runs fast."""
     return values.is_cpu and not OPEN_DEVICES and not values.is_complex() and values.dtype is not torch.bfloat16
 
 
@@ -108,7 +108,7 @@ def _tally(parts: Tensor, count: int) -> list[int]:
 
 
 def cuts(x: Array, ranks: Sequence[int], *, descending: bool = False) -> list[list[int]]:
-    """Return for each rank r how many elements of each part are among the first r of all. Waits for the parts.
+    """Return, for each r of `ranks`, how many elements of each part are among the first r of all. Waits for the parts.
 
     x: a vector of which each part is sorted by `order`.
     """

@@ -1,9 +1,9 @@
 """Compute unique_*: sort by exact cuts, then count in place.
 
-Each place counts the distinct values that begin in its part.
+Each device counts the distinct values that begin in its part.
 
-Bytes: those of the sort; of one element from each part to the next; and for the inverse, of one number an element back
-to where it came from. For values and counts alone each place first drops what it has twice.
+Bytes moved: those of the sort; one element from each part to the next; and for the inverse, one number per element back
+to where the element came from. For values alone, each device first drops its duplicates.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class UniqueInverse(NamedTuple):
 
 
 def unique_all(x: Array, /) -> UniqueAll:
-    """Return the distinct elements of `x`, sorted; the first position, the inverse, and the count of each.
+    """Return the distinct elements of `x`, sorted, the first position of each, the inverse, and the count of each.
 
     Each nan is an element of its own. Waits for the values: the shapes depend on them.
     """
@@ -60,7 +60,7 @@ def unique_all(x: Array, /) -> UniqueAll:
 
 
 def unique_inverse(x: Array, /) -> UniqueInverse:
-    """Return the distinct elements of `x`, sorted, and the number among them of each element of `x`. Waits for them."""
+    """Return the distinct elements of `x`, sorted, and for each of `x` its index among them. Waits for the values."""
     found = _found(x, "unique_inverse", where=True)
     return UniqueInverse(_values(found), _inverse(x, found))
 
@@ -78,8 +78,8 @@ def unique_values(x: Array, /) -> Array:
 
 @dataclass(frozen=True)
 class _Found:
-    """A flat array, sorted. begins: for each local part, which elements differ from the one before them. counts: how
-    many do, for every part. first: where the first one is, for every part."""
+    """A flat array, sorted. begins: for each local part, a mask of the elements that differ from the one before them.
+    counts: how many of these each part has. first: the position of the first of these in each part."""
 
     flat: Array
     sorted: SortedParts
@@ -95,7 +95,7 @@ class _Found:
 
 
 def _found(x: Array, name: str, *, where: bool = False, alone: bool = False) -> _Found:
-    """Sort and find distinct elements. alone: only the values are needed, so duplicates on one place need not move."""
+    """Sort and find distinct elements. alone: only the values are needed, so duplicates on one device need not move."""
     x = as_array(name, x)
     flat = flattened(x, name)
     if alone:
@@ -128,7 +128,7 @@ def _unique(part: Tensor) -> Tensor:
 
 
 def flattened(x: Array, name: str) -> Array:
-    """Flatten `x`, split in the order of its elements. If each place holds all of it, the first place's is used."""
+    """Flatten `x`, split in row-major order. Of a replicated array, the copy on the first device is used."""
     if x.sharding.dim is None:
         x = reshard(x, sharding(x.sharding.places[:1]), name)
     found = reshape(x, (-1,))
@@ -168,7 +168,7 @@ def _counts(found: _Found) -> Array:
 
 
 def _inverse(x: Array, found: _Found) -> Array:
-    """Return the number of each element among the distinct ones, at the element's own place."""
+    """Return the index of each element of `x` among the distinct ones, in the shape of `x`."""
     flat, done = found.flat, found.sorted
     held, space = flat.sharding, flat.space
     numbers = []

@@ -15,7 +15,7 @@ from meshwise.arrays.views import axis_of
 
 
 def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of an array: if it is given none, it raises NoArrayGiven, so that the namespace makes one."""
+    """Wrap a function of an array to raise NoArrayGiven for other types, which the namespace then converts."""
 
     @functools.wraps(rule)
     def call(x: Any, /, *given: Any, **named: Any) -> Any:
@@ -45,7 +45,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = (
 
 
 def reshaped(x: Array, /, *shape: Any, copy: bool | None = None) -> Array:
-    """Implement `x.reshape(2, 3)`, or with a shape, as `xp.reshape`."""
+    """Implement `x.reshape(2, 3)` and `x.reshape((2, 3))`, as `xp.reshape`."""
     return reshaping.reshape(x, shape[0] if len(shape) == 1 else shape, copy)
 
 
@@ -65,7 +65,7 @@ def swapped(x: Array, axis1: int, axis2: int, /) -> Array:
 
 
 def flattened(x: Array, /) -> Array:
-    """Copy the elements, in row-major order, to one dim."""
+    """Return a copy of the elements, in row-major order, as a vector."""
     return reshaping.reshape(x, (-1,), copy=True)
 
 

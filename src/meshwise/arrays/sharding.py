@@ -18,8 +18,8 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Sharding:
-    """Where an array lies. `dim` None: each of `places` holds all of it. Else part k has `sizes[k]` entries of `dim`,
-    and lies on `places[k]`, in their order; a part may be empty."""
+    """Where an array lies. places: numbers of devices. `dim` None: each of these holds all of the array. Else part k,
+    on `places[k]`, has the next `sizes[k]` entries of `dim`; a part may be empty."""
 
     places: tuple[int, ...]
     dim: int | None = None
@@ -48,7 +48,7 @@ class Sharding:
 
     @property
     def single(self) -> bool:
-        """Whether all of it lies on one place."""
+        """Whether the whole array lies on one device."""
         return len(self.places) == 1
 
     def part_shape(self, shape: Shape, part: int) -> Shape:
@@ -85,7 +85,7 @@ def evenly(length: int, places: tuple[int, ...], dim: int = 0) -> Sharding:
 
 @functools.lru_cache(maxsize=4096)
 def by_weights(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Return sizes in proportion to the weights that add up to `length`; largest remainders get what is left."""
+    """Return sizes that add up to `length`, in proportion to the weights; the largest remainders are rounded up."""
     total = math.fsum(weights)
     shares = [length * weight / total for weight in weights]
     sizes = [int(share) for share in shares]
@@ -99,8 +99,8 @@ def by_weights(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
 class Layout:
     """A layout that a user asks for before the shape is known. Made by `xp.shard`, `xp.replicated` and `xp.single`.
 
-    dim: the divided dim; None for none. sizes: the entries of each place; weights: their proportions, such as the
-    devices' speeds. Without both: parts that differ by at most one.
+    dim: the divided dim; None for none. sizes: the number of entries on each device; weights: the proportions of these
+    numbers, such as the devices' speeds. Without both: numbers that differ by at most one.
     """
 
     places: tuple[int, ...]
@@ -143,7 +143,7 @@ def fitting(wanted: Sharding, shape: Shape) -> Sharding:
 def as_layout(
     places: tuple[int, ...], dim: int, sizes: Sequence[int] | None, weights: Sequence[float] | None
 ) -> Layout:
-    """Make `xp.shard`'s layout: a dim divided over places. UsageError for invalid sizes or weights."""
+    """Make `xp.shard`'s layout: a dim divided over devices. UsageError for invalid sizes or weights."""
     if sizes is not None and weights is not None:
         raise UsageError("shard with sizes and weights: both say how long the parts are. Give one.")
     for what, given in (("sizes", sizes), ("weights", weights)):
@@ -163,7 +163,7 @@ def overlaps(shape: Shape, held: Sharding, wanted: Sharding) -> Iterator[tuple[i
     """Yield the pieces that turn an array laid out as `held` into one laid out as `wanted`, without empty ones.
 
     Each is (part that holds it, part that wants it, its slices in the first, its slices in the second). If several
-    places hold a piece, a place takes its own.
+    devices hold a piece, a device that is one of them takes its own copy.
     """
     for target, place in enumerate(wanted.places):
         wants = wanted.interval(shape, target)

@@ -124,7 +124,7 @@ def _solved(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rather_on_one(a: Array, b: Array) -> bool:
-    """Return whether solving on one place moves less than sending the matrix to all right-hand sides."""
+    """Return whether solving on one device moves less than sending the matrix to all right-hand sides."""
     if not (a.sharding.divided or b.sharding.divided):
         return False
     places = len((a if a.sharding.divided else b).sharding.places)
@@ -155,7 +155,7 @@ def _solved_by_columns(a: Array, b: Array) -> Array:
 
 
 def matrix_power(x: Array, n: int, /) -> Array:
-    """Multiply the matrix `n` times with itself; its inverse for n below 0."""
+    """Return the matrix to the power of `n`; for n below 0, its inverse to the power of -n."""
     x = as_matrices("matrix_power", x, square=True)
     x = inv(x) if n < 0 else x
     found: Array | None = None

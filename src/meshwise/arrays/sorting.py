@@ -1,10 +1,10 @@
 """Sort along one axis: sort, argsort and what builds on them.
 
-Along a dim that is not split each place sorts its own. A vector that is split is sorted by exact cuts: each part is
-sorted where it lies, `selection.cuts` finds how much of each belongs to which place, that is exchanged, and each place
-merges what it got. Every element moves at most once, straight to where it stays: for a result that lies as the operand
-does that is the least, plus the samples that are read (some hundred elements a round). argsort moves with each element
-where it was in its part. A split dim of more lanes than there are places is moved off first, and back: two transposes.
+Along a dim that is not split, each device sorts what it holds. A split vector is sorted by exact cuts: each part is
+sorted where it lies, `selection.cuts` finds how much of each part belongs on which device, that is exchanged, and each
+device merges what it got. Every element moves at most once, which is the least for a result that lies as the operand
+does; the samples that are read, some hundred elements a round, come on top. argsort also sends each element's position
+in its part. If a split dim has several lanes, the array is split along another dim, and then back: two transposes.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Ar
 
 @dataclass(frozen=True)
 class SortedParts:
-    """A sorted split vector with the layout it had. For each local part, in order:
+    """A split vector, sorted, in its old layout. Each list has an entry per local part, in order:
 
-    values: sorted. local: where each element was in the part, which is sorted alone first. merge: where each element
-    was among those received, part after part. Both are empty if not asked for. sent[k][j]: how many elements went from
-    part k to part j.
+    values: the sorted values. local: where each element was in its part, before the part alone was sorted. merge: where
+    each element was among those received, part after part. `local` and `merge` are empty if not asked for.
+    sent[k][j], for all parts: how many elements went from part k to part j.
     """
 
     values: list[Tensor]
@@ -115,7 +115,7 @@ def indices(x: Array, done: SortedParts, name: str) -> list[Tensor]:
 def swapped(
     x: Array, sizes: Sequence[Sequence[int]], parts: Sequence[Tensor], dtype: torch.dtype, name: str
 ) -> list[list[Tensor]]:
-    """Exchange entries; return for each local part what it receives from each part, in their order.
+    """Exchange entries; return for each local part what it receives from each part, in the parts' order.
 
     parts: vectors, one per part of `x`; `sizes[k][j]` entries of part k, in the order of j, go to part j.
     """

@@ -1,6 +1,6 @@
-"""Define a namespace's places: its devices, which are here, names.
+"""Define the devices of a namespace, their names, and which are local.
 
-Over ranks (`meshwise run`, torchrun) place k is rank k, and one place is here; in one process all are.
+A place is the number of a device. Over ranks, place k is rank k, and one is local; in one process, all are.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from meshwise.transfer.devices import as_device, open_devices
 from meshwise.workers.join import join, rank_context
 
 ALL = "all"
-"""The device of an array on several places, as `device=` takes it: the default placement."""
+"""The name for all devices together, in `x.device` and `device=`: the default placement."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """The places of a namespace. devices: one per place. names: what users call them. here: the local places, in order.
-    default_float: the dtype that Python's floats become."""
+    """The devices of a namespace; a place is a device's number. names: what users call the devices. here: the local
+    places, in order. default_float: the dtype that Python's floats become."""
 
     devices: tuple[torch.device, ...]
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ class Space:
 
     @functools.cached_property
     def on_host(self) -> bool:
-        """Whether all places are host memory."""
+        """Whether all devices are host memory."""
         return all(device.type == "cpu" for device in self.devices)
 
     def local(self, placed: Sharding) -> Sequence[tuple[int, int]]:
@@ -54,7 +54,7 @@ class Space:
         return [(part, place) for part, place in placed.numbered if place in self.here]
 
     def placed(self, shape: Shape, device: Any = None, wanted: Layout | Sharding | None = None) -> Sharding:
-        """Return where an array of this shape lies: as wanted, on the named device, or divided along its first dim."""
+        """Return where a new array is to lie: as `wanted`, on the named device, or divided along its first dim."""
         if isinstance(wanted, Layout):
             return self._known(wanted.of(shape))
         if wanted is not None and not isinstance(wanted, Sharding):
@@ -66,7 +66,7 @@ class Space:
         return evenly(shape[0], self.places) if shape else sharding((0,))
 
     def place(self, device: Any) -> int:
-        """Return the place of a device that a user names. UsageError if the namespace has none of that name."""
+        """Return the number of a device that a user names. UsageError if the namespace has none of that name."""
         if isinstance(device, int) and not isinstance(device, bool) and 0 <= device < len(self.names):
             return device
         name = str(device)
@@ -79,7 +79,7 @@ class Space:
         return alike[0]
 
     def speeds(self, machine: Machine) -> list[float]:
-        """Return bytes per second of each place's memory, measured or else nominal. UsageError if unknown."""
+        """Return bytes per second of each device's memory, measured or else nominal. UsageError if unknown."""
         known = {device.name: device.memory_rate or device.memory_bandwidth for device in machine.devices}
         pairs = zip(self.devices, self.names, strict=True)
         found = [known.get(str(device)) or known.get(name) for device, name in pairs]
@@ -92,7 +92,7 @@ class Space:
         return [rate for rate in found if rate]
 
     def device_name(self, placed: Sharding) -> str:
-        """Return the standard's `x.device`."""
+        """Return the standard's `x.device`: a device's name, or `all`."""
         return self.names[placed.places[0]] if placed.single else ALL
 
     def _known(self, placed: Sharding) -> Sharding:
@@ -102,7 +102,7 @@ class Space:
 
 
 def find_space(devices: Any, default_float: torch.dtype) -> Space:
-    """Return the one space of these devices; in a run with several ranks, the space of its ranks. UsageError for
+    """Return the shared space of these devices; in a run with several ranks, the space of its ranks. UsageError for
     devices that are missing, or are not those of the ranks."""
     world = rank_context().world
     if world.size == 1:
@@ -130,7 +130,7 @@ def _asked_of_ranks(devices: Any) -> tuple[str, int | None]:
 
 @functools.cache
 def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype, here: tuple[int, ...]) -> Space:
-    """Return the one space of these devices, one per place, some of which are local."""
+    """Return the shared space of these devices. here: the numbers of the local ones."""
     if len(here) < len(devices):
         names = tuple(f"{devices[0].type}:{rank}" for rank in range(len(devices)))
         return Space(devices, names, here, default_float)
@@ -143,7 +143,7 @@ def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype, he
 
 
 def find_devices(devices: Any) -> tuple[torch.device, ...]:
-    """Return the torch devices that are meant. UsageError for missing or unclear ones."""
+    """Return the torch devices that a user asks for; by default all GPUs, else one CPU. UsageError if missing."""
     if devices is None:
         kind, count = accelerators()
         return _count(kind, count) if kind else _count("cpu", 1)

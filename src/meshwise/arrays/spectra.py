@@ -3,7 +3,7 @@
 Matrices and stacks may be split along any dim.
 
 Stacks are calculated where they lie (`stacks.py`). A tall matrix that is split by rows, or a wide one by columns, is
-factored part by part (`factors.py`). Others are gathered, with a warning for large ones and for all eigenvalues.
+factored part by part (`factors.py`). Others are gathered, with a warning for large ones, and always for eigenvalues.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..
 
 
 def _tall(x: Array) -> Array | None:
-    """Return the one matrix split by rows, if the R of all parts are together at most half of it; else None."""
+    """Return one split matrix, by rows, if it is so tall that the R of all parts have at most half its rows, or None."""
     if not is_one_split(x) or any(length != 1 for length in x.shape[:-2]):
         return None
     flat = one_matrix(x)

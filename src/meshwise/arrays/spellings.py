@@ -2,7 +2,7 @@
 
 They are other names, or functions made of the standard's.
 
-`ALIASES` are names for functions that a namespace has; the functions here use those of their array's own namespace.
+`ALIASES` are other names for functions of a namespace; the functions here call those of their array's namespace.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def array(
     device: Any = None,
     sharding: Any = None,
 ) -> Array:
-    """Make a copy as `asarray` does, with dims of 1 in front up to `ndmin` dims."""
+    """Make an array as `asarray` does, by default a copy, with leading dims of length 1 up to `ndmin` dims."""
     if ndmin:
         found = asarray(space, obj, dtype)
         obj = found.reshape((1,) * max(0, ndmin - len(found.shape)) + found.shape)
@@ -150,7 +150,7 @@ def _stacked(arrays: Any, grown: Callable[[Any, Array], Array], axis: int) -> Ar
 
 
 def isclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> Any:
-    """Return whether elements differ by at most `atol` plus `rtol` times the second."""
+    """Return whether elements differ by at most `atol` plus `rtol` times the absolute value in `x2`."""
     x1 = as_array("isclose", x1)
     xp = _names_of(x1)
     x2 = xp.asarray(x2)
@@ -178,7 +178,7 @@ def ptp(x: Any, /, axis: Any = None) -> Any:
 
 
 def average(x: Any, /, axis: Any = None, weights: Any = None) -> Any:
-    """Return the mean, with a weight for each element."""
+    """Return the mean, with a weight for each element, or for each entry along `axis`."""
     x = as_array("average", x)
     if weights is None:
         return x.mean(axis)
@@ -225,8 +225,8 @@ def sort_in_place(x: Array, /, axis: int = -1) -> None:
 
 
 def item(x: Array, /, *index: Any) -> Any:
-    """Return one element as a Python number: the only one, the one at these indices, or that number of the flattened
-    array. Waits for it."""
+    """Return one element as a Python number: the only one, the one at these indices, or the one with this index in
+    the flattened array. Waits for it."""
     if not index:
         return number(x)
     if len(index) == 1 and not isinstance(index[0], tuple):
@@ -275,8 +275,8 @@ def float_power(x1: Any, x2: Any, /) -> Any:
 def unique(
     x: Any, /, return_index: bool = False, return_inverse: bool = False, return_counts: bool = False, axis: Any = None
 ) -> Any:
-    """Return the distinct elements in ascending order; if asked for, their first positions, the number of each element
-    among them, and their counts."""
+    """Return the distinct elements in ascending order; if asked for, also their first positions, the index of each
+    element of `x` among them, and their counts."""
     x = as_array("unique", x)
     if axis is not None:
         raise UsageError(f"unique(axis={axis}): rows are not compared. Without an axis it finds distinct elements.")

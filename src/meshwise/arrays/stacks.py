@@ -3,8 +3,8 @@
 A stack that is split along a dim that counts matrices is computed where it lies.
 
 A stack that is split along the rows or columns of its matrices is first split along its longest other dim, a
-transpose. One matrix of less than `LARGE` bytes is gathered and its result laid out as it was: dividing the work of so
-small a one moves more bytes than that. A larger one has a rule in `linalg.py`, or is gathered with a warning.
+transpose. One split matrix of less than `LARGE` bytes is gathered, and the result is split as the matrix was: dividing
+the work would move more bytes. A larger one has a rule in `factors.py`, or is gathered with a warning.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from meshwise.arrays.lanes import freed, fullest
 from meshwise.arrays.moves import replicate, to_single
 from meshwise.arrays.statistics import as_floats
 
-LARGE = 32 << 20  # bytes of a matrix from which its factors are divided over the places
+LARGE = 32 << 20  # bytes of a matrix from which its factors are divided over the devices
 Function = Callable[[Tensor], Any]
 
 
 def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
-    """Return floats of at least two dims. ValueError for fewer, or for matrices that must be square and are not."""
+    """Return `given` as floats. ValueError for fewer than two dims, or for matrices that must be square and are not."""
     x = as_floats(name, given)
     if len(x.shape) < 2 or (square and x.shape[-1] != x.shape[-2]):
         raise ValueError(
@@ -46,19 +46,19 @@ def called(name: str, function: Callable[..., Any], *given: Any) -> Any:
 
 
 def is_large(x: Array) -> bool:
-    """Return whether the factors of the matrix are divided over the places."""
+    """Return whether `x` is so large (`LARGE`) that factoring it is divided over the devices."""
     size = math.prod(x.shape) * x.dtype.itemsize
     return size > 0 and size >= LARGE
 
 
 def is_one_split(x: Array) -> bool:
-    """Return whether it is one matrix divided along its rows or columns, not a stack of several."""
+    """Return whether `x` is one matrix divided along its rows or columns, not a stack of several."""
     dim, stack = x.sharding.dim, x.shape[:-2]
     return dim is not None and dim >= len(stack) and all(length <= 1 for length in stack)
 
 
 def by_stack(x: Array, name: str, function: Function) -> Any:
-    """Apply `function` to each matrix of a stack, or to an undivided one; it returns an array or a tuple of arrays."""
+    """Apply `function` to each matrix of a stack, or to an undivided one; return an array, or a tuple of arrays."""
     stack = len(x.shape) - 2
     x = freed(x, {stack, stack + 1}, name)
     made = [called(name, function, part) for part in x.parts]
@@ -80,7 +80,7 @@ def _arrays(made: list[Any], array: Callable[[list[Tensor]], Array]) -> Any:
 
 
 def on_one(x: Array, name: str, function: Function, *, told: bool = False) -> Any:
-    """Gather a divided matrix, apply `function`, and divide the results along the same dim, if they have it.
+    """Gather a divided matrix, apply `function`, and divide the results along the same dim, if they have that dim.
 
     told: warn as for an operation without a rule; a large matrix always warns.
     """

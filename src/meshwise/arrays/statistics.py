@@ -1,7 +1,7 @@
 """Compute mean, variance, standard deviation, argmax and argmin.
 
-What each place finds of its part is combined once: counts, means and squared distances as Chan, Golub and LeVeque do;
-of extremes the value with its global index.
+The results of each device for its part are combined once: counts, means and squared distances as Chan, Golub and
+LeVeque do; for argmax and argmin, the values with their global indices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwise.arrays.sharding import Shape, sharding
 
 
 def as_floats(name: str, x: Any) -> Array:
-    """Convert integers to the default float; leave other types."""
+    """Return `x` with integers converted to the default float; other types stay."""
     found = as_array(name, x)
     if found.dtype in FLOATS:
         return found
@@ -60,7 +60,7 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
     counts = [size * (count // x.shape[dim]) for size in rows.values()]
 
     def combine(partials: Tensor) -> Tensor:
-        """Combine, of shape (places, ..., 2), the mean and the sum of squared distances of each place."""
+        """Combine the (mean, sum of squared distances) of each device. partials: of shape (devices, ..., 2)."""
         means, squares = partials.unbind(-1)
         centre = torch.zeros_like(means[0])
         for number, own in zip(counts, means, strict=True):
@@ -97,7 +97,7 @@ def std(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
 
 
 def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor]) -> Callable[..., Array]:
-    """Make argmax or argmin. pick: torch's, which takes the first of equal ones, nan before all. best: amax, amin."""
+    """Make argmax or argmin. pick: torch's, which takes the first of equal ones, nan before all. best: amax or amin."""
 
     def argument(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
         x = as_array(name, x)
@@ -107,7 +107,7 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
         refuse_none(name, x, axes)
         if x.dtype in COMPLEXES:
             raise TypeError(f"{name} of {x.dtype}: complex numbers have no order. Write abs(x) or xp.real(x).")
-        if x.dtype in UNSIGNED:  # torch finds no place of the wide ones
+        if x.dtype in UNSIGNED:  # for the wide ones torch has no argmax
             keys = tuple(comparable(part, x.dtype) for part in x.parts)
             x = Array(keys, x.sharding, x.shape, comparable(torch.zeros(0), x.dtype).dtype, x.space)
         shape, dim = reduced_shape(x.shape, axes, keepdims), x.sharding.dim
@@ -158,7 +158,7 @@ def _global(index: Tensor, part: int, x: Array, flat: bool) -> Tensor:
 
 
 def _choose(best: Callable[..., Tensor], values: Tensor, indices: Tensor) -> Tensor:
-    """Return the index of the best value, from (places, ...); the lowest of equal ones."""
+    """Return the index of the best value over the first dim, which counts devices; the lowest of equal ones."""
     run = values.to(torch.uint8) if values.dtype is BOOL else values
     top = best(run, 0)
     equal = (run == top) | (run.isnan() & top.isnan() if run.is_floating_point() else False)

@@ -21,7 +21,7 @@ def row_major(shape: Shape) -> tuple[int, ...]:
 
 
 def of(shape: Shape, strides: Strides) -> tuple[int, ...]:
-    """Return the strides as numbers, also if they are None."""
+    """Return the strides as numbers; None stands for row-major order."""
     return row_major(shape) if strides is None else strides
 
 
@@ -60,7 +60,7 @@ def of_order(shape: Shape, strides: Strides, order: tuple[int | None, ...]) -> S
 
 @functools.lru_cache(maxsize=4096)
 def of_reshape(shape: Shape, strides: Strides, wanted: Shape) -> tuple[bool, Strides]:
-    """Return whether a view can have another shape, and its strides."""
+    """Return whether a view can have the shape `wanted`, and the strides of that view."""
     if strides is None:
         return True, None
     old = [(length, stride) for length, stride in zip(shape, strides, strict=True) if length != 1]

@@ -2,8 +2,8 @@
 
 torch stores these types, but has almost no kernels for them.
 
-The narrower two fit into a signed type of twice their width, which is cut to their bits afterwards. Of uint64 there is
-none: sums and products have the same bits signed, orders hold with the highest bit turned over, and the rest is here.
+The narrower two fit into a signed type of twice their width, which is cut to their bits afterwards. For uint64 there is
+none: sums and products have the same bits as signed, comparisons hold with the highest bit flipped, the rest is here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOWEST = torch.iinfo(torch.int64).min
 
 
 def of_wide(name: str, op: Op) -> Op:
-    """Wrap `op` for one or two tensors of a wide unsigned type. The result has that type, or is of truth values."""
+    """Wrap `op` for one or two tensors of a wide unsigned type. The result has that type, or is boolean."""
     of_64 = _by_order(op) if name in _ORDERS else _OF_64.get(name, op)
 
     def run(*given: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def of_wide(name: str, op: Op) -> Op:
 
 
 def extreme(op: Op) -> Op:
-    """Return the greatest or least element over dims, also for wide unsigned integers."""
+    """Wrap torch's amax or amin to support wide unsigned integers, too."""
 
     def run(part: Tensor, dims: tuple[int, ...]) -> Tensor:
         if part.dtype not in WIDE:
@@ -47,7 +47,7 @@ def extreme(op: Op) -> Op:
 
 
 def _by_order(op: Op) -> Op:
-    """Apply an operation in unsigned order: a comparison gives truth values, a choice one of the two."""
+    """Wrap `op` to work in unsigned order: a comparison gives booleans, a choice gives one of the two operands."""
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         found = op(a ^ LOWEST, b ^ LOWEST)
@@ -63,7 +63,7 @@ def _shifted(a: Tensor, by: Tensor | int) -> Tensor:
 
 
 def _divided(a: Tensor, b: Tensor) -> Tensor:
-    """Divide unsigned integers; by zero it is 0, as in NumPy. Half the dividend fits a signed integer: twice its
+    """Divide unsigned integers; division by zero gives 0. Half the dividend fits a signed integer: twice its
     quotient is too small by at most one. A divisor above half the range goes in once or never."""
     small = b.clamp(min=1)
     near = torch.div(_shifted(a, 1), small, rounding_mode="trunc") << 1

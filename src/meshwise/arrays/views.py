@@ -20,7 +20,7 @@ def made(parts: list[Tensor], placed: Sharding, x: Array, shape: Shape | list[in
 
 
 def undivided(x: Array) -> Array:
-    """Return an array that is divided over a single place as one that lies whole on it."""
+    """Return `x`; if it is divided into a single part, with the sharding of an undivided array."""
     return (
         x
         if x.sharding.dim is None or not x.sharding.single
@@ -29,24 +29,24 @@ def undivided(x: Array) -> Array:
 
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Types that torch can hardly move, and the signed types of the same size, which it can."""
+"""Unsigned type, for which torch can do little -> the signed type of the same size, whose entries torch can move."""
 
 
 def as_bits(x: Array) -> Array:
-    """View an array whose elements only move in a type that torch can move; `as_before` undoes it."""
+    """View an array whose elements are only moved in a type that torch can move; `as_before` undoes that."""
     kind = SIGNED.get(x.dtype)
     return x if kind is None else Array(tuple(part.view(kind) for part in x.parts), x.sharding, x.shape, kind, x.space)
 
 
 def as_before(x: Array, dtype: torch.dtype) -> Array:
-    """View the result of `as_bits` in its own type again."""
+    """View the result of `as_bits` in its original type again."""
     if x.dtype is dtype:
         return x
     return Array(tuple(part.view(dtype) for part in x.parts), x.sharding, x.shape, dtype, x.space)
 
 
 def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that only moves elements of its first array work for unsigned integers, too."""
+    """Wrap a function that only moves elements of its first array to support wide unsigned integers, too."""
 
     @functools.wraps(rule)
     def call(x: Array, /, *given: Any, **named: Any) -> Any:
@@ -70,7 +70,7 @@ def axis_of(axis: int, ndim: int, what: str) -> int:
 
 
 def first_divided(shape: Shape, places: tuple[int, ...], dim: int = 0) -> Sharding:
-    """Divide over the places along the first dim, from `dim` on, that has more than one entry: in row-major order."""
+    """Divide over the devices along the first dim, from `dim` on, that has more than one entry: in row-major order."""
     while shape[dim] == 1 and dim + 1 < len(shape):
         dim += 1
     return evenly(shape[dim], places, dim)
