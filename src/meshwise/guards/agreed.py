@@ -2,8 +2,8 @@
 
 The checksum is 32 signs and takes no collective of its own.
 
-The mean of a sign over the ranks is 1 or -1 where they agree, exactly and in any precision. So nothing waits for it,
-and every rank comes to the same conclusion.
+Where the ranks agree, the mean of a sign over the ranks is exactly 1 or -1 in any precision. All ranks see the same
+means, so all come to the same conclusion without waiting for each other.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed_bits
 
 SIGNS = CARRIED - 1
-"""How many signs are sent behind the loss: differing ranks pass as equal once in 2**32 times."""
+"""How many signs are sent along with the loss: differing values pass as equal with probability 2**-32."""
 _Held = tuple[list[Any], Settings, Seen | None]
 PLAIN = frozenset((int, float))
 STEPS_OF_A_JOB = 8
-"""A job's batches are compared in this many first steps, each with a collective."""
+"""In how many first steps a job's batches are compared, each with a collective."""
 
 
 class Agreed:
-    """Compares values of the ranks. settings: returns those of optimizers and schedulers in use, and sums of
-    parameters. notify: takes a line for the user; an empty one prints nothing. losses: told about those that are not
+    """Compares values of the ranks. settings: returns the settings of optimizers and schedulers in use, and sums of
+    parameters. notify: prints a line for the user; an empty line prints nothing. losses: is told of losses that are not
     finite."""
 
     def __init__(
@@ -60,14 +60,14 @@ class Agreed:
         self.rehearses = False
         self.shapes = BatchShapes()
         self.made: list[Made] = []
-        """Parameters made in a forward since the last loss."""
+        """Parameters that were made inside a forward since the last loss."""
         self._now: Settings = ()
         self._crc = 0
         self._signs: tuple[object, Tensor] | None = None  # of the settings alone, as long as they stay
         self._on_its_way: tuple[Tensor, Any, _Held] | None = None
 
     def signs(self, like: Tensor) -> Tensor:
-        """Return the checksum as numbers 1 and -1 to send along with `like`: shape (32,)."""
+        """Return a checksum of this rank's values as 32 numbers, each 1 or -1, to send along with `like`."""
         now = self.settings()
         if self.shapes.given:
             now += self.shapes.take()
@@ -90,9 +90,9 @@ class Agreed:
         return (every * 2 - 1).to(dtype)
 
     def compare(self, means: Tensor, seen: Seen | None = None) -> None:
-        """Compare all ranks' signs, which came behind the loss, or its sum and weight; `seen` tells of which loss.
-        Raises UsageError on every rank where they differ; on an accelerator, which must not be waited for, with the
-        next ones."""
+        """Compare the ranks by the means of their signs, which follow the mean loss, or its sum and weight, in `means`.
+        Raise UsageError on every rank if they differ; on an accelerator, only at the next call, to avoid waiting. seen:
+        facts about the loss's backward."""
         if self.rehearses:
             return
         held = ([] if self.batches is None else self.batches.take()), self._now, seen
@@ -110,7 +110,7 @@ class Agreed:
         self._check_earlier(earlier)
 
     def finish(self) -> None:
-        """Check what is left: no further loss comes."""
+        """Check the means of the last loss: no further loss comes."""
         earlier, self._on_its_way = self._on_its_way, None
         self._check_earlier(earlier)
 
@@ -137,7 +137,7 @@ class Agreed:
             self._explain(held)
 
     def _explain(self, held: _Held) -> None:
-        """Say, or raise, how the ranks differ. Collective."""
+        """Report, or raise as UsageError, how the ranks differ. Collective."""
         told = None if self.batches is None else self.batches.told(held[0])
         ranks = collectives.gather_objects((told, held[1]))
         held_by = [settings for _, settings in ranks]
@@ -151,16 +151,16 @@ class Agreed:
 
 
 def held_alike(program: Program, fed: Sequence[Any]) -> Settings:
-    """Return the values that must be equal on all ranks: settings of the optimizers in use and of the schedulers that
-    are `fed` a number (weak references), and sums, when these are due."""
+    """Return values that must be equal on all ranks: settings of the optimizers in use and of the schedulers in `fed`
+    (weak references), and, at backward 2, 4, 8 and so on, sums of parameters and buffers."""
     found, count = settings_of(program.in_use, fed), program.backwards - program.began
     return found if count < 2 or count & (count - 1) else found + sums_of(program)
 
 
 def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]], fed: Iterable[Any]) -> Settings:
-    """Return the settings of each group of the optimizers, in order; and the best value of schedulers that are fed one.
+    """Return the settings of each parameter group of the optimizers, and the best metric of each scheduler in `fed`.
 
-    optimizers, fed: weak references. A tensor on an accelerator is left out: reading it would wait.
+    optimizers, fed: weak references. A tensor on an accelerator counts as None, as reading it would wait.
     """
     found: list[tuple[str, str, Any]] = []
     number = 0
@@ -189,7 +189,7 @@ def _plain(value: Any) -> Any:
 
 
 def watch(engine: Engine) -> None:
-    """Send values of the ranks along with the losses of a script; of a job, compare the first batches."""
+    """Compare values of the ranks by checksums: sent with the losses of a script, with the first batches of a job."""
     program, losses = engine.program, engine.events.find(FiniteLosses)
     settings = functools.partial(held_alike, program, engine.given.fed)
     agreed = engine.carried = Agreed(engine.world, settings, engine.notify, losses)

@@ -2,7 +2,7 @@
 
 `collate_fn` sees this rank's samples alone, and pads to their longest.
 
-Shapes without the samples' dimension travel with the loss (agreed.py) in the first backwards, until they differ once.
+In the first backwards, shapes without the samples' dimension are sent with the loss (agreed.py), until they differ.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ OTHER = (
 
 
 class BatchShapes:
-    """Compares, for `Agreed`, the batches given since the last backward."""
+    """Compares, for `Agreed`, the shapes of the batches given since the last backward."""
 
     def __init__(self) -> None:
         self.given: dict[object, tuple[str, str, Any]] = {}
-        """The shapes of the newest batch, by loader."""
+        """The shapes of the newest batch of each loader."""
         self._told = False
 
     def begins(self) -> None:
-        """Handle that another program, or another loop, begins."""
+        """Allow a new warning, as another program, or a loop at another source line, begins."""
         self._told = False
 
     def batch_given(self, loop: LoopRead, given: tuple[Any, BatchSlice]) -> None:
-        """Note that a loader has given a batch, of which this rank has a part."""
+        """Record the shapes of a batch that a loader has given, of which this rank has a part."""
         self.note(loop.loader, *given, user_place())
 
     def note(self, loader: object, batch: Any, part: BatchSlice, place: str) -> None:
-        """Note a batch that the loader gives to the line at `place`."""
+        """Record the shapes of a batch that the loader gives to the source line at `place`."""
         if not self._told and not part.whole:
             self.given[loader] = SHAPES, place, shapes_beside_samples(batch, len(part.indices))
 
     def take(self) -> Settings:
-        """Return the shapes to send along with this backward."""
+        """Return the recorded shapes, to send along with this backward, and forget them."""
         given = tuple(self.given.values())
         self.given.clear()
         return given
 
     def differ(self, ranks: Sequence[Settings]) -> str:
-        """Say once, in a sentence, how the ranks' batches differ; empty where they do not."""
+        """Return, the first time the ranks' batches differ in shape, a sentence that says how; else an empty text."""
         for settings in ranks:
             for (name, place, mine), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
                 if name == SHAPES and not self._told and None not in (mine, of_rank_0):
@@ -68,10 +68,10 @@ class BatchShapes:
 
 
 def shapes_beside_samples(batch: Any, samples: int) -> tuple[tuple[int, ...], ...] | None:
-    """Return the shape of each tensor of a batch without its dimension of samples, which is the first or the second.
+    """Return the shape of each tensor of a batch without its dimension of samples, its first or second.
 
-    None where a tensor has no such dimension: its rows are nodes of a graph or boxes of a picture; and for lists
-    that hold a tensor for each sample.
+    Return None if a tensor has no such dimension, as when rows are nodes of graphs or boxes in pictures, and for lists
+    with one tensor for each sample.
     """
     tensors: list[Tensor] = [tensor for tensor in tensors_in(batch) if tensor.dim() > 1]
     if any(samples not in tensor.shape[:2] for tensor in tensors):

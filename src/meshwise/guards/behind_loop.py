@@ -3,8 +3,8 @@
 The batch is the last one of the loop. Dropout on this rank's rows alone advances the program's random numbers
 differently than dropout on the whole batch, so later epochs have another order.
 
-Looked at in the first forward of a model behind each loop, until a loop begins. A batch that was changed on its way to
-the model is not known again.
+Only the first forward of a model after each loop is checked, until the next loop begins. A batch that was changed
+before it reaches the model is not recognized.
 
 Tested in tests/guards/test_behind_loop.py.
 """
@@ -33,7 +33,7 @@ DRAWS = (
 
 
 class BehindLoop:
-    """Looks at model calls between the loops of a program."""
+    """Checks calls of a model between the loops of a program."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._program, self._say = engine, engine.program, engine.notify
@@ -42,12 +42,12 @@ class BehindLoop:
         self._before: Tensor | None = None
 
     def batch_asked(self, loop: LoopRead) -> None:
-        """Handle that a loop begins."""
+        """Stop checking, as a loop begins."""
         if loop.given == 0:
             self.ends()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Handle that a loop is over, or was left in a batch."""
+        """Begin to check, as a loop has ended or the program left it in a batch."""
         batch = loop.batch
         if batch is None or self._engine.generator.nested or self._engine.stopped:
             return
@@ -60,7 +60,7 @@ class BehindLoop:
             ]
 
     def ends(self) -> None:
-        """Stop looking: a loop begins, or there is nothing more to look at."""
+        """Stop checking: a loop begins, or nothing is left to check."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -86,7 +86,7 @@ def _told(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def watch(engine: Engine) -> None:
-    """Attach the guard for a script on several ranks."""
+    """Attach this guard, if the engine runs a script on several ranks."""
     if engine.script and engine.world.size > 1:
         behind = BehindLoop(engine)
         engine.events.listen(behind, batches=1)

@@ -1,9 +1,9 @@
 """Detect parameter updates by hand from one rank's gradients alone.
 
-`loss.backward()` and `p -= lr * p.grad` let replicas diverge silently: there is no optimizer step that could refuse.
+`loss.backward()` and `p -= lr * p.grad` let replicas diverge silently: no optimizer step could refuse.
 
-An iteration without mw.backward in which there was a backward, or parameters were written, is suspicious: a sum of the
-parameters is then compared over the ranks, through the store.
+An iteration without mw.backward that runs another backward, or writes parameters, is suspicious: after it, a sum of the
+parameters is compared over the ranks, through the store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _made = itertools.count()  # every rank makes its engines in the same order
 
 
 class HandUpdates:
-    """Checks, between the batches of a program, whether its parameters diverge."""
+    """Checks, between a program's batches, whether the ranks' parameters have diverged."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._key = program, f"meshwise/by-hand/{next(_made)}"
@@ -43,11 +43,11 @@ class HandUpdates:
         self._compared = self._compared_in_it = 0
 
     def begins(self) -> None:
-        """Handle that another program, or another loop, begins."""
+        """Count comparisons from zero, as another program, or a loop at another source line, begins."""
         self._compared_in_it = 0
 
     def batch_given(self, loop: LoopRead, batch: object) -> None:
-        """Handle that the program has a batch of its loop. Raises UsageError where replicas have diverged."""
+        """Raise UsageError if parameters have diverged; compared only if the last iteration was suspicious."""
         program = self._program
         if program.backwards != self._backwards:
             self._backwards, self._written = program.backwards, []
@@ -72,7 +72,7 @@ class HandUpdates:
             self.loop_ends(loop)
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Stop looking: the loop is over, or was looked at long enough."""
+        """Stop checking: the loop has ended, or was checked long enough."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -92,7 +92,7 @@ def _count(backwards: list[int], p: Tensor) -> None:
 
 
 def watch(engine: Engine) -> None:
-    """Attach the guard for a script on several ranks."""
+    """Attach this guard, if the engine runs a script on several ranks."""
     if engine.script and engine.world.size > 1:
         updates = HandUpdates(engine.program)
         engine.events.listen(updates, batches=BATCHES, anew=updates.begins)

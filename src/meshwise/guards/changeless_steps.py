@@ -13,13 +13,13 @@ from meshwise.spec.user_code import user_place
 
 
 class ChangelessSteps:
-    """Looks at a program's steps until its first backward."""
+    """Checks a program's optimizer steps until its first `mw.backward`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """Warn of a step without gradients, but not before a loop, where some programs prepare state that way."""
+        """Warn of a step without gradients, if inside a loop: before a loop, some programs prepare state that way."""
         program = self._engine.program
         if program.backwards > program.began or self._engine.part is None:
             return
@@ -30,6 +30,6 @@ class ChangelessSteps:
 
 
 def watch(engine: Engine) -> None:
-    """Attach the guard for a script."""
+    """Attach this guard, if the engine runs a script."""
     if engine.script:
         engine.events.listen(ChangelessSteps(engine), backwards=1)

@@ -3,8 +3,8 @@
 A contrastive loss is one: each rank computes it over its own samples, and the mean over ranks is not the loss of one
 device. The warning comes once, on an early backward.
 
-Not looked at: what the program joins over the ranks itself, with collectives of its own; models that are divided; plans
-that keep activations elsewhere.
+Not checked are losses that the program itself joins over the ranks by collectives, divided models, and plans that
+offload activations.
 
 Tested in tests/guards/test_coupled_losses.py.
 """
@@ -32,7 +32,7 @@ COUPLED = (
 
 
 class CoupledLosses:
-    """Looks at the first losses of a program, and of each of its loops."""
+    """Checks the first losses of a program, and of each of its loops, for terms that couple samples."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._looks = program, 0
@@ -41,14 +41,14 @@ class CoupledLosses:
         notice_hooks()
 
     def begins(self) -> None:
-        """Handle that another program, or another loop, begins."""
+        """Check the first losses anew, as another program, or a loop at another source line, begins."""
         self._looks, self._program.joined_at = 0, None
         self._found.clear()
         self.close()
 
     @property
     def apart(self) -> bool:
-        """Whether each loss looked at is a mean or a sum of terms that each depend on one sample."""
+        """Whether each checked loss is a mean or a sum of terms that each depend on one sample."""
         return self._program.joined_at is None and bool(self._found) and all(found is False for found in self._found)
 
     def look(self, found: Any, part: BatchSlice, plan: Plan, where: str) -> str:
@@ -67,6 +67,6 @@ class CoupledLosses:
         return COUPLED.format(place=where or user_place(), ranks=plan.devices)
 
     def close(self) -> bool:
-        """Stop watching; return whether the program has called a collective of its own since the last look."""
+        """Stop watching for collectives; return whether the program itself has called one since the last check."""
         foreign, self._foreign = self._foreign, None
         return foreign is not None and foreign.close()

@@ -11,18 +11,18 @@ from meshwise.engine.engine import Engine
 
 
 class DrawsNote:
-    """Looks, after each backward of a program with exact draws, for draws that are not exact."""
+    """Checks after each backward, with `--exact-random`, for draws that could not be made as on one device."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """Report what the forward drew, which is known now."""
+        """Report draws of the forward that were not exact."""
         if mean is not None and self._engine.draws is not None:
             self._engine.notify(self._engine.draws.note())
 
 
 def watch(engine: Engine) -> None:
-    """Attach the guard for a script with exact draws."""
+    """Attach this guard, if the engine runs a script with exact draws."""
     if engine.script and engine.draws is not None:
         engine.events.listen(DrawsNote(engine))

@@ -2,9 +2,9 @@
 
 The first is reported, all are counted, and a program that ends with one fails.
 
-Nothing is read for it that is not read anyway: over several ranks a loss comes with the signs of agreed.py; on one
-device losses wait until it is time for the next look. Parameters are looked at where a loop over batches has trained
-and is over, since a program's models may be gone when it ends.
+The guard adds no reads from the device: on several ranks, the mean loss comes with the signs of agreed.py; on one
+device, losses wait for the next check. Parameters are checked after each training loop, since a program's models may be
+gone when the program ends.
 
 Tested in tests/guards/test_finite_losses.py.
 """
@@ -37,7 +37,7 @@ FIRST = (
 
 
 class FiniteLosses:
-    """Looks at the losses of a program's backwards."""
+    """Checks that the losses of a program's backwards, and its parameters after loops, are finite."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._program, self._say = engine, engine.program, engine.notify
@@ -50,12 +50,12 @@ class FiniteLosses:
         self._began, self._wrong = 0, ""  # the backwards of earlier programs, and what one of them ended with
 
     def models_added(self) -> None:
-        """Ignore parameters that were not finite before the model was given to `mw.distribute`."""
+        """Exempt parameters that were not finite already when the model was given to `mw.distribute`."""
         if not rehearsing():
             self._never |= not_finite_names(self._program.numbered_models())
 
     def look(self) -> None:
-        """Look at the waiting losses; on an accelerator, which must not be waited for, at those of the look before."""
+        """Check the waiting losses; on an accelerator, to avoid waiting, those that waited at the call before."""
         waiting, self._waiting = self._waiting, []
         earlier, self._on_its_way = self._on_its_way, None
         if waiting and not rehearsing():
@@ -75,7 +75,7 @@ class FiniteLosses:
                 self.found(seen)
 
     def found(self, seen: Seen) -> None:
-        """Report, on every rank, that this backward's loss over all ranks is not finite. Collective the first time."""
+        """Report on every rank that the mean loss of a backward is not finite; count it. Collective the first time."""
         number, step, part, own = seen
         self._count, self._last = self._count + 1, number
         if self._count > 1:
@@ -89,17 +89,17 @@ class FiniteLosses:
         self._say(FIRST.format(step=step, whose=whose, what=bad[0][1] if bad else "not finite over all ranks"))
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """Keep the loss for the next look on one device; over several ranks it comes with the signs of agreed.py."""
+        """Keep the loss for the next check, on one device; on several ranks, agreed.py reports losses instead."""
         if mean is not None:
             self._waiting.append((self._program.backwards, self._engine.phases.number, self._engine.part, mean))
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Look at parameters after a loop over batches, if enough was trained since the last time."""
+        """Check parameters after a loop over batches, if it had enough backwards since the last check."""
         if self._program.backwards - self._looked_at >= BACKWARDS:
             self._look_at_parameters()
 
     def spoiled_in(self, thing: Any) -> str:
-        """Return the first parameter of the program's models that is not finite in the saved `thing`, or ""."""
+        """Return the name of a non-finite parameter of the models in the saved `thing`; empty if there is none."""
         return not_finite_in_tree(thing, self._program.numbered_models(), self._never)
 
     def _look_at_parameters(self) -> None:
@@ -111,12 +111,12 @@ class FiniteLosses:
         self._spoiled = found if len(models) > 1 else found.partition(" of model ")[0]
 
     def program_begins(self) -> None:
-        """Say how the previous program ended, as another one begins in this process."""
+        """Report how the previous program ended, as another one begins in this process."""
         self._wrong = self._conclude() or self._wrong
         self._began, self._count, self._spoiled = self._program.backwards, 0, ""
 
     def program_ends(self) -> None:
-        """Raise LossError, once, where the last loss, or a parameter, is not finite at the program's end."""
+        """Raise LossError, once, if the last loss or a parameter is not finite at the end of the program."""
         if self._ended:
             return
         self._ended = True
@@ -124,7 +124,7 @@ class FiniteLosses:
             raise LossError(text)
 
     def _conclude(self) -> str:
-        """Say what is not finite at the end of a program; empty if nothing is."""
+        """Return a sentence on what is not finite at the end of a program; empty if nothing is."""
         backwards = self._program.backwards
         self.look()
         self.look()
@@ -140,14 +140,14 @@ class FiniteLosses:
 
 
 def _samples(part: BatchSlice | None) -> str:
-    """Write ` (samples 3, 9, 12, 40 and 4 more)` of a data set."""
+    """Return a text that names the samples of a batch, such as ` (samples 3, 9, 12, 40 and 4 more)`."""
     if part is None or not part.samples:
         return ""
     return f" (samples {some(list(map(str, part.indices[: part.samples].tolist())), SHOWN)})"
 
 
 def watch(engine: Engine) -> None:
-    """Attach the guard for a script."""
+    """Attach this guard, if the engine runs a script."""
     if engine.script:
         losses = FiniteLosses(engine)
         alone = engine.world.size == 1

@@ -25,23 +25,23 @@ BACKWARDS = 9  # a program may have several, and none becomes another one later
 
 
 class LossLooks:
-    """Looks at the backwards of a program on several ranks."""
+    """Checks the losses of a program's first backwards on several ranks."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.coupled = engine, CoupledLosses(engine.program)
 
     def begins(self) -> None:
-        """Handle that another program, or another loop, begins."""
+        """Check the first losses anew, as another program, or a loop at another source line, begins."""
         self.coupled.begins()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop checking."""
         self.coupled.close()
 
     def backward_begins(
         self, loss: Any, part: BatchSlice | None, weight: Tensor | float | None, reduction: str | None, where: str
     ) -> None:
-        """Check a loss before its backward. loss: of a job its function's result, at `where`; of a script the loss."""
+        """Check a loss before its backward. loss: a script's loss, or what a job's loss function `where` returned."""
         engine = self._engine
         if engine.watcher is not None or part is None or part.whole or rehearsing():
             return
@@ -53,7 +53,7 @@ class LossLooks:
 
 
 def watch(engine: Engine) -> None:
-    """Attach the guard for several ranks."""
+    """Attach this guard, if there are several ranks."""
     if engine.world.size > 1:
         looks = LossLooks(engine)
         engine.events.listen(looks, backwards=BACKWARDS, anew=looks.begins)
@@ -61,6 +61,6 @@ def watch(engine: Engine) -> None:
 
 
 def losses_apart(engine: Engine) -> bool:
-    """Check whether each loss looked at is a mean or a sum of terms that each depend on one sample."""
+    """Return whether each loss checked so far is a mean or a sum of terms that each depend on one sample."""
     looks = engine.events.find(LossLooks)
     return looks is not None and looks.coupled.apart

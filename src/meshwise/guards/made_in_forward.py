@@ -1,8 +1,8 @@
 """Reject parameters made inside a forward of a distributed model.
 
-Each rank would draw its own.
+Each rank would draw different values.
 
-Sums of them travel once with the signs of agreed.py, so that what is made alike, such as a norm, is no alarm.
+Sums of such parameters are sent once with the signs of agreed.py, so that equal ones, as of a norm, raise no alarm.
 
 Tested in tests/guards/test_made_in_forward.py.
 """
@@ -34,11 +34,11 @@ OTHERS = (
 )
 
 Made = tuple[str, str, str, Tensor]
-"""The user's line, the kind of the module, the parameter's name, and the parameter."""
+"""The user's source line, the class of the module, the parameter's name, and the parameter."""
 
 
 def note_made(program: Program, made: list[Made]) -> RemovableHandle:
-    """Append to `made`, from now on, each parameter that a forward of the program's models makes."""
+    """Append to `made` each parameter that is made, from now on, inside a forward of the program's models."""
     return register_module_parameter_registration_hook(functools.partial(_registered, program, made, [0]))
 
 
@@ -55,13 +55,13 @@ def _registered(
 
 
 def _is_in_forward(program: Program, frame: FrameType | None) -> bool:
-    """Check whether a module of the program's models is being called."""
+    """Return whether a module of the program's models is being called, judging by the stack from `frame`."""
     called = list(modules_called_around(frame))
     return any(module is other for other in called for model in program.models for module in model.modules())
 
 
 def sums_of_made(made: list[Made]) -> Settings:
-    """Return the sums to send along with the next loss, and forget them."""
+    """Return sums of the parameters in `made`, to send along with the next loss, and clear `made`."""
     held = [] if rehearsing() else made  # tensors without values
     sums = [(f"{place}|{kind}|{name}", float(p.detach().abs().double().sum())) for place, kind, name, p in held]
     made.clear()
@@ -69,7 +69,7 @@ def sums_of_made(made: list[Made]) -> Settings:
 
 
 def made_differ(ranks: Sequence[Settings]) -> str:
-    """Say in a sentence which parameter each rank has made by itself; empty for none."""
+    """Return a sentence on a parameter that differs between ranks because each made it in a forward; empty for none."""
     for settings in ranks:
         for mine, other in zip(_made(settings), _made(ranks[0]), strict=False):
             if mine != other and mine[1] == other[1]:

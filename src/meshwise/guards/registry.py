@@ -1,8 +1,8 @@
 """List the guards, each looking for one mistake.
 
-Each stands in its own file. The engine imports none of them; only `agreed` sends values along with the loss.
+Each guard has a file. The engine imports none of them; only `agreed` sends values along with the loss.
 
-Guards that would raise in one event do so in this order, the same on every rank.
+If several guards would raise in one event, the first in this order does, the same on every rank.
 
 Tested in tests/engine/test_events.py.
 """
@@ -41,7 +41,7 @@ WATCH = (
 
 
 def attach(engine: Engine) -> Engine:
-    """Let a new engine follow the steps of its program, and attach every guard."""
+    """Make a new engine follow the steps of the program's optimizers, and attach every guard; return the engine."""
     follow_optimizers(engine)
     for watch in WATCH:
         watch(engine)

@@ -1,9 +1,9 @@
 """Compare what replicas must hold alike: optimizer settings, parameter sums.
 
-A scheduler or the program sets what optimizers step with, on each rank. Gradients are reduced, so parameters diverge
-only if a rank modifies them locally: with noise that it draws for itself, or by a rule that looks at its own samples.
-The sums are sent with the loss (agreed.py) at backward 2, 4, 8 … of each program; a later divergence is noticed when
-the program ends.
+A scheduler or the program sets an optimizer's settings on each rank. Gradients are reduced, so parameters diverge only
+if a rank modifies them locally: with noise drawn on that rank, or by a rule that depends on its samples. The sums are
+sent with the loss (agreed.py) at backward 2, 4, 8 … of each program; a later divergence is noticed when the program
+ends.
 
 Tested in tests/guards/test_agreed.py and test_replicas.py.
 """
@@ -32,14 +32,14 @@ from meshwise.spec.user_code import user_place
 from meshwise.transfer.agreement import wait_for_all
 
 Settings: TypeAlias = tuple[tuple[str, str, Any], ...]
-"""(name of the setting, its owner, value)"""
+"""(name of the setting, what has the setting, value)."""
 NAMES = {"lr": "lr", "momentum": "momentum", "betas": "betas", "weight_decay": "weight decay"}
 PLATEAU = "best value"
 NAMED = {*NAMES.values(), PLATEAU}
 
 
 def settings_differ(ranks: Sequence[Settings]) -> str:
-    """Say how the settings of a rank differ from rank 0's; empty if they do not."""
+    """Return a sentence on how a rank's settings differ from rank 0's; empty if they do not."""
     for rank, settings in enumerate(ranks):
         if len(settings) != len(ranks[0]):  # what the program has let go is not garbage on all ranks at once
             continue
@@ -72,7 +72,7 @@ NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def sums_of(program: Program) -> Settings:
-    """Return sums of what the program's replicas hold."""
+    """Return sums of the parameters, unless they are divided, and of each buffer that replicas must hold alike."""
     if program.plan is None or rehearsing():
         return ()
     named = [
@@ -94,12 +94,12 @@ def _sum(tensors: Iterable[Tensor]) -> float:
 
 
 def _alike(one: float, other: float) -> bool:
-    """Compare two sums. NaN only equals NaN: one rank alone may have reached it."""
+    """Return whether two sums are equal up to rounding. NaN equals only NaN."""
     return math.isclose(one, other, rel_tol=FAR) or (math.isnan(one) and math.isnan(other))
 
 
 def diverged(ranks: Sequence[Settings], kind: str) -> str:
-    """Say in a sentence where the ranks' parameters, or one of their buffers, differ; empty if they do not."""
+    """Return a sentence on how the ranks' parameters, or one of their buffers, differ; empty if they do not."""
     for rank, settings in enumerate(ranks):
         for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
             if name == kind and not _alike(value, of_rank_0):
@@ -121,21 +121,21 @@ _BUFFER = (
 
 
 class LastLook:
-    """Compares replicas at the end of a program, unless a rank has written its parameters after the last training loop:
-    rank 0 may load others to save or to try them."""
+    """Compares the ranks' parameters at the end of a program, unless a rank has written its parameters after the last
+    training loop: rank 0 may load others, to save or evaluate them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._key = engine, f"meshwise/replicas/{next(_made)}"
         self._backwards, self._versions = 0, list[int]()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Note the parameters after a loop, which may have been the last training loop."""
+        """Record the versions of the parameters after a loop, which may be the last training loop."""
         program = self._engine.program
         if program.backwards != self._backwards:
             self._backwards, self._versions = program.backwards, versions(program.named_parameters().values())
 
     def program_ends(self) -> None:
-        """Compare at the end of the program, on rank 0, which keeps the store: the other ranks wait for nobody."""
+        """Compare parameters at the end of the program, on rank 0, which hosts the store; other ranks do not wait."""
         program, world = self._engine.program, self._engine.world
         trained, self._backwards = self._backwards, 0
         if not (trained and program.plan and dist.is_initialized()) or program.plan.parameters_divided:
@@ -154,6 +154,6 @@ _made = itertools.count()  # every rank makes its engines in the same order
 
 
 def watch(engine: Engine) -> None:
-    """Attach the guard for a script on several ranks."""
+    """Attach this guard, if the engine runs a script on several ranks."""
     if engine.script and engine.world.size > 1:
         engine.events.listen(LastLook(engine), only=("loop_ends",))

@@ -1,10 +1,10 @@
 """Check that all ranks hold the same data.
 
-It matters because each takes its share of every batch.
+It matters because each rank takes its share of every batch.
 
-Compared is what a data set and its samplers hold: sizes, fingerprints, stretches of their numbers and texts, and the
-sizes of files that they name. No sample is asked for and nothing is drawn: what is made of a sample when it is read
-(augmentation) is each rank's own. What was given before is not compared again: it may keep what this rank has read.
+Compared are attributes of data sets and samplers: sizes, fingerprints, runs of their numbers and texts, and the sizes
+of files that they name. No sample is read and no random number drawn, so augmentation is not compared. Objects given
+earlier are not compared again, as they may cache what this rank has read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshwise.transfer import collectives
 MOST_BYTES, MOST_SECONDS, MOST_THINGS = 1 << 20, 0.05, 256
 STRETCHES, STRETCH = 16, 512  # of the numbers of a tensor, and how many each has
 ITEMS, FILES, DEPTH = 256, 32, 6
-"""How many items of a list are compared, how many files by size, and how deep nested things are compared."""
+"""The most items of a list to compare, the most files to compare by size, and how deep to look into nested things."""
 FEW = 16  # what has fewer rows, and not one for each sample, may be the rank's own: a range, a device
 MOST_SENT = 4  # things whose numbers travel, where their bits are others
 ROUNDING = 1e-3  # of a stretch's largest number: what the ranks' machines may compute otherwise
@@ -54,8 +54,8 @@ _Array = numpy.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Held:
-    """Something that a data set holds: its number of rows, facts that must be equal, and samples of its numbers, which
-    may differ by rounding. row: whether it has one row per sample."""
+    """What is compared of one attribute of a data set: its number of rows, facts that must be equal, and some of its
+    numbers, which may differ by rounding. row: whether there is one row for each sample."""
 
     size: int
     told: tuple[Any, ...] = ()
@@ -64,19 +64,19 @@ class Held:
 
     @property
     def bits(self) -> tuple[int, int]:
-        """A value that is equal where everything is equal, bit for bit."""
+        """The number of rows and a checksum; equal if all that is compared is equal bit for bit."""
         return self.size, zlib.crc32(b"".join(map(_Array.tobytes, self.numbers)), zlib.crc32(repr(self.told).encode()))
 
 
 class SameData:
-    """Compares the data of the ranks, as a program gives them."""
+    """Compares the data sets and samplers that the ranks are given."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def check(self, data: Any, samples: int | None, say: Callable[[str], object], samplers: Sequence[Any] = ()) -> None:
-        """Raise DataError where the ranks give other data sets or samplers: each would keep its share of its own.
-        Collective. samples: of the data set. say: takes notes on differing things that have no row per sample."""
+        """Raise DataError if the ranks have different data sets or samplers. Collective. samples: the size of the data
+        set. say: takes notes on differing attributes that do not have one row for each sample."""
         everyone = collectives.everyone()  # those too that work on the same samples
         if collectives.world_size(everyone) == 1 or isinstance(data, IterableDataset):
             return
@@ -111,17 +111,17 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 class Reading:
-    """Reads what things hold, within limits of bytes and time."""
+    """Reads the values that objects hold, up to limits on bytes and time."""
 
     def __init__(self, known: weakref.WeakValueDictionary[int, Any], samples: int | None) -> None:
-        """known: things already read, by id; those read now are added. samples: of the data set."""
+        """known: objects already read, by id; objects read now are added. samples: the size of the data set."""
         self._known, self._before, self._seen = known, set(known), set[int]()
         self._end, self._left = time.monotonic() + MOST_SECONDS, MOST_BYTES
         self._sizes = {samples}
         self._found: dict[str, Held] = {}
 
     def read(self, things: dict[str, Any]) -> dict[str, Held]:
-        """Return what the things hold, by name."""
+        """Return what to compare of the objects and of their parts, by name."""
         for name, thing in things.items():
             self._walk(name, thing, 0)
         return self._found
@@ -150,8 +150,8 @@ class Reading:
 
 
 def _parts(name: str, thing: Any) -> list[tuple[str, Any]] | None:
-    """Return the parts of a data set or a sampler, or of a short list of such or of tensors, by name; None for things
-    that are compared as a whole."""
+    """Return, by name, the parts of a data set, a sampler, or a short list or dict of such objects or tensors; None for
+    things that are compared as a whole."""
     if isinstance(thing, Tensor | numpy.ndarray | nn.Module | type) or _is_table(thing):
         return None
     if type(thing) in (list, tuple) and len(thing) <= FEW and not any(isinstance(each, _NUMBERS) for each in thing):
@@ -168,7 +168,7 @@ def _is_table(thing: Any) -> bool:
 
 
 def held(thing: Any) -> Held | None:
-    """Return what to compare of a tensor, an array, a table or a list; None where there is nothing to compare."""
+    """Return what to compare of a tensor, an array, a table or a list; None if there is nothing to compare."""
     if _is_table(thing):
         return _held_items(thing.iloc[_places(len(thing), ITEMS)].to_numpy().tolist(), len(thing))
     if isinstance(thing, numpy.ndarray) and thing.ndim and thing.dtype.kind not in "biufc":
@@ -189,7 +189,7 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 
 def _held_items(items: list[Any], size: int) -> Held | None:
-    """Return what to compare of some list items; None where some are of another kind, or not made yet (None)."""
+    """Return what to compare of some items of a list of `size` items; None if any item cannot be compared."""
     found = _Items()
     if not items or not all(map(found.add, items)):
         return None
@@ -206,7 +206,7 @@ class _Items:
         self._files = self._texts = 0
 
     def add(self, item: Any, depth: int = 0) -> bool:
-        """Add an item; False where it is of a kind that cannot be compared."""
+        """Add an item; return False if items of its kind cannot be compared."""
         if isinstance(item, str | os.PathLike):
             self._add_text(str(item))
         elif isinstance(item, bytes):
@@ -225,7 +225,7 @@ class _Items:
         return True
 
     def _add_text(self, text: str) -> None:
-        """Add a text, or the size of the file that it names, which may lie in another folder on each machine."""
+        """Add the size of the file that `text` names, as folders may differ between machines, or the text itself."""
         looks = self._files < FILES and self._texts < FILES
         if looks and (size := _size_of_file(text)) is not None:
             self.told.append(size)
@@ -244,7 +244,7 @@ def _size_of_file(name: str) -> int | None:
 
 
 def _places(size: int, most: int) -> list[int]:
-    """Return indices among `size` items: all of them, or evenly spaced runs."""
+    """Return at most `most` indices below `size`: all of them, or evenly spaced runs."""
     if size <= most:
         return list(range(size))
     length = most // STRETCHES
@@ -253,7 +253,7 @@ def _places(size: int, most: int) -> list[int]:
 
 
 def _stretches(array: Any) -> Iterator[Any]:
-    """Yield runs of the elements of a tensor or an array, without copying all of it."""
+    """Yield runs of the elements of a tensor or an array, without copying the rest."""
     size = math.prod(array.shape)
     if size <= STRETCHES * STRETCH:
         flat = array.reshape(-1)
@@ -272,8 +272,8 @@ def _as_array(tensor: Tensor) -> _Array:
 
 
 def _differ(one: Held, other: Held) -> bool:
-    """Check whether two ranks hold different values. A run that is zero on one of them may be rows not made yet: it
-    only counts where most runs are zero."""
+    """Return whether two ranks hold different values. A run that is zero on one rank may be rows not filled yet: such
+    runs count only if they are most of all runs."""
     if (one.size, one.told) != (other.size, other.told) or len(one.numbers) != len(other.numbers):
         return True
     apart = [pair for pair in zip(one.numbers, other.numbers, strict=True) if not _close(*pair)]
@@ -290,11 +290,11 @@ def _close(one: _Array, other: _Array) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Attach the guard for a job and for a script."""
+    """Attach this guard, for a job as well as a script."""
     engine.events.listen(SameData())  # no event: `check_data` is called where data is given
 
 
 def check_data(engine: Engine, data: Any, samples: int | None, samplers: Sequence[Any] = ()) -> None:
-    """Run `SameData.check` of the engine's program."""
+    """Run `SameData.check` on data that the engine's program was given."""
     if (known := engine.events.find(SameData)) is not None:
         known.check(data, samples, engine.notify, samplers)

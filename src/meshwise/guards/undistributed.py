@@ -2,9 +2,9 @@
 
 Every rank reads the whole of such a loader, so `mw.sum` counts it once a rank.
 
-It warns where it is certain: the newest batch was of such a loader, every rank has read the same samples from it, in
-any order, and every rank gives the same value. What a program shares out itself (a DistributedSampler, a stream of each
-rank) differs.
+It warns only when certain: the newest batch came from such a loader, every rank has read the same samples from it, in
+any order, and every rank sums the same value. Loaders that the program itself divides among ranks, such as by a
+DistributedSampler, give ranks different samples, and no warning.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _made = itertools.count()  # every rank makes its engines in the same order
 
 
 class UndistributedLoops:
-    """Watches loops over undistributed loaders until `close`. reads: the program's newest batch. say: takes a text."""
+    """Watches loops over undistributed loaders until `close`. reads: knows the newest batch. say: prints a text."""
 
     def __init__(self, reads: Loops, world: World, say: Callable[[str], None]) -> None:
         self._reads, self.world, self._say = reads, world, say
@@ -67,7 +67,7 @@ class UndistributedLoops:
 
     @contextlib.contextmanager
     def adding(self, verb: str, value: Any) -> Iterator[None]:
-        """Wrap a collective that sums `value` over the ranks."""
+        """Wrap a collective that sums `value` over the ranks: warn if every rank sums the same whole loader."""
         loop, ranks = self._reads.whole, self.world.size
         if loop is None or loop.compared == MOST:
             yield
@@ -85,7 +85,7 @@ class UndistributedLoops:
 
 
 def _total(leaf: Any) -> float:
-    """Sum some numbers of each sample: the result does not depend on the order of the samples."""
+    """Return a sum of some numbers of each sample, which does not depend on the order of the samples."""
     if isinstance(leaf, Tensor) or (isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf"):
         rows = torch.as_tensor(leaf).detach()
         rows = rows.reshape(len(rows) if rows.dim() else 1, -1) if rows.numel() else rows.reshape(1, 0)
@@ -94,7 +94,7 @@ def _total(leaf: Any) -> float:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return some numbers of a value, or of a tree of tensors."""
+    """Return the absolute values of some numbers in a value, or in each tensor of a tree."""
     flat = [torch.as_tensor(leaf).detach().reshape(-1) for leaf in all_leaves(value)]
     return [float(abs(number)) for t in flat for number in t[:: len(t) // LOOKED_AT + 1].tolist()]
 
@@ -110,7 +110,7 @@ def _are_same(ranks: list[tuple[str, list[float]]]) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Attach the guard for a script on several ranks."""
+    """Attach this guard, if the engine runs a script on several ranks."""
     if engine.script and engine.world.size > 1:
         loops = UndistributedLoops(engine.reads, engine.world, engine.notify)
         engine.events.listen(loops)  # no event: batches come from torch's loaders

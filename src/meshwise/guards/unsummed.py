@@ -1,6 +1,6 @@
 """Warn of evaluation loops that never reduce across ranks.
 
-Each rank then has the figures of its own samples, and they differ from those of one device, silently.
+Each rank then has the figures of its samples only, which silently differ from those of one device.
 
 An evaluation is a loop over a distributed loader that has no backward, runs a model of the program and uses its output.
 It warns when it is certain that no `mw.sum`, `mw.mean` or `mw.gather_samples` comes, which may stand after the loop as
@@ -58,7 +58,7 @@ _MODULE_CALL = nn.Module.__call__.__code__.co_filename
 
 @dataclass(eq=False)
 class Loop:
-    """A loop over a distributed loader. several: it has finished its first batch, and continues."""
+    """A loop over a distributed loader. several: whether the loop continued after its first batch."""
 
     place: str
     loader: int = 0
@@ -69,18 +69,18 @@ class Loop:
     trained: bool = False
     reduced: bool = False
     ran: bool = False
-    """Whether a part of a model ran without the whole model."""
+    """Whether a submodule of a model ran, though perhaps not the whole model."""
     used: bool | None = None
-    """Whether the output of the first run of a whole model was used; None where none ran."""
+    """Whether the program uses the output of the first run of a whole model; None if no whole model ran."""
     output: StorageWeakRef | None = None
     norm: str = ""
-    """The batch norm that ran in training mode in a model that is not distributed."""
+    """The class of a batch norm that ran in training mode in a model that is not distributed; empty if none."""
     hooks: list[RemovableHandle] = field(default_factory=list)
     norms: RemovableHandle | None = None
     foreign: Foreign | None = None
 
     def watch(self) -> None:
-        """Watch the first batch, which begins now."""
+        """Watch the loop's first batch, which begins now."""
         self.foreign = Foreign()
         if compiling.is_used():
             return
@@ -92,18 +92,18 @@ class Loop:
                 self.hooks.append(module.register_forward_hook(hook))
 
     def first_batch_ends(self) -> None:
-        """Stop watching: the first batch is finished."""
+        """Stop watching, as the first batch is finished."""
         self.several = True
         self.end_watch()
 
     def remove_hooks(self) -> None:
-        """Remove the hooks from the models, which may be copied and saved."""
+        """Remove the hooks from the models, which the program may copy or save."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
 
     def end_watch(self) -> None:
-        """Stop watching."""
+        """Remove all hooks, and record whether the program itself called a collective."""
         self.remove_hooks()
         if self.norms is not None:
             self.norms.remove()
@@ -117,13 +117,13 @@ class Loop:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether the loop has run a model, used its output, and had no backward."""
+        """Whether the loop ran a model, used its output, and had no backward."""
         return (self.ran if self.used is None else self.used) and not self.trained
 
 
 class UnsummedLoops:
-    """The loops of a program. models: those in training. say: takes a sentence. expects: called when the next backward
-    will tell more."""
+    """Watches the loops of a program for evaluations without a sum. models: returns the models in training. say: prints
+    a sentence. expects: called when the next backward will tell more."""
 
     def __init__(
         self,
@@ -137,10 +137,10 @@ class UnsummedLoops:
         self._training: set[tuple[str, int]] = set()
         self._told: set[str] = set()
         self.places: list[str] = []
-        """The lines of the loops that were reported."""
+        """The source lines of the loops that were reported."""
 
     def batch_asked(self, loop: LoopRead) -> None:
-        """Handle that a loop over a distributed loader begins, at the user's running line, or has finished its first
+        """Record that a loop over a distributed loader begins, at the user's running line, or has finished its first
         batch."""
         if loop.given == 0:
             self._begin(loop)
@@ -156,7 +156,7 @@ class UnsummedLoops:
             loop.watch()
 
     def loop_ends(self, read: LoopRead) -> None:
-        """Handle that the loop is over, or was left."""
+        """Record that the loop has ended, or that the program left it."""
         loop = self._open.pop(read, None)
         if loop is None:
             return
@@ -169,7 +169,7 @@ class UnsummedLoops:
             self._waiting.append(loop)
 
     def backward_begins(self, *_: object) -> None:
-        """Report evaluations without a sum: training continues, so no sum comes any more."""
+        """Report finished evaluations whose results were not summed: training continues, so no sum will come."""
         self._say_waiting(lambda loop: not self._is_kept(loop))
         self._forget_waiting()  # what is kept is used in training
         for loop in self._open.values():
@@ -177,7 +177,7 @@ class UnsummedLoops:
             self._training.add((loop.place, loop.loader))
 
     def reduced(self) -> None:
-        """Note that values were summed over the ranks: they may be of finished loops, or of those still running."""
+        """Record that values were summed over the ranks, perhaps of finished loops, perhaps of those still running."""
         for loop in self._open.values():
             loop.reduced = True
         self._forget_waiting()
@@ -189,18 +189,18 @@ class UnsummedLoops:
         self._waiting.clear()
 
     def program_begins(self) -> None:
-        """Reset for another program, which has not trained yet."""
+        """Forget what was seen in training, as another program begins."""
         self._training.clear()
         self._told.clear()
         for loop in self._waiting:
             loop.prepares = False
 
     def finish(self) -> None:
-        """Report what is left at the end of the program."""
+        """Report the evaluations left at the end of the program."""
         self._say_waiting(lambda loop: True)
 
     def _is_kept(self, loop: Loop) -> bool:
-        """Check whether a loop seems to prepare a training that has not begun: its output is still held."""
+        """Return whether a loop before any training seems to prepare it: the program still holds the loop's output."""
         return loop.prepares and loop.output is not None and not loop.output.expired()
 
     def _say_waiting(self, which: Callable[[Loop], bool]) -> None:
@@ -214,7 +214,7 @@ class UnsummedLoops:
 
 
 def _ran(loop: Loop, module: nn.Module, arguments: Any, output: Any) -> None:
-    """Note that a whole model has run, and whether its output is used; then nothing more is watched."""
+    """Record that a whole model has run, and whether the program uses its output; then remove the hooks."""
     loop.remove_hooks()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == _MODULE_CALL:
@@ -236,7 +236,7 @@ def _ran_inside(loop: Loop, module: nn.Module, arguments: Any, output: Any) -> N
 
 @functools.cache
 def drops(code: CodeType, at: int) -> bool:
-    """Check whether the result of the call at this instruction is dropped, or bound to a name `code` never reads."""
+    """Return whether the result of the call at instruction `at` is dropped, or bound to a name that is never read."""
     instructions = list(dis.get_instructions(code))
     after = next((i for i in instructions if i.offset > at), None)
     if after is None or after.opname == "POP_TOP":
@@ -249,7 +249,7 @@ def drops(code: CodeType, at: int) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Attach the guard for a script on several ranks."""
+    """Attach this guard, if the engine runs a script on several ranks."""
     if engine.script and engine.world.size > 1:
         loops = UnsummedLoops(lambda: engine.program.models, engine.notify, engine.events.begins)
         engine.events.listen(loops, only=("batch_asked", "loop_ends"), batches=2)
