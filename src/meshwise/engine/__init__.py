@@ -1,6 +1,6 @@
 """Apply a plan to a program's models, and run exact steps.
 
-The loop is a script's or a job's.
+The training loop is that of a script or of a job.
 """
 
 from meshwise.spec.lazy import files_of

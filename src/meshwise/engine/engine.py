@@ -1,13 +1,13 @@
 """Give a training loop all it needs of a plan.
 
-A script's loop and a job are the same engine's; `mw.distribute` uses the default one (see process/session.py), a job
-makes its own. They differ in how they enter it:
+Scripts and jobs train with the same Engine class; `mw.distribute` uses the default engine (process/session.py), a job
+makes an engine. They differ in how they enter it:
 
     engine/steps.py, backward   a script, which ran the forward itself
     job/step.py, compute        a job: forward and backward of all microbatches of a step, so that a schedule may order
                                 them, a rehearsal run them on fake tensors and a recovery run them again
 
-What a step needs is called here; what looks on listens (events.py), and leaves when it has seen enough.
+What a step needs is called here; observers listen to events (events.py), and leave when they have seen enough.
 """
 
 from __future__ import annotations
@@ -47,32 +47,32 @@ from meshwise.timeline.recorder import current
 from meshwise.workers.gate import StepGate
 
 Microbatch = tuple[Any, BatchSlice]
-"""A microbatch on this rank, and its slice of the global batch."""
+"""A microbatch's data on this rank, and the slice of the global batch that it is."""
 NOTHING = contextlib.nullcontext()
 
 
 class Engine:
-    """Trains a program's models under a plan. `close` it; models, optimizers and loaders are held weakly."""
+    """Trains a program's models under a plan, until `close`. Refers weakly to models, optimizers and loaders."""
 
     carried: Carried
     around: Callable[[Tensor | float | None], contextlib.AbstractContextManager[None]] | None = None
-    """Returns a context for a backward whose loss has this weight; for batches that the program splits itself."""
+    """Returns a context for a backward whose loss has the given weight; set once the program splits batches itself."""
     recording: Recording | None = None
-    """The recording, which ends with the engine."""
+    """The recording of the run, which ends with the engine."""
     watcher: Watcher | None = None
     part: BatchSlice | None = None
-    """The microbatch that this rank works on."""
+    """The slice of the batch, or of the microbatch, that this rank works on; None outside of batches."""
     draw_key: tuple[int, int] | None = None
-    """The key of this batch's random draws; None before the first batch with keyed draws."""
+    """The key of the current batch's random draws; None before the first batch with keyed draws."""
     reduce = True
     has_applied = False
-    """Whether a plan was applied to a model."""
+    """Whether a plan was applied to any model."""
     stopped = False
-    """Whether a loop over batches has ended because the run was asked to stop."""
+    """Whether a loop over batches ended because the run was asked to stop."""
     narrow: Dtypes | None = None
-    """Dtypes to compute in, where they differ from those of the tensors."""
+    """The dtypes to compute in, if other than those of the stored tensors; else None."""
     stored: Dtypes | None = None
-    """Dtypes to cast batches to, where they are not float32."""
+    """The dtypes to which batches are cast, if the plan does not store float32; else None."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Engine:
         draws: ExactDraws | None = None,
         script: bool = False,
     ) -> None:
-        """say: prints a line for the user. draws: exact random draws, if requested. script: the loop is a script's,
-        known only from its calls."""
+        """say: prints a line for the user. draws: the exact random draws, if requested. script: whether the loop is a
+        script's, which the engine knows only by the script's calls."""
         self.world, self.gate, self.draws = world, gate, draws
         self.notify = Notices(say, untrue=OF_DRAWS if draws is not None else ())
         # A function, not a method: a copy of a model copies what its batch norms hold.
@@ -100,14 +100,14 @@ class Engine:
         self.ends.callback(self.program.close)
 
     def watch(self, watcher: Watcher) -> None:
-        """Let `watcher` watch from now on."""
+        """Let `watcher` observe this engine from now on."""
         self.watcher = watcher
         self.notify.untrue = OF_DRAWS  # draws are keyed in a check
         self.carried.settings = tuple  # none: a check finds itself where ranks differ in them
         self.events.listen(watcher, When.WATCH, only=("backward_begins", "step_begins", "step_ends"))
 
     def close(self) -> None:
-        """End the engine: optimizers then step as if there were none."""
+        """End the engine; optimizers then step without it."""
         self.given.close()
         self.ends.close()
         self.part, self.watcher = None, None
@@ -117,7 +117,7 @@ class Engine:
     # Models and optimizers.
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
-        """Apply `plan` to the new ones among these models, in place. Collective."""
+        """Apply `plan`, in place, to those of these models that are not known yet. Collective."""
         self.program.add_models(models, plan)
         current().held = functools.partial(held_bytes, self.program)
         self.has_applied = self.has_applied or bool(models)
@@ -126,25 +126,25 @@ class Engine:
         self.narrow = dtypes if dtypes.computed != dtypes.stored or dtypes.computed not in ("fp32", "fp64") else None
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Give an optimizer the parameters that the plan has made."""
+        """Replace the parameters that an optimizer holds by those that the plan made of them."""
         self.program.add_optimizer(optimizer)
         self.phases.optimizers = True
 
     @property
     def notes(self) -> list[str]:
-        """Notices about the plan and the program, on every rank."""
+        """All notices about the plan and the program, kept on every rank."""
         return self.notify.all
 
     @property
     def plan(self) -> Plan:
-        """The plan of the models; the one-device plan as long as there are none."""
+        """The plan of the models; a plan for one device as long as there are no models."""
         return self.program.plan or Plan()
 
     # Batches.
 
     @functools.cached_property
     def generator(self) -> ProgramGenerator:
-        """torch's generator, as the program sees it outside its loops."""
+        """Manages torch's random generator, as the program sees it outside its loops."""
         return ProgramGenerator()
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
@@ -152,11 +152,11 @@ class Engine:
         return computing(self.world.device, self.narrow) if self.narrow else NOTHING
 
     def cast(self, batch: Any) -> Any:
-        """Cast a batch to the dtype that the plan stores."""
+        """Cast a batch to the dtypes that the plan stores."""
         return cast_batch(batch, self.stored) if self.stored else batch
 
     def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a backward, from the watcher if there is one."""
+        """Return the context for a backward that the watcher gives; an empty context without a watcher."""
         return self.watcher.backward(reduce) if self.watcher else NOTHING
 
 
@@ -165,4 +165,4 @@ def _samples(part: BatchSlice | None) -> int | None:
 
 
 IN_LOSS: list[Engine] = []
-"""Engines of the jobs whose loss is being computed, the innermost last."""
+"""Engines of the jobs whose loss functions run now, the innermost last."""

@@ -8,8 +8,8 @@
     step_ends(optimizer)
     loop_ends(loop)          it is over, or was left
 
-A listener returns nothing and steers nothing. Nobody pays for an event that nobody hears. What has seen enough leaves:
-its probation ends after so many backwards, which all ranks count alike, or in each loop after so many of its batches.
+A listener returns nothing and steers nothing. An event without listeners costs nothing. A listener may leave after its
+probation: a number of backwards, which all ranks count alike, or in each loop a number of batches.
 
 Tested in tests/engine/test_events.py.
 """
@@ -36,7 +36,7 @@ Kind = TypeVar("Kind")
 
 
 class When(enum.IntEnum):
-    """The order in which listeners hear that something begins; they hear its end in reverse order."""
+    """The order in which listeners are told that something begins; they are told of the end in reverse order."""
 
     GUARD = 1  # first: refuses a step before anybody has changed something for it
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
@@ -45,9 +45,9 @@ class When(enum.IntEnum):
 
 @dataclass(eq=False)
 class Probation:
-    """How long a listener listens. backwards: for this many from where it began, of all loops; batches: of each loop.
+    """How long a listener listens. backwards: how many backwards, over all loops; batches: how many of each loop.
 
-    anew: called where it begins anew, with a program or with a loop at another place.
+    anew: called when the probation restarts, with a program or with a loop at another source line.
     """
 
     listener: object
@@ -60,7 +60,7 @@ class Probation:
 
 
 class OfLoop(NamedTuple):
-    """The listeners for a loop's next batches. due: after how many batches to ask again."""
+    """The listeners to a loop's next batches. due: the number of batches after which to look them up again."""
 
     state: object
     due: float
@@ -69,7 +69,7 @@ class OfLoop(NamedTuple):
 
 
 class Events:
-    """The listeners of an engine, a tuple for each event."""
+    """The listeners of an engine: a tuple of their methods for each event."""
 
     backward_begins: tuple[Hear, ...] = ()
     backward_ends: tuple[Hear, ...] = ()
@@ -77,12 +77,12 @@ class Events:
     step_ends: tuple[Hear, ...] = ()
     loop_ends: tuple[Hear, ...] = ()
     due: float = math.inf
-    """The backward after which the next probation ends."""
+    """The number of backwards after which the next probation ends."""
     state: object = None
-    """A new object whenever a listener has come or left."""
+    """A marker, replaced by a new object whenever a listener comes or leaves."""
 
     def __init__(self, backwards: Callable[[], int]) -> None:
-        """backwards: returns how many backwards there were."""
+        """backwards: returns how many backwards there were so far."""
         self._all: list[Probation] = []
         self._backwards = backwards
 
@@ -96,7 +96,7 @@ class Events:
         batches: float = math.inf,
         anew: Callable[[], None] | None = None,
     ) -> None:
-        """Let `listener` hear the events in `only` that it has methods for; see `Probation`."""
+        """Call the methods of `listener` that are named in `only` at these events; for the rest, see `Probation`."""
         kept = tuple(name for name in only if hasattr(listener, name))
         probation = Probation(listener, when, kept, backwards, batches, anew, self._backwards() + backwards)
         self._all.append(probation)
@@ -109,11 +109,11 @@ class Events:
         self.tell()
 
     def find(self, kind: type[Kind]) -> Kind | None:
-        """Return the listener of this class."""
+        """Return the listener of the class `kind`; None if there is none."""
         return next((each.listener for each in self._all if isinstance(each.listener, kind)), None)
 
     def begins(self, listener: object = None) -> None:
-        """Restart all probations, because a program, or a loop elsewhere, begins; with a listener, only its own."""
+        """Restart all probations, as a program or a loop at another source line begins; or only that of `listener`."""
         for each in self._all:
             if listener is None or each.listener is listener:
                 each.ends = self._backwards() + each.backwards
@@ -122,7 +122,7 @@ class Events:
         self.tell()
 
     def tell(self) -> None:
-        """Set who hears each event, after a listener has come or left."""
+        """Update the methods to call at each event, after a listener has come or left."""
         now = self._hearing()
         self.backward_begins, self.step_begins = _heard(now, "backward_begins"), _heard(now, "step_begins")
         now.reverse()
@@ -132,7 +132,7 @@ class Events:
         self.state = object()
 
     def of_loop(self, given: int) -> OfLoop:
-        """Return the listeners of a loop that has given this many batches."""
+        """Return the listeners of a loop that has given `given` batches so far."""
         now = [each for each in self._hearing() if each.batches > given]
         due = min((each.batches for each in now), default=math.inf)
         return OfLoop(self.state, due, _heard(now, "batch_asked"), _heard(now, "batch_given"))

@@ -16,37 +16,37 @@ from meshwise.engine.split_batch import Splits
 
 
 class CheckpointedLoop(Protocol):
-    """What `mw.checkpoint` returns, as the engine sees it."""
+    """What `mw.checkpoint` returns, with the methods that the engine calls."""
 
     def step_ends(self, loader: Any) -> None:
-        """Handle that the next batch of `loader` is asked for."""
+        """Record that the program asks for the next batch of `loader`: a step is over."""
 
     def epoch_ends(self, loader: Any, *, early: bool) -> None:
-        """Handle that `loader` has no further batch in this epoch, or (early) that its loop was left."""
+        """Record that `loader` has no further batch in this epoch, or (early) that the program left its loop."""
 
     def epoch_begins(self, loader: Any) -> None:
-        """Handle that a loop over `loader` begins."""
+        """Record that a loop over `loader` begins."""
 
     def keeps(self) -> list[Any]:
-        """Return the program's objects that it saves."""
+        """Return the program's objects that the checkpoint saves."""
 
     def finishes_epoch(self) -> bool:
-        """Return, when the run was asked to stop, whether the program should first reach its next epoch."""
+        """Return, once the run was asked to stop, whether the program should go on until its next epoch."""
 
     def stops(self) -> None:
-        """Handle that the run was asked to stop."""
+        """React to the request that the run stops."""
 
     def close(self) -> None:
-        """Handle that the program ends."""
+        """Finish, as the program ends."""
 
 
 @dataclass(eq=False)
 class Given:
-    """schedulers: those given to `mw.distribute`. fed: weak references to the ones among them that are fed a number.
-    loaders: those that it has made. loop_states: the saved states of the program's own loops. earlier: objects given by
-    the programs before this one. splits: the batches that the program splits itself, once it has split one.
+    """What the program gave to `mw.distribute`. schedulers: the schedulers. fed: weak references to those of them that
+    step by a metric. loaders: the distributed loaders. loop_states: what `mw.checkpoint` returned. earlier: objects
+    given by earlier programs in this process. splits: the batches of `mw.split`, once it is called.
 
-    saves, loads: how often each file was saved, and any was loaded: all ranks count the same, to meet there.
+    saves, loads: how often each file was saved, and files were loaded; all ranks count alike, to synchronize.
     """
 
     splits: Splits | None = None
@@ -65,10 +65,10 @@ class Given:
         self.schedulers.add(scheduler)
 
     def finishes_epoch(self) -> bool:
-        """Return, when the run was asked to stop, whether the program should first reach its next epoch."""
+        """Return, once the run was asked to stop, whether the program should go on until its next epoch."""
         return any(state.finishes_epoch() for state in self.loop_states)
 
     def close(self) -> None:
-        """Handle that the program ends."""
+        """Close the saved states of loops, as the program ends."""
         for state in self.loop_states:
             state.close()

@@ -16,8 +16,8 @@ from meshwise.engine.program import Program
 
 
 def held_bytes(program: Program) -> dict[str, float]:
-    """Return the bytes of `parameters`, `gradients`, `optimizer` (its state) and `buffers` on the computing device.
-    Gradients that wait to be reduced do not count."""
+    """Return the bytes on the computing device of `parameters`, `gradients`, `optimizer` (its state) and `buffers`.
+    Gradients that wait to be reduced count as 0."""
     models, device = program.models, torch.device(program.world.device).type
     groups = (group for model in models for _, module in sharded_modules(model) for group in groups_of(module))
     gathered = {whole: part for group in groups for whole, part in group.made_from().items()}

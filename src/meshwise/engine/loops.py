@@ -22,10 +22,10 @@ from meshwise.spec.world import World
 class LoopRead:
     """One loop over batches, and what this rank has read in it.
 
-    loader: its number in a script. place: the user's line. step: the number of the step that a job's batch is for.
-    given: its batches so far. batch: the newest, until it ends. over: whether it came to its end, and was not left.
-    samples: of each batch, how many; 0 for a padding sample only. padded: whether a batch had fewer samples
-    than there are ranks. part: this rank's part of the current batch.
+    loader: the loader's number in a script. place: the user's source line. step: the step that a job's batch is for.
+    given: batches so far. batch: the newest, until the loop ends. over: whether the loop came to its end. samples: this
+    rank's samples in each batch; 0 if it had only padding. padded: whether a batch had fewer samples than there are
+    ranks. part: this rank's part of the current batch.
     """
 
     loader: int = 0
@@ -38,16 +38,16 @@ class LoopRead:
     part: BatchSlice | None = None
     batch: Any = None
     uneven: bool = False
-    """Whether this rank's share of a batch differed from its share of the previous one."""
+    """Whether this rank's share of the global batch changed from one batch to the next."""
     earlier: BatchSlice | None = None
-    """One of another size that it has given since the last backward too: the program reads ahead."""
+    """Another batch, of another size, that the loop also gave since the last backward: the program reads ahead."""
 
 
 @dataclass(eq=False)
 class WholeRead:
-    """What each rank has read by itself in a loop over a loader that is not distributed.
+    """What this rank has read in a loop over a loader that is not distributed.
 
-    place: the user's line. total: of what it has read. compared: how often values of it were compared over the ranks.
+    place: the user's source line. total: a sum of what was read. compared: how often ranks compared values of the loop.
     """
 
     place: str
@@ -57,34 +57,34 @@ class WholeRead:
 
 
 class Loops:
-    """The open loops of a script, nested or side by side."""
+    """The loops of a script that have begun and not ended, nested or side by side."""
 
     def __init__(self, world: World) -> None:
         self._world, self.ranks = world, world.size
         self._open: list[LoopRead] = []
         self.round: list[LoopRead] = []
-        """The loops that have given a batch since the last backward, each at its newest."""
+        """The loops that have given a batch since the last backward, each with its newest batch."""
         self._weighed = False  # that backward was weighed by the program, and of one of these
         self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
         self.ended: LoopRead | None = None
-        """The loop that ended after the last batch or backward: later values are of that whole loop."""
+        """The loop that ended after the last batch or backward, if any: later values cover that whole loop."""
         self.by_place: dict[str, LoopRead] = {}
-        """The newest program's finished loops, the last one at each of the user's lines."""
+        """The newest program's finished loops by the user's source line; of several at one line, the last."""
         self.over: Counter[tuple[str, int]] = Counter()
-        """How many of the newest program's loops have finished, by the user's line."""
+        """How many loops of the newest program have finished at each source line of the user."""
         self._places = Counter[object]()
         self.whole: WholeRead | None = None
-        """The loop that gave the newest batch, where its loader is not distributed."""
+        """The loop that gave the newest batch, if that loop's loader is not distributed."""
 
     def is_elsewhere(self, loop: LoopRead) -> bool:
-        """Check whether a loop begins at other lines, or over another loader, than those before; or for the second,
-        fourth, eighth … time, since a program may do something else from a later epoch on."""
+        """Return whether this loop is new: at another source line, or over another loader, than those before. True also
+        the second, fourth, eighth … time, since a program may change what it does in later epochs."""
         loop.place, place = user_place(), (user_lines(), loop.loader)
         self._places[place] += 1
         return self._places[place].bit_count() == 1
 
     def begin(self, part: BatchSlice, read: LoopRead) -> None:
-        """Note that a loop gives a batch."""
+        """Record that a loop gives a batch, of which `part` is this rank's."""
         read.samples.append(part.samples)
         read.padded |= part.total < self.ranks
         before = read.part or part
@@ -100,12 +100,12 @@ class Loops:
         self.ended = self.whole = None
 
     def split(self, part: BatchSlice) -> None:
-        """Note that the program splits a batch itself."""
+        """Record that the program calls `mw.split` on a batch."""
         self._alone = None if self._open else part
         self.ended = self.whole = None
 
     def end(self, read: LoopRead) -> BatchSlice | None:
-        """Note that a loop is over; return the batch that the program works on around it."""
+        """Record that a loop has ended; return this rank's part of the outer loop's batch, or of `mw.split`'s."""
         for reads in (self._open, self.round):
             if read in reads:
                 reads.remove(read)
@@ -114,9 +114,9 @@ class Loops:
         return self._open[-1].part if self._open else self._alone
 
     def check_one_share(self, verb: str, *, weighed: bool) -> None:
-        """Raise UsageError if a value may cover batches of several loaders, of which this rank has different shares.
+        """Raise UsageError if a value may cover several batches of which this rank has different shares.
 
-        weighed: the value does not need the shares, only which ranks have padding.
+        weighed: whether the value has a weight, so that only padding matters.
         """
         backward = verb == "mw.backward"
         parts = [part for read in self.round for part in (read.earlier if backward else None, read.part) if part]
@@ -138,8 +138,8 @@ class Loops:
         )
 
     def backward(self, *, weighed: bool) -> None:
-        """Note that the script trains on the current batch: later values are of that batch. weighed: the script gave
-        the loss's weight, so it may continue with the batch of another loader."""
+        """Record that the script trains on the current batch: later values belong to that batch. weighed: whether the
+        script gave the loss's weight, so that it may continue with the batch of another loader."""
         self._weighed, self.whole = weighed and len(self.round) > 1, None
         self.round = self.round if self._weighed else []
         self.ended = None if self._open or self._alone is not None else self.ended

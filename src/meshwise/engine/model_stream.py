@@ -1,11 +1,11 @@
 """Keep random numbers of a program and of its models apart.
 
-Two streams: the program's is alike on every rank.
+There are two streams; the program's is the same on every rank.
 
-What a program draws outside its models' forward (which samples a batch has, noise, an action) is for all ranks
-together: they draw the same. What a model draws in its forward (dropout) is for the samples of this rank, who may be
-more or fewer than another's: it must not move the program's stream, and is keyed by (state of the program's stream,
-batches since it moved, rank). Rank 0 draws what one device draws.
+Draws outside the models' forward (which samples a batch has, noise, an action) are the same on all ranks. Draws in a
+model's forward (dropout) are for this rank's samples, whose number differs between ranks: they must not move the
+program's stream, and are keyed by (state of the program's stream, batches since it moved, rank). Rank 0 draws what one
+device draws.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from meshwise.transfer.splitmix import mixed
 
 
 class ModelStream:
-    """The random stream of the models' forward, from the first `mw.split` on.
+    """The random stream from which models draw in their forward, from the first `mw.split` on.
 
-    draws: the program's exact random draws, if requested. paused: whether other code keys the draws.
+    draws: makes random draws as on one device, if requested. paused: returns whether other code keys the draws now.
     """
 
     def __init__(self, world: World, draws: ExactDraws | None, paused: Callable[[], bool]) -> None:
@@ -46,7 +46,7 @@ class ModelStream:
         self._ran: KeyedDraws | None = None  # of the forward that ran last: a batch may be read before its backward
 
     def begin(self, part: BatchSlice, models: Iterable[nn.Module]) -> int:
-        """Begin a batch with these models; return the key of its draws, which is the same on every rank."""
+        """Begin a batch for these models; return the key of the batch's draws, which is the same on every rank."""
         for model in models:
             if model not in self._known:
                 self._known.add(model)
@@ -62,11 +62,11 @@ class ModelStream:
         return mixed(*key)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return a context for the backward of the last forward, parts of which it may run again."""
+        """Return a context for the backward of the last forward, in which recomputed blocks draw the same numbers."""
         return contextlib.nullcontext() if self._ran is None else self._ran.backward()
 
     def close(self) -> None:
-        """Let models draw from the program's stream again."""
+        """Make models draw from the program's stream again."""
         for handle in self._handles:
             handle.remove()
 
@@ -95,7 +95,7 @@ class ModelStream:
 
 
 class _Hook:
-    """A hook of a model for this process only: copied unchanged with the model, but left out when it is pickled."""
+    """A hook of a model for this process only: kept when the model is copied, without effect when it is pickled."""
 
     def __init__(self, call: Callable[[], None] | None = None) -> None:
         self._call = call

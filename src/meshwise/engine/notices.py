@@ -11,16 +11,16 @@ from meshwise.transfer import collectives
 
 
 class Notices:
-    """Takes lines for the user. say: prints one. untrue: lines that do not apply here."""
+    """Prints each notice for the user once. say: prints a line. untrue: notices that do not apply here."""
 
     def __init__(self, say: Callable[[str], None], untrue: Container[str] = ()) -> None:
         self._say, self.untrue = say, untrue
         self._said = set[str]()  # to the newest program of the process
         self.all: list[str] = []
-        """All notices, kept on every rank."""
+        """All notices so far, kept on every rank."""
 
     def __call__(self, text: str) -> None:
-        """Print a line for the user, once; an empty one prints nothing."""
+        """Print `text` for the user on rank 0, once; an empty text prints nothing."""
         if not text or text in self._said or text in self.untrue:
             return
         self._said.add(text)
@@ -29,5 +29,5 @@ class Notices:
             self._say(text)
 
     def program_begins(self) -> None:
-        """Forget what was printed: another program begins in this process, and gets every notice anew."""
+        """Forget what was printed, as another program begins in this process, whose user gets every notice anew."""
         self._said.clear()

@@ -26,11 +26,11 @@ LOSS_EVERY = 0.2  # seconds: reading each loss would cost more than it tells
 
 
 class Phases:
-    """Which phase a training loop is in."""
+    """Tracks which phase a training loop is in, and counts its steps."""
 
     def __init__(self) -> None:
         self.steps = 0
-        """How many steps had ended when a batch was last asked for."""
+        """How many steps had ended when a batch was last requested."""
         self._recorder = current()
         self._range: Any = None  # of a profiler that is attached
         self._since: Mark | None = None  # when the phase began that is recorded at its end
@@ -39,16 +39,16 @@ class Phases:
         self._stepped = False
         self._before = "idle"  # the phase around a backward
         self.optimizers = False
-        """Whether the program's optimizers are known; without any, each batch with a backward is a step."""
+        """Whether the program's optimizers are known; without any, each batch that had a backward counts as a step."""
         self._counted = 0.0
         self.number = 0
-        """The step of the newest backward."""
+        """The number of the step that the newest backward belongs to."""
         self.look: Callable[[], None] = lambda: None
-        """Checks, at times, the losses that nobody has read yet."""
+        """Checks, from time to time, losses that nobody has read yet."""
 
     @property
     def step(self) -> int:
-        """The current step; between loops, the last."""
+        """The number of the current step; between loops, of the last one."""
         return self.steps + (self._trained or self.step_done)
 
     @property
@@ -58,7 +58,7 @@ class Phases:
 
     @property
     def step_done(self) -> bool:
-        """Whether a step has ended that is not counted yet: it is counted when any loader is asked for a batch."""
+        """Whether a step has ended that is not counted yet: a step is counted at the next request for a batch."""
         return self._open and (self._stepped or not self.optimizers)
 
     @property
@@ -72,11 +72,11 @@ class Phases:
         return self._open and not self.step_done
 
     def go_on(self, steps: int) -> None:
-        """Start from the number of steps recorded before this loop."""
+        """Begin with the number of steps that were recorded before this loop."""
         self.steps = steps
 
     def batch_asked(self, loop: LoopRead | None) -> None:
-        """Record that a loop asks for its next batch, which may not come; None: the program splits one itself."""
+        """Record that a loop asks for its next batch, which may not come. loop: None for `mw.split`."""
         self._recorder = current()
         if self._open and (self._stepped or not self.optimizers):
             self.steps += 1
@@ -88,7 +88,7 @@ class Phases:
             self._range = open_range("data")
 
     def batch_given(self, loop: LoopRead | None, batch: object) -> None:
-        """Record that the loop has its batch."""
+        """Record that the loop has its next batch."""
         recorder, step = self._recorder, None if loop is None else loop.step
         recorder.begin_step(self.steps + 1 if step is None else step)
         since = recorder.turn("forward" if step is None else "idle", "data", self._since)
@@ -97,7 +97,7 @@ class Phases:
             self._close_range()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Record that no further batch comes. After an error the phase stays, to be named in the report."""
+        """Record that no further batch comes. After an error, keep the phase, for the report to name it."""
         if current().phase == "data":
             self._since = None
             if sys.exc_info()[0] is None:
@@ -110,7 +110,7 @@ class Phases:
             self._range = None
 
     def backward_begins(self, loss: object, part: BatchSlice | None, *_: object) -> None:
-        """Record that the loop is in `mw.backward`."""
+        """Record that a backward begins."""
         if self._since is None:  # outside of loops
             self._recorder = current()
         recorder = self._recorder
@@ -140,13 +140,13 @@ class Phases:
             self.look()
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """Record that one of the program's optimizers begins its step."""
+        """Record that an optimizer of the program begins its step."""
         if not self._trained:
             self._recorder = current()
         self._optimizer = self._recorder.turn("optimizer")
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """Record that the optimizer's step is over."""
+        """Record that an optimizer's step has ended."""
         now = self._recorder.turn("idle", "optimizer", self._optimizer)
         self._optimizer, self._stepped = None, True
         if self._since is not None:

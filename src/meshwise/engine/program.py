@@ -1,7 +1,7 @@
 """Hold the models and optimizers that an engine trains, weakly.
 
-Parameters that are sharded are new objects. An optimizer that holds the old ones is re-bound when it is given to
-`mw.distribute`, whether with its model or later; one that is never given is refused at its step, since it would step
+Sharded parameters are new objects. An optimizer that holds the old ones is re-bound when it is given to
+`mw.distribute`, with its model or later; an optimizer that is never given is refused at its step, since it would step
 without an error and change nothing.
 """
 
@@ -51,8 +51,8 @@ WHOLE_STATE = "zero1: an optimizer that was not given to mw.distribute keeps its
 
 @dataclass(frozen=True)
 class _Holds:
-    """How many parameters an optimizer holds; whether some are the program's, foreign, or replaced; and whether it has
-    not stepped since."""
+    """How many parameters an optimizer holds; whether some are the program's; which are not; whether the plan replaced
+    some; and whether the optimizer has not stepped since."""
 
     count: int
     ours: bool
@@ -62,56 +62,56 @@ class _Holds:
 
 
 class Program:
-    """The models and optimizers given to `mw.distribute`, or made by a job."""
+    """The models and optimizers that were given to `mw.distribute`, or that a job made."""
 
     def __init__(
         self, world: World, samples: Callable[[], int | None], notify: Callable[[str], None], *, piggyback_loss: bool
     ) -> None:
-        """samples: how many this rank works on now (see `parallel.apply`). notify: a line for the user. piggyback_loss:
-        see `parallel.apply`."""
+        """samples: returns how many samples this rank works on now. notify: prints a line for the user. For samples and
+        piggyback_loss see `parallel.apply`."""
         self.world, self._samples, self._notify, self._piggyback_loss = world, samples, notify, piggyback_loss
         self.plan: Plan | None = None
         self.reduction: Reduction | None = None
-        """Averages gradients over the ranks; None where that is not needed, or no model is left."""
+        """Averages gradients over the ranks; None if no averaging is needed, or if no model is left."""
         self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; where nothing is reduced
         self.joined_at: int | None = None
-        """How many backwards there were when the program last reduced a term of its loss over the ranks."""
+        """The number of backwards when the program last reduced a term of its loss over the ranks; None if never."""
         self.coupled_gradients = False
-        """Whether gradients of a rank depend on other ranks inside the backward (see `Setup`)."""
+        """Whether gradients of this rank depend on other ranks within the backward (see `Setup`)."""
         self.pipeline: Pipeline | None = None
-        """Runs the stages of this rank, where the plan has a pipeline."""
+        """Runs the stages of this rank, if the plan has a pipeline; else None."""
         self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job`
         self.backwards = self.began = 0
-        """Backwards of this session or job; and those before its newest program (its optimizers then: `_older`)."""
+        """How many backwards this session or job had so far, and had before its newest program began."""
         self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
-        """Modules with parameters of their own, by the model's number and name: a program may keep parts of a model."""
+        """Modules that directly hold parameters, by model number and name: a program may keep parts of a model."""
         self._alive = 0
         self._numbers = itertools.count()
         self._given = set[weakref.ref[Optimizer]]()
         self.optimizers: weakref.WeakKeyDictionary[Optimizer, _Holds | None] = weakref.WeakKeyDictionary()
-        """Optimizers that were given or have stepped for the models, in this order, which is the same on every rank."""
+        """Optimizers that were given or have stepped for the models, in that order, which is the same on every rank."""
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: list[weakref.ref[Optimizer]] = []  # since the last backward
         self.in_use: list[weakref.ref[Optimizer]] = []
-        """The optimizers that stepped between the last two backwards: others may be garbage on some ranks only."""
+        """The optimizers that stepped between the last two backwards; others may be garbage on some ranks only."""
         self.may_draw = False
-        """Whether an optimizer may draw random numbers in its step: torch's own draw none."""
+        """Whether some optimizer may draw random numbers in its step; those of torch draw none."""
         self._replaced = WeakIdKeyDictionary()  # parameters that the plan replaced: their names
         self._holds: weakref.WeakKeyDictionary[Optimizer, _Holds] = weakref.WeakKeyDictionary()
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models that are alive, in the order in which they were given."""
+        """The models that are still alive, in the order in which they were given."""
         return list(self.numbered_models().values())
 
     def numbered_models(self) -> dict[str, nn.Module]:
-        """Return `models` by their numbers."""
+        """Return the models that are still alive, by number."""
         return {str(number): model for number, ref in self._roots.items() if (model := ref()) is not None}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of all living models, each once."""
+        """Return the parameters of all modules that are still alive, by name, each once."""
         names: dict[nn.Parameter, str] = {}
         for prefix, ref in self._modules.items():
             for name, p in module.named_parameters(recurse=False) if (module := ref()) is not None else ():
@@ -120,12 +120,12 @@ class Program:
 
     @property
     def device(self) -> str:
-        """The device of the models."""
+        """The device of the models' parameters; "cpu" without parameters."""
         first = next(iter(self.named_parameters().values()), None)
         return "cpu" if first is None else str(first.device)
 
     def begins_with(self, models: Sequence[nn.Module]) -> bool:
-        """Check whether another program begins with these models: they are new, and others have trained."""
+        """Return whether another program begins with these models: some are new, and there were backwards before."""
         new = any(all(model is not known for known in self.models) for model in models)
         begins = new and self.backwards > self.began
         if begins:
@@ -133,7 +133,7 @@ class Program:
         return begins
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
-        """Apply the plan to the new ones among these models, in place. Collective."""
+        """Apply the plan, in place, to those of these models that are not known yet. Collective."""
         new = [model for model in models if not any(model is known for known in self.models)]
         if not new:
             return
@@ -162,10 +162,10 @@ class Program:
             self.add_optimizer(optimizer)
 
     def forget_unused(self) -> None:
-        """Forget the models that the program no longer uses, and their plan if none is left. Collective if any existed.
+        """Forget models that the program no longer uses, and the plan if no model is left. Collective if any existed.
 
-        Garbage of one rank may not be collected yet on another, so all collect first; a model that one rank has
-        dropped (a best model that only rank 0 keeps) is trained nowhere.
+        All ranks collect garbage first, as one rank may not have collected yet what another has. A model that any rank
+        has dropped (such as a best model that only rank 0 keeps) is forgotten on all.
         """
         if not self._roots:
             return
@@ -195,7 +195,7 @@ class Program:
             self._drop()
 
     def _drop(self) -> None:
-        """Drop the reduction of gradients, which holds parameters."""
+        """Drop the reduction of gradients, which holds references to parameters."""
         if self.reduction is not None:
             try:  # noqa: SIM105 -- at the end of Python this module has no names any more
                 self.reduction.close()
@@ -228,7 +228,7 @@ class Program:
         self.reduction, self.coupled_gradients, self._plain = reduction, coupled, setup.plain
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Give `optimizer` the parameters that the plan has made of those it holds."""
+        """Replace the parameters that `optimizer` holds by those that the plan made of them."""
         self._given.add(weakref.ref(optimizer, self._given.discard))
         self.optimizers.setdefault(optimizer, None)
         if optimizer in self._bound:
@@ -247,12 +247,12 @@ class Program:
         self._holds.pop(optimizer, None)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Forget all models, and the reduction of their gradients."""
         self._roots, self._modules, self._alive = {}, {}, 0
         self._drop()
 
     def check_has_models(self) -> None:
-        """Raise UsageError where several ranks run a backward that nothing reduces."""
+        """Raise UsageError if several ranks run a backward, but no model is left whose gradients could be reduced."""
         if self.world.size > 1 and (self.plan is None or not self._alive):
             gone = "is not referenced any more" if self._roots else "was never given"
             raise UsageError(
@@ -261,21 +261,21 @@ class Program:
             )
 
     def plain(self, result: Any) -> Any:
-        """Return a loss function's result as plain tensors: see `Reduction.plain`."""
+        """Return what a loss function returned, with tensors made plain: see `Reduction.plain`."""
         plain = self._plain if self.reduction is None else self.reduction.plain
         if plain is None:
             return result
         return plain(result) if isinstance(result, Tensor) else map_tensors(plain, result)
 
     def begin_backward(self) -> None:
-        """Note that gradients are about to be computed, and reduced over the ranks."""
+        """Count a backward, which is about to compute gradients, and record which optimizers are in use."""
         self.backwards += 1
         if self._stepped and self._stepped != self.in_use:  # in an order that is the same on every rank
             self.in_use = [ref for optimizer in self.optimizers if (ref := weakref.ref(optimizer)) in self._stepped]
         self._stepped.clear()
 
     def reduced_backward(self, loss: Tensor, last: bool, factor: Callable[[], Tensor] | None) -> None:
-        """Run the backward of a job's microbatch; the last one of a step leaves the mean of all, times `factor`."""
+        """Run the backward of a job's microbatch. last: whether it ends the step: `.grad` becomes `factor()` * mean."""
         if self.reduction is not None:
             self.reduction.backward(loss, reduce=last, factor=factor, whole=True)
         else:
@@ -290,8 +290,8 @@ class Program:
                     p.grad.mul_(by.to(p.grad.dtype))
 
     def check_step(self, optimizer: Optimizer) -> bool:
-        """Reduce gradients that wait for this step; return whether the step is the program's. UsageError for one after
-        which the ranks would silently diverge."""
+        """Reduce gradients that wait for this step; return whether the optimizer is the program's. Raise UsageError if
+        the ranks would silently diverge after the step."""
         reduction, own, holds = self.reduction, weakref.ref(optimizer), self.holds(optimizer)
         ours = holds.ours
         if reduction is not None or self._replaced:
@@ -310,7 +310,7 @@ class Program:
         return ours or own in self._given
 
     def _first_step(self, optimizer: Optimizer, holds: _Holds) -> None:
-        """Check what the optimizer holds, once."""
+        """Check, at the optimizer's first step, what it holds."""
         plan = self.plan
         if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
             self._notify(WHOLE_STATE)
@@ -319,15 +319,15 @@ class Program:
         self._holds[optimizer] = replace(holds, new=False)
 
     def _check_backward(self, optimizer: Optimizer) -> None:
-        """Raise UsageError for a second step since the last backward, and for gradients that no backward of ours has
-        made."""
+        """Raise UsageError for a second step since the last `mw.backward`, and for gradients that `mw.backward` did not
+        make."""
         none = self.backwards == self.began and optimizer not in self._older
         again = weakref.ref(optimizer) in self._stepped
         if (none or again) and any(p.grad is not None for p in held_parameters(optimizer)):
             raise UsageError(NOT_OURS if none else STEPPED_TWICE)
 
     def holds(self, optimizer: Optimizer) -> _Holds:
-        """Return what the optimizer holds; looked up again if it has more parameters, or the program more models."""
+        """Return what the optimizer holds; look it up again if the optimizer or the program has grown."""
         count = 0
         for group in optimizer.param_groups:
             count += len(group["params"])

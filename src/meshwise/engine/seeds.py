@@ -1,7 +1,7 @@
 """Seed a rank's random numbers, alike or keyed by step and rank.
 
-A loop over a distributed loader keys all draws of its body by itself, so that there is one stream in it; a program that
-calls `mw.split` has two (model_stream.py).
+A loop over a distributed loader keys all draws in its body, which come from one stream; a program that calls `mw.split`
+has two streams (model_stream.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from meshwise.transfer.splitmix import mixed
 
 
 def seed_alike(text: str) -> Callable[[], None]:
-    """Make a program that sets no seed draw the same on every rank: Python and numpy start from arbitrary states; torch
-    does not. text: shared by all ranks of this run, and by no other run. Returns a function that undoes it, if nothing
-    was drawn or seeded since."""
+    """Seed Python and NumPy from `text`, so that a program without seeds draws the same on every rank; torch's initial
+    seed is fixed already. text: shared by all ranks of this run, and by no other run. Return a function that undoes the
+    seeding unless the program has drawn or seeded since."""
     before = random.getstate(), numpy.random.get_state(legacy=False)
     seed = zlib.crc32(text.encode())
     random.seed(seed)
@@ -42,15 +42,15 @@ def seed_alike(text: str) -> Callable[[], None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch, Python and numpy as their own calls with this seed would: a program builds the same on every rank."""
+    """Seed torch, Python and NumPy with `seed`, so that every rank builds the same model."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
 
 
 def draw_alike() -> int:
-    """Make every rank draw what rank 0 draws from here on, with torch, numpy and Python; return rank 0's seed, below
-    2**31. Collective."""
+    """Give every rank the generator states of rank 0, for torch, NumPy and Python, so that all draw the same from here
+    on; return rank 0's seed modulo 2**31. Collective."""
     mine = torch.initial_seed(), tuple(handle.state() for handle in GLOBAL)
     seed, states = collectives.broadcast_object(mine)
     if collectives.get_rank() != 0:
@@ -60,32 +60,32 @@ def draw_alike() -> int:
 
 
 def seed_draws(world: World, *key: int) -> None:
-    """Key this rank's random draws (dropout) by `key`, such as (seed, step), and its rank: a resumed run draws the
-    same, and ranks draw independently. Rank 0 draws what one device draws."""
+    """Seed this rank's random draws (dropout) by `key`, such as (seed, step), and the rank: a resumed run draws the
+    same numbers, and ranks draw independently. Rank 0 draws what one device draws."""
     seed_generators(world.device, mixed(*key, world.rank))
 
 
 def seed_generators(device: str, seed: int) -> None:
-    """Seed torch's generator, and that of an accelerator."""
+    """Seed torch's CPU generator and, if `device` is an accelerator, the accelerator's."""
     torch.default_generator.manual_seed(seed)
     if has_streams(device):
         torch.get_device_module(device).manual_seed(seed)
 
 
 def states(device: str) -> list[Tensor]:
-    """Return the states of torch's generator and the accelerator's, from which models draw."""
+    """Return the states of torch's CPU generator and the accelerator's, from which models draw."""
     return [torch.get_rng_state(), *([torch.get_device_module(device).get_rng_state()] if has_streams(device) else [])]
 
 
 def set_states(device: str, kept: list[Tensor]) -> None:
-    """Restore the states that `states` returned."""
+    """Set the generators to states that `states` returned."""
     torch.set_rng_state(kept[0])
     for state in kept[1:]:
         torch.get_device_module(device).set_rng_state(state)
 
 
 class StepDraws:
-    """Makes an optimizer's draws, which are for parameters, the same on every rank where draws are keyed by rank."""
+    """Makes an optimizer's random draws the same on every rank, although other draws are keyed by rank."""
 
     def __init__(self, world: World) -> None:
         self._world = replace(world, rank=0)
@@ -94,8 +94,8 @@ class StepDraws:
         self._before: list[Tensor] = []
 
     def begins(self, key: tuple[int, int] | None) -> None:
-        """Begin a step. key: of the current batch; None before the first with keyed draws: until then all ranks draw
-        the same."""
+        """Begin an optimizer's step. key: that of the current batch; None before the first batch with keyed draws, as
+        until then all ranks draw the same."""
         if key is None:
             return
         self._last, self._steps = key, self._steps + 1 if key == self._last else 0
@@ -103,7 +103,7 @@ class StepDraws:
         seed_draws(self._world, *key, 2**20 + self._steps)
 
     def ends(self) -> None:
-        """End the step: restore the generators."""
+        """End the optimizer's step: restore the generators."""
         if self._before:
             set_states(self._world.device, self._before)
             self._before = []

@@ -2,10 +2,10 @@
 
 Each rank gets its rows. It is for programs without a loader.
 
-    x, y = mw.split(x, y)              rows; a rank without any gets one as padding, which counts for nothing
-    graph = mw.split(graph, whole=True)    what rows cannot cut runs on every rank, as on one device
+x, y = mw.split(x, y) rows; a rank without any gets one as padding, which counts for nothing graph = mw.split(graph,
+whole=True) what rows cannot cut runs on every rank, as on one device
 
-That all ranks hold the same is checked: a checksum of what they give travels with the loss (see agreed.py).
+A checksum of each batch is sent along with the loss, to check that all ranks hold the same (see agreed.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshwise.transfer.splitmix import mixed_bits
 
 @dataclass(frozen=True)
 class _Given:
-    """The arguments of a call of `mw.split`: its line, their shapes, and their checksum, still on its device."""
+    """One call of `mw.split`: its source line, the shapes of its arguments, and their checksum, still on the device."""
 
     line: tuple[str, int]
     shapes: str
@@ -47,10 +47,10 @@ class _Given:
 
 
 class Splits:
-    """The batches that a program splits: this rank's rows, their random draws, and whether ranks hold the same."""
+    """The batches that a program splits: gives this rank's rows, keys their draws, and compares batches over ranks."""
 
     def __init__(self, world: World, stream: ModelStream, notify: Callable[[str], None], agreed: Carried) -> None:
-        """notify: takes a line for the user. agreed: compares the batches of the ranks."""
+        """notify: prints a line for the user. agreed: compares the batches of the ranks."""
         self._world, self.stream, self._notify, self._agreed = world, stream, notify, agreed
         agreed.batches = self
         self._sum = torch.zeros((), dtype=torch.int64)
@@ -59,7 +59,7 @@ class Splits:
         self._used = False
 
     def begin(self, batch: tuple[Any, ...], before: BatchSlice | None, *, whole: bool, dim: int) -> BatchSlice:
-        """Return this rank's rows of a batch. before: the part it has worked on so far, perhaps a loader's."""
+        """Return which rows of a batch are this rank's. before: the part of a batch it works on so far, if any."""
         rows = _rows(batch, dim, whole)
         if before is not (self._parts[-1] if self._parts else None):
             self._parts = [] if before is None else [before]
@@ -73,7 +73,7 @@ class Splits:
         return mine
 
     def cut(self, batch: tuple[Any, ...], mine: BatchSlice, dim: int, models: Iterable[nn.Module]) -> tuple[Any, ...]:
-        """Return this rank's rows of a batch. From now on `models` draw for these rows in their forward."""
+        """Return this rank's rows of a batch. From now on `models` draw random numbers for these rows."""
         key = self.stream.begin(mine, models)
         if self._world.size == 1:
             return batch
@@ -92,7 +92,7 @@ class Splits:
         return tuple(map_leaves(lambda leaf: _cut(leaf, dim, first, count), tree, _is_array) for tree in batch)
 
     def backward(self, weight: object) -> AbstractContextManager[None]:
-        """Return a context for a backward. Raises UsageError where the loss may be the mean of more than one batch."""
+        """Return a context for a backward. Raise UsageError if the loss may be a mean over more than one batch."""
         shares = {None if p.whole or divides_evenly(p.total, self._world) else p.total for p in self._parts}
         self._used = True
         if weight is None and len(shares) > 1:
@@ -105,12 +105,12 @@ class Splits:
         return self.stream.backward()
 
     def is_at(self, part: BatchSlice | None) -> bool:
-        """Check whether a batch is the one that was split last."""
+        """Return whether `part` belongs to the batch that was split last."""
         return bool(self._parts) and part is self._parts[-1]
 
     def check_sum(self) -> bool:
-        """Check whether every rank's value already covers the whole batch. Raises UsageError where batches in one sum
-        differ in that. Collective where batches were split that no backward has compared."""
+        """Return whether every rank's value already covers the whole batch. Raise UsageError if the batches in one sum
+        differ in that. Collective if batches were split that no backward has compared."""
         parts, self._used = self._parts, True
         wholes = {p.whole for p in parts}
         if len(wholes) > 1 or (len(parts) > 1 and any(p.samples == 0 or p.total < self._world.size for p in parts)):
@@ -123,7 +123,7 @@ class Splits:
         return wholes == {True}
 
     def checksum(self, device: torch.device) -> Tensor:
-        """Return a checksum of all batches split so far, on the device."""
+        """Return a checksum of all batches split so far, as a scalar on `device`."""
         total = self._sum.to(device)
         for given in self._unchecked:
             total = mixed_bits(total + given.checksum.to(device))
@@ -136,11 +136,11 @@ class Splits:
         return given
 
     def told(self, taken: list[_Given]) -> list[tuple[str, str, int]]:
-        """Return line, shapes and checksum of each batch."""
+        """Return the source line, shapes and checksum of each batch."""
         return [(g.place, g.shapes, int(g.checksum)) for g in taken]
 
     def explain(self, ranks: list[list[tuple[str, str, int]]]) -> str:
-        """Say how the ranks' batches differ."""
+        """Return a sentence on how the ranks' batches differ."""
         mine = ranks[self._world.rank]
         shortest = min(map(len, ranks))
         number = next((n for n in range(shortest) if len({tuple(rank[n]) for rank in ranks}) > 1), None)
@@ -166,7 +166,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _rows(batch: tuple[Any, ...], dim: int, whole: bool) -> int:
-    """Return how many rows the batch has. Raises UsageError if it has none, or not the same number everywhere."""
+    """Return how many rows the batch has. Raise UsageError if it has none, or if its tensors differ in their rows."""
     if not batch:
         raise UsageError("mw.split() was given nothing. Write x, y = mw.split(x, y).")
     arrays = [leaf for leaf in all_leaves(batch) if _is_array(leaf)]
@@ -203,7 +203,7 @@ def _shape(array: Any) -> str:
 
 
 def _checksum(tree: Any) -> Tensor:
-    """Return a checksum of the tensors, arrays, numbers and texts in a tree, on the device of the last of them."""
+    """Return a checksum of the tensors, arrays, numbers and texts in a tree, on the device of the last one."""
     total = torch.zeros((), dtype=torch.int64)
     for leaf in all_leaves(tree):
         own = _sum_of(leaf)

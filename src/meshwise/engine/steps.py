@@ -52,7 +52,7 @@ AS_WRITTEN = [
         *("injection", "transfer", "timeline", "workers", "parallel.data", "parallel.step_hooks", "compat"),
     )
 ]
-"""Modules that torch.compile leaves as they are, where the program compiles a function that contains a step."""
+"""Modules that torch.compile does not trace into, if the program compiles a function that contains a step."""
 
 
 def batches(
@@ -64,10 +64,10 @@ def batches(
     limited: Callable[[int], Iterator[Batch]] | None = None,
     loop: LoopRead | None = None,
 ) -> Generator[Batch, None, None]:
-    """Yield from `source` while all ranks continue; where the run was asked to stop, set `engine.stopped`.
+    """Yield batches from `source` while all ranks continue; set `engine.stopped` if the run was asked to stop.
 
-    name: what a rank is in the middle of while it loops. size: samples of a batch. limited: returns another source
-    whose next batch has at most so many samples. loop: a script's, or one that knows the number of its next step.
+    name: what reports say that a rank is in the middle of. size: samples of a batch. limited: returns another source
+    whose next batch has at most the given number of samples. loop: a script's loop, or a job's, which has step numbers.
     """
     watcher, now = engine.watcher, loop or LoopRead()
     pass_by(AS_WRITTEN)  # not what hooks of models call, which is compiled with them
@@ -110,7 +110,7 @@ def batches(
 def _limited(
     watcher: Watcher, source: Iterator[Batch], size: int, limited: Callable[[int], Iterator[Batch]] | None
 ) -> Iterator[Batch]:
-    """Return the source of the next batch, for a watcher that shortens loops."""
+    """Return the source of the next batch, perhaps with fewer samples, as the watcher shortens loops."""
     watcher.batch_asked()
     limit = watcher.batch_limit(size) if limited is not None else None
     return source if limit is None or limited is None else limited(limit)
@@ -147,7 +147,7 @@ def backward(
 def _run_backward(
     engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None, part: BatchSlice | None, summed: bool
 ) -> Tensor:
-    """Run the backward. before: the loss before a loss scaler."""
+    """Run the backward, and return the global loss. before: the loss before a loss scaler scaled it."""
     reduction, reads = engine.program.reduction, engine.reads
     if reduction is None:
         return _alone(engine, loss, before, weight)
@@ -172,7 +172,7 @@ def _run_backward(
 
 
 def _weighted(engine: Engine, own: Tensor, before: Tensor, weight: Tensor | float, part: BatchSlice) -> Tensor:
-    """Run the backward of a mean over items other than samples, whose total over all ranks is only known during it."""
+    """Run the backward of a mean over items other than samples, whose number over all ranks it sums meanwhile."""
     program, weights = engine.program, StepWeights(engine.world.size, engine.program.coupled_gradients)
     assert program.reduction is not None
     value, _ = unpadded(before.reshape(()), weight, part.samples)
@@ -190,7 +190,7 @@ def _means_of_sums(engine: Engine, own: Tensor, before: Tensor, part: BatchSlice
 
 
 def _alone(engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None) -> Tensor:
-    """Run the backward on one device, and refuse it on several where the model is gone."""
+    """Run the backward without a reduction, on one device; raise UsageError if there are several ranks."""
     if weight is not None:
         as_weight(weight, before)  # refuses what counts nothing
     program = engine.program
@@ -210,7 +210,7 @@ def _around(engine: Engine, weight: Tensor | float | None) -> contextlib.Abstrac
 
 
 def follow_optimizers(engine: Engine) -> None:
-    """Follow the steps of the program's optimizers, until the engine ends."""
+    """Tell listeners of the steps of the program's optimizers, until the engine ends."""
     program, events, stepping = engine.program, engine.events, set[int]()  # by id
 
     def begins(optimizer: Optimizer, *_: object) -> None:

@@ -1,7 +1,7 @@
 """Keep gradients on their rank inside `mw.accumulate()`.
 
-The next backward outside reduces them, or `optimizer.step`, or who reads or sets a `.grad` before that: clipping,
-unscaling, a norm for a log and an update by hand find what one device has.
+The next backward outside of it reduces them, or `optimizer.step`, or any code that reads or sets a `.grad` before:
+clipping, unscaling, logging a norm and an update by hand find the gradients of one device.
 
 Tested in tests/engine/test_waiting_gradients.py.
 """
@@ -28,8 +28,8 @@ ALONE = (
 
 @contextlib.contextmanager
 def keeping(program: Program, reduce: bool, watched: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """Wrap a backward that keeps its gradients, or runs while some are kept: after it, until the next one, code that
-    reads or sets a gradient of the program has all reduced first. watched: a context for any backward."""
+    """Wrap a backward that leaves gradients unreduced (not `reduce`), or that runs while some are. Code that reads or
+    sets a gradient before the next backward has all of them reduced first. watched: a context for any backward."""
     gradient_reads.end()
     with watched:
         yield

@@ -1,4 +1,4 @@
-"""Weigh a loss by what its mean is over.
+"""Weigh a loss by the number of items that its mean is over.
 
 Means of unequal parts then add up to the mean of the whole.
 """
@@ -20,16 +20,16 @@ from meshwise.spec.user_code import user_place
 from meshwise.transfer import collectives
 
 Losses = list[tuple[Tensor, Tensor | float]]
-"""A loss and its weight for each microbatch of a step, still on the device."""
+"""The loss and its loss weight of each microbatch of a step, still on the device."""
 
 
 class StepWeights:
     """Scales this rank's losses so that gradients become those of the mean over the global batch.
 
-    Weights that the sampler knows (samples) scale each loss before its backward, without communication.
-    Weights that only the loss knows (tokens) are summed over the ranks while the backward runs, and divide the
-    gradients before those are averaged. Until then gradients are in units of the first weight, so that they are neither
-    huge nor tiny; coupled: ranks' gradients meet inside the backward, so they must share the unit, which is 1.
+    Loss weights known in advance (numbers of samples) scale each loss before its backward, without communication. Loss
+    weights that only the loss function knows (numbers of tokens) are summed over the ranks during the backward, and
+    gradients are divided by the sum before they are averaged. Until then, gradients are divided by the first weight, to
+    be neither huge nor tiny; not if coupled: ranks exchange gradients inside the backward.
     """
 
     def __init__(self, ranks: int, coupled: bool) -> None:
@@ -41,8 +41,8 @@ class StepWeights:
     def scale(
         self, mean: Tensor, weight: Tensor | float | None, part: BatchSlice, before: Tensor | None = None
     ) -> Tensor:
-        """Return the scalar to run the backward of. weight: None where the samples of `part` are the weight. before:
-        `mean` before a loss scaler scaled it."""
+        """Return the scalar on which to call backward. weight: the loss weight; None if it is the number of samples in
+        `part`. before: `mean` before a loss scaler scaled it."""
         seen = mean.detach() if before is None else before.detach()
         if weight is not None:
             return self._scale(mean, weight, seen)
@@ -58,7 +58,7 @@ class StepWeights:
         return mean * (weight / self.unit).to(mean.dtype)
 
     def begin_sum(self, more: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin to sum losses and weights over the ranks; the result returns the factor to multiply gradients by.
+        """Begin to sum losses and their weights over the ranks; return a function that returns the gradients' factor.
 
         more: numbers of this rank to send along, shape (n,).
         """
@@ -69,24 +69,24 @@ class StepWeights:
         return lambda: unit * self._ranks / wait()[1]
 
     def global_mean(self) -> Tensor:
-        """Return the mean of the losses over all ranks, once their sum has begun."""
+        """Return the weighted mean of the losses over all ranks; `begin_sum` must have been called."""
         assert self._wait is not None
         total, weight = self._wait()[:2].unbind()
         return total / weight
 
     def means(self) -> Tensor:
-        """Return the means over the ranks: of the losses, their weights, and the numbers sent along."""
+        """Return the means over the ranks of: the weighted losses, their weights, and the numbers sent along."""
         assert self._wait is not None
         return self._wait() / self._ranks
 
 
 def total_of(losses: Losses) -> Tensor:
-    """Return the weighted sum of losses and the sum of their weights: shape (2,)."""
+    """Return the weighted sum of losses, and the sum of their weights: shape (2,)."""
     return totals_of([losses])[0]
 
 
 def totals_of(steps: Sequence[Losses]) -> Tensor:
-    """Return `total_of` each of these steps: shape (steps, 2). Uses few operators, however many steps there are."""
+    """Return `total_of` each step: shape (steps, 2). Uses few operators, however many steps there are."""
     losses, weights = zip(*(pair for step in steps for pair in step), strict=True)
     like = losses[0]
     if any(isinstance(weight, Tensor) for weight in weights):
@@ -100,18 +100,18 @@ def totals_of(steps: Sequence[Losses]) -> Tensor:
 
 
 def mean_of_sum(total: Tensor, part: BatchSlice, over: int) -> Tensor:
-    """Convert a sum over this rank's samples of `part` to their mean, times `over`: the samples of the whole batch, so
-    that the weighted mean over the ranks is the sum over the batch, or 1."""
+    """Convert a sum over this rank's samples of `part` to `over` times their mean. over: the samples of the whole
+    batch, so that the ranks' weighted mean is the sum over the batch; or 1."""
     return total * (over / max(part.samples, 1))
 
 
 def split_weight(
     result: Any, part: BatchSlice, where: str, *, summed: int | None = None
 ) -> tuple[Tensor, Tensor | float | None]:
-    """Return a loss and its weight from a job's function; weight None when the batch's samples are the weight.
+    """Return the loss and its loss weight from what a job's function returned; None for the number of samples.
 
-    A padding sample weighs nothing. summed: the loss is a sum over samples, and their mean is multiplied by this.
-    Raises UsageError when the loss or its weight is not one number.
+    A padding sample has weight 0. summed: the factor `over` of `mean_of_sum`, if the loss is a sum over samples. Raises
+    UsageError if the loss or its weight is not one number.
     """
     if isinstance(result, Tensor) and summed is None and result.numel() == 1:
         return result.reshape(()), None
@@ -140,7 +140,7 @@ def _split_weight(
 
 
 def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
-    """Raise UsageError: the batch of a script's loss is unknown, or the loss is not one number."""
+    """Raise UsageError for a script's loss that is not one number, or whose batch is unknown (`part` is None)."""
     if part is None:
         raise UsageError(
             "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
@@ -152,18 +152,18 @@ def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
 
 
 def check_said(reduction: str | None, weight: object) -> None:
-    """Raise UsageError for an unknown reduction, and for a sum that has a weight."""
+    """Raise UsageError for an unknown reduction, or for a loss weight given with reduction="sum"."""
     check_known("reduction", "mean" if reduction is None else reduction, REDUCTIONS)
     if reduction == "sum":
         check_sum_alone(weight, "mw.backward")
 
 
 def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, verb: str, samples: int = 0) -> str:
-    """Return a note on a sum over samples with a penalty, or on a mean over something else; empty for other losses.
+    """Return a note on a sum over samples with a penalty, or on a mean over other items; empty for other losses.
 
-    found: a loss, maybe with its weight. reduction: as the program gives it; None: not given, then UsageError is raised
-    for a loss that is known to be a sum. where, verb: of the program, in the error. samples: of this rank, where
-    the loss has no weight of its own.
+    found: a loss, maybe with its loss weight. reduction: what the program says; if it says nothing (None), a loss that
+    is known to be a sum raises UsageError. where, verb: the program's line and call, for the error. samples: the number
+    of this rank's samples, if the loss has no weight.
     """
     loss = found[0] if isinstance(found, tuple) and found else found
     if not isinstance(loss, Tensor):
@@ -201,7 +201,7 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
 
 
 def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
-    """Return a note on a mean that is known to be over other items than samples; empty for others."""
+    """Return a note on a mean over items other than samples that needs a loss weight; empty for other losses."""
     weight = uneven_mean(loss, samples)
     return weight and (
         f"{where}: this loss is not a mean over samples (classes have weights, samples have different numbers of "
@@ -211,7 +211,7 @@ def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
 
 
 def refuse_joined_sum() -> None:
-    """Raise UsageError for a sum over this rank's samples with a term that already covers the whole batch."""
+    """Raise UsageError for a sum over this rank's samples that has a term covering the whole batch already."""
     raise UsageError(
         f"{user_place()}: mw.backward(…, reduction='sum') of a loss with mw.sum(…, grad=True): that term covers "
         "the whole batch, and would be added once per rank. Join all terms by mw.sum(…, grad=True), and leave "
@@ -220,7 +220,7 @@ def refuse_joined_sum() -> None:
 
 
 def check_sum_alone(weight: object, where: str) -> None:
-    """Raise UsageError for a sum that has a weight."""
+    """Raise UsageError if a sum over samples is given a loss weight."""
     if weight is not None:
         raise UsageError(
             f"{where}: a sum over samples has no weight. Leave it out, or give the mean over `weight` items and "
@@ -229,8 +229,8 @@ def check_sum_alone(weight: object, where: str) -> None:
 
 
 def unpadded(mean: Tensor, weight: Tensor | float | None, samples: int) -> tuple[Tensor, Tensor | float | None]:
-    """Return a loss and its weight, which is 0 where the batch is padding. The mean of nothing is NaN, which a weight
-    of 0 cannot remove from a sum: it becomes 0."""
+    """Return a loss and its loss weight; for a batch of padding, set both to 0, as the mean of nothing is NaN, which a
+    weight of 0 would not remove from a sum."""
     if weight is None:
         return mean, None
     weight = weight if samples else weight * 0
@@ -239,7 +239,7 @@ def unpadded(mean: Tensor, weight: Tensor | float | None, samples: int) -> tuple
 
 def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
     """Return `weight` as a detached float64 scalar on the device of `like` (float32 where the device has no float64).
-    Raises UsageError for a number that counts nothing; values in a tensor are not read."""
+    Raises UsageError for a number that is no count, such as a negative one; a tensor's value is not read."""
     dtype = _dtype_of_weights(like)
     try:
         if isinstance(weight, Tensor):
