@@ -319,7 +319,7 @@ def _like(make: Callable[..., Array]) -> Callable[..., Array]:
         return in_order_of(make(x.space, x.shape, dtype or x.dtype, device=device, sharding=kept), [x])
 
     made_like.__name__ = made_like.__qualname__ = f"{make.__name__}_like"
-    made_like.__doc__ = f"As `{make.__name__}`, in the shape, dtype and placement of `x`."
+    made_like.__doc__ = f"Call `{make.__name__}` with the shape, dtype and placement of `x`."
     return made_like
 
 

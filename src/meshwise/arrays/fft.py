@@ -47,7 +47,7 @@ def _one(name: str) -> Callable[..., Array]:
         return along(x, name, axis_of(axis, len(x.shape), name), n, norm)
 
     rule.__name__ = rule.__qualname__ = name
-    rule.__doc__ = f"`{name}` along `axis`, cut or padded with zeros to `n` entries first. norm: {', '.join(NORMS)}."
+    rule.__doc__ = f"Apply `{name}` along `axis`, cut or padded with zeros to `n` entries. norm: {', '.join(NORMS)}."
     return rule
 
 
@@ -284,7 +284,7 @@ def _of_two(name: str, rule: Callable[..., Array]) -> Callable[..., Array]:
         return rule(x, s=s, axes=axes, norm=norm)
 
     transform.__name__ = transform.__qualname__ = name
-    transform.__doc__ = f"`{rule.__name__}` along the last two axes, or others."
+    transform.__doc__ = f"Apply `{rule.__name__}` along two axes, by default the last."
     return transform
 
 

@@ -37,7 +37,7 @@ def _filled(name: str, value: float) -> Callable[..., Any]:
         return REDUCTIONS[name](_without(as_array(f"nan{name}", x), value), axis=axis, dtype=dtype, keepdims=keepdims)
 
     rule.__name__ = rule.__qualname__ = f"nan{name}"
-    rule.__doc__ = f"`{name}` of what is not nan."
+    rule.__doc__ = f"Compute `{name}` and ignore nan."
     return rule
 
 
@@ -51,7 +51,7 @@ def _extreme(name: str, value: float) -> Callable[..., Any]:
         return ELEMENTWISE["positive"](x.__array_namespace__().where(none, math.nan, found))
 
     rule.__name__ = rule.__qualname__ = f"nan{name}"
-    rule.__doc__ = f"`{name}` of what is not nan; nan where nothing is."
+    rule.__doc__ = f"Compute `{name}` and ignore nan. The result is nan if all elements are."
     return rule
 
 
@@ -81,7 +81,7 @@ def _scanned(name: str, value: float) -> Callable[..., Any]:
         return getattr(filled, name)(axis, dtype)
 
     rule.__name__ = rule.__qualname__ = f"nan{name}"
-    rule.__doc__ = f"`{name}`, in which nan is {value:g}."
+    rule.__doc__ = f"Compute `{name}` and count nan as {value:g}."
     return rule
 
 

@@ -151,7 +151,7 @@ def _split_along(name: str, dim: int) -> Callable[..., list[Array]]:
         return split(x, sections, axis=0 if name == "hsplit" and len(x.shape) == 1 else dim)
 
     rule.__name__ = rule.__qualname__ = name
-    rule.__doc__ = f"As `split`, along dim {dim}."
+    rule.__doc__ = f"Split along dim {dim}, as `split` does."
     return rule
 
 

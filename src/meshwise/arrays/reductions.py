@@ -198,7 +198,7 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
         return reduced(name, x, axes, keepdims, x.dtype, pair, of_empty=False)
 
     extreme.__name__ = extreme.__qualname__ = name
-    extreme.__doc__ = f"The {name}imum over axes. ValueError where there are no elements; nan where one is nan."
+    extreme.__doc__ = f"Return the {name}imum over axes; nan if an element is nan. Raises ValueError if there are none."
     return extreme
 
 
@@ -222,7 +222,7 @@ def _logical(name: str, torch_name: str) -> Callable[..., Array]:
         return reduced(name, x, as_axes(name, axis, len(x.shape)), keepdims, BOOL, pair)
 
     logical.__name__ = logical.__qualname__ = name
-    logical.__doc__ = f"Whether {name} element over axes is not zero."
+    logical.__doc__ = f"Return whether {name} elements over axes are nonzero."
     return logical
 
 

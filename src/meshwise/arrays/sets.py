@@ -192,7 +192,7 @@ def _of_two(name: str, says: str, rule: Callable[[Any, Array, Array], Array]) ->
         return rule(xp, unique_values(x1), unique_values(xp.asarray(x2)))
 
     of_two.__name__ = of_two.__qualname__ = name
-    of_two.__doc__ = f"The distinct elements of {says}, in ascending order."
+    of_two.__doc__ = f"Return the distinct elements of {says}, in ascending order."
     return of_two
 
 

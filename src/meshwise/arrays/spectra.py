@@ -132,7 +132,7 @@ def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..
         return result(of_each(x, name, getattr(torch.linalg, name), told=True))
 
     rule.__name__ = rule.__qualname__ = name
-    rule.__doc__ = f"`{name}` of square matrices. A divided one is gathered, with a warning."
+    rule.__doc__ = f"Compute `{name}` of square matrices. A split matrix is gathered, with a warning."
     return rule
 
 

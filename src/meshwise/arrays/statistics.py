@@ -127,7 +127,7 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
         return Array(parts, wanted, shape, torch.int64, x.space)
 
     argument.__name__ = argument.__qualname__ = name
-    argument.__doc__ = f"The index of the first {name[3:]}imum along an axis; of None in the flattened array."
+    argument.__doc__ = f"Return the index of the first {name[3:]}imum along an axis; for None, in the flattened array."
     return argument
 
 
