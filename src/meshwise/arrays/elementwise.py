@@ -197,7 +197,7 @@ def _lifted(name: str, dtype: torch.dtype, takes: frozenset[torch.dtype], defaul
         return dtype
     if dtype in WHOLE and not takes & INTEGERS and torch.float64 in takes:
         return default_float
-    raise TypeError(f"{name} of {str(dtype).removeprefix('torch.')}: not defined for it. Cast it with xp.astype.")
+    raise TypeError(f"{name} of {str(dtype).removeprefix('torch.')}: not defined for it. Cast with xp.astype.")
 
 
 def _named(name: str, rule: Rule) -> Rule:

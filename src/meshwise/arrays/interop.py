@@ -132,7 +132,7 @@ def cuda_interface(x: Array) -> Any:
     """Return the interface that CuPy and Numba read, for an array on one GPU. AttributeError for any other array."""
     if x.sharding.single and x.parts and x.parts[0].is_cuda:
         return x.parts[0].__cuda_array_interface__
-    raise AttributeError(f"__cuda_array_interface__ of an array with {reading.where(x)}: only of one on a single GPU.")
+    raise AttributeError(f"__cuda_array_interface__ of an array with {reading.where(x)}: move it to one GPU.")
 
 
 def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:

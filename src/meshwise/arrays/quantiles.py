@@ -62,7 +62,7 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
         )
     if x.dtype.is_complex or not length:
         raise TypeError(
-            f"{name} of {x.dtype} {x.shape}: it needs real numbers, at least one. Take xp.real or abs first."
+            f"{name} of {x.dtype} {x.shape}: give at least one real number. Of complex ones take xp.real or abs first."
         )
     at = shares.reshape(-1) * (length - 1)
     dtype = x.dtype if x.dtype in FLOATS else x.space.default_float

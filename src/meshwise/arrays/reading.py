@@ -25,7 +25,7 @@ HOST_DEVICE = torch.device("cpu")
 def to_host(x: Array, operation: str = "read") -> Tensor:
     """Return all of `x` in host memory, as a new tensor; over ranks, on every rank."""
     if EXPLAINED:
-        raise UsageError(f"explain: the operation reads values ({operation}). Explain the part before it.")
+        raise UsageError(f"explain: {operation} reads values, which explain has not. Explain what comes before.")
     if x.space.over_ranks:
         return replicate(x, operation=operation).parts[0].to(HOST_DEVICE, copy=True)
     whole = empty_like(torch.empty(x.shape, dtype=x.dtype, device="meta"), HOST_DEVICE)

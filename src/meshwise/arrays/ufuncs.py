@@ -42,9 +42,7 @@ def _of_floats(name: str, op: Callable[..., Any]) -> Callable[..., Array]:
     def rule(x: Any, /) -> Array:
         x = as_array(name, x)
         if x.dtype.is_complex:
-            raise TypeError(
-                f"{name} of complex numbers: not defined for it. Write xp.abs(x) or xp.real(x) for a real one."
-            )
+            raise TypeError(f"{name} is not defined for complex numbers. Write xp.abs(x) or xp.real(x) for a real one.")
         x = x if x.dtype.is_floating_point else x.astype(x.space.default_float)
         return in_order_of(like(x, [op(part) for part in x.parts]), [x])
 

@@ -99,6 +99,6 @@ def _refuse_contradiction(options: RunOptions, place: Place) -> None:
         )
     if options.node_rank not in (0, place.node):
         raise UsageError(
-            f"--node-rank {options.node_rank}, and this is machine {place.node} of {place.nodes} of {launcher}. Leave "
-            "--node-rank out: it is taken from it."
+            f"--node-rank {options.node_rank}, but {launcher} says that this is machine {place.node} of {place.nodes}. "
+            "Leave --node-rank out."
         )
