@@ -29,7 +29,7 @@ CLAIMS_NOTHING = (
     "Goals: none; 90 %; a third.",  # formulas beside ours
     "1. **Trace.**",
     "```toml\nmachine =",
-    "- cuDNN's LSTM and GRU on a GPU",
+    "- cuDNN's LSTM, GRU and RNN on a GPU",
     "Each is compared with NumPy by a test",
     "```python\nimport numpy as np",
     'xp = mw.array_namespace("2xcpu")',
