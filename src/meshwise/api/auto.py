@@ -32,15 +32,15 @@ from meshwise.spec.units import bytes_text, plural, seconds_text
 from meshwise.workers.environment import started_by_launcher
 
 SECONDS = 20.0
-"""Time for the search."""
+"""How long to search for a plan."""
 MEASURE = 4.0
-"""Time to measure the links between CPU workers, which no catalog knows."""
+"""How long to measure the links between CPU workers, for which the catalog has no figures."""
 
 
 def with_plan(options: RunOptions, console: Console) -> RunOptions:
-    """Return the options with the plan that the search chose, and print the plan and why.
+    """Search for a plan; print it, and why it was chosen; return the options with it.
 
-    Raises UsageError for a script, and where the devices of a run are not all here, PlanError where no plan fits.
+    Raises UsageError for a script, and if not all devices of the run are in this machine; PlanError if no plan fits.
     """
     if str(options.job).endswith(".py"):
         raise UsageError(AUTO_OF_A_SCRIPT)
@@ -80,13 +80,13 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
 
 
 def _measured(machine: Machine, slots: Sequence[WorkerSlot]) -> Machine:
-    """Return the machine with the collectives of these workers, measured briefly."""
+    """Return the machine with briefly measured collectives and links between as many CPU workers."""
     found = bench(f"{len(slots)}xcpu", what=("collectives",), sizes="1K:4M", seconds=MEASURE).machine
     return replace(machine, collectives=found.collectives, links=found.links, measured=found.measured)
 
 
 def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
-    """Choose the fastest plan that fits; without known times, the simplest one on all devices. Also say why."""
+    """Return the fastest plan that fits, or the simplest one on all devices if times are unknown; also return why."""
     best = plans.best
     if best is None:
         nearest = min(plans.found.estimates, key=lambda each: each.memory.total.value).memory
@@ -123,6 +123,6 @@ def _told(plans: Plans, chosen: Estimate, why: str, devices: int) -> list[str]:
 
 
 def _first_of(slots: Sequence[WorkerSlot], count: int) -> str:
-    """Name the first of the devices, in words."""
+    """Return the first `count` devices as `--devices` takes them: `cuda:0,1` or `2xcpu`."""
     indices = [str(slot.index) for slot in slots[:count] if slot.index is not None]
     return f"{slots[0].device}:{','.join(indices)}" if indices else f"{count}x{slots[0].device}"

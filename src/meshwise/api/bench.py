@@ -36,15 +36,15 @@ from meshwise.terminal.notebook import shown_by
 shown_by(Bench, bench_text)
 WHAT = ("compute", "links", "collectives")
 SECONDS_ON_CPU, SECONDS = 40.0, 90.0
-"""Default time to measure; starting workers and checking bytes takes extra."""
+"""How long to measure by default. Starting workers and checking bytes takes additional time."""
 MOST_WORKERS = 4
 BUFFERS = 4
-"""Buffers of a message's size in each rank at once: sent, received, the pattern, and one for the backend."""
+"""How many buffers of a message's size a rank holds at once: sent, received, the pattern, one of the backend."""
 
 
 @dataclass
 class Measured:
-    """The results of a running bench so far; new ones are passed on to `reported`."""
+    """Collects the results of a running bench, and passes each on to `reported`."""
 
     reported: Progress
     began: float = field(default_factory=time.perf_counter)
@@ -65,7 +65,7 @@ class Measured:
         self.reported.done(result)
 
     def bench(self, machine: Machine, stopped: Stop | None) -> Bench:
-        """Judge all results."""
+        """Return the bench with all results so far, judged. stopped: why it ended early."""
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         when = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC" + (f", {versions}" if versions else "")
         seconds = time.perf_counter() - self.began
@@ -85,9 +85,9 @@ def bench(
     """Measure devices and the paths between them, check every byte, and judge.
 
     devices: as for `meshwise run`; default: all accelerators, else CPU workers on the cores of this process. what:
-    some of `compute`, `links`, `collectives`. sizes: `1K:1G`. seconds: of measuring, in all. progress: called with
-    what is measured now, and with each result. tell and done: deprecated, use progress. A Ctrl-C ends it early:
-    results so far are kept, and `stopped` says so. Raises UsageError for sizes that do not fit in memory.
+    which of `compute`, `links`, `collectives`. sizes: of messages, `1K:1G`. seconds: to measure, in all. progress:
+    callbacks for what is measured now and for each result. tell, done: deprecated, use progress. A Ctrl-C ends the
+    bench early: results so far are kept, and `stopped` says why. Raises UsageError for sizes that exceed the memory.
     """
     if tell or done:
         warnings.warn("bench(tell=…, done=…) is deprecated. Use progress.", DeprecationWarning, stacklevel=2)
@@ -105,7 +105,7 @@ def bench(
 
 
 def stop_by(error: KeyboardInterrupt | WorkerFailed) -> Stop:
-    """Describe the stop: by Ctrl-C, another signal raised as KeyboardInterrupt(number), or a failed worker."""
+    """Return why a bench stopped: by Ctrl-C, by another signal (KeyboardInterrupt(number)), or by a failed worker."""
     if isinstance(error, WorkerFailed):
         return Stop(str(error), error.exit_code)
     number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
@@ -114,12 +114,12 @@ def stop_by(error: KeyboardInterrupt | WorkerFailed) -> Stop:
 
 
 def default_devices() -> str:
-    """Return all accelerators; without one as many CPU workers as cores, from two to four."""
+    """Return `all` if there is an accelerator, else as many CPU workers as cores, but at least two, at most four."""
     return "all" if accelerators()[1] else f"{min(max(len(allowed_cores()), 2), MOST_WORKERS)}xcpu"
 
 
 def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]:
-    """Return the given sizes, or the default ones that fit. Raises UsageError where a given one does not fit."""
+    """Return the message sizes in `words`; None: the default ones that fit. Raises UsageError if one does not fit."""
     sizes, asked, host = read_sizes(words or DEFAULT), words is not None, free_bytes(torch.device("cpu"))
     if slots[0].device == "cpu":
         return fitting(sizes, host // len(slots), BUFFERS, asked)
@@ -131,7 +131,7 @@ def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]
 def _parts(
     slots: Sequence[WorkerSlot], what: Sequence[str], sizes: tuple[int, ...], seconds: float | None, measured: Measured
 ) -> Iterator[Callable[[], object]]:
-    """Yield the parts of the bench in their order; they share the time equally."""
+    """Yield a function for each part of the bench, in order. The parts share the time equally."""
     alone, together = "compute" in what, [part for part in what if part != "compute"]
     on_cpu = slots[0].device == "cpu"
     copies = "links" in what and not on_cpu

@@ -34,10 +34,10 @@ def bench_hosts(
     nodes: NodeOptions | None = None,
     progress: Progress = SILENT,
 ) -> Bench | None:
-    """Measure between hosts, check every byte, and judge. Returns None on all hosts but the first.
+    """Measure the paths between hosts, check every byte, and judge. Return the bench on the first host, else None.
 
-    Every host calls this: under torchrun, srun or mpirun, or by itself with `nodes`. Raises UsageError when it is
-    alone, or for sizes that do not fit in memory.
+    Every host must call this: under torchrun, srun or mpirun, or with `nodes`, which says how hosts meet. Raises
+    UsageError if there is only one host, or for sizes that do not fit in memory.
     """
     # One worker on the first accelerator of this host, or on all its cores.
     kind, _ = accelerators()
@@ -73,6 +73,6 @@ def _measure_as_host(sizes: tuple[int, ...], seconds: float, what: Sequence[str]
 
 
 def _worker(sizes: tuple[int, ...], seconds: float, what: Sequence[str]) -> None:
-    """Measure as the worker of one host; only rank 0 sends its progress to its launcher."""
+    """Measure as the worker of one host. Only rank 0 sends its progress to its launcher."""
     session = join()
     _measure_as_host(sizes, seconds, what, SILENT if session.world.rank else sent_over(session.channel))

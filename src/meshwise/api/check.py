@@ -76,15 +76,15 @@ NOT_KEPT = (
 )
 NOISY = "one device again, with the plan's values of parameters whose gradients are only rounding"
 _kept = ExitStack()
-"""The view of the files, for the rest of a script's process, which may write until its end."""
+"""Holds the redirection of a script's writes until its process ends, as the script may write until then."""
 
 
 @dataclass(frozen=True)
 class CheckedProgram:
     """A program to check.
 
-    trace: runs the checked program in each worker; under the plan with the random draws of one device. alone: whether a
-    pass needs separate processes, because a script may leave anything behind.
+    trace: runs the program in a worker and records it: on one device, or, given the random draws of that pass, under
+    the plan. alone: whether each pass needs new processes, because a script may leave anything behind.
     """
 
     name: str
@@ -96,20 +96,20 @@ class CheckedProgram:
 def check(options: CheckOptions) -> Proof | PlainProof:
     """Prove that a plan computes what one device computes, or name the first module that does not, and why.
 
-    Both sides train in float64, casts inside the model too, from the same start on the same samples; the last step has
-    a ragged batch. A difference above 1e-9 of a tensor's size is a fault.
+    Both sides train in float64 (casts inside the model too), from the same start values on the same samples; the last
+    step has a ragged batch. A difference above 1e-9 of a tensor's size is a fault.
 
-    The job is a Job, or a word as on the command line; a script.py is run with `arguments`, and returns a PlainProof if
-    it is one of DDP or accelerate that does not use meshwise. The script writes into a folder of the check: your files
-    stay as they are. The plan is a Plan or a plan file. Rounding tells how far each side is from float64 in the
-    plan's own precision.
-    Raises UsageError for what cannot be checked, WorkerFailed when a worker fails.
+    The job is a Job, a word as on the command line, or a script.py, which is run with `arguments`. A script of DDP or
+    accelerate that does not use meshwise is checked too; its result is a PlainProof. The script's writes go to a folder
+    of the check: your files stay as they are. The plan is a Plan or a plan file. With `rounding`, the result also says
+    how far each side is from float64 in the plan's own precision.
+    Raises UsageError for what cannot be checked, WorkerFailed if a worker fails.
     """
     return check_options(options)
 
 
 def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | PlainProof:
-    """Run the check with these options. forks: makes the workers, and already imports torch; closed at the end."""
+    """Run a check. forks: the fork server that makes the workers, if it was started before; closed at the end."""
     if started_by_launcher():
         raise UsageError("meshwise check starts its own workers. Call it alone, without torchrun, srun or mpirun.")
     script = options.job if isinstance(options.job, str) and options.job.endswith(".py") else ""
@@ -153,8 +153,8 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
 def _plain(
     script: Path, options: CheckOptions, slots: Sequence[WorkerSlot], devices: str, forks: Forks | None
 ) -> PlainProof | None:
-    """Check a script that does not use meshwise: its ranks, and one process that reads what they read. None where it
-    proves to use our verbs."""
+    """Check a script that does not use meshwise: compare its ranks with one process that reads the same samples.
+    Return None if the script turns out to call functions of meshwise."""
     check_script(str(script), options)
     passes = Passes(
         [f"the script on {devices}", "one process, on what they read"], options.steps, options.notify, options.progress
@@ -184,7 +184,7 @@ def _plain(
 
 
 def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
-    """Run the script with its writes sent into a folder of the check, until this process ends."""
+    """Call the script, and redirect what it writes to a folder of the check, until this process ends."""
     os.environ["WANDB_MODE"] = "disabled"
     torch.set_num_threads(1)  # the same sums in the same order on both sides
     if can_lock():
@@ -200,14 +200,14 @@ def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
 
 
 def _passes(specs: Sequence[CheckSpec], plan: Plan | None, devices: str) -> list[str]:
-    """Say in words what each pass runs."""
+    """Return what each pass runs, in words."""
     words = ["in float64" if spec.in_float64 else "in the plan's own precision" for spec in specs]
     sides = ["one device", f"{plan or 'the plan of the script'} on {devices}"]
     return [f"{side}, {precision}" for side in sides for precision in words]
 
 
 def _plan(options: CheckOptions) -> Plan:
-    """Return the given plan, or replicas on all devices, changed by the settings."""
+    """Return the plan of the options, by default replicas on all devices, changed by their settings."""
     if isinstance(options.plan, Plan):
         return plan_from_settings(options.settings, options.plan)
     count = len(find_devices(parse_devices(options.devices or DEFAULT_DEVICES)))
@@ -219,7 +219,7 @@ def _plan(options: CheckOptions) -> Plan:
 
 
 def uncompiled_plan(plan: Plan, notify: Callable[[str], None]) -> Plan:
-    """Return the plan without its compiler, which fuses what is compared between modules; and say so."""
+    """Return the plan with compile=False, and notify the user: compiled code fuses the modules that are compared."""
     if plan.compile:
         notify("compile is left out: the modules are compared as they are written")
     return replace(plan, compile=False)
@@ -232,8 +232,8 @@ def _traces(
     places: Sequence[Sequence[WorkerSlot]],
     passes: Passes,
 ) -> list[ProgramTrace]:
-    """Return a trace of the program for each pass, a pair of what is checked and the random draws to follow. places:
-    the devices of a pass; with several places, passes run in parallel."""
+    """Return the program's trace for each pass. wanted: for each pass, what is checked, and the random draws to repeat.
+    places: sets of devices; with several sets, as many passes run in parallel."""
     if not program.alone and places[0][0].device == "cpu" and wanted[0][1] is None:
         return [_in_this_process(program, spec, passes) for spec, _ in wanted]
     halt = Halt()
@@ -270,7 +270,7 @@ def _in_worker(
 
 
 def _in_this_process(program: CheckedProgram, spec: CheckSpec, passes: Passes) -> ProgramTrace:
-    """Run one device in this process. Raises WorkerFailed, as a worker would, where the user's program raises."""
+    """Run the pass of one device in this process. Raises WorkerFailed, as a worker would, if the program raises."""
     passes.begin()
     try:
         found = program.trace(spec, None)
@@ -332,7 +332,7 @@ def _script(
 def _trace_script(
     run: Callable[[], object], seed: int, folder: Path, spec: CheckSpec, draws: Draws | None
 ) -> ProgramTrace | None:
-    """Trace the script, with its writes sent into a folder of the check. seed: where the script sets none."""
+    """Trace the script, with its writes redirected to a folder of the check. seed: for a script that sets none."""
     if (folder / "plan.toml").exists():
         os.environ[PLAN_FILE] = str(folder / "plan.toml")
     found: ProgramTrace | None = _in_scratch(
@@ -342,6 +342,6 @@ def _trace_script(
 
 
 def _own_folder(folder: Path, spec: CheckSpec, draws: Draws | None) -> Path:
-    """Return where a pass writes: each begins with the user's files unchanged."""
+    """Return a folder for the writes of one pass, so that every pass begins with the user's files unchanged."""
     side = "again" if spec.noise else "one" if draws is None else "many"
     return folder / f"{side}{64 if spec.in_float64 else ''}"

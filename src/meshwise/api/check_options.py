@@ -23,13 +23,13 @@ from meshwise.spec.plan import Plan
 
 DEFAULT_DEVICES = "2xcpu"
 PRELOAD_OF_CHECK = (*PRELOAD, "meshwise.api.check")
-"""Modules that the fork server imports once for the workers of all passes."""
+"""Modules that the fork server imports once, for the workers of all passes."""
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """The options of a check. arguments: of a script. notify: takes a line for the user. progress: repeatedly takes
-    where the check is: `pass 2 of 4, step 1 of 3`."""
+    """The options of a check. arguments: of a script. notify: called with lines for the user. progress: called
+    repeatedly with the state of the check: `pass 2 of 4, step 1 of 3`."""
 
     job: Annotated[
         Job | str,

@@ -20,7 +20,7 @@ BY_ACCELERATE = ("accelerate", "transformers", "trl", "peft", "diffusers")
 
 
 def names_accelerate(script: Path) -> bool:
-    """Check whether the script mentions accelerate, or a library that trains with it."""
+    """Return whether the script's text mentions accelerate, or a library that trains with accelerate."""
     text = script.read_text(encoding="utf-8", errors="replace")
     return any(library in text for library in BY_ACCELERATE)
 
@@ -28,7 +28,7 @@ def names_accelerate(script: Path) -> bool:
 def watch(
     script: Callable[[], object], steps: int, seed: int, follow: Follow | None, accelerate: bool
 ) -> Record | None:
-    """Record what this rank did; None where the script proves to use our verbs."""
+    """Run the script on this rank and record it; None if the script turns out to call functions of meshwise."""
     if accelerate and find_spec("accelerate") is not None:
         import_module("accelerate")  # before anybody keeps one of its methods
     record = watch_plain(script, steps, seed, follow, rank_context().world.rank)
@@ -36,7 +36,7 @@ def watch(
 
 
 def refuse_unjudged(name: str, ranks: Sequence[Record]) -> None:
-    """Check that a script did something to compare; raises UsageError if not."""
+    """Raise UsageError if the ranks of a script did nothing that can be compared with one process."""
     refused = next((record.refused for record in ranks if record.refused), "")
     if refused:
         raise UsageError(f"{name}: {refused}.")

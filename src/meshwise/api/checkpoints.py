@@ -20,8 +20,8 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A short description of a checkpoint. saved: when, in seconds since 1970. wrong: its known damage, "" for none.
-    verified: whether every byte was read and compared."""
+    """A checkpoint in a list. saved: when, in seconds since 1970. wrong: the damage that was found, "" for none.
+    verified: whether every byte was read and compared with its checksum."""
 
     name: str
     step: int
@@ -36,16 +36,16 @@ class CheckpointEntry:
 
 
 def run_folder(word: str | None) -> Path:
-    """Find the run that a word names: its folder, its name in runs/ or a part of it; None: the newest. Or the folder of
-    a loop's own states."""
+    """Find the folder of a run. word: the folder, or the run's name in runs/ or a part of the name; None: the newest
+    run. The word may also be a folder to which a loop saved checkpoints itself."""
     if word is not None and files.checkpoints_in(Path(word)):
         return Path(word)
     return newest_run(RUNS) if word is None else find_run(RUNS, word)
 
 
 def checkpoints(folder: Path, *, verify: bool = False) -> list[CheckpointEntry]:
-    """List the checkpoints of the run in `folder`, or of `mw.checkpoint(folder)`, the oldest first. verify: read every
-    byte of them."""
+    """List the checkpoints of a run, or of `mw.checkpoint(folder)`, oldest first. verify: read and verify every byte
+    of them."""
     found = files.checkpoints_in(folder / CHECKPOINTS) or files.checkpoints_in(folder)
     return [_entry(saved, verify) for saved in found]
 

@@ -26,7 +26,7 @@ LAST = 15  # lines of what a batch script printed
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line that a rank printed. attempt: of the run, from 1. host: "" where unknown."""
+    """A line that a rank printed. attempt: number of the run's attempt, from 1. host: "" if unknown."""
 
     rank: int
     host: str
@@ -36,7 +36,7 @@ class LogLine:
 
 @dataclass
 class _Log:
-    """A file that is read while it grows."""
+    """A rank's log file, which is read while it grows. at: bytes read so far. rest: the beginning of the next line."""
 
     path: Path
     rank: int
@@ -46,7 +46,7 @@ class _Log:
     rest: bytes = field(default=b"", repr=False)
 
     def lines(self, began: Sequence[float]) -> Iterator[LogLine]:
-        """Yield the lines since the last call. began: when each attempt began."""
+        """Yield the lines written since the last call. began: when each attempt of the run began."""
         with self.path.open("rb") as file:
             file.seek(self.at)
             read = file.read()
@@ -64,8 +64,8 @@ class _Log:
 def log_lines(
     folder: Path, ranks: Sequence[int] = (), *, follow: bool = False, look: Callable[[], object] = lambda: None
 ) -> Iterator[LogLine]:
-    """Yield the lines of these ranks (all if none is named) by attempt and rank; with `follow` then new ones until the
-    run is over. look: called whenever all lines so far are shown. Raises UsageError for a rank without a log."""
+    """Yield the lines of these ranks (by default of all), sorted by attempt and rank; with `follow`, then new lines
+    until the run is over. look: called whenever there is no new line. Raises UsageError for a rank without a log."""
     logs: dict[Path, _Log] = {}
     first = list(_new_lines(folder, logs, ranks))
     yield from sorted(first, key=lambda line: (line.attempt, line.rank))
@@ -82,13 +82,13 @@ def log_lines(
 
 
 class RunProgress:
-    """How far a run is, judged by the losses that it has written."""
+    """Reads how far a run is from the losses that it has written."""
 
     def __init__(self, folder: Path) -> None:
         self._metrics, self._before, self._shown = Metrics(folder), (0, 0.0), ""
 
     def line(self) -> str:
-        """Write `step 1,200  loss 0.2345  31 steps/s`; "" where no step was done."""
+        """Return `step 1,200  loss 0.2345  31 steps/s` for the newest step; "" if there is none yet."""
         self._metrics.read_on()
         if not self._metrics.losses:
             return ""
@@ -102,7 +102,7 @@ class RunProgress:
 
 
 def batch_output(folder: Path) -> list[tuple[str, str]]:
-    """Return, for a run that a scheduler started, the output file of its newest start and that file's last lines."""
+    """Return the newest output file of a run's batch script, with its last lines; an empty list without a scheduler."""
     files = sorted(folder.glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)[-1:]
     return [(str(path), "\n".join(_last_lines(path))) for path in files]
 

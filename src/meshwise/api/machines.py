@@ -22,10 +22,10 @@ shown_by(Machine, devices_text)
 
 
 def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Machine:
-    """Find a machine: this one (None), `8xH100` or `2x8xA100-80GB@200Gb` in words, or a machine file (.toml).
+    """Find a machine. words: None for this one, words such as `8xH100` or `2x8xA100-80GB@200Gb`, or a machine file.
 
-    torch: also ask torch about this machine; without it, only NVML and the system's own files.
-    Raises UsageError for a part that is not in the catalog, naming the nearest, and for a file that is not one.
+    torch: whether to ask torch about this machine too, besides NVML and the system's files.
+    Raises UsageError for a part that is not in the catalog, naming the nearest, and for an invalid machine file.
     """
     if words is None:
         found = discover()
@@ -39,7 +39,7 @@ def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Mach
 
 
 def read_machine(path: Path) -> Machine:
-    """Read a machine file. Raises UsageError when it cannot be read or is no machine file."""
+    """Read a machine file. Raises UsageError if it cannot be read or is not a machine file."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe or a device would be read for ever
         raise UsageError(f"{path}: not a file. Write a machine file with meshwise bench --save FILE.")
     try:

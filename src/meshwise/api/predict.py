@@ -46,17 +46,17 @@ from meshwise.workers.launchers.find import place_in
 from meshwise.workers.listeners import Listeners
 
 QUIET_SECONDS = 10
-"""After this many seconds without a line, another line tells the progress."""
+"""The least seconds between two lines of progress, if the output is not a terminal."""
 
 
 @dataclass(frozen=True)
 class Predictions:
     """What `mw.predict` returns.
 
-    outputs: a row per sample, in the data's order: a tensor, or a list where rows make no tensor; a dict or tuple of
-        them where the model returns one. None where a file was named.
-    samples, computed: all samples, and those that this call computed: not those of an earlier, stopped run.
-    nan: samples computed by this call whose output contains NaN.
+    outputs: one row per sample, in the data's order: a tensor, or a list if rows cannot form a tensor; a dict or tuple
+        of these if the model returns a dict or tuple. None if the outputs went to a file.
+    samples, computed: the number of all samples, and of those that this call computed: an earlier call did the others.
+    nan: indices of samples computed by this call whose output contains NaN.
     """
 
     samples: int
@@ -72,13 +72,13 @@ class Predictions:
 def predict(options: PredictOptions) -> Predictions:
     """Run a model over every sample of a data set once, in order, without gradients, on the devices of a plan.
 
-    The job is a Job, a word as on the command line (`train.py:job`), a model, or a function that builds one. The data
-    is a map-style dataset, or a tuple or dict of equally long tensors; by default the job's test set. `predict(model,
-    batch)` returns a row for each sample; by default the model's output for the batch.
+    The job is a Job, a word as on the command line (`train.py:job`), a model, or a function that builds a model. The
+    data is a map-style dataset, or a tuple or dict of equally long tensors; by default the job's test set. A function
+    `predict(model, batch)` returns a row for each sample; by default, the model's output is taken.
 
-    With `out` rows are written as they come, and a call that was stopped continues where it was; without it they are
-    returned. Raises UsageError for what cannot be predicted, WorkerFailed when a worker fails, KeyboardInterrupt where
-    it was stopped.
+    With `out`, rows are written to a file as they are computed, and a stopped call can be repeated to continue; without
+    it they are returned. Raises UsageError for what cannot be predicted, WorkerFailed if a worker fails, and
+    KeyboardInterrupt if the call was stopped.
     """
     found, code = predict_with(options, Console(stderr=True))
     if code:
@@ -87,7 +87,7 @@ def predict(options: PredictOptions) -> Predictions:
 
 
 def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions, int]:
-    """Predict, and show progress on the console. Returns the predictions and the exit code: 0, or that of a signal."""
+    """Predict, and show progress on the console. Return the predictions and the exit code: 0, or that of a stop."""
     _check_files(options)
     options = replace(options, data=_data_of(options))
     place = place_in(os.environ)
@@ -118,7 +118,7 @@ def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions
 
 
 def summary(found: Predictions) -> str:
-    """Write `10,003 samples in 12.3 s, 813 samples/s: predictions.jsonl`, and which outputs contain NaN."""
+    """Return `10,003 samples in 12.3 s, 813 samples/s: predictions.jsonl`, and which samples have NaN outputs."""
     rate = f" in {seconds_text(found.seconds)}, {rate_text(found.computed / max(found.seconds, 1e-9))} samples/s"
     earlier = found.samples - found.computed
     where = "" if found.path is None else f": {found.path}"
@@ -135,7 +135,7 @@ shown_by(Predictions, lambda found, width: summary(found))
 
 
 def _check_files(options: PredictOptions) -> None:
-    """Check, before any worker starts, that files exist or do not; raises UsageError if they are not as needed."""
+    """Raise UsageError, before any worker starts, if the output file exists or the weights do not."""
     if options.out is not None:
         out = Path(options.out)
         if out.exists() and (not options.overwrite or not out.is_file()):
@@ -155,7 +155,7 @@ def _check_files(options: PredictOptions) -> None:
 
 
 def _data_of(options: PredictOptions) -> Any:
-    """Return the data set that `file.py:name` names; a folder is left to the job's own function."""
+    """Return the data set that `file.py:name` names. Return other data unchanged, such as a folder for the job."""
     file, _, name = str(options.data).rpartition(":")
     if isinstance(options.data, str) and file.endswith(".py"):
         return find_in_file(Path(file), name)
@@ -197,7 +197,7 @@ def _no_loss(*_: Any) -> Any:
 
 
 def _origin(options: PredictOptions) -> dict[str, str]:
-    """Return the facts that decide the outputs and that a worker does not know."""
+    """Return facts on which the outputs depend and which a worker cannot find: the source or the model's digest."""
     if isinstance(options.job, str):
         return {"source": source_of(options.job)}
     if isinstance(options.job, nn.Module):
@@ -224,7 +224,7 @@ def _in_worker(options: PredictOptions, origin: dict[str, str]) -> dict[str, Any
 
 
 def _joined(options: PredictOptions) -> dict[str, Any]:
-    """Predict in this process, one of those that torchrun, srun, mpirun or mw.launch started. Collective."""
+    """Predict in this process, which torchrun, srun, mpirun or mw.launch started as one of several. Collective."""
     check_kind(options.devices, join().world)
     first = join().world.rank == 0
     facts = run_predict(_job_of(options), options, _origin(options), _said if first else None)
@@ -238,7 +238,7 @@ def _said(kind: str, **facts: Any) -> None:
 
 @contextlib.contextmanager
 def _progress(console: Console, view: LiveView) -> Iterator[Callable[[int, Message], None]]:
-    """Give a function that takes the workers' messages: on a terminal their progress is a line that changes."""
+    """Yield a function that shows the workers' messages; on a terminal, their progress as a line that changes."""
     began, last = time.monotonic(), time.monotonic()
     samples = 1
 

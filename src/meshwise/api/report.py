@@ -29,7 +29,7 @@ shown_by(RunComparison, run_comparison_text)
 
 
 def figure(report: Report) -> Page:
-    """Return the page of a run, as `meshwise report --html` writes it, drawn in a notebook's cell."""
+    """Return the page of a run that `meshwise report --html` writes, to be shown in a notebook."""
     page = VIEWS["html"].render(report, read_timeline(Path(report.folder)))
     return Page(str(page))
 
@@ -38,17 +38,17 @@ setattr(Report, "figure", figure)  # noqa: B010  # a report does not know its vi
 
 
 def report(run: str | Path | RunSummary | None = None, *, steps: tuple[int, int] | None = None) -> Report:
-    """Report what a run did: where its time and memory went, which rank is a straggler, what limited it.
+    """Report what a run did: where its time and memory went, which rank is a straggler, what limited the run.
 
-    run: its folder, or what `mw.run` returned; None for the newest in `runs`. steps: the first and last step to show
-    span by span. Raises UsageError when there is no such run.
+    run: a run's folder, or what `mw.run` returned; None for the newest run in `runs`. steps: the first and last step to
+    show span by span. Raises UsageError if there is no such run.
     """
     folder = run_folder(run.folder if isinstance(run, RunSummary) else run)
     return report_of(read_timeline(folder), str(folder), steps)
 
 
 def compare(first: str | Path, second: str | Path) -> RunComparison:
-    """Compare two runs by each kind of time. Raises UsageError when one of them is no run."""
+    """Compare two runs by each kind of time. first, second: their folders. Raises UsageError if one is not a run."""
     runs = []
     for run in (first, second):
         folder = run_folder(run)
@@ -61,9 +61,9 @@ def compare(first: str | Path, second: str | Path) -> RunComparison:
 def report_views(
     folder: Path, wanted: Iterable[str], to: Path, steps: tuple[int, int] | None = None
 ) -> tuple[Report, list[str], list[Path]]:
-    """Return a run's report, the texts of the views that are printed, and the files in `to` of those that are written.
+    """Make views of a run. Return its report, the texts of views to print, and the files of views written to `to`.
 
-    wanted: names of VIEWS. Raises UsageError where a view needs a library that is missing, or `to` cannot be written.
+    wanted: names of VIEWS. Raises UsageError if a view needs a library that is missing, or `to` cannot be written.
     """
     timeline = read_timeline(folder)
     found = report_of(timeline, str(folder), steps)
@@ -84,19 +84,19 @@ def report_views(
 
 
 def replay(folder: Path, what: str) -> str:
-    """Write a script that repeats one collective of a run, such as `collective:1`. Raises UsageError without one."""
+    """Return the text of a script that repeats one collective of a run: `collective:1`. Raises UsageError."""
     return replay_script(report_of(read_timeline(folder), str(folder)), what)
 
 
 def run_folder(run: str | Path | None) -> Path:
-    """Return the folder of a run; None means the newest in `runs`. Raises UsageError when it is no run."""
+    """Return the folder of a run; None means the newest in `runs`. Raises UsageError if the folder is not a run's."""
     folder = names.newest_run(RUNS) if run is None else Path(run)
     names.read_run(folder)
     return folder
 
 
 def step_range(text: str | None) -> tuple[int, int] | None:
-    """Parse `100:110`, or `100` for one step, as first and last step."""
+    """Parse `--steps 100:110` as the first and the last step; `100` is a single step. Raises UsageError."""
     if text is None:
         return None
     first, _, last = text.partition(":")

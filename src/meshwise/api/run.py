@@ -57,11 +57,11 @@ shown_by(RunSummary, summary_text)
 def launch(
     function: Callable[..., Any], *arguments: Any, devices: str = "all", out: str | Path | None = None
 ) -> list[Any]:
-    """Call `function(*arguments)` once on every device, each in its own process; all are in one process group.
+    """Call `function(*arguments)` in one process per device, all in one process group; return the results by rank.
 
-    The function travels by value, so one that is defined in a notebook cell works. Returns the results in rank order.
-    Rank 0's output is shown. out: where a run folder is made, whose report is `mw.report()`; None keeps no records.
-    Raises WorkerFailed with the culprit's traceback when a worker fails.
+    The function is sent by value, so it may be defined in a notebook cell. Rank 0's output is shown. out: where to make
+    a run folder, which `mw.report(FOLDER)` reads; None keeps no records.
+    Raises WorkerFailed if a worker fails, with the traceback of the worker that failed first.
     """
     slots, listeners = find_devices(parse_devices(devices)), Listeners(_note, _show)
     if out is None:
@@ -83,8 +83,8 @@ def launch(
 def run(options: RunOptions) -> RunSummary:
     """Train a job on the devices, show its progress, and keep its records in a new run folder.
 
-    The job is a Job or a word as on the command line (`mnist-mlp`, `train.py:job`), the plan a Plan or a plan file.
-    Raises UsageError for what cannot be run, WorkerFailed when a worker fails.
+    The job is a Job, or a word as on the command line (`mnist-mlp`, `train.py:job`). The plan is a Plan or a plan file.
+    Raises UsageError for what cannot be run, WorkerFailed if a worker fails.
     """
     return start_job(options, Console())[0]
 
@@ -95,11 +95,11 @@ def start_job(
     began: float | None = None,
     starts: Callable[[RunOptions], object] = lambda options: None,
 ) -> tuple[RunSummary, int]:
-    """Run the job of the options: in workers of our own, or in this process where another launcher started it.
+    """Run the job of the options in workers, or in this process if another launcher (torchrun) started it.
 
-    began: when the user asked for it (seconds since 1970), if that was earlier than now. starts: called once the
-    options are valid.
-    Returns the summary and the exit code: 0, or that of the signal or limit that stopped the run.
+    began: when the user asked for the run (seconds since 1970), if that was before now. starts: called with the options
+    when they are known to be valid, before workers start.
+    Return the summary and the exit code: 0, or that of the signal or time limit that stopped the run.
     """
     if options.resume is not None:
         options = options.resumed(names.read_run(run_and_checkpoint(Path(options.resume))[0]))
@@ -129,14 +129,14 @@ def start_job(
 
 @dataclass(frozen=True)
 class Named:
-    """A job's name and batch size, as far as the launcher needs them."""
+    """What the launcher needs to know of a job: its name and global batch size."""
 
     name: str
     batch_size: int
 
 
 def _read(options: RunOptions, forks: Forks) -> Named:
-    """Read what the launcher needs of the job. Without torch here, a forked process reads it, which has torch."""
+    """Return the job's name and batch size. If this process has not imported torch, a forked one reads the job."""
     slot = worker_slots(options)[0]  # asks torch where there are accelerators
     alone = isinstance(options.job, Job) or "torch" in sys.modules
     server = None if alone else forks.server(os.environ | loaded_with(slot))
@@ -159,7 +159,7 @@ def _job_program(job: Named, options: RunOptions, world: World) -> LaunchedProgr
 
 
 def predicted_of_run(options: RunOptions, job: Named, plan: Plan) -> dict[str, Any]:
-    """Return what run.json keeps of a plan file's prediction: the prediction, or why it does not apply to this run."""
+    """Return what run.json keeps of the prediction in a plan file: the prediction, or why it does not fit this run."""
     predicted = prediction_in(options.plan.text) if isinstance(options.plan, PlanText) else None
     if predicted is None or not isinstance(options.plan, PlanText):
         return {}
@@ -179,7 +179,7 @@ def _job_in_worker(options: RunOptions, folder: Path) -> dict[str, Any]:
 
 
 def _job_again(options: RunOptions, folder: Path, plan: str, resumes: bool) -> dict[str, Any]:
-    """Run the job from the newest saved state if it `resumes`, else from the beginning. plan: another plan, as TOML."""
+    """Run the job from the newest saved state if `resumes`, else from the start. plan: a new plan as TOML, or empty."""
     if plan:
         options = replace(options, plan=PlanText(plan), settings=(), accumulate=None, precision=None)
     return _job_in_worker(replace(options, resume=folder if resumes else None), folder)
@@ -191,7 +191,7 @@ def _job_of(options: RunOptions) -> Job:
 
 
 def _finish(started: Started, results: Sequence[dict[str, Any]], console: Console, *, keep: bool) -> RunSummary:
-    """Make the summary of a job's run, show it, and keep it in the folder."""
+    """Summarise a job's run and show the summary; write it to the run folder if `keep`."""
     folder = started.folder
     plan, slots = started.restarts.plan_now or started.program.plan, started.slots[: len(results)]
     summary = summarise(results, repr(plan), slots, folder)
@@ -203,7 +203,7 @@ def _finish(started: Started, results: Sequence[dict[str, Any]], console: Consol
 
 
 def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[RunSummary, int]:
-    """Run in this process, one of those that torchrun, srun or mpirun started."""
+    """Run the job in this process, which torchrun, srun or mpirun started as one of several."""
     job = _job_of(options)
     program = partial(_job_program, Named(job.name, job.batch_size), options)
     with launcher.joined.joined_run(program, options, began) as run:

@@ -21,7 +21,7 @@ STATUSES = ("queued", "running", "finished", "stopped", "failed", "unreadable")
 
 
 def runs(parent: Path, *, status: str | None = None, name: str | None = None, job: str | None = None) -> list[RunEntry]:
-    """List the runs in `parent`, the oldest first: those with this status, and with these words in their name and job.
+    """List the runs in `parent`, oldest first; only those with this status, and with these words in name and job.
 
     Raises UsageError for a status that no run has.
     """
@@ -35,7 +35,7 @@ def runs(parent: Path, *, status: str | None = None, name: str | None = None, jo
 
 
 def with_queue(entries: Sequence[RunEntry]) -> list[RunEntry]:
-    """Return the runs, with what the cluster's queue says of those submitted to it."""
+    """Return the runs, with the state in the cluster's queue of those that were submitted to it."""
     jobs = [entry.scheduler_job for entry in entries if entry.scheduler_job]
     known = slurm.queue(jobs)
     return [_with_queue(entry, known) for entry in entries]
@@ -57,7 +57,7 @@ def _with_queue(entry: RunEntry, known: Mapping[str, slurm.Queued]) -> RunEntry:
 
 
 def to_remove(parent: Path, words: Sequence[str], *, running: bool) -> list[RunEntry]:
-    """Return the runs that the words name. Raises UsageError for an unknown one, or a running one without `running`."""
+    """Return the runs to remove, by their names. running: also running ones. Raises UsageError if one cannot be."""
     found = with_queue([run_entry(find_run(parent, word)) for word in words])
     entries = {entry.folder: entry for entry in found}
     for entry in entries.values():
@@ -71,7 +71,7 @@ def to_remove(parent: Path, words: Sequence[str], *, running: bool) -> list[RunE
 
 
 def remove(entry: RunEntry) -> None:
-    """Remove a run's folder with its contents. Raises UsageError where that is not allowed."""
+    """Remove a run's folder with its contents. Raises UsageError if the system does not allow that."""
     try:
         shutil.rmtree(entry.folder)
     except OSError as error:
@@ -81,7 +81,7 @@ def remove(entry: RunEntry) -> None:
 
 
 def open_page(parent: Path, word: str, *, browser: bool) -> tuple[Path, bool]:
-    """Write the page of a run, and show it in a browser; return its path, and whether a browser opened it."""
+    """Write a run's page, and open it if `browser`; return the page's path, and whether a browser opened it."""
     folder = find_run(parent, word)
     _, _, (page,) = report_views(folder, ["html"], folder)
     return page, browser and webbrowser.open(page.resolve().as_uri())

@@ -47,7 +47,7 @@ def start_script(
 ) -> int:
     """Run a script on every device, as `python script.py` runs it on one. Returns the exit code.
 
-    arguments: the script's own. starts: called once the options are valid. Raises WorkerFailed when a worker fails.
+    arguments: of the script. starts: called with the options when these are valid. Raises WorkerFailed.
     """
     script = Path(str(options.job))
     if options.resume is not None:

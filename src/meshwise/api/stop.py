@@ -23,10 +23,9 @@ ROUND = 1.0  # seconds between two looks
 
 
 def stop(parent: Path, word: str, say: Callable[[str], object], *, wait: float) -> None:
-    """Let the run that a word names save and end, and prevent further starts. wait: seconds for that.
-
-    Raises UsageError for a run that is over, or that cannot be reached from here.
-    """
+    """Ask a run to save and to end, and prevent that it starts again. word: names the run. wait: seconds to wait for
+    its end. say: called with lines for the user.
+    Raises UsageError for a run that is over, or that cannot be reached from this host."""
     folder = find_run(parent, word)
     facts = names.read_run(folder)
     jobs = jobs_of(facts)

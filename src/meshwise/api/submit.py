@@ -30,16 +30,16 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option, option_name, options_of
 
 NOT_SENT = ("nnodes", "node_rank", "rdzv", "min_nodes", "resume", "folder", "time_limit")
-"""Options of `run` that the cluster or the script decides: `submit` and its help do not have them."""
+"""Options of `meshwise run` that `meshwise submit` does not have: the cluster or the batch script decides them."""
 DECIDED = dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "meshwise starts the workers of a node itself")
 DECIDED |= dict.fromkeys(("--output", "-o"), "the output lies in the run's folder")
-"""Options of sbatch that the script decides, and why."""
+"""Options of sbatch that the user may not give, since the batch script decides them, and why."""
 INSTEAD = {"resume": "meshwise submit RUN sends a run again", "time_limit": "write --time", "folder": "name it --out"}
 
 
 @dataclass(frozen=True)
 class SubmitOptions:
-    """Options for the cluster."""
+    """The options of `meshwise submit` for the cluster."""
 
     nodes: Annotated[str, Option("how many nodes: 4, or 2-8 for what the queue gives", metavar="N|N-M")] = "1"
     time: Annotated[str | None, Option("time limit of an attempt: 4h, 30min; default: the partition's")] = None
@@ -60,7 +60,7 @@ class SubmitOptions:
             self.seconds()
 
     def seconds(self) -> float | None:
-        """Return the time limit in seconds."""
+        """Return the time limit of an attempt in seconds; None for the partition's. Raises UsageError."""
         if self.time is not None and self.time.strip().isdigit():  # minutes for sbatch, seconds elsewhere
             raise UsageError(f"--time {self.time}: write the unit, {self.time}min or {self.time}s.")
         return None if self.time is None else seconds_of(self.time, "--time")
@@ -68,7 +68,7 @@ class SubmitOptions:
 
 @dataclass(frozen=True)
 class Submission:
-    """A run to submit: the job, its script, and where its records will lie. word: `train.py:job`."""
+    """A run to submit. word: the program, `train.py:job`. script: the batch script. arguments: of a user's script."""
 
     word: str
     job: BatchJob
@@ -77,7 +77,7 @@ class Submission:
 
 
 def site_of(options: SubmitOptions, beside: Path) -> Site:
-    """Find the site, with the machine that the options name. beside: the folder of the job."""
+    """Find the cluster's defaults (site.toml); the options may name another machine. beside: the job's folder."""
     site = find_site(options.site, beside=beside)
     return site if options.machine is None else replace(site, machine=options.machine)
 
@@ -85,9 +85,9 @@ def site_of(options: SubmitOptions, beside: Path) -> Site:
 def prepare(
     options: SubmitOptions, run: RunOptions, typed: Mapping[str, Any], arguments: Sequence[str], sbatch: Sequence[str]
 ) -> Submission:
-    """Write the script of a new run. typed: the options of the run as they were written. arguments: of a script.
-
-    Raises UsageError for what cannot be submitted."""
+    """Make a submission with the batch script of a new run. typed: the run's options as the user wrote them. arguments:
+    of a user's script. sbatch: options for sbatch. Raises UsageError for what cannot be submitted.
+    """
     for name in NOT_SENT:
         if typed.get(name) not in (None, "", 1, 0):
             raise UsageError(
@@ -125,7 +125,7 @@ def prepare(
 
 
 def send(submission: Submission) -> tuple[Path, str | None]:
-    """Make the run folder and submit its script; return the script and its job number, None where there is no queue."""
+    """Make the run folder and submit the batch script. Return its path and the job number, None without a scheduler."""
     job = submission.job
     _refuse_missing(job.site.secrets, job.site.file)
     try:
@@ -155,8 +155,8 @@ def send(submission: Submission) -> tuple[Path, str | None]:
 
 
 def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str | None]:
-    """Submit the script of a run again, with the current program; the run resumes where it stopped. For an array: all
-    its tasks, or the one that `run` is. The options given here override the script's own."""
+    """Submit a run's batch script again, with the current program; the run resumes where it stopped. For an array,
+    submit all tasks, or only the task `run`. Options given here override those in the script."""
     facts, (sent, task) = names.read_run(run), array_of(run)
     if not (sent / SCRIPT).is_file():
         raise UsageError(f"{run}: was not sent by meshwise submit. Go on with it here: meshwise run --resume {run}")
@@ -181,8 +181,8 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
 
 
 def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -> list[str]:
-    """Return sbatch's words before the script of a run that is submitted again: they override those in the script.
-    task: the one of an array that is submitted."""
+    """Return the options of sbatch for a run that is submitted again; they override those in the batch script. task:
+    the number of an array's task, if only that one is submitted."""
     low, high = nodes_of(options.nodes)
     if low != high or options.site or options.machine:
         raise UsageError(
@@ -197,7 +197,7 @@ def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -
 
 
 def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[str]) -> None:
-    """Raise UsageError for an option of sbatch that contradicts ours, or that the script sets itself."""
+    """Raise UsageError for an option of sbatch that contradicts --nodes or --time, or that the batch script sets."""
     for word in joined_options(sbatch):
         name, _, value = word.partition("=") if word.startswith("--") else (word[:2], "", word[2:])
         for ours, short, asked in (("--nodes", "-N", nodes), ("--time", "-t", time)):
@@ -211,13 +211,13 @@ def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[
 
 
 def _refuse_missing(secrets: Sequence[str], file: str) -> None:
-    """Raise UsageError for a variable that the job needs and this shell does not have."""
+    """Raise UsageError if an environment variable is missing that the job needs. file: the site file that says so."""
     if missing := [name for name in secrets if not os.environ.get(name)]:
         raise UsageError(f"{', '.join(missing)}: not in the environment, and {file} says that the job needs it.")
 
 
 def refuse_options_of_runs(typed: Mapping[str, Any]) -> None:
-    """Raise UsageError for options of `meshwise run` where a run is submitted again: it has its own."""
+    """Raise UsageError for options of `meshwise run` when a run is submitted again, as it keeps the options it had."""
     if given := _words(typed):
         raise UsageError(f"{given[0]}: meshwise submit RUN goes on with the run's own options. Leave it out.")
 
@@ -234,7 +234,7 @@ def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
 
 
 def is_run(word: str) -> bool:
-    """Check whether a word names a run rather than a program."""
+    """Return whether a word names an existing run, not a program."""
     if word.endswith(".py") or ":" in word:
         return False
     try:
@@ -245,7 +245,7 @@ def is_run(word: str) -> bool:
 
 
 def _words(typed: Mapping[str, Any]) -> list[str]:
-    """Return the options of the run, as they were written; a plan's file with its absolute path."""
+    """Return the run's options as command line words; the path of a plan file is made absolute."""
     words: list[str] = []
     for name, _, option in options_of(RunOptions):
         value = typed.get(name)
@@ -264,7 +264,7 @@ def _words(typed: Mapping[str, Any]) -> list[str]:
 
 
 def _gpus(site: Site, devices: str | None) -> int:
-    """Return how many GPUs of a node to ask for."""
+    """Return how many GPUs to ask for on each node."""
     if devices and "cpu" in devices:
         return 0
     if devices and (found := re.fullmatch(r"(\d+)x\w+", devices)):
@@ -278,7 +278,7 @@ def _gpus(site: Site, devices: str | None) -> int:
 
 
 def _command(site: Site) -> list[str]:
-    """Return how meshwise is called on the nodes: as the site says, else the one that runs here."""
+    """Return the command that calls meshwise on the nodes: the site's, else the one that is running here."""
     if site.command:
         return shlex.split(site.command)
     if site.container or site.setup:

@@ -23,7 +23,7 @@ from meshwise.spec.units import bytes_text, plural, seconds_text
 from meshwise.workers.deadline import least_limit
 
 SECONDS = 45.0
-"""Time to rehearse one size."""
+"""How long to rehearse a run on one number of nodes, at most."""
 
 
 def verdict(
@@ -34,9 +34,9 @@ def verdict(
     limit: float | None,
     say: Callable[[str], object],
 ) -> str:
-    """Rehearse the run on the least and the most nodes, and print the outcome for each size. limit: seconds of an
-    attempt. Returns why it should not be submitted, "" if nothing was found. Raises UsageError for a program that can
-    never run."""
+    """Rehearse the run on the least and on the most nodes, and say the outcome for each. limit: seconds of an attempt.
+    Return why the run should not be submitted; "" if nothing speaks against it. Raises UsageError for a program that
+    can never run."""
     _check_program(options)
     if not site.machine:
         say(f'not rehearsed: {site.file or "site.toml"} names no machine. Write machine = "8xH100" for one node there.')
@@ -51,7 +51,7 @@ def verdict(
 
 
 def _check_program(run: RunOptions) -> None:
-    """Check what needs no machine: that the job and the devices exist, or that the script is Python."""
+    """Raise UsageError if the devices cannot be read, the job does not exist, or the script is not Python."""
     if run.devices is not None:
         parse_devices(run.devices)
     if str(run.job).endswith(".py"):
@@ -97,7 +97,7 @@ def _of_size(
 
 
 def machine_words(site: Site, nodes: int) -> str:
-    """Return the machine with this many nodes, as `--machine` reads it."""
+    """Return the site's machine with this many nodes, as words for `--machine`: `2x8xH100@400Gb`."""
     if nodes == 1:
         return site.machine
     if site.machine.endswith(".toml"):
@@ -126,7 +126,7 @@ def _told(plans: Plans, first: Estimate, where: str, options: RunOptions, limit:
 
 
 def too_short(step: float, limit: float | None) -> str:
-    """Say why no attempt within this limit completes a step; "" if each does."""
+    """Return why no attempt within `limit` seconds can complete and save a step of `step` seconds; "" if it can."""
     if limit is None or (needs := least_limit(step, limit)) <= limit:
         return ""
     return (
@@ -136,7 +136,7 @@ def too_short(step: float, limit: float | None) -> str:
 
 
 def _to_the_end(plans: Plans, first: Estimate, options: RunOptions, limit: float | None) -> str | None:
-    """Say how many device hours the training takes, and how many attempts of this limit."""
+    """Return a sentence on how long the whole training takes, in device hours and attempts; None if unknown."""
     if plans.steps is None or first.seconds is None:
         return None
     steps = plans.steps if options.epochs is None else _with_epochs(plans, options)

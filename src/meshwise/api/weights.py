@@ -18,10 +18,10 @@ FOLDER = "weights"
 
 
 def weights(word: str | None, out: Path | None, only: str | None, say: Callable[[str], None]) -> tuple[Path, Written]:
-    """Write the weights of a run's newest whole state, or of the checkpoint named `only`, into a folder.
+    """Write the model's weights from a run's newest complete checkpoint, or from the one named `only`, to a folder.
 
-    out: the folder; None: `weights` in the run's. say: takes a line about damaged or left out files. Raises UsageError
-    where something lies there already.
+    out: the folder; None: `weights` in the run's folder. say: called with lines about damaged or skipped files. Raises
+    UsageError if the folder is not empty.
     """
     folder = run_folder(word)
     out = out or folder / FOLDER

@@ -15,19 +15,19 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def more(address: str) -> str:
-    """Return the line that names an address, as a page of docs/ and its part; empty where there is none."""
+    """Return the line below an error that names a part of docs/; empty if `address` is. address: `page.md#part`."""
     return address and f"more      docs/{address}"
 
 
 def addresses() -> dict[str, str]:
-    """Return the address of each module, `room/file`, and of functions with another one, `room/file/function`."""
+    """Return the part of docs/ for each `room/file`, and for `room/file/function` if a function has another one."""
     table = tomllib.loads((PACKAGE / "spec/addresses.toml").read_text(encoding="utf-8"))
     return {place: address for address, places in table.items() for place in places}
 
 
 def address_of(error: BaseException) -> str:
-    """Return where docs/ says more about an error of ours; empty if a program raised it, or nothing more is said. An
-    error that ends a run has the address of the failure in it."""
+    """Return the part of docs/ that says more about an error that meshwise raised; empty if there is none, or if the
+    user's program raised it. For an error that ends a run, return what the failed worker reported."""
     if hasattr(error, "failure"):
         return getattr(error.failure, "more", "")
     with contextlib.suppress(OSError):  # no file can be opened any more

@@ -17,14 +17,14 @@ from typing import Any, Literal, TypeAlias, get_args, get_origin
 from meshwise.spec.errors import UsageError, nearest
 
 Plain: TypeAlias = int | float | bool | str | PathLike[str] | None
-"""The types of an argument: values that can be written as text."""
+"""The types that a job's argument may have: all can be written as text."""
 WORDS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 def argument_texts(given: Mapping[str, Plain] | Sequence[str]) -> tuple[str, ...]:
-    """Return `lr=0.0003` for each argument, as run.json keeps them; values are written out.
+    """Return each argument as text, such as `lr=0.0003`, as run.json keeps it.
 
-    Raises UsageError for what is not NAME=VALUE, a name that is given twice, and a value that has no text.
+    Raises UsageError for a text that is not NAME=VALUE, a name that is given twice, and a value of another type.
     """
     if isinstance(given, Mapping):
         for name, value in given.items():
@@ -41,10 +41,10 @@ def argument_texts(given: Mapping[str, Plain] | Sequence[str]) -> tuple[str, ...
 
 
 def read_arguments(function: Callable[..., Any], texts: Sequence[str], word: str) -> dict[str, Any]:
-    """Convert the arguments to the types of the function's annotations, or else of its defaults.
+    """Convert `name=value` texts to the types of the function's annotations, or else of its defaults.
 
-    word: what the user calls the function. Raises UsageError for a name that it does not take, or a text of another
-    type.
+    word: how the user names the function, for errors. Raises UsageError for a name that the function does not take, or
+    a text of another type.
     """
     parameters = inspect.signature(function).parameters
     try:
@@ -65,7 +65,7 @@ def read_arguments(function: Callable[..., Any], texts: Sequence[str], word: str
 
 
 def _kinds(hint: Any, default: Any) -> list[Any]:
-    """Return the types that a parameter takes, and the words of a Literal."""
+    """Return the types that a parameter takes; for a Literal, its values."""
     if hint is Any and default in (None, inspect.Parameter.empty):
         return [*READ]
     if hint is Any:
@@ -98,4 +98,4 @@ READ: Mapping[Any, Callable[[str], Any]] = {
     str: str,
     Path: Path,
 }
-"""How a text is read as each type, in the order in which they are tried where several are possible."""
+"""What converts a text to each type. If several types are possible, they are tried in this order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 DEFINITIONS = "nccl-tests"
-"""The source of these definitions, for output that shows a figure."""
+"""The source of these definitions, to be named beside the figures."""
 
 # nccl-tests 2.19.6, `getBw` of src/*.cu; gather and scatter stand there and not in doc/PERFORMANCE.md. DeepSpeed counts
 # an all-reduce's algorithm bandwidth twice, and gather and scatter with 1.
@@ -24,20 +24,20 @@ FACTORS: dict[str, Callable[[int], float]] = {
     "reduce": lambda ranks: 1.0,
     "send-receive": lambda ranks: 1.0,
 }
-"""Bus over algorithm bandwidth by collective. Sizes: all-reduce, broadcast, reduce, send-receive (each rank sends to
-the next) of the tensor; all others of the tensor of all ranks, count times ranks."""
+"""For each collective, bus bandwidth over algorithm bandwidth. The size of all-reduce, broadcast, reduce, send-receive
+(each rank sends to the next) is that of the tensor; of all others, that of the parts of all ranks together."""
 
 
 def algorithm_bandwidth(size: int, seconds: float) -> float:
-    """Return bytes a second: size over time."""
+    """Return the size of the collective's data over its time, in bytes/s."""
     return size / seconds
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Return bus over algorithm bandwidth. 1 for anything but a collective: a copy, or one-to-all by the bytes sent."""
+    """Return bus bandwidth over algorithm bandwidth. It is 1 for anything but a collective, such as a copy."""
     return FACTORS[operation](ranks) if operation in FACTORS else 1.0
 
 
 def bus_bandwidth(operation: str, ranks: int, size: int, seconds: float) -> float:
-    """Return bytes a second on the busiest link, for an optimal algorithm that does not reduce in the network."""
+    """Return the bytes/s on the busiest link, if the algorithm is optimal and does not reduce in the network."""
     return bus_factor(operation, ranks) * algorithm_bandwidth(size, seconds)

@@ -16,15 +16,15 @@ from meshwise.spec.errors import UsageError, nearest
 
 DEVICE_KINDS = ("cpu", "cuda", "xpu", "mps")
 IN_WORDS = "all, 4xcpu, 2xcuda or cuda:0,1"
-"""How an option names devices."""
+"""Examples of how an option names devices."""
 STREAMED = ("cuda", "xpu")
-"""Kinds that run asynchronously to the host, in streams (`torch.Stream`, `torch.Event`). All else is asked of
-`torch.get_device_module(device)`: `torch.accelerator` knows one kind, which may be a rehearsal's stand-in."""
+"""Kinds of device that run asynchronously to the host, in streams (`torch.Stream`, `torch.Event`). For all else use
+`torch.get_device_module(device)`: `torch.accelerator` knows one kind, which may be a rehearsal's fake device."""
 
 
 @functools.cache  # asked in every step
 def has_streams(device: object) -> bool:
-    """Check whether a device (`cuda:0`, `cpu`, a torch.device) runs asynchronously to the host, in streams."""
+    """Return whether a device (`cuda:0`, `cpu`, a torch.device) runs asynchronously to the host, in streams."""
     return str(device).split(":")[0] in STREAMED
 
 
@@ -33,7 +33,7 @@ MOST_CPU_WORKERS = 256  # a typing slip such as 4000xcpu must not start 4000 pro
 
 @dataclass(frozen=True)
 class DeviceRequest:
-    """The requested devices. `kind` None means every accelerator; `indices` None means the first `count`."""
+    """The devices that the user asks for. kind None: every accelerator. indices None: the first `count` of the kind."""
 
     kind: str | None
     count: int | None = None
@@ -92,13 +92,13 @@ def _known(words: str, kind: str) -> str:
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """One worker process's part of a host: its device, its processor cores and its threads.
+    """What one worker process gets of a host: a device, processor cores and threads.
 
     device: kind of device, `cpu` or `cuda`.
-    index: which accelerator of the host, as the driver counts; None for a CPU worker.
-    cores: processor cores that it is bound to; empty when it is not bound.
-    threads: threads that its operators use; 0 for torch's default.
-    sees: accelerators of the host that it sees; empty for only its own.
+    index: number of the accelerator on the host, as the driver counts; None for a CPU worker.
+    cores: processor cores that the worker is bound to; empty if it is not bound.
+    threads: number of threads that torch's operators use; 0 for torch's default.
+    sees: indices of the accelerators that the worker sees; empty if it sees only its own.
     """
 
     device: str
@@ -113,13 +113,13 @@ class WorkerSlot:
 
 
 def threads_in(environment: Mapping[str, str]) -> int:
-    """Read OMP_NUM_THREADS, which may be a list for nested regions; 0 where it is not set."""
+    """Return OMP_NUM_THREADS, or the first number of it if it is a list; 0 if it is not set."""
     first = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 
 
 def core_ranges(cores: tuple[int, ...]) -> str:
-    """Write `(0, 1, 2, 5)` as `0-2,5`."""
+    """Format cores such as `(0, 1, 2, 5)` as `0-2,5`."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

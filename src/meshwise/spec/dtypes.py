@@ -23,10 +23,10 @@ PRECISIONS = {
 class Dtypes:
     """The dtype for each purpose. Raises PlanError for combinations that do not work.
 
-    stored: parameters, their `.grad` and the optimizer's state.
-    computed: matrix products of forward and backward (autocast, where it is narrower than `stored`), and the weights
-        that a shard gathers for them.
-    reduced: gradients while they are summed over ranks.
+    stored: of parameters, their `.grad` and the optimizer's state.
+    computed: of matrix products in forward and backward (by autocast if narrower than `stored`), and of sharded
+        parameters while they are gathered.
+    reduced: of gradients while they are summed over ranks.
     """
 
     stored: str
@@ -51,22 +51,22 @@ class Dtypes:
 
     @property
     def by_field(self) -> dict[str, str]:
-        """Each dtype by its field in a plan."""
+        """The dtypes by their field in a plan, such as `param_dtype`."""
         return {"param_dtype": self.stored, "compute_dtype": self.computed, "grad_dtype": self.reduced}
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled, so that small gradients are not lost."""
+        """Whether the loss is scaled (GradScaler), so that small gradients do not underflow in fp16."""
         return self.computed == "fp16"
 
 
 def dtypes_of(
     precision: str, param_dtype: str | None = None, compute_dtype: str | None = None, grad_dtype: str | None = None
 ) -> Dtypes:
-    """Return the dtypes that the word `precision` means, changed by the others that are given.
+    """Return the dtypes that the word `precision` means, overridden by the other arguments that are given.
 
-    By default `computed` is the word's dtype, or `param_dtype` if that is narrower, and gradients are reduced in
-    the stored dtype. Raises PlanError for combinations that do not work.
+    By default `computed` is the dtype that `precision` names, or `param_dtype` if that is narrower, and gradients are
+    reduced in the stored dtype. Raises PlanError for combinations that do not work.
     """
     given = {"param_dtype": param_dtype, "compute_dtype": compute_dtype, "grad_dtype": grad_dtype}
     for name, value in given.items():

@@ -31,7 +31,7 @@ class MeshwiseError(Exception):
     exit_code = 1
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows: the sentence and where docs/ says more, without our own lines."""
+        """Return what a notebook shows: the error's sentence and where docs/ says more, without a traceback."""
         return [f"{type(self).__name__}: {self}", *filter(None, [more(address_of(self))])]
 
 
@@ -58,7 +58,7 @@ class LossError(MeshwiseError):
 
 
 class SpoiledError(LossError):
-    """Parameters are no longer finite. ranks: those that hold them."""
+    """Parameters are no longer finite. ranks: those that hold such parameters."""
 
     def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
         super().__init__(message)
@@ -70,7 +70,7 @@ class SaveError(MeshwiseError):
 
 
 class ReplicaError(MeshwiseError):
-    """Replicas that must be equal are not. ranks: those whose values differ from the majority's, or all of them."""
+    """Replicas that must be equal are not. ranks: those that differ from the majority; all if there is no majority."""
 
     def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
         super().__init__(message)
@@ -87,7 +87,7 @@ class WorkerFailed(MeshwiseError):
     def __init__(
         self, message: str, *, rank: int | None = None, exit_code: int = 1, failure: Any | None = None
     ) -> None:
-        """failure: what is known of the culprit (`workers.failure.Failure`); None where no worker is to blame."""
+        """failure: what is known of the worker that failed first (`workers.failure.Failure`); None if none did."""
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
@@ -95,13 +95,13 @@ class WorkerFailed(MeshwiseError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean 'mnist-mlp'?`, or an empty text when nothing known is close to `word`."""
+    """Return ` Did you mean 'mnist-mlp'?` with the known word closest to `word`; an empty text if none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def check_known(what: str, word: object, known: Iterable[str], error: type[UsageError] = UsageError) -> None:
-    """Raise `error` for a word that is not in `known`, with the one that may have been meant."""
+    """Raise `error` if `word` is not in `known`, and name the closest known word. what: the option or field."""
     words = tuple(known)  # what a file gives may have no hash
     if word not in words:
         raise error(f"{what}={word!r} is not known.{nearest(str(word), words)} Use one of {', '.join(words)}.")

@@ -10,13 +10,13 @@ import signal
 from collections.abc import Mapping
 
 DONE, FAILED, USAGE, DOUBTFUL, AGAIN, NO_PROGRESS, INTERRUPTED = 0, 1, 2, 4, 85, 93, 130
-"""DOUBTFUL is only for `meshwise check`: equal in float64, but a figure that it does not compare there differs."""
+"""DOUBTFUL is only for `meshwise check`: all that it compares in float64 is equal, but some other figure differs."""
 TIME_LIMIT = int(getattr(signal, "SIGALRM", 14))
-"""Stands for the time limit of a run, among the signals that stop one."""
+"""The number that stands for the run's time limit, among the signals that stop a run."""
 JOINS = 0
-"""Stands, among these signals, for a machine that joins: the run continues with it."""
+"""The number that stands for a machine that joins the run, among these signals: the run restarts with the machine."""
 WARNINGS = tuple(int(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
-"""Signals that schedulers send before the end, often to every process of a task."""
+"""Signals that schedulers send some time before they kill a job, often to every process of a task."""
 OF_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST")
 """Environment variables that schedulers set in the processes they start."""
 MEANINGS = {
@@ -32,13 +32,13 @@ MEANINGS = {
 
 
 def code_of_stop(number: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the exit code of a run that this signal stopped: 85 to be started again, else 128 plus the signal."""
+    """Return the exit code of a run that this signal stopped: 85 if it should start again, else 128 + the number."""
     scheduled = number == signal.SIGTERM and any(name in environment for name in OF_SCHEDULERS)
     return AGAIN if scheduled or number in (TIME_LIMIT, _number("SIGUSR1"), _number("SIGUSR2")) else 128 + number
 
 
 def stop_text(number: int) -> str:
-    """Say what stopped a run: `Ctrl-C`, `SIGTERM`, `its time limit`."""
+    """Return what stopped a run, in words: `Ctrl-C`, `SIGTERM`, `its time limit`."""
     told = {
         JOINS: "a machine that joins",
         signal.SIGINT: "Ctrl-C",

@@ -25,9 +25,9 @@ KINDS = {
     "corrupt-checkpoint": "a bit of the newest checkpoint on the disk is flipped",
     "cut-checkpoint": "a file of the newest checkpoint on the disk loses its second half",
 }
-"""What each kind of fault does."""
+"""What each kind of fault does to a rank."""
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluate", "checkpoint")
-"""Where a fault happens: as the phase begins. `communication`: as the rank enters a collective of all ranks."""
+"""Phases of a step. A fault happens when its phase begins; `communication` begins with a collective of all ranks."""
 FULL_FOR = 10  # steps
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 EXAMPLE = "Write --fault kill:rank=1,step=40, and phase=backward or attempt=2 after it where that matters."
@@ -35,8 +35,8 @@ EXAMPLE = "Write --fault kill:rank=1,step=40, and phase=backward or attempt=2 af
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, which happens once. step: from 1, over the whole run. attempt: of this command, from 1: 2 is the
-    first restart. seconds: of `slow`. steps: for how many a disk is full.
+    """A fault, injected once. step: counted from 1 over the whole run. attempt: counted from 1 over this command; 2 is
+    the first restart. seconds: the delay of `slow`. steps: for how many steps the disk is full.
     back: after how many attempts a lost device returns; 0: never."""
 
     kind: str
@@ -57,7 +57,7 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """Parse a fault from the command line. Raises UsageError for anything else."""
+    """Parse a fault such as `kill:rank=2,step=40`. Raises UsageError for anything else."""
     head, _, rest = text.partition(":")
     kind, _, duration = head.strip().partition(" ")
     check_known("--fault", kind, KINDS)
@@ -85,7 +85,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def faults_of(texts: Sequence[str], ranks: int) -> tuple[Fault, ...]:
-    """Parse the faults of a run with this many ranks. Raises UsageError for a rank that does not exist."""
+    """Parse the faults for a run with this many ranks. Raises UsageError for a rank that the run does not have."""
     faults = tuple(map(parse_fault, texts))
     for fault in faults:
         if fault.rank >= ranks:

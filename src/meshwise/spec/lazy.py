@@ -18,7 +18,7 @@ from types import ModuleType
 
 
 def files_of(package: str) -> Callable[[str], ModuleType]:
-    """Return a package's `__getattr__`, which imports the file of the requested name on first use."""
+    """Return a `__getattr__` for the package, which imports the package's file of the requested name on first use."""
 
     def file(name: str) -> ModuleType:
         if name.startswith("_"):

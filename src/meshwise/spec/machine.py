@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from meshwise.spec.timings import Timings
 
 HOST, DEVICE, NODE = "host", "device", "node"
-"""Ends of a link that mean any: a host's memory, any device of one host, any host of the machine."""
+"""Ends of a link that are no single device: the memory of a host, any device of a host, any host of the machine."""
 
 
 MOST_DEVICES = 131_072
-"""More than any machine ever built: a typing error must not fill the memory."""
+"""The largest number of devices to accept, more than any machine has: a typing error must not fill the memory."""
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """One measured matrix product, (m × k) by (k × n)."""
+    """The measured seconds of a matrix product, (m × k) by (k × n)."""
 
     dtype: str
     m: int
@@ -35,18 +35,17 @@ class Matmul:
 
     @property
     def rate(self) -> float:
-        """FLOP/s."""
+        """The measured FLOP/s: 2mnk over the seconds."""
         return 2 * self.m * self.n * self.k / self.seconds
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device. name: `cuda:0`, `cpu:1`, as its own host counts; part: the catalog's name, or the driver's.
-
-    memory in bytes; memory_bandwidth in bytes/s and peak in dense FLOP/s are the part's nominal figures, achievable the
-    best share of the peak that anyone has reached, by dtype. memory_rate (bytes/s, read and written), matmuls and
-    launch (seconds a kernel) were measured on this very device. origins: where each figure came from, by field name.
-    """
+    """One device. name: `cuda:0`, `cpu:1`, as counted on its host. part: the catalog's name for the model, or the
+    driver's.
+    memory: bytes. memory_bandwidth (bytes/s) and peak (dense FLOP/s by dtype): nominal. achievable: the best share of
+    the peak that was ever reached, by dtype. memory_rate (bytes/s, read and written), matmuls and launch (seconds per
+    kernel): measured on this device. origins: the source of each figure, by field name."""
 
     name: str
     part: str
@@ -64,12 +63,12 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """Its kind: `cuda`, `cpu`, `xpu`."""
+        """The kind of device: `cuda`, `cpu`, `xpu`."""
         return self.name.split(":")[0]
 
     @property
     def best_rates(self) -> dict[str, float]:
-        """The best measured FLOP/s by dtype, over the shapes."""
+        """The best measured FLOP/s of matrix products, by dtype."""
         found: dict[str, float] = {}
         for product in self.matmuls:
             found[product.dtype] = max(product.rate, found.get(product.dtype, 0.0))
@@ -78,13 +77,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """From `source` to `target`, one way: device names, or HOST, DEVICE, NODE for any of them.
+    """A link in one direction. source, target: device names, or HOST, DEVICE, NODE for any of them.
 
-    kind: `pcie`, `nvlink`, `xgmi`, `c2c`, `memory`, `network` or `process`. bandwidth (bytes/s): nominal, as the parts
-    at both ends support it. generation and width (PCIe lanes, or NVLink and xGMI links) were found, full_ is
-    what the parts support. peer: one device reads the other's memory without the host. crosses: what lies between,
-    `` (nothing but a switch), `bridge` (the host's PCIe bridge) or `socket`. timings: measured, by path: `pinned`,
-    `pageable`, `peer`, `staged`, `gloo`, `nccl`, followed by ` both ways` if both directions ran at once.
+    kind: `pcie`, `nvlink`, `xgmi`, `c2c`, `memory`, `network` or `process`. bandwidth: nominal bytes/s, as the parts at
+    both ends support. generation, width (PCIe lanes, or number of NVLink or xGMI links): as found; full_generation,
+    full_width: what the parts support. peer: whether one device reads the other's memory without the host. crosses:
+    what is between: empty (at most a switch), `bridge` (the host's PCIe bridge), `socket`. timings: measured, by path:
+    `pinned`, `pageable`, `peer`, `staged`, `gloo`, `nccl`; with ` both ways` if both directions ran at once.
     """
 
     source: str
@@ -104,9 +103,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Collective:
-    """Measured times of one collective: kind (`all-reduce`), the number of ranks, the backend (`nccl`, `gloo`).
+    """Measured times of one kind of collective (`all-reduce`) over `ranks` ranks by a backend (`nccl`, `gloo`).
 
-    Sizes are of the full tensor, as nccl-tests count them.
+    The sizes in `timings` are those of the full tensor, as in nccl-tests.
     """
 
     kind: str
@@ -117,9 +116,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class Host:
-    """One host: its processor, the cores and the bytes that this process may use there, and its limits.
+    """One host. cores, memory (bytes): what this process may use of cores_present and memory_present.
 
-    limits: bytes or counts by name: `shared memory`, `open files`, `locked memory`.
+    limits: of this process, as bytes or counts, by name: `shared memory`, `open files`, `locked memory`.
     """
 
     name: str = ""
@@ -135,7 +134,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hosts, devices, links. measured: date and versions of the measurement, empty for a described machine.
+    """A machine: hosts, devices, links. measured: date and versions of the measurement; empty if not measured.
 
     versions: of torch, the driver and so on, by name. warnings: what is unknown or looks wrong, each with what to do.
     """
@@ -151,14 +150,14 @@ class Machine:
 
 
 def device_label(machine: Machine, device: Device) -> str:
-    """Return the device's name, with its host's number in front if there are several hosts."""
+    """Return the device's name; if the machine has several hosts, with its host's in front: `node1 cuda:0`."""
     return device.name if len(machine.hosts) < 2 else f"node{device.host} {device.name}"
 
 
 def link_between(machine: Machine, source: str, target: str) -> Link | None:
-    """Return the link from `source` to `target`: this very one, else the one for any such pair; None if unknown.
+    """Return the link from `source` to `target`; if there is none, the link for any such ends; else None.
 
-    Ends are device names of one host, HOST, or `node0` and so on for a whole host.
+    The ends are two device names of the same host, HOST, or `node0` and so on for a whole host.
     """
     by_ends = {(link.source, link.target): link for link in reversed(machine.links)}  # of two alike the first
     return by_ends.get((source, target)) or by_ends.get((_any(source), _any(target)))

@@ -28,11 +28,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Option:
-    """How the command line and the help describe a field; its `Annotated` holds it.
+    """Describes a field of an options dataclass, in its `Annotated`: how the command line and the help show the field.
 
-    name: the option, where it is not the field's name with dashes. argument: a word without a name (`JOB`).
-    scripts: whether a user's own script has the option too; False is an option of jobs only.
-    recorded: whether run.json keeps it, for a run that is resumed.
+    name: of the option, if not the field's name with dashes. argument: True for a positional argument (`JOB`).
+    scripts: whether the option applies to a user's own script too; False if only to jobs.
+    recorded: whether run.json keeps the value, for a run that is resumed.
     """
 
     help: str
@@ -44,7 +44,7 @@ class Option:
 
 
 def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
-    """Yield name, type and `Option` of each field of a dataclass that has one, inherited fields last."""
+    """Yield (name, type, `Option`) of each field of a dataclass that has an `Option`, inherited fields last."""
     hints = get_type_hints(kind, include_extras=True)
     for name in (name for each in kind.__mro__ for name in vars(each).get("__annotations__", ())):
         for option in get_args(hints[name]):
@@ -53,7 +53,7 @@ def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
 
 
 def given_options(options: Any) -> Iterator[tuple[str, Any, Option]]:
-    """Yield name, value and `Option` of each field of an options dataclass that differs from its default."""
+    """Yield (name, value, `Option`) of each field whose value differs from the default. options: a dataclass."""
     defaults = {field.name: field.default for field in fields(options)}
     for name, _, option in options_of(type(options)):
         value = getattr(options, name)
@@ -62,7 +62,7 @@ def given_options(options: Any) -> Iterator[tuple[str, Any, Option]]:
 
 
 def check_script(script: str, options: Any) -> None:
-    """Raise UsageError for a missing script, and for a given option that only jobs have."""
+    """Raise UsageError if the script is missing, or if an option is given that applies to jobs only."""
     if not Path(script).is_file():
         raise UsageError(f"{script}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
     for name, value, option in given_options(options):
@@ -76,12 +76,12 @@ def check_script(script: str, options: Any) -> None:
 
 
 def option_name(field: str, option: Option) -> str:
-    """Return how the option is written on the command line: `--batch-size`."""
+    """Return the name of a field's option on the command line: `--batch-size`."""
     return option.name or f"--{field.replace('_', '-')}"
 
 
 def takes(options: Callable[P, Options]) -> Callable[[Callable[[Options], R]], Callable[P, R]]:
-    """Make a function of one dataclass into a function of its fields, for type checkers, editors and `help` alike."""
+    """Make a function of one options dataclass take its fields as arguments, for type checkers and `help` as well."""
 
     def decorate(function: Callable[[Options], R]) -> Callable[P, R]:
         @functools.wraps(function)

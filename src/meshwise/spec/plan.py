@@ -42,16 +42,16 @@ _COMPILED = " with compile=True: split tensors are not compiled. Remove compile.
 
 @dataclass(frozen=True)
 class Conflict:
-    """A combination that a field excludes: `when` it applies, and what to say then, with the plan as `{plan}`."""
+    """A combination that a field excludes. when: whether a plan has it. message: the error, formatted with `{plan}`."""
 
     when: Callable[[Plan], bool]
     message: str
 
 
 def _axis(*conflicts: Conflict, divides: str = "", same_samples: bool = False) -> Any:
-    """Declare a mesh axis: over how many devices. Axes are fields from the outermost to the innermost.
+    """Declare a field for the size of a mesh axis. The fields are in order from the outermost axis to the innermost.
 
-    same_samples: its ranks work on the same samples; these are the innermost.
+    same_samples: whether ranks along the axis work on the same samples; such axes are the innermost.
     """
     return field(default=1, metadata=locals() | {"axis": True})
 
@@ -62,9 +62,9 @@ def _not_yet(own: str, other: str) -> Conflict:
 
 
 def _technique(default: Any, *conflicts: Conflict, divides: str = "") -> Any:
-    """Declare a technique that is off by default. Conflicts apply to any other value.
+    """Declare a field for a technique that is off by default. Conflicts apply to any value other than the default.
 
-    divides: `parameters`, with their gradients and state, or only the optimizer's `state`.
+    divides: what it divides over ranks: `parameters`, with gradients and state, or only the optimizer's `state`.
     """
     return field(default=default, metadata={"conflicts": conflicts, "divides": divides})
 
@@ -73,32 +73,32 @@ def _technique(default: Any, *conflicts: Conflict, divides: str = "") -> Any:
 class Plan:
     """How a job uses the devices of a machine.
 
-    data: replicas of the model; each takes its share of every global batch.
-    shard: devices over which a replica's parameters, gradients and optimizer state are sharded; each takes its share.
-    expert: devices over which a mixture's experts are divided; each takes its share of the batch, and tokens travel.
-    pipeline: devices over which the model's blocks are split into stages (pipeline parallel); they work on the same
-        samples, one microbatch after the other, `accumulate` of them a step.
-    context: devices over which the positions of each sample are divided (context parallel), attention with them; they
-        work on the same samples.
-    tensor: devices over which the weights of layers are split (tensor parallel); they work on the same samples.
+    data: replicas of the model; each computes its share of every global batch.
+    shard: devices over which parameters, gradients and optimizer state are sharded; each computes its share of a batch.
+    expert: devices over which the experts of a mixture are divided; each computes its share of a batch, and tokens are
+        sent to their experts.
+    pipeline: devices over which the model's blocks are split into stages (pipeline parallel); all work on the same
+        samples, one microbatch after the other, with `accumulate` microbatches in a step.
+    context: devices over which the positions of each sample are divided, in attention too (context parallel).
+    tensor: devices over which the weights of layers are split (tensor parallel); all work on the same samples.
     sequence: whether activations between the layers that `tensor` splits are divided along positions.
     schedule: one of `SCHEDULES`: the order in which a pipeline stage runs its forwards and backwards.
-    accumulate: microbatches into which a global batch is split; gradients add up before one optimizer step.
+    accumulate: microbatches into which a global batch is split; their gradients add up before one optimizer step.
     precision: one of `PRECISIONS`, a word for the three dtypes below.
-    param_dtype: the dtype in which parameters are stored: they are the master weights. By default float32.
-    compute_dtype: the dtype of matrix products, and of their weights as a shard gathers them.
+    param_dtype: the dtype in which parameters (the master weights) are stored. By default float32.
+    compute_dtype: the dtype of matrix products, and of sharded parameters while they are gathered.
     grad_dtype: the dtype in which gradients are summed over ranks. By default `param_dtype`.
-    zero1: parameters stay replicated, the optimizer's state is sharded over the replicas.
-    recompute: one of `RECOMPUTES`, or the names of the blocks that run again in the backward.
+    zero1: whether the optimizer's state is sharded over the replicas, while parameters stay replicated.
+    recompute: one of `RECOMPUTES`, or the names of the blocks whose forward runs again in the backward.
     offload: what is kept in the host's memory, of `OFFLOADS`.
-    reduce_each: whether the gradients of each microbatch are reduced at once, so that a shard keeps only its part of
-        them; by default those of the whole model wait on every rank for the last microbatch.
+    reduce_each: whether gradients are reduced after each microbatch, so that a rank keeps only its shard of them; by
+        default every rank keeps those of the whole model until the last microbatch.
     reshard: whether a block's gathered parameters are freed after its forward and gathered again for its backward.
     compile: whether each block is compiled.
-    batch_norm: one of `BATCH_NORMS`: whose statistics batch norms take.
-    shares: how much of every batch each replica takes, in proportion, such as (2, 1) where the first is twice as fast:
-        data × shard × expert numbers. By default all take the same; the result is the same either way.
-    bucket_mb: MiB of gradients that are reduced in one all-reduce (25 is DistributedDataParallel's default).
+    batch_norm: one of `BATCH_NORMS`: over which samples batch norms take their statistics.
+    shares: how much of every batch each replica computes, in proportion: data × shard × expert numbers, such as (2, 1)
+        if the first is twice as fast. By default all compute the same. A step's result does not depend on it.
+    bucket_mb: MiB of gradients to reduce in one all-reduce (25 is DistributedDataParallel's default).
     """
 
     data: int = _axis()
@@ -216,17 +216,17 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """How many devices the plan needs."""
+        """The number of devices that the plan needs."""
         return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
     def within_samples(self) -> int:
-        """How many ranks work on the same samples."""
+        """The number of ranks that work on the same samples: the product of such axes."""
         return math.prod(getattr(self, f.name) for f in fields(self) if f.metadata.get("same_samples"))
 
     @property
     def replicas(self) -> int:
-        """How many parts every batch is divided into."""
+        """The number of parts into which every batch is divided: data × shard × expert."""
         return self.devices // self.within_samples
 
     @property
@@ -237,12 +237,12 @@ class Plan:
 
     @property
     def parameters_divided(self) -> bool:
-        """Whether a rank holds only a part of each parameter, its gradient and its state."""
+        """Whether each rank holds only a part of the parameters, with their gradients and optimizer state."""
         return self._divides("parameters")
 
     @property
     def state_divided(self) -> bool:
-        """Whether a rank holds only a part of the optimizer's state."""
+        """Whether each rank holds only a part of the optimizer's state."""
         return self.parameters_divided or self._divides("state")
 
     def _divides(self, what: str) -> bool:
@@ -262,14 +262,14 @@ _DIVIDING = {
     for what in ("parameters", "state")
 }
 AXES = tuple(f.name for f in fields(Plan) if f.metadata.get("axis"))
-"""The mesh axes, outermost first: the last one is on neighbouring devices, whose links are the fastest."""
+"""The mesh axes, outermost first. Ranks of the last axis are on neighbouring devices, whose links are the fastest."""
 
 OWN_DTYPES: dict[str, Any] = {"param_dtype": None, "compute_dtype": None, "grad_dtype": None}
-"""The fields that `precision` stands for, with the values that leave them to it."""
+"""The fields whose dtypes `precision` sets, with their default values."""
 
 
 def changed(plan: Plan) -> dict[str, Any]:
-    """Return the fields of a plan that differ from the default, and `data` if no axis does."""
+    """Return the fields of a plan that differ from their default; if the plan needs one device, `data` too."""
     one = plan.devices == 1
     return {
         f.name: getattr(plan, f.name)
@@ -279,14 +279,14 @@ def changed(plan: Plan) -> dict[str, Any]:
 
 
 def at_precision(plan: Plan, precision: str) -> Plan:
-    """Return the plan in another precision, with its dtypes; the plan itself if it has that precision."""
+    """Return the plan with another precision and the dtypes that this sets; `plan` itself if it has that precision."""
     if precision == plan.precision:
         return plan
     return replace(plan, precision=precision, **OWN_DTYPES)
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
-    """Check that numbers are whole and at least 1, and switches True or False. Words are checked one by one."""
+    """Raise PlanError unless a number is whole and at least 1, and a switch True or False. Ignore other fields."""
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise PlanError(f"{name}={value!r}: must be True or False (true or false in a file).")
@@ -295,7 +295,7 @@ def _check_type(name: str, value: Any, default: Any) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise PlanError for a name that is no field of a plan."""
+    """Raise PlanError if a plan has no field of this name."""
     known = {f.name for f in fields(Plan)}
     if name not in known:
         raise PlanError(f"a plan has no field '{name}'.{nearest(name, known)} Known are {', '.join(sorted(known))}.")
@@ -323,7 +323,7 @@ def _offload(value: Any) -> tuple[str, ...]:
 
 
 def _shares(value: Any) -> tuple[float, ...]:
-    """Convert shares to numbers, from texts of a command line; equal shares become the default."""
+    """Convert shares to numbers, also from texts of a command line. Equal shares become (), the default."""
     try:
         if isinstance(value, str):
             raise ValueError

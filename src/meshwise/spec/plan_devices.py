@@ -19,7 +19,7 @@ from meshwise.spec.units import plural
 
 
 def check_devices(plan: Plan, devices: int) -> None:
-    """Raise PlanError, with the nearest plan that fits, when the plan needs another number than `devices`."""
+    """Raise PlanError if the plan needs another number of devices; it names the nearest plan that fits."""
     if plan.devices == devices:
         return
     use = ", ".join(f"{axis}={value}" for axis, value in _nearest_axes(plan, devices).items())
@@ -35,7 +35,7 @@ def _axes_text(plan: Plan) -> str:
 
 
 def _nearest_axes(plan: Plan, devices: int) -> dict[str, int]:
-    """Return the axes to change, and their values, so that the plan fills `devices`: the sizes nearest in ratio."""
+    """Return the axes to change, with new sizes nearest in ratio, so that the plan needs `devices` devices."""
     choices = [dict(zip(AXES, sizes, strict=True)) for sizes in factorisations(devices, len(AXES))]
     possible = [choice for choice in choices if _is_possible(plan, choice)] or choices
 
@@ -49,7 +49,7 @@ def _nearest_axes(plan: Plan, devices: int) -> dict[str, int]:
 
 
 def factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Return all ways to write `number` as a product of `count` factors."""
+    """Return all tuples of `count` factors whose product is `number`."""
     divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
     return (factors for factors in itertools.product(divisors, repeat=count) if math.prod(factors) == number)
 
@@ -63,15 +63,15 @@ def _is_possible(plan: Plan, values: dict[str, Any]) -> bool:
 
 
 def on_one_device(plan: Plan) -> Plan:
-    """Return `plan` without its axes, and without techniques that one device cannot have."""
+    """Return `plan` for one device: with all axes 1, and without techniques that need several devices."""
     techniques = [f for f in fields(plan) if f.metadata.get("conflicts")]
     off: dict[str, Any] = {**dict.fromkeys(AXES, 1), **{f.name: f.default for f in techniques}}
     return _with_possible(replace(plan, **off), plan)
 
 
 def on_devices(plan: Plan, devices: int) -> Plan:
-    """Return `plan` on at most so many devices, with the same global batch: other replicas, or other shards; other axes
-    stay, and devices that fit nowhere are left out. Raises PlanError where nothing fits."""
+    """Return `plan` for at most this many devices, with the same global batch: only `data` and `shard` change, and some
+    devices may be left out. Raises PlanError if no such plan is possible."""
     fixed = plan.devices // (plan.data * plan.shard)
     for parts in range(devices // fixed, 0, -1):
         divisors = [size for size in range(1, parts + 1) if parts % size == 0]
@@ -89,7 +89,7 @@ def on_devices(plan: Plan, devices: int) -> Plan:
 
 
 def _with_possible(bare: Plan, plan: Plan) -> Plan:
-    """Return `bare` with the techniques of `plan` that it supports."""
+    """Return `bare` with those techniques of `plan` that are possible with it."""
     techniques = [f for f in fields(plan) if f.metadata.get("conflicts")]
     one = bare
     for f in techniques:

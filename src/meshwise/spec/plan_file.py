@@ -19,11 +19,11 @@ from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan, check_name
 
 PREDICTED = "predicted"
-"""A table of a plan file that is no field of the plan: see spec/prediction.py."""
+"""The name of a table in a plan file that is no field of the plan: see spec/prediction.py."""
 
 
 def plan_to_toml(plan: Plan) -> str:
-    """Write the plan as a TOML file, every field with its value. What follows from `precision` is a comment."""
+    """Return the plan as the text of a TOML file, with every field. Dtypes that `precision` sets are comments."""
     implied = plan.dtypes.by_field
     lines = []
     for f in fields(plan):
@@ -35,10 +35,9 @@ def plan_to_toml(plan: Plan) -> str:
 
 
 def plan_from_toml(text: str, devices: int = 1, over: Mapping[str, Any] | None = None) -> Plan:
-    """Read a plan file; if it names no axis, replicas fill `devices`. over: values that replace the file's.
-
-    Raises PlanError when the text is not TOML or names an unknown field.
-    """
+    """Read a plan from the text of a plan file. If the text names no axis, `data` is `devices`. over: values that
+    replace those of the file.
+    Raises PlanError if the text is not TOML or names an unknown field."""
     values = plan_values(text)
     if not any(axis in values for axis in AXES):
         values["data"] = devices
@@ -46,7 +45,7 @@ def plan_from_toml(text: str, devices: int = 1, over: Mapping[str, Any] | None =
 
 
 def plan_values(text: str) -> dict[str, Any]:
-    """Return the fields that a plan file names. Raises PlanError when the text is not TOML or names an unknown one."""
+    """Return the fields that a plan file's text names. Raises PlanError if it is not TOML or has an unknown field."""
     try:
         values = tomllib.loads(text)
     except RecursionError:
@@ -60,7 +59,7 @@ def plan_values(text: str) -> dict[str, Any]:
 
 
 def plan_text(file: str | Path) -> str:
-    """Read the text of a plan file. Raises PlanError, with the file's name, if that fails or it has other fields."""
+    """Return the text of a plan file. Raises PlanError, with the file's name, if it is unreadable or no plan file."""
     try:
         if stat.S_ISFIFO(Path(file).stat().st_mode) and not str(file).startswith("/dev/fd/"):  # `<(…)` has a writer
             raise OSError(0, "it is a pipe, which would be waited for")
@@ -75,5 +74,5 @@ def plan_text(file: str | Path) -> str:
 
 
 def read_plan(file: str | Path, devices: int, over: Mapping[str, Any] | None = None) -> Plan:
-    """Read the plan of a plan file on this many devices, changed by `over`. Raises PlanError if it cannot be read."""
+    """Read a plan file for this many devices; `over` replaces its values. Raises PlanError if it cannot be read."""
     return plan_from_toml(plan_text(file), devices, over)

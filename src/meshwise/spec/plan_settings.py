@@ -15,17 +15,17 @@ from meshwise.spec.plan import AXES, RECOMPUTES, Plan, changed, check_name
 
 
 def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Plan:
-    """Return `start` (the default plan without one), changed by `field=value` settings, as a command line gives them.
+    """Return the plan `start`, by default `Plan()`, changed by `field=value` settings of a command line.
 
-    Raises PlanError for what is not a setting.
+    Raises PlanError for a text that is not a setting.
     """
     return replace(start or Plan(), **settings_values(settings))
 
 
 def settings_values(settings: Iterable[str]) -> dict[str, Any]:
-    """Parse settings into fields of a plan. Several values are written with commas: `offload=parameters,optimizer`.
+    """Parse `field=value` settings into fields of a plan. Several values have commas: `offload=parameters,optimizer`.
 
-    Raises PlanError for what is not a setting.
+    Raises PlanError for a text that is not a setting.
     """
     values: dict[str, Any] = {}
     for setting in settings:
@@ -40,24 +40,24 @@ def settings_values(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def setting_text(name: str, value: Any) -> str:
-    """Write a field of a plan as the `field=value` that `plan_from_settings` reads."""
+    """Format a field of a plan as the setting `field=value`, which `plan_from_settings` reads."""
     if isinstance(value, tuple | list):
         value = ",".join(map(str, value)) + "," * (name == "recompute" and len(value) == 1)
     return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def setting_texts(plan: Plan) -> list[str]:
-    """Return the non-default fields of a plan, each as a setting."""
+    """Return each non-default field of a plan as a setting: `shard=8`."""
     return [setting_text(name, value) for name, value in changed(plan).items()]
 
 
 def settings_text(plan: Plan) -> str:
-    """Write the non-default fields of a plan as settings: `shard=8 accumulate=2`."""
+    """Format the non-default fields of a plan as settings on one line: `shard=8 accumulate=2`."""
     return " ".join(setting_texts(plan))
 
 
 def plan_on(devices: int, settings: Sequence[str]) -> Plan:
-    """Return the plan of `field=value` settings on this many devices: replicas fill those that other axes leave."""
+    """Return the plan of `field=value` settings for this many devices. If `data` is not set, replicas fill them."""
     axes = [setting for setting in settings if setting.partition("=")[0].strip() in AXES]
     if any(setting.partition("=")[0].strip() == "data" for setting in axes):
         return plan_from_settings(settings)
@@ -66,7 +66,7 @@ def plan_on(devices: int, settings: Sequence[str]) -> Plan:
 
 
 def devices_of(axes: Iterable[str]) -> int:
-    """Return how many devices the axes among `field=value` settings need. The plan itself refuses what is no number."""
+    """Return how many devices these settings of axes need: their product. Ignore values that are no numbers."""
     values = [_value_of(name.strip(), text.strip()) for name, _, text in (axis.partition("=") for axis in axes)]
     return math.prod(value for value in values if isinstance(value, int) and value > 0)
 

@@ -12,13 +12,13 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.quantity import read_quantity
 
 KEEP = 2
-"""Checkpoints that are kept: the newest, and the one before, in case the newest is ever damaged."""
+"""How many checkpoints are kept by default: the newest, and the one before it, in case the newest is damaged."""
 
 
 @dataclass(frozen=True)
 class Saves:
-    """When to save: every so many steps or seconds; None for neither: at the end, and when the run is stopped. keep:
-    how many checkpoints are kept, and limit: bytes that they may take together."""
+    """When a run saves its state. steps, seconds: how often; if both are None, only at the end and when the run is
+    stopped. keep: how many checkpoints are kept. limit: the bytes that all of them may take."""
 
     steps: int | None = None
     seconds: float | None = None

@@ -13,11 +13,11 @@ SCHEDULES = {
     "interleaved": "1f1b with two stages a rank: about half the idle time, and more messages",
 }
 ZERO_BUBBLE = ("zb", "dualpipe")
-"""Beginnings of the names of schedules that split a backward in two, besides `zero-bubble`."""
+"""How the names of zero-bubble schedules begin, which split each backward in two, besides `zero-bubble`."""
 
 
 def check_schedule(name: str) -> None:
-    """Raise PlanError for an unknown schedule."""
+    """Raise PlanError for an unknown pipeline schedule; for a zero-bubble schedule, say why it is missing."""
     word = name.lower().replace("-", "").replace("_", "").removeprefix("schedule")
     if "zerobubble" in word or word.startswith(ZERO_BUBBLE):
         raise PlanError(

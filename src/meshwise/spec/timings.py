@@ -17,10 +17,10 @@ _ROUNDS = 60  # of reweighting; the fit moves by less than 1e-9 after some 40
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of one transfer or collective by its size in bytes, smallest first.
+    """Seconds of a transfer or collective at each size in bytes, smallest first.
 
-    seconds: the median of the repeats; p95 and p99 are percentiles of them, or empty.
-    latency (seconds), bandwidth (bytes/s): of the fitted line. residual: its median relative error over the table.
+    seconds: the median of repeats. p95, p99: percentiles of the repeats, or empty.
+    latency (seconds), bandwidth (bytes/s): of the fitted line. residual: the line's median relative error.
     """
 
     sizes: tuple[int, ...]
@@ -35,7 +35,7 @@ class Timings:
 def fitted(
     sizes: Sequence[int], seconds: Sequence[float], p95: Sequence[float] = (), p99: Sequence[float] = ()
 ) -> Timings:
-    """Fit a table: least absolute relative error, by reweighted least squares, with both numbers at least 0."""
+    """Fit a line to a table by the least absolute relative error, with latency and bandwidth of at least 0."""
     latency, per_byte = _line(sizes, seconds)
     errors = [abs(latency + per_byte * size - time) / time for size, time in zip(sizes, seconds, strict=True)]
     bandwidth = 1 / per_byte if per_byte > 0 else math.inf
@@ -43,7 +43,7 @@ def fitted(
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return (seconds, seconds a byte) of the line with the least absolute relative error."""
+    """Return (latency, seconds per byte) of the line with the least absolute relative error, by iteration."""
     if len(sizes) == 1 or max(sizes) == min(sizes):
         return 0.0, median(seconds) / max(sizes[0], 1)
     weights = [1 / time**2 for time in seconds]
@@ -70,8 +70,8 @@ def _weighted(sizes: Sequence[int], seconds: Sequence[float], weights: Sequence[
 
 
 def seconds_at(timings: Timings, size: int) -> float:
-    """Return the seconds for `size` bytes: interpolated inside the table, the smallest size's below it, and above it at
-    the rate of the table's end, since a line through small sizes says little about large ones."""
+    """Return the seconds for `size` bytes: inside the table interpolated; below it, those of the smallest size; above
+    it, continued at the rate of its end, as a line through small sizes says little about large ones."""
     sizes, seconds = timings.sizes, timings.seconds
     if size <= sizes[0]:
         return seconds[0]
@@ -83,8 +83,8 @@ def seconds_at(timings: Timings, size: int) -> float:
 
 
 def _seconds_a_byte(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return seconds a byte at the table's end, counted from the last size that took at most half as long, so that
-    noise matters little; without such a size, over the whole of the last."""
+    """Return the seconds per byte at the table's end: between the largest size and the last one that took at most half
+    as long, so that noise matters little; without such a size, those of the largest size alone."""
     half = [at for at, time in enumerate(seconds) if time <= seconds[-1] / 2]
     if not half:
         return seconds[-1] / sizes[-1]
@@ -92,5 +92,5 @@ def _seconds_a_byte(sizes: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 def rate_at(timings: Timings, size: int) -> float:
-    """Return bytes a second for `size` bytes."""
+    """Return the rate of a transfer of `size` bytes, in bytes/s."""
     return size / seconds_at(timings, size)

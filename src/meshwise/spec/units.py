@@ -11,7 +11,7 @@ BYTE_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def bytes_text(count: float) -> str:
-    """Write bytes as `512 B`, `1.0 KiB` or `61.2 GiB` (1 KiB is 1024 bytes)."""
+    """Format bytes as `512 B`, `1.0 KiB` or `61.2 GiB` (1 KiB is 1024 bytes)."""
     if not math.isfinite(count):
         return "unknown"
     if abs(count) < 1023.5:  # what would round to 1024 is written in the next unit
@@ -23,7 +23,7 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Write seconds as `85 µs`, `412 ms`, `3.2 s`, `2 min 05 s` or `1 h 02 min`."""
+    """Format seconds as `85 µs`, `412 ms`, `3.2 s`, `2 min 05 s` or `1 h 02 min`."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 0:
@@ -42,41 +42,41 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """Write a count as `12,300`, rounded to a whole number."""
+    """Format a count as `12,300`, rounded to a whole number."""
     return f"{count:,.0f}" if math.isfinite(count) else "unknown"
 
 
 def percent_text(share: float, digits: int = 0) -> str:
-    """Write a share from 0 to 1 as `18 %`, with `digits` decimals; `<1 %` where it is above 0 and would round to it."""
+    """Format a share from 0 to 1 as `18 %`, with `digits` decimals; as `<1 %` if it is above 0 but rounds to 0 %."""
     if not math.isfinite(share):
         return "unknown"
     return "<1 %" if digits == 0 and 0 < share < 0.005 else f"{100 * share:.{digits}f} %"
 
 
 def plural(count: float, noun: str) -> str:
-    """Write `1 step`, `4,690 steps`."""
+    """Format a count with its noun: `1 step`, `4,690 steps`."""
     return f"{count_text(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def rate_text(rate: float) -> str:
-    """Write things a second as `12,300`; slow ones as `3.4` or `0.052`."""
+    """Format a number of things per second: `12,300`; below 10, `3.4` or `0.052`."""
     if not math.isfinite(rate) or rate >= 10 or rate <= 0:
         return count_text(rate)
     return f"{rate:.1f}" if rate >= 1 else f"{rate:.2g}"
 
 
 def whole_seconds_text(seconds: float) -> str:
-    """Write seconds that change on a screen as `8 s`, at least 1: tenths would only flicker."""
+    """Format seconds that count on a screen as `8 s`, at least `1 s`, without tenths, which would only flicker."""
     return seconds_text(max(1, round(seconds)) if math.isfinite(seconds) else seconds).replace(".0 s", " s")
 
 
 def bandwidth_text(rate: float) -> str:
-    """Write bytes a second as `55.4 GB/s` or `812 MB/s`: three digits, decimal prefixes, as links are sold."""
+    """Format bytes/s as `55.4 GB/s` or `812 MB/s`: three digits and decimal prefixes, as links are sold."""
     return _scaled(rate, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
 def flops_text(rate: float) -> str:
-    """Write FLOP/s as `989 TFLOP/s`: three digits."""
+    """Format FLOP/s as `989 TFLOP/s`, with three digits."""
     return _scaled(rate, ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"))
 
 

@@ -17,7 +17,7 @@ _TYPED_IN = ("<ipython", "<stdin")  # where code that lies in no file was writte
 
 @functools.cache
 def is_users(filename: str) -> bool:
-    """Check whether the user wrote this file: it is neither ours, nor a library's, nor generated."""
+    """Return whether this is a file of the user: not of meshwise, not of a library, not generated code."""
     if filename.startswith("<"):
         return filename.startswith(_TYPED_IN)
     installed = f"{os.sep}site-packages{os.sep}" in filename or f"{os.sep}dist-packages{os.sep}" in filename
@@ -25,7 +25,7 @@ def is_users(filename: str) -> bool:
 
 
 def user_frame(frame: FrameType | None = None) -> FrameType | None:
-    """Return the user's innermost frame around `frame`, by default around the caller; None where there is none."""
+    """Return the innermost frame of user code at or outside `frame` (by default the caller); None if there is none."""
     frame = frame or sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -33,26 +33,26 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
 
 
 def place(filename: str, line: int | None) -> str:
-    """Write `train.py:31`, relative to the current folder if it lies in it."""
+    """Format a source line as `train.py:31`, relative to the current folder if the file is inside it."""
     path = Path(filename)
     inside = path.is_absolute() and path.is_relative_to(Path.cwd())
     return f"{path.relative_to(Path.cwd()) if inside else filename}:{line or 0}"
 
 
 def place_of(function: Any) -> str:
-    """Return the line in which a user's function begins; empty for any other."""
+    """Return the source line where a user's function begins, `train.py:31`; empty for any other function."""
     code = getattr(function, "__code__", None)
     return place(code.co_filename, code.co_firstlineno) if code is not None and is_users(code.co_filename) else ""
 
 
 def user_place(frame: FrameType | None = None) -> str:
-    """Return the user's running line around `frame`, by default in this thread; empty where there is none."""
+    """Return the source line that runs in user code, at or outside `frame` (by default in this thread); else empty."""
     frame = user_frame(frame)
     return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def user_lines(most: int = 8) -> tuple[tuple[str, int], ...]:
-    """Return the user's running lines in this thread, innermost first, including where functions were called."""
+    """Return (file, line) of each frame of user code in this thread, innermost first, at most `most`."""
     frame, found = user_frame(), list[tuple[str, int]]()
     while frame is not None and len(found) < most:
         found.append((frame.f_code.co_filename, frame.f_lineno))
@@ -61,14 +61,14 @@ def user_lines(most: int = 8) -> tuple[tuple[str, int], ...]:
 
 
 def name_line(error: Exception) -> None:
-    """Prefix the sentence of `error` with the user's line that raised it, unless it names one of that file."""
+    """Prefix the text of `error` with the user's source line that raised it, unless it names a line of that file."""
     at, text = raised_at(error), str(error)
     if at and f"{at.rpartition(':')[0]}:" not in text:
         error.args = (f"{at}: {text}",)
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the user's line that raised `error`; empty where there is none."""
+    """Return the user's source line that raised `error`, the innermost one; empty if there is none."""
     at, trace = "", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename

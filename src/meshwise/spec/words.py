@@ -6,22 +6,22 @@ import re
 from collections.abc import Sequence
 
 MOST_LINES, MOST_CHARACTERS = 20, 2000
-"""The most shown of a foreign text, such as an exception's: a screenful."""
+"""How much is shown of a text that is not ours, such as that of an exception: a screenful."""
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names, and how many more there are."""
+    """Format the first names, and how many more there are: `a, b, c and 4 more`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Write `rank 1`, `ranks 0, 2`."""
+    """Format ranks as `rank 1` or `ranks 0, 2`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def readable(text: str) -> str:
-    """Return a foreign text without control characters, cut at a screenful."""
+    """Return a text that is not ours without control characters, cut to a screenful."""
     whole = without_control(text)
     lines = whole.splitlines()
     cut = "\n".join(lines[:MOST_LINES])[:MOST_CHARACTERS]
@@ -30,23 +30,23 @@ def readable(text: str) -> str:
 
 
 def without_control(text: str) -> str:
-    """Remove from a foreign text what moves a cursor, colours a terminal or rings its bell."""
+    """Remove control characters, such as those that move the cursor or colour a terminal, from a text."""
     return _CONTROL.sub("", text)
 
 
 def printable(text: str) -> str:
-    """Return a file's text without control characters and lone surrogates, which no terminal takes."""
+    """Return a file's text without control characters and lone surrogates, which a terminal cannot print."""
     return without_control(text.encode("utf-8", "replace").decode("utf-8"))
 
 
 def error_text(error: BaseException) -> str:
-    """Write `ValueError: no such layer`, readable; an error without text is only its name."""
+    """Format an error as `ValueError: no such layer`, made readable; only its type's name if it has no text."""
     text = readable(text_of(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def text_of(thing: object) -> str:
-    """Return `str(thing)`, also for the user's classes, where that may fail."""
+    """Return `str(thing)`; a substitute if that raises, as it may for a user's class."""
     try:
         return str(thing)
     except Exception:

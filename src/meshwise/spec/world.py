@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """One rank of a run. `device` is the torch device word of this process: `cpu` or `cuda:0`.
+    """This process among those of a run. device: the name of its torch device, `cpu` or `cuda:0`.
 
-    shares: how much of each batch the ranks take, in proportion; empty where all take the same.
+    shares: how much of each batch each rank computes, in proportion; empty if all compute the same.
     """
 
     rank: int = 0

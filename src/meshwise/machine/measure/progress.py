@@ -33,7 +33,7 @@ SILENT = Progress()
 
 
 def sent_over(channel: WorkerChannel | None) -> Progress:
-    """Send the progress of a worker to its launcher, which receives it by `listeners`. None: without a launcher."""
+    """Return callbacks that send a worker's progress to its launcher, for its `listeners`; None: no launcher."""
     if channel is None:
         return SILENT
 
