@@ -21,7 +21,7 @@ from meshwise.arrays.views import axis_of
 
 
 def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
-    """Split along a dim into so many parts, the first ones longer by one if need be, or before each of these entries."""
+    """Split along a dim into so many parts, the first longer by one if need be, or before each of these entries."""
     dim = axis_of(axis, len(x.shape), "array_split")
     length = x.shape[dim]
     if isinstance(sections, int):

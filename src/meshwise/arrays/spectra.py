@@ -137,7 +137,7 @@ def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..
 
 
 def _tall(x: Array) -> Array | None:
-    """Return one split matrix, by rows, if it is so tall that the R of all parts have at most half its rows, or None."""
+    """Return one split matrix, by rows, if it is so tall that the R of all parts have at most half its rows."""
     if not is_one_split(x) or any(length != 1 for length in x.shape[:-2]):
         return None
     flat = one_matrix(x)
