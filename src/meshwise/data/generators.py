@@ -1,10 +1,10 @@
 """Manage the random generators that draw the order of data.
 
-On one device they draw as in plain torch; on several, rank 0's draw for all.
+On one device they draw as in plain torch; on several, all ranks draw from the states of rank 0's generators.
 
-What a loop draws is keyed (`model_stream.seed_draws`): the program's own generator of torch rests while one is open.
-What a loader draws (the base seed of an iterator, the seed of a shuffled epoch) is drawn from the program's generator,
-in the places where torch's DataLoader draws it: an order depends on what was drawn before, not on the loop.
+Draws inside a training loop are keyed (`model_stream.seed_draws`): while a loop is open, the state of the program's own
+torch generator is kept aside. What a loader draws (an iterator's base seed, the seed of a shuffled epoch) comes from
+that generator, when torch's DataLoader would draw it: an order depends on what was drawn before, not on the loop.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from meshwise.transfer import collectives
 
 T = TypeVar("T")
 States = tuple[Any, ...]
-"""States of some generators, as bytes and numbers, which can be compared and sent."""
+"""States of several generators, as bytes and numbers, which can be compared and sent to other ranks."""
 
 
 @dataclass(frozen=True)
 class Handle:
-    """A generator whose state can be read and set."""
+    """How to read and set the state of a random generator."""
 
     state: Callable[[], Any]
     set_state: Callable[[Any], None]
@@ -52,18 +52,18 @@ def _set_numpy_state(state: States) -> None:
 
 TORCH = _torch_handle(torch.default_generator)
 GLOBAL = (TORCH, Handle(_numpy_state, _set_numpy_state), Handle(random.getstate, random.setstate))
-"""Generators that code draws from when it is given none."""
+"""The generators of torch, numpy and Python that code draws from when it is given no generator."""
 
 
 def packed(states: Any) -> Any:
-    """Convert states for any file format, JSON too: bytes become text."""
+    """Convert states to what any file format can hold, also JSON: bytes become hexadecimal text."""
     if isinstance(states, bytes):
         return states.hex()
     return [packed(state) for state in states] if isinstance(states, tuple) else states
 
 
 def unpacked(states: Any) -> Any:
-    """Undo `packed`."""
+    """Convert what `packed` returned back to states."""
     if isinstance(states, str):
         return bytes.fromhex(states)
     return tuple(unpacked(state) for state in states) if isinstance(states, list | tuple) else states
@@ -77,9 +77,9 @@ def handles_of(*holders: Any) -> tuple[Handle, ...]:
 
 @dataclass(frozen=True)
 class Draws:
-    """How the order of an epoch is drawn: each calls a function that draws.
+    """How the order of an epoch is drawn. Both fields call a function that draws, and return its result.
 
-    begin: from the recorded state, where a loop resumes. go_on: from the current state of the program's generators.
+    begin: from the recorded state, if the loop resumes an epoch. go_on: from the program's current generator state.
     """
 
     begin: Callable[[Callable[[], Any]], Any]
@@ -87,7 +87,7 @@ class Draws:
 
 
 class ProgramGenerator:
-    """torch's generator as the program sees it outside its loops."""
+    """The state of torch's global generator as the program sees it outside its loops."""
 
     def __init__(self) -> None:
         self._loops = 0
@@ -95,17 +95,17 @@ class ProgramGenerator:
 
     @property
     def in_loop(self) -> bool:
-        """Whether loops are open, nested or side by side."""
+        """Whether any loop is open."""
         return self._loops > 0
 
     @property
     def nested(self) -> bool:
-        """Whether several loops are open."""
+        """Whether several loops are open, nested or side by side."""
         return self._loops > 1
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
-        """Wrap a loop: draws in it do not affect the generator outside."""
+        """Wrap a loop: draws inside the loop do not affect torch's generator outside it."""
         outer = torch.get_rng_state()
         if self._loops == 0:
             self._state = outer
@@ -118,7 +118,7 @@ class ProgramGenerator:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let the body draw from the program's generator, even inside a loop."""
+        """Let the with-body draw from the program's generator, even inside a loop."""
         if self._loops == 0:
             yield
             return
@@ -132,10 +132,10 @@ class ProgramGenerator:
 
 
 class OrderGenerators:
-    """The generators that a loader's order is drawn from, and their state when the order of an epoch began.
+    """The generators from which a loader draws its order; reads, sets and replays their states.
 
-    A loop resumed in the middle of an epoch draws its order again from that state; the program's generators,
-    which have moved on since, stay as they are.
+    A loop that resumes in the middle of an epoch draws the order again from the state in which the epoch began; the
+    program's generators, which have moved on since, keep their current states.
     """
 
     def __init__(self, program: ProgramGenerator, handles: tuple[Handle, ...]) -> None:
@@ -161,7 +161,7 @@ class OrderGenerators:
         return states
 
     def draws(self, states: States, *, again: bool) -> Draws:
-        """Return how to draw an epoch's order that began at `states`; again: not for the first time."""
+        """Return how to draw the order of an epoch that began at `states`. again: the order was drawn before."""
         return Draws(partial(self._replay, states) if again else self._live, self._live)
 
     def _live(self, function: Callable[[], T]) -> T:

@@ -1,17 +1,17 @@
 """Key random draws inside a model by step, call and element.
 
-A draw is a function of (seed, step, microbatch, call, global element index).
+A drawn element is a function of (seed, step, microbatch, call, global element index).
 
-One device draws a dropout mask for the whole microbatch; under a plan each rank takes its rows of that same mask. It
-works on operators, wherever they are written: `nn.Dropout`, attention, LSTMs.
+One device draws a dropout mask for the whole microbatch; under a plan, each rank takes its rows of that same mask.
+Draws are intercepted as operators, whatever code calls these: `nn.Dropout`, attention, LSTMs.
 
-    which call it is    by a number drawn from torch's generator, which starts alike on every rank; recomputation puts
-                        that generator back, so that a repeated call gets the same mask
-    which rows          a check knows the shape that one device drew for that call: the dim that differs is the batch; a
-                        run takes the first dim, or the second, that has as many rows as the rank has samples
+    which call it is    known by a number drawn from torch's generator, which starts alike on every rank; recomputation
+                        resets that generator, so that a repeated call gets the same mask
+    which rows          `meshwise check` knows the shape that one device drew for the call: the dim that differs is the
+                        batch. A run takes the first dim, or the second, of as many rows as the rank has samples
 
-Operators that `DRAWS` does not have (randperm, gamma) draw from torch's generator, keyed too: the same on every rank,
-which is what one device draws where the shape is the same. Where it is not, that is reported, as are draws on DTensors
+Operators that are not in `DRAWS` (randperm, gamma) draw from torch's generator, which is keyed, too: every rank draws
+the same, and the same as one device if the shape is the same. Another shape is reported, and so are draws on DTensors
 and from a generator of the program's own.
 """
 
@@ -35,15 +35,15 @@ from meshwise.transfer import stages
 from meshwise.transfer.splitmix import GOLDEN, mixed, mixed_bits, shifted, signed
 
 Uniform = Callable[[Sequence[int], torch.device], Tensor]
-"""Makes float64 numbers in [0, 1), of a shape on a device."""
+"""(shape, device) -> uniform float64 numbers in [0, 1)."""
 Arguments = dict[str, Any]
-"""Arguments of an operator, by name."""
+"""The arguments of an operator, by name."""
 Draws = Callable[[Uniform, Arguments], Any]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One random draw inside a model: the operator, and the shape that it filled."""
+    """One random draw inside a model: the operator, and the shape of the numbers that it drew."""
 
     operator: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Rows:
-    """A rank's rows of a microbatch: `count` from `first` on, of `total` over all ranks; padding has samples 0."""
+    """A rank's rows of a microbatch: `count` from `first` on, of `total` on all ranks; samples: 0 for a padding row."""
 
     first: int
     count: int
@@ -61,14 +61,14 @@ class Rows:
 
 GENERATOR = " from a generator of the program's own"
 DrawLayout = Callable[[int, str, tuple[int, ...]], tuple[tuple[int, ...], int | None] | None]
-"""(call, operator, shape) -> the shape of the draw on one device, and the dim along which this rank has a part, None
-where it has all. None: unknown, and the rank draws independently."""
+"""(call, operator, shape here) -> (shape on one device, the dim along which this rank has a part; None if it has all).
+None instead of the pair: unknown, and the rank draws independently."""
 
 
 class KeyedDraws:
     """The random draws of one microbatch, of which this rank has `rows`.
 
-    attention_as_operators: attention runs as operators, whose draws can be keyed, unlike those of its kernels.
+    attention_as_operators: run attention as plain operators, whose draws can be keyed, instead of fused kernels.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class KeyedDraws:
         self._calls: dict[int, int] = {}
         self.log: list[Draw] = []
         self.unkeyed: set[str] = set()
-        """Operators that could not be keyed, so that ranks draw independently."""
+        """Operators whose draws could not be keyed, for which ranks draw independently."""
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Wrap the forward of a microbatch: torch's generator starts at its key."""
+        """Wrap the forward of a microbatch: seed torch's generator with the microbatch's key."""
         torch.manual_seed(mixed(*self._key))
         with stages.carried(lambda: len(self._calls), self._go_on), self.backward():
             yield
 
     def _go_on(self, calls: int) -> None:
-        """Skip the calls that earlier stages of a pipeline have made."""
+        """Skip the calls that earlier stages of a pipeline have made, so that calls have the same numbers here."""
         with without_interception():
             while len(self._calls) < calls:
                 if self._next_call() == len(self.log):
@@ -140,7 +140,7 @@ class KeyedDraws:
         return result
 
     def _placed(self, name: str, shape: tuple[int, ...], call: int) -> tuple[tuple[int, ...], int | None] | None:
-        """Return where this rank's part of the draw lies (see `DrawLayout`)."""
+        """Record a draw, and return where this rank's part of it lies (see `DrawLayout`)."""
         if call == len(self.log):
             self.log.append(Draw(name, shape))
         found = self._layout(call, name, shape)
@@ -159,13 +159,13 @@ class KeyedDraws:
 
 
 class ExactDraws:
-    """The random draws of a run, a microbatch at a time: every rank draws its rows of what one device would draw."""
+    """Makes the random draws of a run exact: in each microbatch, a rank draws its rows of what one device draws."""
 
     def __init__(self) -> None:
         self.unkeyed: set[str] = set()
 
     def of_microbatch(self, key: tuple[int, int, int], part: BatchSlice) -> KeyedDraws:
-        """Return the draws of this rank's `part` of a microbatch; key: seed, step, and its number in the step."""
+        """Return the draws of this rank's `part` of a microbatch; key: (seed, step, number of the microbatch)."""
         rows = Rows(part.first, len(part.indices), part.micro, part.samples)
         draws = KeyedDraws(key, rows, by_rows(rows), attention_as_operators=True)
         draws.unkeyed = self.unkeyed
@@ -183,7 +183,7 @@ def on_one_device(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tup
 
 
 def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
-    """Return a `DrawLayout` that knows what one device drew."""
+    """Return a `DrawLayout` that compares with the recorded draws of one device."""
 
     def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
         if call >= len(reference) or reference[call].operator != operator:
@@ -200,8 +200,8 @@ def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
 
 
 def by_rows(rows: Rows) -> DrawLayout:
-    """Return a `DrawLayout` that takes the first of two dims with the rank's number of rows as the batch, else a first
-    dim that is a multiple of it (heads or positions beside samples). A rank with all rows draws like one device."""
+    """Return a `DrawLayout` that takes as batch dim the first of two dims that is as long as the rank has rows, else the
+    first dim, if it is a multiple of that (heads beside samples). A rank with all rows draws as one device."""
 
     def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
         dims = [d for d in range(min(2, len(shape))) if shape[d] == rows.count]
@@ -218,7 +218,7 @@ def by_rows(rows: Rows) -> DrawLayout:
 def keyed_uniform(key: int, shape: Sequence[int], device: torch.device) -> Tensor:
     """Return uniform numbers in [0, 1), float64: element i depends only on (key, i).
 
-    The finaliser of SplitMix64, twice, and the upper 53 bits.
+    The finaliser of SplitMix64 is applied twice, and the upper 53 bits are taken.
     """
     bits = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64, device=device) * signed(GOLDEN)
     bits = mixed_bits(mixed_bits(bits + signed(key * 2**31)))
@@ -256,7 +256,7 @@ def _multinomial(uniform: Uniform, given: Arguments) -> Tensor:
 
 
 def _random_normal(uniform: Uniform, given: Arguments) -> Tensor:
-    """Draw torch.normal of numbers and a size, or of tensors."""
+    """Implement torch.normal, for numbers with a size, and for tensors."""
     mean, std = given["mean"], given["std"]
     if "size" in given:
         like = torch.empty(given["size"], dtype=given["dtype"], device=given["device"])
@@ -267,7 +267,7 @@ def _random_normal(uniform: Uniform, given: Arguments) -> Tensor:
 
 
 def _whole_numbers(uniform: Tensor, given: Arguments) -> Tensor:
-    """Draw from `low` to below `high`; for `random_` the bounds have other names, and defaults."""
+    """Return whole numbers from `low` to below `high`; `random_` has other names for these bounds, and defaults."""
     low: Any = given.get("low", given.get("from", 0))
     high: Any = given["high"] if "high" in given else given.get("to")
     whole: Tensor = low + (uniform * ((2**24 if high is None else high) - low)).floor()
@@ -280,7 +280,7 @@ def _normal(uniform: Tensor) -> Tensor:
 
 
 def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
-    """Return an operator that fills its tensor with uniform numbers converted by `turn`."""
+    """Return a keyed operator that fills its tensor with uniform numbers converted by `turn`."""
 
     def draw(uniform: Uniform, given: Arguments) -> Any:
         tensor = given["self"]
@@ -290,7 +290,7 @@ def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
 
 
 def _new(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
-    """Return an operator that makes a tensor: of a size, or like another."""
+    """Return a keyed operator that makes a tensor: of a size, or like another tensor."""
 
     def draw(uniform: Uniform, given: Arguments) -> Tensor:
         like: Tensor = given["self"] if "self" in given else torch.empty(0, device="cpu")
@@ -318,4 +318,4 @@ DRAWS: dict[str, Draws] = {
     "normal": _random_normal,
     "multinomial": _multinomial,
 }
-"""Operators that draw, by name, and how they draw by key."""
+"""Name of an operator that draws -> the function that draws by key instead."""

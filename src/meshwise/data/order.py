@@ -1,9 +1,9 @@
-"""Compute each rank's share of the data and a job's order.
+"""Compute the order of the data, and each rank's share of it.
 
-The order is a pure function of (seed, epoch, global index).
+A job's order is a pure function of (seed, epoch, global index).
 
-The state of the order is one integer: how many samples of the epoch are behind us. World size, worker processes and
-accumulation may change at any step, and no sample is lost or repeated.
+The state of the order is one integer: how many samples of the epoch were read. The number of ranks, loader workers and
+accumulated microbatches may change at any step; no sample is lost or repeated.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples lie far apart 
 class BatchSlice:
     """A rank's part of one microbatch.
 
-    indices: its samples in the data set; never empty: a rank without samples gets one as padding.
-    samples: how many of them count; 0 for a padding sample.
-    total: samples of the whole global batch that the microbatch belongs to.
-    first, micro: how many of the microbatch's samples lie before these, and how many it has over all ranks.
+    indices: positions of its samples in the data set; never empty: a rank without samples gets one as padding.
+    samples: how many of these samples count; 0 if the only one is padding.
+    total: the number of samples in the global batch that the microbatch belongs to.
+    first, micro: how many of the microbatch's samples come before these, and how many it has over all ranks.
     whole: every rank has all samples of the batch (`mw.split(whole=True)`).
     """
 
@@ -39,7 +39,7 @@ class BatchSlice:
     whole: bool = False
 
     def ratio(self, ranks: int) -> float:
-        """Return the factor for a mean over these samples that makes the mean over ranks the mean over the batch."""
+        """Return the factor for a mean over these samples that makes the mean over ranks the global batch's mean."""
         return 1 if self.whole else self.samples * ranks / self.total
 
 
@@ -50,15 +50,15 @@ def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
 
 
 def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Return part `index` of the range [start, stop) in `parts` contiguous parts whose sizes differ by one at most."""
+    """Divide the range [start, stop) into `parts` contiguous parts, equal to within one, and return part `index`."""
     size, rest = divmod(stop - start, parts)
     first = start + index * size + min(index, rest)
     return first, first + size + (index < rest)
 
 
 def world_part(start: int, stop: int, world: World) -> tuple[int, int]:
-    """Return this rank's part of the range [start, stop): nearly equal parts, or as `world.shares` says, with at least
-    one sample for each rank if there are enough."""
+    """Return this rank's part of the range [start, stop). Parts are equal to within one, or in proportion to
+    `world.shares`, with at least one sample for each rank if there are enough."""
     count, size = stop - start, world.size
     if not world.shares or count <= size:
         return part(start, stop, size, world.rank)
@@ -69,14 +69,14 @@ def world_part(start: int, stop: int, world: World) -> tuple[int, int]:
 
 
 def divides_evenly(total: int, world: World) -> bool:
-    """Check whether all ranks get the same number of `total` samples."""
+    """Return whether all ranks get equally many of `total` samples."""
     return not world.shares and total % world.size == 0
 
 
 def batch_bounds(
     samples: int, batch_size: int, begin: int = 0, left_out: Sequence[tuple[int, int]] = ()
 ) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each global batch from sample `begin` on. left_out: ranges of samples that none has."""
+    """Yield begin and end of each global batch from sample `begin` on. left_out: ranges of samples to skip."""
     if not left_out:
         starts = range(begin, samples, batch_size)
         return zip(starts, itertools.chain(starts[1:], (samples,)), strict=False)
@@ -103,9 +103,9 @@ def epoch_slices(
     begin: int = 0,
     left_out: Sequence[tuple[int, int]] = (),
 ) -> Iterator[Sequence[BatchSlice]]:
-    """Yield this rank's shares of each global batch from sample `begin` on: a sequence a step, a share a microbatch.
+    """Yield, for each global batch from sample `begin` on, this rank's shares of its microbatches.
 
-    A ragged last batch makes fewer microbatches rather than empty ones. left_out: as in `batch_bounds`.
+    A batch with fewer samples than `accumulate` has fewer microbatches, not empty ones. left_out: as in `batch_bounds`.
     """
     if accumulate == 1 and not left_out:
         return zip(batch_slices(order, batch_size, world, begin), strict=False)
@@ -139,5 +139,5 @@ def batch_slice(order: Tensor, start: int, stop: int, total: int, world: World) 
 
 
 def sequential_slices(samples: int, batch_size: int, world: World) -> Iterator[BatchSlice]:
-    """Yield shares of a data set read front to back, as an evaluation does."""
+    """Yield this rank's share of each batch of a data set that is read from front to back, as in an evaluation."""
     return batch_slices(torch.arange(samples), batch_size, world)

@@ -27,18 +27,18 @@ from meshwise.data.order import BatchSlice
 from meshwise.spec.errors import DataError
 
 Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
-"""`read(index batches, epoch)` returns the batches."""
+"""(batches of sample indices, epoch) -> the batches of data."""
 
 _INDICES = attrgetter("indices")
 LOOKS = 16
-"""Of ready batches shared by several ranks, so many are checked for random draws first, and later every so many-th."""
+"""If several ranks read the same ready batches, the first 16 are checked for random draws, then every 16th."""
 
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """Settings for a user's DataLoader. `extra` holds its other keyword arguments.
+    """Settings for a DataLoader that reads a user's data set. extra: its other keyword arguments.
 
-    several: whether several ranks may read a batch, each its rows.
+    several: whether several ranks may read the same batch, and each keeps its own rows.
     """
 
     collate: Callable[[list[Any]], Any] | None = None
@@ -49,7 +49,7 @@ class LoaderSettings:
 
 
 def count_samples(data: Any, what: str) -> int:
-    """Return how many samples `data` has. Raises DataError when it has none or cannot say."""
+    """Return how many samples `data` has. Raise DataError if it has none, or no length."""
     if isinstance(data, (tuple, dict)):
         tensors = list(data.values()) if isinstance(data, dict) else list(data)
         strange = [type(t).__name__ for t in tensors if not isinstance(t, Tensor) or t.dim() == 0]
@@ -74,7 +74,7 @@ def count_samples(data: Any, what: str) -> int:
 
 
 def reader(data: Any, settings: LoaderSettings) -> Reader:
-    """Return a reader of batches of `data`."""
+    """Return a function that reads batches of `data`: by indexing tensors in memory, or with a DataLoader."""
     read_batch = _batch_reader(data, settings)
     if read_batch is None:
         return _loader_reader(data, settings)
@@ -82,14 +82,14 @@ def reader(data: Any, settings: LoaderSettings) -> Reader:
 
 
 def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Iterator[tuple[Any, BatchSlice]]:
-    """Yield each slice's batch with the slice. Slices are made on demand: an epoch has many. No batch is kept."""
+    """Yield (batch, slice) for each slice. Slices are taken from the iterable on demand, and no batch is kept."""
     slices, ahead = tee(slices)
     batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))  # workers start with the first
     return zip(batches, slices, strict=False)
 
 
 def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:
-    """Return a function from indices to a batch, if the data set is in memory as tensors."""
+    """Return a function from indices to a batch, if the data set is tensors in memory or has `batch`; else None."""
     if _gives_batches(data):
         return data.batch  # type: ignore[no-any-return]
     ready_made = getattr(type(data), "__getitem__", None)  # a subclass may do more to its samples
@@ -107,13 +107,13 @@ def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any
 
 
 def rows_at(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Return `tensor[indices]`, but faster: each row is copied as a whole."""
+    """Return `tensor[indices]`, but faster where each row can be copied as a whole."""
     plain = type(tensor) is Tensor and tensor.device == indices.device and tensor.layout == torch.strided
     return tensor.index_select(0, indices) if plain and tensor.dim() > 1 else tensor[indices]
 
 
 def _gives_batches(data: Any) -> bool:
-    """Check whether `data` has our `batch(indices)`; the `batch` of Hugging Face's datasets is something else."""
+    """Return whether `data` has our `batch(indices)`, and not the different `batch` of Hugging Face's datasets."""
     method = getattr(data, "batch", None)
     return callable(method) and "indices" in inspect.signature(method).parameters
 
@@ -121,7 +121,7 @@ def _gives_batches(data: Any) -> bool:
 class KeyedDataset(Dataset[Any]):
     """A data set indexed by (epoch, index), whose random draws depend only on that key.
 
-    One with `__getitems__` may return ready batches for its indices, as torch's DataLoader allows.
+    If `data` has `__getitems__`, it may return ready batches for its indices, as torch's DataLoader allows.
     """
 
     def __init__(self, data: Any, seed: int, several: bool = False) -> None:
@@ -156,13 +156,13 @@ class KeyedDataset(Dataset[Any]):
 
 
 class seeded_by:
-    """Makes draws of torch, numpy and Python inside the with-body depend only on the key; those outside are unaffected.
+    """Makes draws of torch, numpy and Python inside the with-body depend only on the key, and does not affect others.
 
-    To keep the states and set them again takes longer than to seed (numpy's 70 µs of 100), so it is once a batch.
+    Saving and restoring the states takes longer than seeding (100 µs, 70 of them numpy's), so enter it once per batch.
     """
 
     def __init__(self, *key: int) -> None:
-        """key: empty where the body seeds itself."""
+        """key: empty if the with-body seeds the generators itself."""
         self._key = key
 
     def __enter__(self) -> seeded_by:
@@ -172,7 +172,7 @@ class seeded_by:
         return self
 
     def has_drawn(self) -> bool:
-        """Check whether anything was drawn since the body began, and seed again: later draws start over."""
+        """Return whether anything was drawn since the with-body began. Seeds again, so that later draws start over."""
         now = _states()
         _seed(*self._key)
         return now != _states()
@@ -194,7 +194,7 @@ def _seed(*key: int) -> None:
 
 
 class _KeyBatches:
-    """The batch sampler of a DataLoader that lives longer than an epoch."""
+    """The batch sampler of a DataLoader that serves many epochs: yields (epoch, index) keys of `batches`."""
 
     def __init__(self) -> None:
         self.batches: Iterable[Tensor] = ()

@@ -2,11 +2,11 @@
 
 The order does not depend on the number of ranks.
 
-shuffle or sequential sampler    the order that torch's own sampler draws, without its list of Python numbers
-any other sampler                run whole on every rank, from the generators of rank 0; each batch is sliced
+shuffle or sequential sampler    the order that torch's own sampler draws, but as a tensor, not a list
+any other sampler                runs whole on every rank, from the states of rank 0's generators; each batch is sliced
 batch_size=None                  every rank reads the ready batches, and keeps its rows of each
 iterable data set                `whole`: every rank reads the whole stream and keeps its share of each batch
-                                 `per-rank`: the data set splits itself; ranks that run out take part with padding
+                                 `per-rank`: the data set splits itself; ranks without more samples read padding
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from meshwise.transfer import collectives
 
 Pairs = Iterator[tuple[Any, BatchSlice]]
 Order = Callable[[Draws | None, int], Tensor]
-"""(draws, epoch) -> the samples of an epoch in their order."""
+"""(draws, epoch) -> the indices of an epoch's samples, in order."""
 STREAMS = ("whole", "per-rank")
 OTHER_ITEMS = (
     "Samples would be lost. A data set that splits itself by its rank is distributed with "
@@ -55,14 +55,14 @@ _OF_WORKERS = ("worker_init_fn", "prefetch_factor", "persistent_workers", "multi
 
 @dataclass(frozen=True)
 class LoaderSpec:
-    """What a distributed loader needs from the user's.
+    """What a distributed loader needs to know of the user's loader.
 
-    pairs: `pairs(draws, epoch, begin, most)` reads an epoch from sample `begin` on; with `most`, one batch of at most
-        so many samples (a stream's batches stay whole). If each rank has its own stream, every batch counts as whole.
-        draws: how its order is drawn; None: keyed by (seed, epoch), as in the states that earlier versions saved.
-    drawn: the generators that an order is drawn from; empty where it is fixed.
-    own: whether each rank draws independently.
-    draws_base_seed: whether reading draws the base seed of worker processes.
+    pairs: `pairs(draws, epoch, begin, most)` yields (batch, slice) of an epoch from sample `begin` on; with `most`, of
+        one batch of at most so many samples (not of streams). If each rank has its own stream, batches count as full.
+        draws: how the order is drawn; None: keyed by (seed, epoch), as in the states that earlier versions saved.
+    drawn: the generators that the order is drawn from; empty if the order is fixed.
+    own: whether each rank reads its own stream, and draws independently.
+    draws_base_seed: whether reading an epoch draws the base seed of torch's DataLoader iterator.
     """
 
     length: int | None
@@ -75,7 +75,7 @@ class LoaderSpec:
 
 
 def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str) -> LoaderSpec:
-    """Return how the batches of a user's loader are shared. Raises UsageError for a loader that cannot be split."""
+    """Return how the batches of a user's loader are shared by the ranks. UsageError if they cannot be split."""
     if streams not in STREAMS:
         raise UsageError(f"streams={streams!r}: write 'whole' or 'per-rank'.")
     if loader.batch_sampler is None:
@@ -103,7 +103,7 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
 
 
 def _rows(data: Any) -> Any:
-    """Make a list of samples from a user's tuple or dict; a job's would hold tensors with a sample a row."""
+    """Make a list of samples from a user's tuple or dict, in which `reader` would expect tensors with a sample a row."""
     return [data[index] for index in range(len(data))] if isinstance(data, (tuple, dict)) else data
 
 
@@ -113,7 +113,7 @@ def _settings(loader: DataLoader[Any], seed: int, world: World) -> LoaderSetting
 
 
 def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the user's other settings; most concern worker processes."""
+    """Return the loader's other settings as keyword arguments; most concern loader workers."""
     names = (*_KEPT, *_OF_WORKERS) if loader.num_workers else _KEPT
     return {name: getattr(loader, name) for name in names}
 
@@ -127,7 +127,7 @@ def _keyed(seed: int, samples: int) -> Order:
 
 
 def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Order:
-    """Draw like torch's RandomSampler (torch/utils/data/sampler.py), as a tensor."""
+    """Return the order that torch's RandomSampler draws (torch/utils/data/sampler.py), as a tensor."""
 
     def permutation() -> Tensor:
         own = generator or torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
@@ -139,8 +139,8 @@ def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Ord
 def _ordered(
     loader: DataLoader[Any], seed: int, world: World, order_of: Order, *, drawn_again: bool = False
 ) -> LoaderSpec:
-    """Split a data set of known size, in an order that is one tensor. drawn_again: torch's sampler draws another order
-    at its end without using it, which advances its own generator."""
+    """Split a data set of known size, in an order that is one tensor. drawn_again: as torch's sampler
+    does, draw another order at the end, which is not used, but advances the sampler's own generator."""
     samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
     whole = samples - samples % size if loader.drop_last else samples
     read = reader(_rows(loader.dataset), _settings(loader, seed, world))
@@ -157,7 +157,7 @@ def _ordered(
 
 
 def _foreign(loader: DataLoader[Any], seed: int, world: World) -> LoaderSpec:
-    """Split by the user's own sampler, which runs whole on every rank."""
+    """Split the batches of the user's own sampler, which runs whole on every rank."""
     read = reader(_rows(loader.dataset), _settings(loader, seed, world))
     batch_sampler: Iterable[list[int]] = loader.batch_sampler  # type: ignore[assignment]
 
@@ -198,7 +198,7 @@ def _then(shares: Iterator[BatchSlice], end: Callable[[], object]) -> Iterator[B
 
 
 def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
-    """Split an iterable data set: its items are read one by one, grouped, shared and collated here."""
+    """Split an iterable data set: read its items one by one, group them to batches, share these, and collate."""
     size, collate = loader.batch_size or 1, loader.collate_fn
     items: DataLoader[Any] = DataLoader(
         loader.dataset,
@@ -278,7 +278,7 @@ def _cut(batch: Any, first: int, count: int) -> Any:
 
 
 def _compared(count: int, checksum: int) -> list[int]:
-    """Return how many items each rank has read. Raises DataError if numbers agree but items differ. Collective."""
+    """Return how many items each rank has read. DataError if ranks read equally many, but not the same. Collective."""
     counts, sums = collectives.all_gather(torch.tensor([count, checksum])).T.tolist()
     if len(set(sums)) != 1 and len(set(counts)) == 1:
         raise DataError(
@@ -288,7 +288,7 @@ def _compared(count: int, checksum: int) -> list[int]:
 
 
 def _checksum(items: Any) -> int:
-    """Return a checksum of what is cheap to read: up to 64 numbers of each tensor, and plain values."""
+    """Return a checksum of what is cheap to read: up to about 64 numbers of each tensor or array, and plain values."""
     told = []
     for leaf in all_leaves(items):
         if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":

@@ -1,9 +1,9 @@
 """Read through a wrapper around a DataLoader, such as timm's PrefetchLoader.
 
-It is known what the wrapper gives, and of which batch.
+Each batch of the wrapper gets the share of the inner batch that it was made from.
 
-It may read ahead, so the batch that it gives is not the one that it read last. It gives one for each that it reads, in
-their order: that is how its batches get their shares.
+A wrapper may read ahead, so the batch that it yields need not be the one that it read last. But it yields one batch for
+each that it reads, in the same order: so its batches get their shares.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class _Loader(Protocol):
 
 
 class Wrapper:
-    """Passes batches read from the inner loader through the one around it."""
+    """Passes the batches of an inner loader through the loader around it, and keeps track of their shares."""
 
     def __init__(self, name: str, begin: Callable[[], Iterator[Any]]) -> None:
-        """name: of the outer loader's class. begin: its own `__iter__`."""
+        """name: the outer loader's class name. begin: calls the outer loader's original `__iter__`."""
         self._name, self._begin = name, begin
         self._fed: Iterator[Any] | None = None
 
     def take(self) -> Iterator[Any] | None:
-        """Return what the outer loader reads when it begins to loop over the inner one; None for any other caller."""
+        """Return the batches for the outer loader, when it begins to read the inner one; None for any other reader."""
         fed, self._fed = self._fed, None
         return fed
 
     def pairs(self, inner: Iterator[tuple[Any, BatchSlice]]) -> Iterator[tuple[Any, BatchSlice]]:
-        """Yield the outer loader's batches, each with its share. Raises UsageError if it yields more or fewer than it
-        reads."""
+        """Yield the outer loader's batches, each with its share. UsageError if the outer loader yields more or fewer
+        batches than it reads."""
         read: deque[BatchSlice] = deque()
 
         def feed() -> Iterator[Any]:
@@ -61,13 +61,13 @@ class Wrapper:
 
 
 def loader_inside(thing: Any) -> str | None:
-    """Return the attribute of an iterable that is its only DataLoader."""
+    """Return the name of the attribute that holds the only DataLoader of an iterable; None if there is not just one."""
     held = [name for name, value in getattr(thing, "__dict__", {}).items() if isinstance(value, DataLoader)]
     return held[0] if len(held) == 1 and hasattr(type(thing), "__iter__") else None
 
 
 def read_through(outer: Any, name: str, inner: _Loader) -> Wrapper:
-    """Let `outer` read `inner`, in place: its class becomes a subclass with the same name."""
+    """Make `outer` read `inner`, in place: set attribute `name`, and replace its class by a subclass of the same name."""
     kind = type(outer)
     setattr(outer, name, inner)
     wrapper = Wrapper(kind.__name__, lambda: kind.__iter__(outer))
