@@ -200,7 +200,7 @@ def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
 
 
 def by_rows(rows: Rows) -> DrawLayout:
-    """Return a `DrawLayout` that takes as batch dim the first of two dims that is as long as the rank has rows, else the
+    """Return a `DrawLayout` whose batch dim is the first of two dims that is as long as the rank has rows, else the
     first dim, if it is a multiple of that (heads beside samples). A rank with all rows draws as one device."""
 
     def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:

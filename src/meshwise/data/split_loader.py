@@ -103,7 +103,7 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
 
 
 def _rows(data: Any) -> Any:
-    """Make a list of samples from a user's tuple or dict, in which `reader` would expect tensors with a sample a row."""
+    """Make a list of samples from a user's tuple or dict, in which `reader` would expect tensors of rows."""
     return [data[index] for index in range(len(data))] if isinstance(data, (tuple, dict)) else data
 
 

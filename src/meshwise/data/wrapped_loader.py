@@ -67,7 +67,7 @@ def loader_inside(thing: Any) -> str | None:
 
 
 def read_through(outer: Any, name: str, inner: _Loader) -> Wrapper:
-    """Make `outer` read `inner`, in place: set attribute `name`, and replace its class by a subclass of the same name."""
+    """Make `outer` read `inner`, in place: set attribute `name`, and make its class a subclass of the same name."""
     kind = type(outer)
     setattr(outer, name, inner)
     wrapper = Wrapper(kind.__name__, lambda: kind.__iter__(outer))
