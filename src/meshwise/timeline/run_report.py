@@ -39,9 +39,9 @@ Drift = Annotated[float, lambda drift: f"{drift * 1e6:.2f} ppm"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a reader should know. kind: straggler, late, input, communication, imbalance, bubble, compute,
-    checkpoint, evaluation, memory, slower. headline: at most ten words. share: of the time of a step (of the run for
-    checkpoint and evaluation), 0 to 1. seconds: a step (or in all). rank, phase: where the finding names one."""
+    """One thing that a reader should know. kind: straggler, late, input, communication, imbalance, bubble, idle,
+    stalls, compute, checkpoint, evaluation, memory, slower. headline: at most ten words. share: of a step's time (of
+    the run's for checkpoint and evaluation). seconds: per step (or in all). rank, phase: if the finding names one."""
 
     kind: str
     headline: str
