@@ -1,6 +1,6 @@
 """Decide between two attempts of a run on one machine.
 
-launcher/several.py does the same for several.
+launcher/several.py does the same for several machines.
 Tested in tests/faults/test_restarts.py.
 """
 
@@ -21,7 +21,7 @@ from meshwise.workers.halt import Halt
 
 @dataclass
 class Alone:
-    """The only machine of a run. size: its workers. lock: on the run's folder."""
+    """The only machine of a run. size: number of workers. lock: on the run's folder."""
 
     size: int
     lock: FolderLock | None = None
@@ -51,8 +51,8 @@ class Alone:
         return False
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Begin the next attempt with the `size` devices that are left, or fewer. Returns why the last one failed, and
-        a sentence on where the next begins. Raises the error that ends the run."""
+        """Begin the next attempt with the `size` remaining devices, or fewer. Return why the last attempt failed, and a
+        sentence on where the next one begins. Raises WorkerFailed if the run ends."""
         if (last := error if halt.ends else restarts.after(error)) is not None:
             raise last
         try:

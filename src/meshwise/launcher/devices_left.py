@@ -1,6 +1,6 @@
 """Choose the devices of this machine that a restart uses.
 
-A device that is gone, or on which ranks twice came to no step, is left out.
+A device that is gone, or on which ranks twice died before their first step, is left out.
 
 Tested in tests/faults/test_fewer_devices.py.
 """
@@ -22,7 +22,7 @@ EARLY_DEATHS, NEVER = 2, 1 << 30
 
 
 class DevicesLeft:
-    """The slots of this machine, and which of them are left out. used: those of the running attempt."""
+    """The slots of this machine, and which of them are left out. used: the slots of the running attempt."""
 
     def __init__(self, slots: Sequence[WorkerSlot], sys: Path = Path("/sys")) -> None:
         self._slots, self._sys = list(slots), sys
@@ -39,7 +39,7 @@ class DevicesLeft:
         return [replace(slot, sees=every) if slot.sees else slot for slot in chosen]
 
     def failed(self, failure: Failure | None, local_rank: int, attempt: int, happened: Iterable[Fault]) -> None:
-        """Note that a worker failed in this attempt of the command. happened: the injected faults of the attempt."""
+        """Record that a worker failed in this attempt of the command. happened: the attempt's injected faults."""
         if failure is None or not 0 <= local_rank < len(self._used):
             return
         slot = self._used[local_rank]
@@ -52,11 +52,11 @@ class DevicesLeft:
                 self._back[slot] = NEVER
 
     def left(self, attempt: int) -> int:
-        """Return how many devices an attempt may use."""
+        """Return how many devices attempt number `attempt` may use."""
         pairs = enumerate(self._addresses)
         self._left = [at for at, pci in pairs if self._back.get(at, 0) <= attempt and is_there(self._sys, pci)]
         return len(self._left)
 
     def use(self, count: int) -> None:
-        """Use this many of the remaining devices in the next attempt."""
+        """Use the first `count` remaining devices in the next attempt."""
         self._used = self._left[:count]

@@ -28,7 +28,7 @@ from meshwise.workers.join import rank_context
 
 @dataclass(frozen=True)
 class Joined:
-    """What each rank knows of the run. slots: a device each. first: whether this is rank 0."""
+    """What each rank knows of the run. slots: one per rank, each a device. first: whether this is rank 0."""
 
     restarts: Restarts
     slots: list[WorkerSlot]
@@ -46,12 +46,12 @@ def joined_run(
     began: float,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> Iterator[Joined]:
-    """Run the body as this rank's program, with the records of a run that we launch. Collective.
+    """Run the `with` block as this rank's program, with the same records as a run that meshwise launches. Collective.
 
-    began: when the user asked for it. goes_on: whether another start would resume from a saved state, asked when a rank
-    is lost.
+    began: when the user asked for the run. goes_on: called when a rank is lost; returns whether another start would
+    resume from a saved state.
 
-    Raises the body's error; WorkerFailed, with exit code 85 if the run can resume, for a lost rank.
+    Raises the block's error; if a rank is lost, WorkerFailed, with exit code 85 if the run can resume.
     """
     refuse_restarts(options, "under torchrun, srun or mpirun")
     if (left := options.seconds_left(began)) is not None:

@@ -1,8 +1,8 @@
 """Continue the run of a folder: `meshwise run --folder DIR`.
 
-It continues by the command that began it.
+The same command begins and continues the run.
 
-So a batch script is the same at every start. Tested in tests/cli/test_submit.py.
+So a batch script has the same command at every start. Tested in tests/cli/test_submit.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from meshwise.spec.options import options_of
 from meshwise.workers.launchers.find import place_in
 
 ASKED = "asked"
-"""Key in run.json: the options of the run's first start."""
+"""Key in run.json of the options with which the run was first started."""
 
 
 def continued(options: RunOptions) -> RunOptions:
-    """Return the options; if a run lies in their folder, the run's own, changed by options that differ from its first
-    start. Raises UsageError for another job's run, and for a program that has changed since it was submitted."""
+    """Return the options. If their folder has a run, return that run's options, changed by given options that differ
+    from its first start. Raises UsageError for another job's run, or if the program changed since it was submitted."""
     assert options.folder is not None
     folder = Path(options.folder)
     if options.resume is not None:
@@ -47,8 +47,8 @@ def continued(options: RunOptions) -> RunOptions:
 
 
 def refuse_running(options: RunOptions) -> None:
-    """Raise UsageError at once if a process of this machine works in the folder of the run to resume. A start by a
-    scheduler, or on several machines, may hold the folder itself: it is checked when the folder is locked.
+    """Raise UsageError at once if a process of this machine holds the folder of the run to resume. A start by a
+    scheduler, or on several machines, may hold the folder already: it is checked later, when the folder is locked.
     """
     given = options.folder if options.resume is None else options.resume
     several = options.nnodes != 1 or options.node_rank or options.rdzv or place_in(os.environ).launcher
@@ -57,9 +57,9 @@ def refuse_running(options: RunOptions) -> None:
 
 
 def run_in(folder: Path, program: object) -> dict[str, Any]:
-    """Return the record of the run in a folder, which `program` resumes; empty if there is none.
+    """Return the record of the run in a folder, which `program` resumes; {} if there is none.
 
-    Raises UsageError for a run that was stopped for good, of another script, or with files changed since it was
+    Raises UsageError for a run that was stopped for good, is of another script, or has files changed since it was
     submitted, and WorkerFailed for a job that makes no progress."""
     if not (folder / names.RUN).exists():
         return {}

@@ -1,9 +1,9 @@
 """Decide whether another launcher's process is a rank or starts workers.
 
-No torch.
+This module does not import torch.
 
-One task a device: each is a rank. One task a machine, and several devices there: meshwise starts the workers, and takes
-the machines from the launcher. Tested in tests/workers/test_places.py and tests/workers/test_slurm.py.
+If the launcher started one task per device, each task is a rank. If it started one task on each machine, with several
+devices, meshwise starts the workers there. Tested in tests/workers/test_places.py and tests/workers/test_slurm.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from meshwise.workers.rendezvous import meet
 
 
 def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> tuple[RunOptions, bool]:
-    """Return the options for this process, and whether it is a rank itself. If each machine's process starts workers:
-    with the number of machines, the index of this one and where they meet, for which it waits for the first.
+    """Return the options for this process, and whether it is a rank itself. If it starts workers instead, the options
+    get the number of machines, this machine's index and where they meet, which may mean to wait for the first machine.
 
     Raises UsageError for options that contradict the launcher.
     """
@@ -46,8 +46,8 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
 
 
 def ask_for_kind(devices: str | None, place: Place) -> None:
-    """Before this rank takes its device: ask for an accelerator where there is one, unless CPU workers are requested.
-    Raises UsageError for other accelerators than the first ones."""
+    """Before this rank takes its device, make that the CPU if `devices` asks for CPU workers. Raises UsageError if
+    `devices` names other accelerators than the first ones of this machine."""
     request = parse_devices(devices or "all")
     if request.indices not in (None, tuple(range(place.tasks_here))):
         raise UsageError(
@@ -70,7 +70,7 @@ def check_kind(devices: str | None, world: World) -> None:
 
 
 def _devices_here(options: RunOptions, place: Place) -> int:
-    """Return the devices of this task, if it is alone on its machine; else each task has one."""
+    """Return how many devices this task has: all of its machine if it is alone there, else one."""
     if place.one_a_node:
         return len(find_devices(parse_devices(options.devices or "all")))
     refuse_devices(options.devices, place, " or one a machine (--ntasks-per-node=1)")
@@ -78,8 +78,8 @@ def _devices_here(options: RunOptions, place: Place) -> int:
 
 
 def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> None:
-    """Raise UsageError for a task that is one device if `--devices` asks for more than its launcher started. otherwise:
-    what else may be started."""
+    """Raise UsageError if each task is one device and `--devices` asks for another number than the launcher started
+    here. otherwise: text on what else may be started."""
     request = parse_devices(devices or "all")
     count = len(request.indices) if request.indices else request.count or 1
     if count not in (1, place.tasks_here):

@@ -1,6 +1,6 @@
 """Commit a checkpoint of what failed ranks left in memory.
 
-No torch.
+This module does not import torch.
 
 Tested in tests/faults/test_restarts.py.
 """
@@ -16,7 +16,7 @@ from meshwise.workers.kept_memory import KeptMemory
 
 
 def keep_left(folder: Path, kept: KeptMemory, attempt: int, failure: Failure | None) -> str:
-    """Save the newest complete state that an attempt's ranks left in memory. Returns what went wrong, or ""."""
+    """Save the newest complete state that an attempt's ranks left in memory. Returns a sentence on an error, or ""."""
     if failure is None or failure.has_spoiled or (failure.kind == "raised" and failure.plain):
         return ""  # a value is wrong, and would be so there too
     left = [part for rank in range(kept.ranks) for part in read_parts(kept.path(rank), rank)]

@@ -1,7 +1,7 @@
 """Decide whether a failed run restarts, and record each attempt.
 
-An attempt is one start of the workers of a run. A fault of a machine is answered with another one, an exception of the
-program only where `--restart-on exception` asks for it.
+An attempt is one start of a run's workers. After a fault of a machine another attempt begins; after an exception of the
+program only if `--restart-on exception` asks for it.
 Tested in tests/faults/test_restarts.py.
 """
 
@@ -47,9 +47,9 @@ COMMAND_TIMEOUT = 30.0  # seconds for what is left of --on-failure at the end
 class Restarts:
     """The attempts of one command.
 
-    most: restarts that are allowed. exceptions: whether the program's own are reason enough. resumable: whether it can
-    resume: a job can, a script once it has reported that it saves its state. min_nodes: fewest machines with which it
-    continues here. command: of --on-failure. faults: injected.
+    most: how many restarts are allowed. exceptions: whether to restart after the program's exceptions too. resumable:
+    whether the program can resume: a job can, a script once it has reported that it saves its state. min_nodes: fewest
+    machines with which the run continues. command: that of --on-failure. faults: those to inject.
     """
 
     folder: Path
@@ -60,31 +60,30 @@ class Restarts:
     command: str | None = None
     faults: Sequence[Fault] = ()
     asked: Plan | None = None
-    """The plan that the run was started with; None leaves it to a script."""
+    """The plan with which the run was started; None leaves the plan to a script."""
     states: Path | None = None
-    """The folder in which a script saves its state; None: the run's folder."""
+    """The folder in which a script saves its state; None for the run's folder."""
     launched: Mapping[str, Any] = field(default_factory=dict)
-    """Who started this command, as each attempt records it."""
+    """Which launcher started this command, as each attempt records it."""
     attempt: int = 1
-    """The attempt of this command, from 1."""
+    """The number of the current attempt within this command, from 1."""
     number: int = 1
-    """The attempt of the run, which may have been resumed."""
+    """The number of the current attempt within the run, which may have been resumed."""
     step: int = 0
-    """The last step that is known to be done."""
+    """The last step that all ranks are known to have done."""
     began_at: int = 0
     failed: float | None = None
     """When the previous attempt was given up (monotonic); None once the workers step again."""
     kept: KeptMemory | None = None
     """Memory that outlives the workers."""
     plan: str = ""
-    """The plan with which the run continues, as TOML, if it differs from the first one."""
+    """The plan with which the run continues, as TOML, if it differs from the first plan; else ""."""
     smaller: str = ""
-    """The plan with which it continues after running out of memory, as TOML."""
+    """The plan with which the run continues after running out of memory, as TOML; else ""."""
     resumes: bool = False
     """Whether the attempt resumes from a saved state."""
-    """How many devices of all machines, since the first restart."""
     plan_now: Plan | None = None
-    """The plan with which the run continues, since the first restart."""
+    """The plan with which the run continues; None before the first restart."""
     _change: str = ""
     _smaller: int = 0
     _furthest: int = 0
@@ -93,11 +92,11 @@ class Restarts:
     _commands: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def due(self) -> tuple[Fault, ...]:
-        """Return the faults of this attempt."""
+        """Return the faults to inject in this attempt."""
         return tuple(fault for fault in self.faults if fault.attempt == self.attempt)
 
     def after(self, error: WorkerFailed) -> WorkerFailed | None:
-        """Return the error that ends the run; None if it restarts."""
+        """Decide, after `error`, whether the run ends: return the error that ends it; None if it restarts."""
         failure = error.failure
         self.step = max(self.began_at, failure.done if failure is not None else 0)
         if (
@@ -141,12 +140,12 @@ class Restarts:
         return self.exceptions and failure.kind in ("raised", "victim") and failure.exit_code == FAILED
 
     def happened_now(self) -> list[Fault]:
-        """Return the injected faults of this attempt that happened."""
+        """Return this attempt's injected faults that have happened."""
         happened = {line.get("fault") for line in self.happened() if line.get("attempt") == self.number}
         return [fault for fault in self.due() if str(fault) in happened]
 
     def fit(self, devices: int) -> int:
-        """Continue with at most this many devices; return how many the plan uses. Raises PlanError if it fits none."""
+        """Fit the plan to at most `devices` devices; return how many it uses. Raises PlanError if it fits none."""
         plan = self.plan_now = plan_from_toml(self.smaller) if self.smaller else self.asked
         if plan is not None:
             self.plan_now = on_devices(plan, devices)
@@ -157,12 +156,12 @@ class Restarts:
         return devices
 
     def could_use(self, devices: int) -> int:
-        """Return how many of this many devices the plan would use."""
+        """Return how many of `devices` devices the plan would use."""
         plan = plan_from_toml(self.smaller) if self.smaller else self.asked
         return devices if plan is None else on_devices(plan, devices).devices
 
     def moves_to(self, where: str) -> None:
-        """Note that the next attempt uses other devices, for its sentence."""
+        """Record that the next attempt uses other devices, for the sentence of `next`."""
         under = "" if self.plan_now is None else f" under {self.plan_now}"
         self._change = ", ".join(filter(None, [self._change, f"on {where}{under}"]))
 
@@ -177,7 +176,7 @@ class Restarts:
         return f"attempt {self.attempt} of {self.most + 1} begins {where}{change}."
 
     def keep_plan(self) -> None:
-        """Record the plan that fits; after running out of memory, a resumed run begins with it."""
+        """Write the plan that fits to the run folder; after running out of memory, resumed runs begin with it."""
         path = self.folder / names.PLAN
         there = plan_from_toml(path.read_text(encoding="utf-8")) if path.is_file() else None
         if self.plan_now not in (None, there):
@@ -188,7 +187,7 @@ class Restarts:
             names.change_run(self.folder, request={**request, "plan": self.smaller, **dict.fromkeys(OTHERS_OF_PLAN)})
 
     def told(self) -> dict[str, Any]:
-        """Return what another machine's launcher needs to continue, as plain values."""
+        """Return the values, for JSON, that another machine's launcher needs to continue."""
         told = {name: getattr(self, name) for name in _TOLD}
         return told | {"states": None if self.states is None else str(self.states)}
 
@@ -202,28 +201,28 @@ class Restarts:
         self.plan_now = plan_from_toml(self.plan) if self.plan else self.asked
 
     def record(self) -> dict[str, Any]:
-        """Return what is recorded of an attempt as it begins."""
+        """Return the facts to record when an attempt begins."""
         faults = {"faults": [str(fault) for fault in self.due()]} if self.due() else {}
         return {**self.launched, **faults}
 
     def facts(self, error: WorkerFailed, number: int) -> dict[str, Any]:
-        """Return what is recorded of attempt `number` of the run, which failed."""
+        """Return the facts to record about attempt `number` of the run, which failed with `error`."""
         told = {} if error.failure is None else recorded(error.failure)
         times = [line["time"] for line in self.happened() if line.get("attempt") == number]
         return told | ({"seconds_to_detect": time.time() - max(times)} if times else {})
 
     def began(self, step: int) -> dict[str, Any]:
-        """Note that the workers begin after `step`; return what is recorded of that."""
+        """Take note that the workers begin after `step`; return the facts to record about that."""
         lost, self.began_at, self.step = max(0, self.step - step), step, step
         return {"from_step": step} | ({} if self.failed is None else {"steps_lost": lost})
 
     def stepped(self) -> dict[str, Any]:
-        """Note that the workers have done a step; return what is recorded of that."""
+        """Take note that the workers have done a step; return the facts to record about that."""
         since, self.failed = self.failed, None
         return {} if since is None else {"seconds_to_step": time.monotonic() - since}
 
     def run_command(self, text: str, again: bool) -> None:
-        """Run the command of --on-failure, in parallel with the rest."""
+        """Start the command of --on-failure, without waiting for it. again: whether the run restarts."""
         if self.command is None:
             return
         facts = {"FAILURE": text, "RUN": str(self.folder), "ATTEMPT": str(self.number), "AGAIN": str(int(again))}
@@ -231,7 +230,7 @@ class Restarts:
         self._commands.append(subprocess.Popen(self.command, shell=True, env=variables, stdin=subprocess.DEVNULL))
 
     def close(self, say: Callable[[str], None]) -> None:
-        """Wait for the commands, and say which faults have not happened."""
+        """Wait for the --on-failure commands, and report their errors and the faults that have not happened."""
         until = time.monotonic() + COMMAND_TIMEOUT
         for process in self._commands:
             try:
@@ -260,8 +259,8 @@ class Restarts:
 
 
 def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Raise WorkerFailed, where a scheduler restarts a run, once three starts in a row began at the step at which this
-    one would. Only starts since the run was submitted count."""
+    """Raise WorkerFailed for a submitted run if its last three starts in a row began at the same step as this one
+    would. Only starts since the run was submitted count."""
     submission, sessions = facts.get("submission"), facts.get("sessions", [])
     if not isinstance(submission, Mapping):
         return
@@ -277,5 +276,5 @@ def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def ended(error: WorkerFailed, why: str, code: int) -> WorkerFailed:
-    """Return `error` with the reason why the run ends with it."""
+    """Return `error` with `why`, the reason that the run ends with it, added, and exit code `code`."""
     return WorkerFailed(f"{error}\n{why}", rank=error.rank, exit_code=code, failure=error.failure)

@@ -1,9 +1,9 @@
 """Decide between two attempts of a run on several machines.
 
-The leader decides, and the others do as it says.
+The leader decides, and the other machines do as it says.
 
-Where machines share the run's folder, whoever claims the next attempt there goes on (records/claims.py); where they do
-not, machine 0 does, which keeps the saved states. So two halves of a network that was cut never both go on.
+If machines share the run's folder, the one that claims the next attempt there continues the run (records/claims.py); if
+they do not, machine 0 does, which has the saved states. So the two halves of a split network never both continue.
 Tested in tests/faults/test_several_machines.py.
 """
 
@@ -29,21 +29,21 @@ from meshwise.workers.machines import Look, Machines
 from meshwise.workers.nodes import ELSEWHERE, Member, Nodes
 
 JOINED = -1
-"""Exit code between launchers: an attempt ended so that a machine can join."""
+"""Exit code, between launchers, of an attempt that ended so that a machine can join."""
 MINORITY_WAIT = 10.0  # seconds in which the larger half of a cut network claims the next attempt first
 Reports = dict[Member, dict[str, Any]]
 
 
 @dataclass
 class Several:
-    """The machines of a run. shares: whether this one sees the run's folder as machine 0 does. lock: on the folder,
-    where this machine keeps its record."""
+    """The machines of a run. shares: whether this machine shares the run's folder with machine 0. lock: on the folder,
+    if this machine keeps the run's record."""
 
     machines: Machines
     shares: bool = True
     lock: FolderLock | None = None
     world: int = 0
-    """The ranks of the first attempt."""
+    """The number of ranks in the first attempt."""
 
     @property
     def nodes(self) -> Nodes:
@@ -52,7 +52,7 @@ class Several:
 
     @property
     def keeps(self) -> bool:
-        """Whether this machine keeps the record of the run, or one of its own."""
+        """Whether this machine writes the run's record: as the leader, or in a folder that it does not share."""
         return self.nodes.leads or not self.shares
 
     @property
@@ -66,44 +66,44 @@ class Several:
 
     @property
     def size(self) -> int:
-        """The workers of this machine."""
+        """The number of workers on this machine."""
         return self.nodes.me.size
 
     @property
     def late(self) -> Mapping[str, Any]:
-        """What the leader has reported of a run that is already going on; empty at a run's beginning."""
+        """What the leader has announced about a run that is already under way; {} at a run's beginning."""
         return self.nodes.begins.facts
 
     def folder_told(self) -> Mapping[str, Any]:
-        """The name of the run's folder and its attempt, as machine 0 or the leader has announced them; empty if this
+        """Return the name of the run's folder and its attempt, as announced by machine 0 or the leader; {} if this
         machine begins the run."""
         told: Mapping[str, Any] = self.late.get("folder") or (self.nodes.get("folder") if self.nodes.node_rank else {})
         return told
 
     def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
-        """Check whether the folder on this machine is the announced one."""
+        """Find out whether `folder` on this machine is the announced one, and set `shares`."""
         self.shares = not told or newest(folder) == told["attempt"]
 
     def tell_folder(self, folder: Path, attempt: int) -> None:
-        """Announce the folder to the machines that wait for it."""
+        """Announce the run's folder to the machines that wait for its name."""
         self.nodes.set("folder", {"name": folder.name, "attempt": attempt})
 
     def leave(self, code: int) -> None:
-        """Tell the others that this machine is done."""
+        """Tell the other machines that this one leaves the run. code: the run's exit code."""
         self.machines.leave(code)
 
     def has_more(self, restarts: Restarts) -> bool:
-        """Check whether a machine waits to join, and the run could use it."""
+        """Check whether a machine waits to join that the run could use."""
         if not (self.nodes.leads and restarts.resumable and restarts.most):
             return False
         more = sum(member.size for member in self.machines.joiners())
         return more > 0 and restarts.could_use(self.nodes.size + more) > self.nodes.size
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Agree on the next attempt. Returns why the last one failed, and a sentence on where the next begins. Raises
-        the error that ends the run, the same on all machines.
+        """Agree on the next attempt. Return why the last one failed, and a sentence on where the next one begins. If
+        the run ends, raise the error that ends it, the same on all machines.
 
-        size: the workers that this machine can have.
+        size: number of workers that this machine can have.
         """
         before, look = self.nodes, partial(_look, halt)
         self.machines.report({**_facts(error), "size": size, "stopped": halt.ends})
@@ -118,7 +118,7 @@ class Several:
         return _as_seen(news["error"], before), str(news["sentence"])
 
     def _decide(self, restarts: Restarts, look: Look) -> Nodes | dict[str, Any]:
-        """Decide, on the leader, whether the run continues, with which machines and plan; else how it ends."""
+        """On the leader, decide whether the run continues, and with which machines and plan, or how it ends."""
         reports = self.machines.reports(look)
         error = _error_of(reports)
         joined = all(report["code"] == JOINED for report in reports.values())
@@ -141,7 +141,7 @@ class Several:
         return self._begin(restarts, error, members)
 
     def _fitting(self, restarts: Restarts, reports: Reports) -> list[Member]:
-        """Return the machines of the next attempt with the workers of each."""
+        """Return the machines of the next attempt, with the number of workers of each. Raises PlanError if none fit."""
         members = [replace(member, size=report["size"]) for member, report in reports.items()]
         members += self.machines.joiners()
         if len(members) < restarts.min_nodes:
@@ -161,7 +161,7 @@ class Several:
         return members
 
     def _claim(self, restarts: Restarts, reports: Reports, look: Look) -> None:
-        """Claim the next attempt for this machine. Raises if it must not begin it."""
+        """Claim the next attempt for this machine. Raises _NotHere if this machine must not begin it."""
         first, before, here = self.machines.me.node == 0, len(self.nodes.members), len(reports)
         if not (first or self.shares):
             raise _NotHere("The saved states lie on machine 0, which is not here: start the run again on all machines.")
@@ -192,7 +192,7 @@ class Several:
 
 
 class _NotHere(Exception):
-    """Why the run does not continue with this machine."""
+    """The run does not continue with this machine; the message says why."""
 
 
 def _facts(error: WorkerFailed) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _facts(error: WorkerFailed) -> dict[str, Any]:
 
 
 def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
-    """Return a reported failure, as this machine of an attempt words it."""
+    """Return a reported failure as this machine shows it, with ELSEWHERE for one on another machine."""
     failure = None if told["failure"] is None else Failure(**told["failure"])
     here = range(nodes.first_rank, nodes.first_rank + nodes.me.size)
     own = failure is None or failure.rank in here or failure.kind == "lost"
@@ -211,7 +211,7 @@ def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
 
 
 def _error_of(reports: Reports) -> WorkerFailed:
-    """Return the error that ended the attempt, from the machines' reports: the culprit's."""
+    """Return the error that ended the attempt: of the failures that machines reported, the culprit."""
     known = [(Failure(**told["failure"]), told) for told in reports.values() if told["failure"] is not None]
     if not known:
         told = next(iter(reports.values()))

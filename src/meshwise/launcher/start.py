@@ -1,8 +1,8 @@
 """Open a program's run folder, and start it on every device.
 
-No torch.
+This module does not import torch.
 
-A job and a script are both a `LaunchedProgram`: they differ in what each worker calls.
+A job and a script are both a `LaunchedProgram`; they differ in the function that each worker calls.
 Tested in tests/cli, tests/workers/test_launchers.py and tests/faults.
 """
 
@@ -44,17 +44,17 @@ from meshwise.workers.fork_server import Forks
 from meshwise.workers.launchers.find import place_in
 
 OWN_OPTIONS = ("job", "devices", "data", "log")
-"""Options that each machine has for itself: where its files are, and its devices."""
+"""Options that may differ between machines: where a machine's files are, and its devices."""
 
 
 @dataclass(frozen=True)
 class LaunchedProgram:
     """A program to run.
 
-    plan: None leaves it to a script. call: called by each worker with the run folder. record: facts for run.json.
+    plan: None leaves the plan to a script. call: called by each worker with the run folder. record: facts for run.json.
     sees_all: whether each worker sees the accelerators of all workers of its host, as under torchrun. again: called by
-    each worker after a restart, with `plan` (TOML, "" for the first) and whether it `resumes`; None for `call`, where
-    the program restores its state itself.
+    each worker after a restart, with `plan` (TOML, "" for the first plan) and `resumes` (whether from a saved state);
+    None to call `call` again, if the program restores its state itself.
     """
 
     name: str
@@ -67,9 +67,9 @@ class LaunchedProgram:
 
 @dataclass(frozen=True)
 class Started:
-    """A program with its folder, and the workers and machines that it runs on.
+    """A program with its run folder, and the workers and machines on which it runs.
 
-    before: the records of a resumed run before the start, restored if it is refused. restarts: its attempts.
+    before: a resumed run's records before this start, restored if the start is refused. restarts: the attempts.
     """
 
     program: LaunchedProgram
@@ -82,17 +82,17 @@ class Started:
 
     @property
     def keeps_record(self) -> bool:
-        """Whether this machine writes the shared files of the folder."""
+        """Whether this machine writes the folder's files that are not of one rank, such as run.json."""
         return self.machines.keeps and not is_over(self.folder, self.restarts.number)
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the lock on the folder."""
         if self.machines.lock is not None:
             self.machines.lock.close()
 
 
 def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: float) -> Started:
-    """Meet the other machines, make the program for all devices together, and open its run folder."""
+    """Meet the other machines, make the program for the devices of all machines, and open its run folder."""
     if options.min_nodes is not None and not 1 <= options.min_nodes <= options.nnodes:
         raise UsageError(f"--min-nodes {options.min_nodes}: this run has {plural(options.nnodes, 'machine')}.")
     several = options.nnodes != 1 or options.node_rank or options.rdzv
@@ -115,7 +115,7 @@ def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: 
 
 
 def worker_slots(options: RunOptions) -> list[WorkerSlot]:
-    """Return the named devices; else the accelerators, or as many as a plan file needs; else its CPU workers."""
+    """Return the devices that `--devices` names; else the accelerators or CPU workers, as many as the plan needs."""
     every = find_devices(parse_devices("all" if options.devices is None else options.devices))
     if options.devices is not None or options.nnodes > 1 or not options.gives_plan:
         return every
@@ -125,7 +125,7 @@ def worker_slots(options: RunOptions) -> list[WorkerSlot]:
 
 
 def refuse_restarts(options: RunOptions, where: str) -> None:
-    """Raise UsageError for options of restarts where no launcher of ours restarts anything."""
+    """Raise UsageError for options of restarts in a start in which meshwise restarts nothing. where: text on it."""
     for name in ("restarts", "restart_on", "on_failure"):
         if getattr(options, name):
             raise UsageError(
@@ -135,7 +135,7 @@ def refuse_restarts(options: RunOptions, where: str) -> None:
 
 
 def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) -> Path:
-    """Return the folder of a run, new or resumed. name: the one that another machine has chosen."""
+    """Return the folder of a run, new or resumed. name: the folder name that another machine has chosen."""
     if options.resume is not None:
         return run_and_checkpoint(Path(options.resume))[0]
     if options.folder is not None:
@@ -150,9 +150,9 @@ def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) 
 def opened(
     program: LaunchedProgram, options: RunOptions, slots: Sequence[WorkerSlot], machines: Alone | Several, began: float
 ) -> Started:
-    """Open the run folder, new or resumed, with the record of what runs in it: the same name on every machine.
+    """Open the run folder, new or resumed, and record there what runs. The folder has the same name on every machine.
 
-    Machines that share a disk share the folder; the first of them keeps its run.json.
+    Machines that share a disk share the folder; only the leader writes its run.json.
     """
     faults = faults_of(options.fault, machines.world)
     late, told = machines.late, machines.folder_told()
@@ -193,8 +193,8 @@ def opened(
 
 
 def _recorded(started: Started, options: RunOptions, began: float, *, begins: bool) -> int:
-    """Lock the folder, and record that an attempt begins there; return its number. begins: whether this machine has
-    begun the run."""
+    """Lock the folder, and record that an attempt begins there; return the attempt's number. begins: whether this
+    machine begins the run."""
     program, folder, machines = started.program, started.folder, started.machines
     earlier = names.read_run(folder) if (folder / names.RUN).exists() else {}
     yields = _earlier_start_holds(earlier)
@@ -211,8 +211,8 @@ def _recorded(started: Started, options: RunOptions, began: float, *, begins: bo
 
 
 def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
-    """Check whether the run's last attempt belongs to an earlier start of this scheduler job. A leftover of that start
-    on a machine that was cut off may hold the folder, but has no right to it any more."""
+    """Check whether the run's last attempt belongs to an earlier start of this scheduler job. If so, a process of that
+    start on a machine that was cut off may still hold the folder, and the lock is taken over."""
     here = place_in(os.environ).record()
     sessions = run.get("sessions") if here else None
     last = sessions[-1] if sessions else {}
@@ -222,8 +222,8 @@ def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
 def supervised(
     started: Started, console: Console, limit: float | None = None, forks: Forks | None = None
 ) -> tuple[list[Any], int]:
-    """Announce and run the program; return the results in rank order, and the exit code. limit: seconds after which it
-    stops. forks: makes the workers, if it was used before."""
+    """Announce and run the program; return the results in rank order, and the exit code. limit: seconds after which the
+    run stops. forks: a fork server from before to make the workers; None for a new one."""
     program, slots = started.program, started.slots
     plan = "" if program.plan is None else f"{program.plan}  "
     machines, nodes = started.machines, started.machines.nodes
@@ -267,8 +267,8 @@ def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def in_attempt(
     number: int, faults: Sequence[Fault], call: Callable[[Path], Any], folder: Path, kept: Sequence[str] = ()
 ) -> Any:
-    """Run `call(folder)`, in a worker, in this attempt of the run, with its injected faults. kept: for each rank of
-    this machine, the memory that outlives it."""
+    """In a worker, run `call(folder)` as attempt `number` of the run, with its injected faults. kept: for each rank of
+    this machine, the path of the memory that outlives the rank."""
     os.environ[ATTEMPT] = str(number)
     if kept:
         os.environ[KEPT] = kept[read_world(os.environ).local_rank]
@@ -278,6 +278,6 @@ def in_attempt(
 
 
 def record_blocks(options: RunOptions) -> None:
-    """Set, in a worker, whether its model's blocks are recorded."""
+    """In a worker, switch on the recording of its model's blocks if `--blocks` was given."""
     if options.blocks:
         os.environ[BLOCKS] = "1"

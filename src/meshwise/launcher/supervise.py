@@ -65,18 +65,18 @@ class Viewer:
         halt: Halt | StepGate,
         machines: Alone | Several | None,
     ) -> None:
-        """halt: knows which signal stopped the run. machines: None where this process keeps no record."""
+        """halt: knows which signal stopped the run. machines: None if this process keeps no record."""
         self._view, self._live, self._halt = view, live, halt
         self._restarts, self._machines = restarts, machines
         self.stopped = ""
         self.steps = self.joins = False
-        """Whether the attempt's workers do steps, and whether they have stopped for a machine that joins."""
+        """Whether the attempt's workers have begun to do steps; whether they have stopped so that a machine joins."""
         self._devices = tuple(devices)
         self._memory: list[int | None] = [None] * len(devices)
         self._job = ""
         self._lost, self._looked = False, time.monotonic()
         self._told: list[str] = []
-        """Lines of the attempt for its record."""
+        """Messages of the attempt, for its record."""
 
     def message(self, rank: int, message: Message) -> None:
         kind = message["kind"]
@@ -112,7 +112,7 @@ class Viewer:
         return isinstance(self._halt, Halt) and self._halt.wanted and not self._halt.ends
 
     def look_for(self, folder: Path) -> None:
-        """Say once that the run folder is gone; looks once a second."""
+        """Check once a second whether the run folder is gone, and say so once."""
         if not self._lost and time.monotonic() - self._looked > 1.0:
             self._looked, self._lost = time.monotonic(), is_lost(folder)
             if self._lost:
@@ -121,7 +121,7 @@ class Viewer:
                 )
 
     def stops(self, where: str = "") -> None:
-        """Say once that the run is stopped, by what, and where."""
+        """Say once that the run is stopped, by which signal, and (`where`) after which step."""
         if not self.stopped:
             self.stopped = f"stopped by {stop_text(self._halt.signal)}{where}"
             self._view.print(self.stopped)
@@ -133,7 +133,7 @@ class Viewer:
             names.add_to_session(folder, **facts)
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Handle a message of this process itself, in a run that joined another launcher."""
+        """Handle a message of this process itself, in a run under another launcher."""
         self.message(0, {"kind": kind, **facts})
 
     def output(self, stream: str, text: str) -> None:
@@ -155,7 +155,7 @@ class Viewer:
 
 
 def metrics_line(message: Mapping[str, Any]) -> str:
-    """Write `epoch 1/5  test accuracy 95.20 %  loss 0.1612  best so far`, inside it `epoch 1/5, step 500  test …`."""
+    """Return `epoch 1/5  test accuracy 95.20 %  loss 0.1612  best so far`; within an epoch `epoch 1/5, step 500 …`."""
     step = f", step {message['inside']}" if "inside" in message else ""
     parts = [metric_text(name, value) for name, value in message["metrics"].items()]
     parts += ["best so far"] if message["best"] else []
@@ -163,7 +163,7 @@ def metrics_line(message: Mapping[str, Any]) -> str:
 
 
 PRELOAD = ("meshwise.script.distribute", "meshwise.job.loop", "torch._dynamo")
-"""Modules that a training worker needs; the first optimizer of a process imports the last."""
+"""Modules that a training worker needs. (`torch._dynamo` is imported by the first optimizer of a process.)"""
 
 
 def supervise(
@@ -177,12 +177,12 @@ def supervise(
     hang_limit: float | None = None,
     forks: Forks | None = None,
 ) -> tuple[list[Any], int]:
-    """Launch `task` (a function and its arguments) on the slots, again where `restarts` allows it, and show the run.
-    Returns the results in rank order and the exit code.
+    """Launch the function and arguments that `task` returns on the slots, again if `restarts` allows it, and show the
+    run. Returns the results in rank order, and the exit code.
 
-    limit: seconds after which it stops at the end of a step. forks: makes the workers; it is closed at the end.
+    limit: seconds after which the run stops at the end of a step. forks: makes the workers, and is closed at the end.
 
-    Afterwards run.json's status says how it ended. Raises WorkerFailed when a worker fails for good.
+    Afterwards, run.json's status says how the run ended. Raises WorkerFailed if a worker fails and nothing restarts.
     """
     halt, forks = Halt(), forks or Forks(PRELOAD, stays=True)
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit), KeptMemory(len(slots)) as kept:
@@ -229,7 +229,7 @@ def supervise(
 
 
 def _record_folder(restarts: Restarts, machines: Alone | Several) -> Path | None:
-    """Return the run folder, if this machine keeps its record and it still exists."""
+    """Return the run folder, if this machine keeps the record there and the folder still exists; else None."""
     if not machines.keeps or is_lost(restarts.folder) or is_over(restarts.folder, restarts.number):
         return None
     return restarts.folder
@@ -243,7 +243,7 @@ def _answer(
     machines: Alone | Several,
     devices: DevicesLeft,
 ) -> None:
-    """Record how an attempt failed, and begin the next one; raises the error that ends the run."""
+    """Record how an attempt failed, and begin the next one, or raise the error that ends the run."""
     number, last, goes_on, lost = restarts.number, None, "", restarts.keep_left(error)
     rank = -1 if error.failure is None else error.failure.rank - machines.first_rank
     devices.failed(error.failure, rank, restarts.attempt, restarts.happened_now())
@@ -271,8 +271,8 @@ def _answer(
 
 @contextlib.contextmanager
 def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
-    """Let each of STOPS stop all ranks after the same step, however often it comes; a second Ctrl-C ends them at once.
-    A signal passed on by a rank does not count as the first: `scancel -s INT` sends it to every process."""
+    """Let each signal of STOPS stop all ranks after the same step, however often it comes; a second Ctrl-C ends them at
+    once. A signal that a rank passed on is not the first: `scancel -s INT` sends one to every process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -296,8 +296,8 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
 
 
 def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[WorkerSlot], folder: Path) -> RunSummary:
-    """Summarise what a run did since it was started or resumed, from each rank's returned facts and the records in its
-    folder."""
+    """Summarise what a run did since it was started or resumed. results: the facts that each rank's worker returned.
+    folder: the run's, whose records are read."""
     timeline = read_timeline(folder)
     report, first = report_of(timeline.newest_session(), str(folder)), results[0]
     began, sessions = first["began"], len(timeline.sessions)
