@@ -1,4 +1,4 @@
 """Read and write the run folder: atomic files, JSON lines.
 
-No torch here.
+This package does not import torch.
 """

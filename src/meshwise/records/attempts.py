@@ -1,6 +1,6 @@
 """List a run's attempts: each start, its end, its cost.
 
-An attempt is one start of the run's workers. Read from run.json.
+An attempt is one start of the run's workers. Attempts are read from run.json.
 
 Tested in tests/records/test_attempts.py.
 """
@@ -16,11 +16,11 @@ from meshwise.spec.units import plural, seconds_text
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run's workers. reason: why it ended, "" if it finished. step: the culprit's step.
+    """One start of a run's workers. reason: why it ended, "" if it finished. step: in which the culprit failed.
 
     seconds_to_detect: from an injected fault to the launcher's report of it. from_step: the last step finished before
-    it began. For a restart: steps_lost were repeated, seconds_to_step is the time from the report of the failure to the
-    first finished step. told: what happened in it, a sentence each. None is unknown.
+    the attempt began. steps_lost: number of steps that a restart repeated. seconds_to_step: from the report of the
+    failure to a restart's first finished step. told: messages of the attempt. None means unknown.
     """
 
     number: int
@@ -71,7 +71,7 @@ def _launched(session: Mapping[str, Any]) -> str:
 
 
 def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mapping[str, Any]) -> float | None:
-    """Return the seconds in the queue, for the first attempt of a start only."""
+    """Return the seconds that the job waited in the queue, for the first attempt of each start; else None."""
     start, submission = (session.get("scheduler_job"), session.get("start")), facts.get("submission")
     if not start[0] or start == (before.get("scheduler_job"), before.get("start")):
         return None
@@ -83,13 +83,13 @@ def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mappin
 
 
 def attempt_text(one: Attempt) -> str:
-    """Say how an attempt ended: `failed: rank 1 was killed by SIGKILL`, `stopped by SIGTERM after step 40`."""
+    """Describe how an attempt ended: `failed: rank 1 was killed by SIGKILL`, `stopped by SIGTERM after step 40`."""
     between = " by " if one.status == "stopped" else ": "
     return f"{one.status}{between}{one.reason}" if one.reason else one.status
 
 
 def lost_texts(facts: Mapping[str, Any]) -> list[str]:
-    """Return the attempts' messages, and a sentence on each that failed: why, and what it cost."""
+    """Return all attempts' messages, and for each failed attempt a sentence on why it failed and what that cost."""
     attempts, found = attempts_of(facts), list[str]()
     for one, after in zip(attempts, [*attempts[1:], None], strict=False):
         found += one.told
@@ -115,7 +115,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _number(value: Any, kind: type[int] | type[float]) -> Any:
-    """Return a recorded number of 0 or more; None for anything else."""
+    """Return a recorded number from 0 to 1e15 as `kind`; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 <= value < 1e15:
         return None
     return kind(value)

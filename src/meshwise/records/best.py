@@ -1,6 +1,6 @@
 """Read the best evaluation of a run, and of which epoch.
 
-`best.safetensors` has its weights and, in its header, the epoch. No torch.
+`best.safetensors` has that epoch's parameters and, in its header, the evaluation. No torch is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEY = "meshwise_best"
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation of a run: `direction` (min or max) of `metric`. epoch: from 1."""
+    """The best evaluation of a run. metric: its name. direction: `min` or `max` of it is best. epoch: from 1."""
 
     metric: str
     direction: str
@@ -26,7 +26,7 @@ class Best:
     step: int
 
     def is_beaten_by(self, value: float) -> bool:
-        """Check whether another value is better; NaN never is."""
+        """Check whether another value of the metric is better; NaN never is."""
         return value < self.value if self.direction == "min" else value > self.value
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Best:
 
 
 def read_best(folder: Path) -> Best | None:
-    """Read the best evaluation of the run in `folder`, None where it keeps none. CheckpointError for a damaged file."""
+    """Read the best evaluation of the run in `folder`; None without one. Raises CheckpointError for a damaged file."""
     path = folder / BEST
     if not path.is_file():  # a pipe would be read for ever
         return None

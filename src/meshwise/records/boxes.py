@@ -1,6 +1,6 @@
 """Compare boxes of a tensor: a (begin, end) for each dim.
 
-No torch.
+This module does not import torch.
 Tested in tests/recovery/test_layout.py.
 """
 

@@ -1,13 +1,13 @@
 """Commit and read a run's checkpoints, each whole or absent.
 
-A checkpoint is a folder. No torch.
+A checkpoint is a folder. This module does not import torch.
 
 checkpoint/step-00000040.1/    the state after step 40, saved in the first attempt
     rank0.safetensors          the pieces of tensors that rank 0 wrote
     manifest.json              where each piece belongs, the plain values, the hash of each file
 
-It is written as `step-00000040.1.part`: the files, then the manifest, each synced; then the folder gets its name. The
-hash is XXH3 of 128 bits: against rot and torn writes, not against who wants to deceive. `bench/checkpoints.py` has the
+It is written as `step-00000040.1.part`: the files, then the manifest, each synced; then the folder gets its final name.
+The hash is XXH3 of 128 bits, which detects bit rot and torn writes, but not forgery. `bench/checkpoints.py` has the
 figures. Tested in tests/recovery/test_loading.py and test_saving.py.
 """
 
@@ -36,7 +36,7 @@ _HEAD, _MIDDLE, _TAIL = '{"hash": "', '",\n"checkpoint": ', "}\n"
 
 @dataclass(frozen=True, order=True)
 class Checkpoint:
-    """A checkpoint of a run, by its name. One of a later attempt is newer, whatever its step."""
+    """A checkpoint of a run, as its folder's name says. A later attempt's checkpoint is newer, whatever its step."""
 
     attempt: int
     step: int
@@ -57,7 +57,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece of a tensor: its place in the whole, a (begin, end) for each dim, and its offset `at` in the file."""
+    """A piece of a tensor. at: its byte offset in `file`. box: its position in the tensor, (begin, end) per dim."""
 
     file: str
     at: int
@@ -66,7 +66,7 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint. dtype: as torch names it, without `torch.`"""
+    """A tensor of a checkpoint. dtype: torch's name without `torch.`, such as `float32`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a checkpoint. facts: step, epoch, plan and the like. values: the state with names of tensors."""
+    """The contents of a checkpoint. facts: step, epoch, plan etc. values: the state, with names instead of tensors."""
 
     facts: Mapping[str, Any]
     values: Any
@@ -84,7 +84,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of its files."""
+        """Total size of the checkpoint's files, in bytes."""
         return sum(file.size for file in self.files)
 
 
@@ -94,8 +94,8 @@ def name_of(step: int, attempt: int) -> str:
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a run, the oldest first. They were whole when they got their names. Those of earlier
-    attempts count if they existed when the next was claimed: later saves of a machine that was cut off are ignored."""
+    """Return the checkpoints of a run, the oldest first; each was complete when it got its name. An earlier attempt's
+    count only if they existed when the next attempt was claimed: later saves of a machine that was cut off do not."""
     found = []
     claims = claims_of(claims_folder(folder))
     counts = {number: facts["checkpoints"] for number, facts in claims.items() if "checkpoints" in facts}
@@ -108,12 +108,12 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 
 
 def claims_folder(folder: Path) -> Path:
-    """Return where the claims for a folder of checkpoints lie: there (`mw.checkpoint`), or in its run's folder."""
+    """Return the folder with the claims for a folder of checkpoints: itself (`mw.checkpoint`), or its run's folder."""
     return folder if (folder / CLAIMS).is_dir() else folder.parent
 
 
 def run_and_checkpoint(path: Path) -> tuple[Path, str | None]:
-    """Split the path to resume: the folder of a run, and the name of a checkpoint if `path` is one."""
+    """Split the path to resume into the run's folder and the checkpoint's name, None if `path` is no checkpoint."""
     if _NAME.fullmatch(path.name) and path.parent.name == CHECKPOINTS:
         return path.parent.parent, path.name
     return path, None
@@ -130,7 +130,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, *contents: bytes | memoryview) -> StoredFile:
-    """Write a file, synced, and return its description. Raises OSError where the disk does not take it."""
+    """Write a file, sync it to the disk, and return its description. Raises OSError if that fails."""
     hashed, size = xxhash.xxh3_128(), 0
     with path.open("wb", buffering=0) as file:
         for each in contents:
@@ -149,7 +149,7 @@ def _write_all(file: BinaryIO, chunk: memoryview) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json, with its own hash in its first line."""
+    """Write manifest.json, with the hash of the manifest in the first line."""
     text = json.dumps({"format": FORMAT, **asdict(manifest)}, separators=(",", ":"))
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(f"{_HEAD}{xxhash.xxh3_128_hexdigest(text.encode())}{_MIDDLE}{text}{_TAIL}")
@@ -158,7 +158,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(saved: Checkpoint) -> Manifest:
-    """Read the manifest of a checkpoint. Raises CheckpointError where it is damaged."""
+    """Read the manifest of a checkpoint. Raises CheckpointError if it is missing or damaged."""
     path = saved.path / MANIFEST
     try:
         if path.exists() and not path.is_file():  # a pipe would be read for ever
@@ -197,7 +197,7 @@ def _manifest(facts: dict[str, Any]) -> Manifest:
 
 
 def wrong_with(folder: Path, file: StoredFile) -> str:
-    """Say what is wrong with a file of a checkpoint; "" if it is as it was written."""
+    """Describe what is wrong with a file of a checkpoint; "" if the file is as it was written."""
     path = folder / file.name
     try:
         if not path.is_file():
@@ -219,7 +219,7 @@ def hash_of(path: Path) -> str:
 
 
 def verified(saved: Checkpoint) -> str:
-    """Say what is wrong with a checkpoint; "" if every byte is as it was written."""
+    """Describe what is wrong with a checkpoint; "" if every byte is as it was written."""
     try:
         files = read_manifest(saved).files
     except CheckpointError as error:
@@ -228,7 +228,7 @@ def verified(saved: Checkpoint) -> str:
 
 
 def remove_leftovers(folder: Path, attempt: int) -> None:
-    """Remove unfinished files of killed writers, up to this attempt."""
+    """Remove unfinished checkpoints that killed writers of this attempt or an earlier one left."""
     for path in folder.glob(f"step-*{PART}"):
         named = _NAME.match(path.name)
         if named and int(named[2]) <= attempt:
@@ -236,7 +236,7 @@ def remove_leftovers(folder: Path, attempt: int) -> None:
 
 
 def commit(part: Path, manifest: Manifest, room: Path | None = None) -> Path:
-    """Make the checkpoint in the folder `part` final, with its name; return its folder.
+    """Make the checkpoint in the folder `part` final by giving it its name; return its folder.
     room: as in `prune`."""
     write_manifest(part, manifest)
     sync_folder(part)
@@ -253,9 +253,9 @@ def commit(part: Path, manifest: Manifest, room: Path | None = None) -> Path:
 def prune(
     folder: Path, *, keep: int, limit: int | None, abandoned: Iterable[Path] = (), room: Path | None = None
 ) -> list[Path]:
-    """Remove checkpoints until at most `keep` are left, and at most `limit` bytes; never the newest.
+    """Remove checkpoints until at most `keep` of them, with at most `limit` bytes, are left; never remove the newest.
 
-    First those that the run has `abandoned` (it resumed from an earlier one), then the oldest. room: the attempt's
+    Those `abandoned` by the run (it resumed from an earlier one) go first, then the oldest. room: the attempt's
     folder (records/claims.py), which disappears once a later attempt is claimed, so that nothing more is removed.
     """
     found, left = [saved.path for saved in checkpoints_in(folder)], set(abandoned)
@@ -274,7 +274,7 @@ def prune(
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of the files of a folder."""
+    """Return the total size of a folder's files, in bytes."""
     return sum(size for size in _sizes(folder))
 
 
@@ -286,5 +286,5 @@ def _sizes(folder: Path) -> Iterator[int]:
 
 def abandoned_by(found: Sequence[Checkpoint], resumed: Checkpoint | None) -> list[Path]:
     """Return the checkpoints that a run abandons when it resumes from `resumed`: the newer ones, which are damaged or
-    were not wanted."""
+    which the user did not choose."""
     return [] if resumed is None else [saved.path for saved in found if saved > resumed]

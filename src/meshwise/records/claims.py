@@ -1,13 +1,13 @@
 """Find which attempt of a run counts: the newest that was claimed.
 
-attempts/2.json        claims attempt 2: made once, by the machine whose launcher begins it, before anything else
-attempts/2.run.json    the run's record since then; run.json is the same, for people and other programs
-attempts/2/            where attempt 2 prepares what is to get a name in the folder, and puts what it removes
+attempts/2.json        the claim of attempt 2: made once, by the machine whose launcher begins it, before anything else
+attempts/2.run.json    the run's record since then; run.json is a copy for people and other programs
+attempts/2/            the room of attempt 2: where it prepares files, and moves files that it removes
 
-Two halves of a network that was cut may both want to go on: the file system lets one of them make the claim. What a
-machine writes that was cut off and comes back later is of an earlier attempt: it is not read. A process may stand still
-at any point, also between a look at the claims and what it does then. So a claim takes the rooms of earlier attempts
-away: a file that was prepared there gets no name any more, and nothing can be removed into it.
+If a network is cut, both halves may want to continue: the file system lets only one make the claim. A machine that was
+cut off and comes back writes as an earlier attempt, so what it writes is not read. A process may pause at any point,
+also between reading the claims and acting on them. So a claim takes away the rooms of earlier attempts: a file that was
+prepared there cannot get its name any more, and nothing can be moved there to be removed.
 Tested in tests/records/test_claims.py and by bench/frozen_ranks.py.
 """
 
@@ -29,7 +29,7 @@ _CLAIM, _RECORD = re.compile(r"(\d{1,9})\.json"), re.compile(r"(\d{1,9})\.run\.j
 
 
 def claim(folder: Path, number: int, facts: Mapping[str, Any]) -> bool:
-    """Claim attempt `number` of the run in `folder`. False if it, or a later one, is claimed already."""
+    """Claim attempt `number` of the run in `folder`. Return False if it, or a later attempt, is claimed already."""
     claims = folder / CLAIMS
     if newest(folder) >= number:
         return False
@@ -50,14 +50,14 @@ def claim(folder: Path, number: int, facts: Mapping[str, Any]) -> bool:
 
 
 def room_of(folder: Path, number: int) -> Path | None:
-    """Return where attempt `number` of the run prepares files; None without claims, and once a later one is claimed."""
+    """Return the room of attempt `number`, see above; None without claims, or once a later attempt is claimed."""
     room = folder / CLAIMS / str(number)
     return room if room.is_dir() else None
 
 
 def write_of(folder: Path, number: int, path: Path, write: Callable[[BinaryIO], object]) -> bool:
-    """Write `write(file)` to `path`, whole, as attempt `number` of the run in `folder`. Returns False, without any
-    change, once a later attempt is claimed."""
+    """As attempt `number` of the run in `folder`, write `path` atomically by calling `write(file)`. Return False,
+    without any change, once a later attempt is claimed."""
     room = room_of(folder, number)
     if room is None and is_over(folder, number):
         return False
@@ -72,29 +72,29 @@ def write_of(folder: Path, number: int, path: Path, write: Callable[[BinaryIO], 
 
 
 def newest(folder: Path) -> int:
-    """Return the number of the newest claimed attempt; 0 in the folder of a run without claims."""
+    """Return the number of the newest claimed attempt; 0 without claims."""
     return max(_numbers(folder, _CLAIM), default=0)
 
 
 def is_over(folder: Path, number: int) -> bool:
-    """Check whether a later attempt than this one has begun elsewhere."""
+    """Check whether a later attempt than `number` has been claimed."""
     return newest(folder) > number
 
 
 def record_path(folder: Path, number: int) -> Path:
-    """Return the path of a run's record since attempt `number`."""
+    """Return the path of the record that attempt `number` of a run writes."""
     return folder / CLAIMS / f"{number}.run.json"
 
 
 def newest_record(folder: Path, until: int | None = None) -> Path | None:
-    """Return the record of the newest attempt that has one, up to `until`; None in the folder of a run without
-    claims."""
+    """Return the path of the record of the newest attempt that has one, of those up to `until`; None if there is
+    none."""
     numbers = [number for number in _numbers(folder, _RECORD) if until is None or number <= until]
     return record_path(folder, max(numbers)) if numbers else None
 
 
 def claims_of(folder: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the contents of each claim, by its number."""
+    """Return the contents of each claim, by the attempt's number."""
     found: dict[int, Mapping[str, Any]] = {}
     for number in sorted(_numbers(folder, _CLAIM)):
         facts: Any = None

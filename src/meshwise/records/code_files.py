@@ -16,15 +16,15 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.words import some
 
 RUN_FILE, CODE = "run.json", "code.json"
-"""Files that mark a run folder; the second lists the files of the job's folder, each with its hash."""
+"""Files that mark a run folder. code.json lists the files of the program's folder, each with its hash."""
 MOST_FILES = 2000
 
 
 def code_files(word: str) -> dict[str, str]:
-    """Return the hash of a program's file, `train.py` or `train.py:job`, and of each Python file beside and below it,
-    by relative path; without run folders, hidden folders and virtual environments. Empty for a built-in job.
+    """Return, by relative path, the hash of a program's file (`train.py` or `train.py:job`) and of each Python file
+    beside and below it, except in run folders, hidden folders and virtual environments. {} for a built-in job.
 
-    Only Python files: text that a program reads and writes may change from one attempt to the next."""
+    Only Python files count: other files that a program reads and writes may change from one attempt to the next."""
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     if file.suffix != ".py" or not file.is_file():
         return {}
@@ -39,7 +39,7 @@ def write_code(folder: Path, word: str) -> None:
 
 
 def changed_code(folder: Path, word: str) -> list[str]:
-    """Return which files have changed, gone or appeared since they were recorded. Empty where none were recorded."""
+    """Return the files that were changed, removed or added since `write_code`; [] if none were recorded."""
     try:
         kept = json.loads((folder / CODE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -49,7 +49,7 @@ def changed_code(folder: Path, word: str) -> list[str]:
 
 
 def refuse_changed_code(folder: Path, word: str) -> None:
-    """Raise UsageError if the program has changed since it was checked."""
+    """Raise UsageError if the program's files have changed since `write_code`."""
     if changed := changed_code(folder, word):
         raise UsageError(
             f"{some(changed)}: changed since meshwise submit has checked this run. Send it again: "

@@ -1,7 +1,7 @@
 """Write files atomically: beside their place, synced, then renamed.
 
-JSON lines are here too: one record a line, appended as the run goes on; a line cut off by a crash is left out when read
-back.
+This module also handles JSON lines: one record per line, appended as the run goes on. A line that a crash cut off is
+left out when the file is read.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, BinaryIO
 
 Record = dict[str, Any]
 _places: dict[Path, int] = {}
-"""Folders that this process must not recreate, with their inodes."""
+"""Folders that this process must not recreate, each with its inode."""
 
 
 def stay_in(folder: Path) -> None:
-    """Never recreate this folder in this process from now on: if it is removed or moved, it stays so, and writing there
-    raises OSError."""
+    """From now on, never recreate this folder in this process: if it is removed or moved, writing there raises OSError
+    instead."""
     _places[folder.absolute()] = folder.stat().st_ino if folder.exists() else 0
 
 
 def is_lost(folder: Path) -> bool:
-    """Check whether a folder that this process stays in was removed, moved, or replaced."""
+    """Check whether a folder of `stay_in` was removed, moved, or replaced."""
     path = folder.absolute()
     try:
         return path in _places and path.stat().st_ino != _places[path]
@@ -37,7 +37,7 @@ def is_lost(folder: Path) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder if it is missing, unless a folder above it is lost. Raises OSError."""
+    """Make a folder if it is missing. Raises OSError if that fails, or a folder above it is lost (`is_lost`)."""
     places, stays = [folder, *folder.parents], len(folder.parents)
     for number, place in enumerate(places):
         if is_lost(place):
@@ -51,9 +51,9 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: Path, room: Path | None = None) -> Iterator[BinaryIO]:
-    """Yield a binary file that appears at `path` if the with-body succeeds, and leaves nothing behind if it does not.
+    """Yield a binary file that appears at `path` if the `with` block succeeds, and leaves nothing behind otherwise.
 
-    room: a folder on the same disk to write it in first; FileNotFoundError if that is gone by the end."""
+    room: a folder on the same disk in which to write the file first; FileNotFoundError if it is gone by the end."""
     make_folder(path.parent)
     beside = (room or path.parent) / f".{path.name}.{os.getpid()}.part"
     try:
@@ -69,20 +69,20 @@ def atomic_file(path: Path, room: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` as UTF-8, whole or not at all."""
+    """Write `text` to `path` as UTF-8, completely or not at all."""
     with atomic_file(path) as file:
         file.write(text.encode())
 
 
 def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write `write(file)` to `path`, whole or not at all."""
+    """Write the file at `path` by calling `write(file)`, completely or not at all."""
     with atomic_file(path) as file:
         write(file)
 
 
 def append_lines(path: Path, records: Iterable[Record], same: BinaryIO | None = None) -> bool:
-    """Append each record as one line, all or none; the file and its folder are made where they are missing. same: the
-    file as it was opened; if another file is there by now, nothing is written and False returned."""
+    """Append each record as one line, all or none; create the file and its folder if missing. same: the file as it was
+    opened before; if another file is at `path` by now, write nothing and return False."""
     make_folder(path.parent)
     text = "".join(json.dumps(record) + "\n" for record in records)
     with path.open("ab+", buffering=0) as file:
@@ -105,7 +105,7 @@ def append_lines(path: Path, records: Iterable[Record], same: BinaryIO | None = 
 
 
 def read_lines(path: Path) -> list[Record]:
-    """Return every whole record of the file; an empty list when there is no such file."""
+    """Return every complete record of the file; [] if there is no such file."""
     if not path.is_file():
         return []
     records = []
@@ -118,5 +118,5 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def kept_lines(path: Path, wanted: Callable[[Record], bool]) -> bytes:
-    """Return the wanted records of the file, as its content."""
+    """Return the content of the file, reduced to the records for which `wanted` returns True."""
     return "".join(json.dumps(record) + "\n" for record in read_lines(path) if wanted(record)).encode()

@@ -3,19 +3,19 @@
 run.json              job, settings, versions, devices, status (running, finished, stopped or failed), sessions
 run.lock              held by the launcher as long as it runs
 plan.toml             the plan
-metrics.jsonl         one line a step (epoch, step, loss) and one an evaluation
+metrics.jsonl         one line per step (epoch, step, loss) and one per evaluation
 workers/rank0.log     what each worker printed; rank0.2.log in attempt 2
 spans/rank0.jsonl     what each rank did when: its spans, counters and clock; rank0.2.jsonl in attempt 2
 checkpoint/           states of the run, a folder each (see records/checkpoints.py)
-weights.safetensors   final weights, for plain PyTorch
-best.safetensors      those of the best epoch, where the job says which that is
+weights.safetensors   final parameters, for plain PyTorch
+best.safetensors      parameters of the best epoch, if the job says which is best
 summary.json          accuracy, throughput, where the time went
 submit.sh, code.json  what `meshwise submit` has sent: its script, the hashes of the program's files
-stop                  there once `meshwise stop` has stopped it for good
+stop                  exists once `meshwise stop` has stopped the run for good
 faults.jsonl          injected faults that happened, one line each (`--fault`)
 left-out.jsonl        batches that the run leaves out, one line each (`--on-nan back`)
 attempts/             of a run on several machines: who began which attempt (see records/claims.py)
-tensorboard/          the metrics as TensorBoard events, where tensorboard is installed
+tensorboard/          the metrics as TensorBoard events, if tensorboard is installed
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ _TYPES: Mapping[str, type] = {
     **dict.fromkeys(("versions", "request", "submission"), dict),
     **dict.fromkeys(("world", "machine"), int),
 }
-"""The fields of run.json, and the type of each where it is present."""
+"""The fields of run.json that are checked, with the type that each must have if it is present."""
 RUNNING, QUEUED = "running", "queued"
 KILLED = "all its processes are gone without a recorded reason: killed, or the machine went down"
 MOST_RANKS, LATEST = 1_000_000, 4e9
-"""Above these a number is no count of ranks, and no time in seconds since 1970."""
+"""The largest accepted number of ranks, and the largest accepted time in seconds since 1970."""
 SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"
 FAULTS, LEFT_OUT = "faults.jsonl", "left-out.jsonl"
 _own: dict[Path, int] = {}
-"""The attempts that this process has claimed: a later one's records are not changed."""
+"""The attempt of each run that this process has claimed: it does not change a later attempt's records."""
 _unwritten: dict[Path, dict[str, Any]] = {}
-"""Contents of run.json not yet written, for runs of this process whose disk is full."""
+"""Contents of run.json that could not be written yet, since the disk is full."""
 STOP = "stop"
-"""A file that exists once somebody has stopped a run for good: no scheduler starts it again."""
+"""A file that exists once somebody has stopped a run for good, so that no scheduler start continues it."""
 
 
 def create_run_folder(parent: Path, job: str) -> Path:
-    """Make a new folder `parent/20261121-140502-mnist-mlp`. Raises UsageError where that fails."""
+    """Make a new folder such as `parent/20261121-140502-mnist-mlp`. Raises UsageError if that fails."""
     job = Path(job).stem if job.endswith(".py") else job
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._-]+', '-', job).strip('-') or 'run'}"
     for attempt in range(1000):
@@ -85,7 +85,7 @@ def create_run_folder(parent: Path, job: str) -> Path:
 
 
 def own_run_folder(folder: Path) -> Path:
-    """Return a folder for one run, made if it is missing. Raises UsageError where that fails."""
+    """Make the folder of one run if it is missing, and return it. Raises UsageError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -94,7 +94,7 @@ def own_run_folder(folder: Path) -> Path:
 
 
 def saved_step(folder: Path) -> int | None:
-    """Return the step of the newest complete saved state in a run folder; None without any."""
+    """Return the step of the newest complete saved state in a run folder; None if there is none."""
     if newest := checkpoints_in(folder / CHECKPOINTS)[-1:]:
         return newest[0].step
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # as format 1 has it
@@ -105,13 +105,13 @@ def saved_step(folder: Path) -> int | None:
 
 
 def span_log(folder: Path, rank: int, attempt: int = 1) -> Path:
-    """Return the file in which a rank records what it did when, one for each attempt."""
+    """Return the path of a rank's span log, one for each attempt."""
     return folder / SPANS / (f"rank{rank}.jsonl" if attempt == 1 else f"rank{rank}.{attempt}.jsonl")
 
 
 def write_run(folder: Path, facts: dict[str, Any]) -> None:
-    """Write run.json with these facts, and the record of a claimed attempt. On a full disk the run continues, and they
-    are written with the next ones."""
+    """Write these facts to run.json and, with claims, to the attempt's record. If the disk is full, the run continues,
+    and the facts are written with the next ones."""
     text, number = json.dumps(facts, indent=2) + "\n", len(facts.get("sessions") or ())
     try:
         if newest(folder):
@@ -132,8 +132,8 @@ def _written(folder: Path) -> dict[str, Any]:
 
 
 def newest_run(parent: Path, *, queued: bool = False) -> Path:
-    """Return the run in `parent` that began last; with `queued` also one submitted since that has not begun. Raises
-    UsageError when there is none."""
+    """Return the folder of the run in `parent` that began last; with `queued`, a run that was submitted later and has
+    not begun counts too. Raises UsageError if there is none."""
     runs = [path.parent for path in parent.glob(f"*/{RUN}")]
     if not runs:
         raise UsageError(f"there is no run in {parent}/. Make one with `meshwise run`, or name its folder.")
@@ -141,7 +141,7 @@ def newest_run(parent: Path, *, queued: bool = False) -> Path:
 
 
 def since(folder: Path, *, queued: bool = True) -> str:
-    """Return when a run began, or with `queued` when it was submitted if it has not begun; "" for a damaged record."""
+    """Return when a run began; with `queued`, when it was submitted if it has not begun. "" for a damaged record."""
     try:
         facts = read_run(folder)
     except UsageError:
@@ -151,8 +151,8 @@ def since(folder: Path, *, queued: bool = True) -> str:
 
 
 def claim_session(folder: Path, number: int) -> bool:
-    """Claim attempt `number` of a run on several machines, before its record mentions it. False if another
-    machine has begun it."""
+    """Claim attempt `number` of a run on several machines, before the record mentions it. Return False if another
+    machine has claimed it."""
     saved, metrics = [each.path.name for each in checkpoints_in(folder / CHECKPOINTS)], folder / METRICS
     lines = metrics.read_bytes() if metrics.is_file() else b""
     counts = {"checkpoints": saved, "metrics": len(lines)}
@@ -165,15 +165,15 @@ def claim_session(folder: Path, number: int) -> bool:
 
 
 def keep_metrics(folder: Path, number: int, wanted: Callable[[Record], bool] = lambda record: True) -> None:
-    """Copy these lines of metrics.jsonl into a new file, for attempt `number`."""
+    """As attempt `number`, replace metrics.jsonl by a new file with only the `wanted` lines."""
     path = folder / METRICS
     if path.exists():
         write_of(folder, number, path, lambda file: file.write(kept_lines(path, wanted)))
 
 
 def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None = None, /, **facts: Any) -> int:
-    """Record that workers of the run live from `began` on (seconds since 1970), in a new or existing run.json. Returns
-    which attempt they are, from 1. attempt: what else is known of it; facts: of the run."""
+    """Record in a new or existing run.json that an attempt begins at `began` (seconds since 1970). Return the attempt's
+    number, from 1. attempt: further facts about the attempt; facts: about the run."""
     run = _written(folder) if (folder / RUN).exists() else {}
     before = run.get("sessions", [])
     if newest(folder) and _own.get(folder, 0) <= len(before):
@@ -187,24 +187,24 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
 
 
 def _given_up(session: dict[str, Any]) -> dict[str, Any]:
-    """Mark an attempt as failed if its processes are gone, or another attempt has replaced it."""
+    """Return an attempt's facts; one still marked as running is marked as failed, since its processes are gone."""
     return session | {"status": "failed", "reason": KILLED} if session.get("status") == RUNNING else session
 
 
 def change_run(folder: Path, **facts: Any) -> None:
-    """Record changes of the run itself."""
+    """Change these facts about the run as a whole in run.json."""
     write_run(folder, _written(folder) | facts)
 
 
 def add_to_session(folder: Path, **facts: Any) -> None:
-    """Record new facts about the running attempt."""
+    """Record these facts about the newest attempt in run.json."""
     run = _written(folder)
     run["sessions"][-1] |= facts
     write_run(folder, run)
 
 
 def end_session(folder: Path, status: str, error: str | None = None, **facts: Any) -> None:
-    """Record that the run's workers are gone, and how it ended: finished, stopped or failed. facts: of this attempt."""
+    """Record that the newest attempt ended. status: finished, stopped or failed. facts: about the attempt."""
     run, now = _written(folder), datetime.now().timestamp()
     sessions = run.get("sessions", [])
     if sessions:
@@ -213,7 +213,7 @@ def end_session(folder: Path, status: str, error: str | None = None, **facts: An
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a run uses, for its record."""
+    """Return the versions of Python, torch and the system, for a run's record."""
     return {
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -222,7 +222,7 @@ def versions() -> dict[str, str]:
 
 
 def what_was_typed() -> dict[str, str]:
-    """Return the command line of this process, and the commit of its working folder, if git knows one."""
+    """Return the command line of this process, and the git commit of its working folder ("" without one)."""
     git = ["git", "rev-parse", "--short", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
@@ -234,8 +234,8 @@ def what_was_typed() -> dict[str, str]:
 
 
 def source_of(word: str) -> str:
-    """Return what identifies a run's program, to tell whether two runs are of the same one: a digest of its file
-    `train.py` or `train.py:job`, or the version of meshwise for a built-in job."""
+    """Return what identifies a run's program, to tell whether two runs are of the same program: a digest of its file
+    (`train.py` or `train.py:job`), or the version of meshwise for a built-in job."""
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     if file.suffix == ".py" and file.is_file():
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
@@ -244,13 +244,13 @@ def source_of(word: str) -> str:
 
 
 def _text(time: float) -> str:
-    """Write a time in UTC, to the second."""
+    """Return a time (seconds since 1970) as ISO text in UTC, to the second."""
     return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
 
 
 def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
-    """Read the facts of a run; one marked running whose launcher is gone has failed. Raises UsageError when
-    `folder` is not a run folder. until: as they were in this attempt."""
+    """Read the facts of a run. If it is marked as running but its launcher is gone, its status is failed. Raises
+    UsageError if `folder` is not a run folder. until: read the facts as they were in this attempt."""
     try:
         if (folder / RUN).exists() and not (folder / RUN).is_file():  # a pipe would be read for ever
             raise ValueError("it is not a file")
@@ -273,7 +273,7 @@ def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
 
 
 def _wrong(facts: Mapping[str, Any]) -> str:
-    """Say which fact has the wrong type, or is out of range; "" for none."""
+    """Describe the first fact that has a wrong type or is out of range; "" if there is none."""
     for name, kind in _TYPES.items():
         value = facts.get(name)
         if value is not None and not isinstance(value, kind):
@@ -293,7 +293,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _cleaned(value: Any) -> Any:
-    """Remove characters from a file's value that a terminal would obey or could not show."""
+    """Return a JSON value with all characters removed that a terminal would obey or could not show."""
     if isinstance(value, dict):
         return {_cleaned(key): _cleaned(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,13 +1,13 @@
 """Read state that ranks left in memory, and commit a checkpoint.
 
-That memory outlives its rank. No torch.
+That memory outlives the rank's process. This module does not import torch. The memory has:
 
-    places     64 bytes each: the step plus 1, the attempt, and where and how long the three parts below are
+    places     64 bytes each: the step plus 1, the attempt, and position and length of each of the three parts below
     layout     JSON: which boxes of which tensors lie where in the file of tensors; the plain values
-    facts      JSON: the facts of the step, and those of the values that change from step to step
-    tensors    a file of safetensors, as it is written into the checkpoint
+    facts      JSON: the facts of the step, and the plain values that change from step to step
+    tensors    a safetensors file, as it is written into the checkpoint
 
-A rank writes into two places by turns, and the number of the step last: one of them is whole at any time.
+A rank writes to the two places in turn, the step's number last, so that one of them is complete at any time.
 Written by recovery/last_state.py. Tested in tests/recovery/test_last_state.py.
 """
 
@@ -35,7 +35,7 @@ PLACE = struct.Struct("<8q")
 
 @dataclass(frozen=True)
 class LeftPart:
-    """What one rank has left of the state after a step. layout, facts, tensors: see above."""
+    """The part of the state after a step that one rank has left. layout, facts, tensors: see above."""
 
     rank: int
     step: int
@@ -46,7 +46,7 @@ class LeftPart:
 
     @property
     def values(self) -> Any:
-        """The plain values, including those of the step."""
+        """The plain values of the state, including those that change from step to step."""
         changed = self.facts["values"]
         if "all" in changed:
             return changed["all"]
@@ -57,7 +57,7 @@ class LeftPart:
 
 
 def read_parts(path: Path, rank: int) -> Iterator[LeftPart]:
-    """Yield what a rank has left in its memory; nothing if that was never written."""
+    """Yield the parts that a rank has left in its memory; none if the rank never wrote there."""
     with path.open("rb") as file:
         if file.seek(0, 2) < HEAD:
             return
@@ -72,7 +72,7 @@ def read_parts(path: Path, rank: int) -> Iterator[LeftPart]:
 
 
 def newest_whole(parts: Iterable[LeftPart], attempt: int) -> Sequence[LeftPart]:
-    """Return the parts of an attempt that together form the state after the newest possible step; or none."""
+    """Return the parts of an attempt that together form a complete state, after the newest possible step; or []."""
     steps: dict[int, dict[int, LeftPart]] = {}
     for part in parts:
         if part.attempt == attempt:
@@ -88,7 +88,7 @@ def newest_whole(parts: Iterable[LeftPart], attempt: int) -> Sequence[LeftPart]:
 
 
 def _pieces(parts: Sequence[LeftPart]) -> dict[str, StoredTensor] | None:
-    """Return where each tensor lies in the files of the parts, every element once; None where some are missing."""
+    """Return where each tensor lies in the parts' files, every element once; None if elements are missing."""
     places: dict[str, dict[tuple[tuple[int, int], ...], tuple[str, int]]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for part in parts:
@@ -112,9 +112,9 @@ def file_of(rank: int) -> str:
 
 
 def commit_parts(folder: Path, parts: Sequence[LeftPart]) -> Checkpoint | None:
-    """Make a checkpoint in `folder` from the parts of one whole state; None if there already is one as new.
+    """Make a checkpoint in `folder` from the parts of one complete state; return None if one as new already exists.
 
-    Raises OSError where the disk does not take it.
+    Raises OSError if the disk cannot take it.
     """
     step, attempt = parts[0].step, parts[0].attempt
     known = files.checkpoints_in(folder)

@@ -1,8 +1,8 @@
 """Lock a run folder for one launcher, until its process ends.
 
-The system unlocks it when the process ends. So a run that was killed with all its processes is seen to be over by
-whoever reads its folder, and nobody resumes a run that is still going on. A folder of states (`mw.checkpoint`) is held
-in the same way, by rank 0 of one program.
+The system releases the lock when the process ends. So whoever reads the folder can tell that a run was killed with all
+its processes, and a run that is still going on cannot be resumed. A folder of states (`mw.checkpoint`) is locked in the
+same way, by rank 0 of one program.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ REFUSALS = {
 
 @dataclass(frozen=True)
 class Work:
-    """The owner of a lock. job: a name that all starts of the same work share (a run folder, a scheduler's job); empty
-    where unknown. attempt: which start of it, from 1."""
+    """The owner of a lock. job: a name that all starts of the same work share (a run folder, a scheduler's job); "" if
+    unknown. attempt: the number of the start, from 1."""
 
     job: str = ""
     attempt: int = 0
 
 
 class FolderLock:
-    """Locks a folder until it is closed. Raises UsageError if another process holds it, and names that one.
+    """Locks a folder until `close`. Raises UsageError, which names the process, if another process holds the folder.
 
-    work: a lock of an earlier attempt of the same job, which may be stopped or cut off, is taken over. claimed:
-    a machine that was cut off may hold it: the machine that claimed the newest attempt takes it over.
+    work: the owner; takes over the lock of an earlier attempt of the same job, which may hang or be cut off. claimed:
+    this machine has claimed the newest attempt, so it takes over the lock of any machine that was cut off.
     """
 
     def __init__(self, folder: Path, name: str = LOCK, *, work: Work | None = None, claimed: bool = False) -> None:
@@ -80,7 +80,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """Release all locks in a forked child, such as a loader's worker, which may outlive this process."""
+    """Release all locks in a forked child, such as a loader worker, since the child may outlive this process."""
     for lock in list(_held):
         lock.close()
 
@@ -90,7 +90,7 @@ if sys.platform != "win32":
 
 
 def _opened(folder: Path, name: str, work: Work) -> IO[str] | None:
-    """Open and lock the file; None on a file system without locks."""
+    """Open and lock the file; return None on a file system without locks."""
     file = (folder / name).open("a+", encoding="utf-8")
     try:
         _take(file)
@@ -117,7 +117,7 @@ def _take(file: IO[str]) -> None:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Check whether a launcher has held the folder and none does now. False where that cannot be known."""
+    """Check whether a launcher has held the folder and none holds it now. False if that cannot be known."""
     if sys.platform == "win32":
         return False
     with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
@@ -126,7 +126,7 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def refuse_held(folder: Path) -> None:
-    """Raise UsageError if the launcher of a run holds the folder, as `FolderLock` does, without locking it."""
+    """Raise UsageError if a run's launcher holds the folder, without locking the folder."""
     if sys.platform == "win32":
         return
     with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
@@ -135,7 +135,7 @@ def refuse_held(folder: Path) -> None:
 
 
 def _is_held(file: IO[str]) -> bool:
-    """Check whether another process has locked the file. The check shares the lock with other checks for a moment."""
+    """Check whether another process has locked the file. This takes a shared lock until `file` is closed."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -144,7 +144,7 @@ def _is_held(file: IO[str]) -> bool:
 
 
 def holder_of(folder: Path) -> tuple[str, int] | None:
-    """Return the host and the process of the launcher that holds the folder; None where unknown."""
+    """Return the host and the process id of the launcher that holds, or last held, the folder; None if unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         facts = json.loads((folder / LOCK).read_text(encoding="utf-8"))
         return str(facts["host"]), int(facts["process"])

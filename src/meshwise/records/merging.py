@@ -1,8 +1,8 @@
 """Merge plain values that several ranks hold of one state.
 
-No torch.
+This module does not import torch.
 
-Values are those that recovery/values.py writes. Tested in tests/recovery/test_values.py.
+Values have the form that recovery/values.py writes. Tested in tests/recovery/test_values.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def merged(values: list[Any]) -> Any:
-    """Merge what several ranks hold of one tree: entries missing in a dict come from the first rank that has them."""
+    """Merge several ranks' copies of one tree; each entry of a dict comes from the first rank that has it."""
     values = [value for value in values if value != {}] or values
     first = values[0]
     if all(value == first for value in values[1:]):

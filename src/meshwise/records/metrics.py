@@ -15,7 +15,7 @@ from meshwise.spec.words import printable
 
 
 class Metrics:
-    """The contents of metrics.jsonl; `read_on` reads what is new.
+    """The contents of metrics.jsonl. `read_on` reads the lines that are new.
 
     losses: by step.
     """
@@ -23,7 +23,7 @@ class Metrics:
     def __init__(self, folder: Path) -> None:
         self._path = folder / names.METRICS
         self.offset = 0
-        """Bytes that were read so far."""
+        """Number of bytes that were read so far."""
         self._forget(0)
 
     def _forget(self, file: int) -> None:
@@ -49,12 +49,12 @@ class Metrics:
             self._forget(0)
 
     def by_name(self) -> dict[str, list[float]]:
-        """Return each metric with its values in order. The first one stands for the run: one of its tests, else a
-        validation or an accuracy that `mw.log` was given, else the loss."""
+        """Return each metric with its values in order. The first metric stands for the run: one of its tests, else a
+        validation metric or an accuracy passed to `mw.log`, else the loss."""
         return {name: self._values[place, name] for place, name in sorted(self._values, key=lambda key: key[0])}
 
     def _take(self, line: bytes) -> bool:
-        """Add the values of a line. Returns whether it is complete: the last one may still be written."""
+        """Add the values of a line. Return whether the line is complete; the last line may still be being written."""
         try:
             record = json.loads(line.decode(errors="replace"))
         except (ValueError, RecursionError):
@@ -73,14 +73,14 @@ class Metrics:
 
 
 def metrics_of(folder: Path) -> dict[str, list[float]]:
-    """Return the metrics of a run by name, see `Metrics.by_name`."""
+    """Return each metric of a run with its values (see `Metrics.by_name`)."""
     metrics = Metrics(folder)
     metrics.read_on()
     return metrics.by_name()
 
 
 def _place(name: str) -> int:
-    """Return how well a program's own metric stands for its run: lower is better."""
+    """Return the order of a program's own metric among those that may stand for its run: lower comes first."""
     words = (("val", "test", "eval"), ("acc",), ("loss",), ("",))
     return next(place for place, some in enumerate(words, 1) if any(word in name.lower() for word in some))
 

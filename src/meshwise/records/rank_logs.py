@@ -1,7 +1,7 @@
 """Keep a log file for each rank and attempt of a run.
 
-What a process of an earlier attempt prints, cut off from the others, is not taken for output of a later one. Older runs
-have one file for all attempts.
+So what a cut-off process of an earlier attempt prints is not taken for output of a later attempt. Runs of older
+versions have one file for all attempts.
 
 Tested in tests/cli/test_submit.py.
 """
@@ -18,12 +18,12 @@ from meshwise.records.files import make_folder
 
 WORKERS = "workers"
 BEGINS = re.compile(r"--- begins on (?P<host>\S+) at (?P<time>\d+(\.\d+)?)")
-"""The line with which a launcher begins an attempt: its host, and seconds since 1970."""
+"""Matches the line with which a launcher begins an attempt's log: its host, and the time in seconds since 1970."""
 _RANK = re.compile(r"rank(\d+)(?:\.(\d+))?\.log")
 
 
 def open_log(folder: Path, rank: int, attempt: int = 1) -> BinaryIO:
-    """Open the log of a rank in a run folder, for an attempt."""
+    """Open a rank's log of an attempt in a run folder, for appending."""
     path = folder / WORKERS / (f"rank{rank}.log" if attempt == 1 else f"rank{rank}.{attempt}.log")
     make_folder(path.parent)
     log = path.open("ab")
@@ -33,6 +33,6 @@ def open_log(folder: Path, rank: int, attempt: int = 1) -> BinaryIO:
 
 
 def logs_of(folder: Path) -> list[tuple[int, int, Path]]:
-    """Return the existing logs: rank, attempt, file."""
+    """Return the rank, attempt and path of each existing log."""
     named = [(_RANK.fullmatch(path.name), path) for path in (folder / WORKERS).glob("*")]
     return sorted((int(match[1]), int(match[2] or 1), path) for match, path in named if match)

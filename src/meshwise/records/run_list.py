@@ -33,10 +33,10 @@ SCRIPT = "submit.sh"
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A short description of a run. job: a job or a script. args: its arguments: `lr=3e-4`, or a script's own words.
-    plan: "" where it has none. status: running, finished, stopped, failed, or unreadable. metric: the name of the one
-    that stands for it (see `metrics_of`), "" without any; last, best: of it. seconds: that its workers lived, over all
-    sessions. size: bytes of its folder. attempts: each start of its workers."""
+    """A short description of a run. job: a job or a script. args: the job's arguments, as `lr=3e-4`, or the script's.
+    plan: "" without one. status: running, finished, stopped, failed or unreadable. metric: name of the metric that
+    stands for the run (see `metrics_of`), "" without any; last, best: that metric's values. seconds: how long the
+    workers lived, over all sessions. size: bytes of the folder. attempts: each start of the workers."""
 
     folder: Path
     job: str
@@ -51,10 +51,10 @@ class RunEntry:
     size: int
     attempts: list[Attempt] = field(default_factory=list)
     scheduler_job: str = ""
-    """The number of its newest job in the queue of a cluster."""
+    """The number of the run's newest job in a cluster's queue; "" if it was not submitted."""
     partition: str = ""
     queue: str = ""
-    """That job's place and state in the queue: `gpu`, `pending (Priority)`."""
+    """That job's state in the queue, such as `pending (Priority)`. `partition` is where it is queued, such as `gpu`."""
 
     @property
     def name(self) -> str:
@@ -62,14 +62,14 @@ class RunEntry:
 
 
 def run_list(parent: Path) -> list[RunEntry]:
-    """Return the runs in `parent`, the oldest first; one that has not begun counts by its submission. Folders of no run
-    are left out; a damaged one is `unreadable`."""
+    """Return the runs in `parent`, the oldest first; a run that has not begun is placed by its submission. Folders
+    without a run are left out; a run with a damaged record is `unreadable`."""
     folders = [path.parent for path in parent.glob(f"*/{names.RUN}")] if parent.is_dir() else []
     return [run_entry(folder) for folder in sorted(folders, key=lambda folder: (names.since(folder), folder.name))]
 
 
 def run_entry(folder: Path) -> RunEntry:
-    """Return the run in `folder`."""
+    """Return the description of the run in `folder`."""
     try:
         facts = names.read_run(folder)
     except UsageError:
@@ -97,7 +97,7 @@ def run_entry(folder: Path) -> RunEntry:
 
 
 def find_run(parent: Path, word: str) -> Path:
-    """Find the folder of the run that a word names: a path, a name in `parent`, or a part of just one name."""
+    """Find the folder of the run that `word` names: as a path, a name in `parent`, or a part of exactly one name."""
     if not word:
         raise UsageError("the name of a run is empty. See meshwise runs.")
     for folder in (parent / word, Path(word)):
@@ -113,21 +113,21 @@ def find_run(parent: Path, word: str) -> Path:
 
 
 def best_of(folder: Path) -> Best | None:
-    """Return the best evaluation of a run; None where it keeps none that can be read."""
+    """Return the best evaluation of a run; None if there is none that can be read."""
     with contextlib.suppress(UsageError):
         return read_best(folder)
     return None
 
 
 def args_of(facts: Mapping[str, Any]) -> str:
-    """Return the arguments of a job's function, or of a script, from its run's record."""
+    """Return the arguments of a job's function or of a script, from the run's record, as one text."""
     request = facts.get("request")
     given = request.get("args") if isinstance(request, dict) else facts.get("arguments")
     return shlex.join(map(str, given)) if isinstance(given, list) else ""
 
 
 def plan_of(folder: Path) -> str:
-    """Return a plan's non-default fields: `data=2, precision=bf16`."""
+    """Return the non-default fields of the plan in a run folder: `data=2, precision=bf16`; "" without a plan."""
     try:
         text = (folder / names.PLAN).read_text(encoding="utf-8") if (folder / names.PLAN).is_file() else ""
         plan = plan_from_toml(text) if text else None
@@ -137,13 +137,13 @@ def plan_of(folder: Path) -> str:
 
 
 def fields_of(plan: str) -> dict[str, str]:
-    """Parse the fields that `plan_of` returns."""
+    """Parse the text that `plan_of` returns into fields by name."""
     return dict(re.findall(r"(\w+)=((?:\([^)]*\)|'[^']*'|[^,'(])+)", plan))
 
 
 def jobs_of(facts: Mapping[str, Any]) -> list[str]:
-    """Return the job numbers under which a run was submitted, the newest last, from its record; for a task of an array,
-    or a run that a user's own batch script started, the job of its last attempt."""
+    """Return, from a run's record, the numbers of the jobs as which it was submitted, the newest last; for a task of an
+    array, or a run that a user's own batch script started, the job of its last attempt."""
     submission = facts.get("submission")
     jobs = submission.get("jobs") if isinstance(submission, dict) else None
     if isinstance(jobs, dict):
@@ -153,20 +153,20 @@ def jobs_of(facts: Mapping[str, Any]) -> list[str]:
 
 
 def array_of(folder: Path) -> tuple[Path, str]:
-    """Return the folder that was submitted, and which task of its array a run is, "" if none: `gpt-3` of `gpt`."""
+    """Return the submitted folder and the run's task in its array: `gpt` and `3` for `gpt-3`; else `folder`, ""."""
     name, _, task = folder.name.rpartition("-")
     sent = folder.with_name(name)
     return (sent, task) if task.isdigit() and name and (sent / SCRIPT).is_file() else (folder, "")
 
 
 def tasks_of(folder: Path) -> list[Path]:
-    """Return the runs of an array's tasks that have begun, given the folder that was submitted."""
+    """Return the folders of an array's tasks that have begun. folder: the folder that was submitted."""
     found = [path.parent for path in folder.parent.glob(f"{glob.escape(folder.name)}-*/{names.RUN}")]
     return [path for path in found if array_of(path)[0] == folder]
 
 
 def _seconds(sessions: Any) -> float | None:
-    """Sum the seconds of all sessions; a running one counts until now."""
+    """Return the total seconds of all sessions, a running one until now; None if unknown."""
     spans = [s for s in sessions if isinstance(s, dict)] if isinstance(sessions, list) else []
     ends = [(s.get("began"), s.get("ended") or (time.time() if s.get("status") == "running" else None)) for s in spans]
     found = [end - began for began, end in ends if isinstance(began, int | float) and isinstance(end, int | float)]
