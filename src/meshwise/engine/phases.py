@@ -125,7 +125,7 @@ class Phases:
             self._range = open_range("backward")
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """Record the end of a backward and, at times, the global loss. After an error the phase stays, to be named."""
+        """Record the end of a backward and, at times, the global loss. After an error, the phase stays to be named."""
         if self._range is not None:
             self._close_range()
         assert self._since is not None

@@ -81,9 +81,9 @@ def apply(
     samples: Callable[[], int | None] | None = None,
     stage_cost: Callable[[str, nn.Module], float] | None = None,
 ) -> Setup:
-    """Change `model` as `plan` says, in place, on this rank's device. Start values are those of rank 0. Collective.
+    """Change `model` in place as `plan` says, on this rank's device, with the start values of rank 0. Collective.
 
-    An optimizer of its parameters is bound afterwards; one made before is first given the new ones (`rebind.py`).
+    Afterwards call `bind` on an optimizer of the model's parameters; re-bind an earlier one first (`rebind.py`).
 
     piggyback_loss: most calls of `backward` will ask for the mean of a value, so it should be sent with the gradients.
     samples: how many samples this rank works on now (0: a padding sample; None: not in a loop over batches). Where it
@@ -104,7 +104,7 @@ def apply(
 
 
 def bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
-    """Change an optimizer of a model's parameters as the plan requires that was applied to the model."""
+    """Change an optimizer as the plan requires that was applied to the optimizer's model."""
     for technique in TECHNIQUES:
         if technique.bind:
             technique.bind(optimizer, plan, world)

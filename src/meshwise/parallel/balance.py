@@ -2,11 +2,11 @@
 
 The loss is then that of one device.
 
-Such a loss is a product of two means over tokens (Switch Transformer, arXiv:2101.03961), so the mean over ranks of what
-each has of its own tokens is another number. Models of transformers call a function beside them for it; while their
-forward runs, it is given what the routers of all ranks found, and the gradients go back to the ranks that found it.
+Such a loss is a product of two means over tokens (Switch Transformer, arXiv:2101.03961), so the mean over ranks of each
+rank's loss is another number. Models of transformers call a module-level function for it; during their forward, that
+function gets the router outputs of all ranks, and gradients go back to the ranks that computed them.
 
-A capacity of experts counts the tokens of a rank, where one device counts those of the batch: a run says so.
+An expert capacity counts the tokens of one rank; one device counts those of the whole batch. A run prints a note on it.
 
 Tested in tests/parallel/test_experts.py.
 """
@@ -33,7 +33,7 @@ from meshwise.transfer import collectives
 NAME = "load_balancing_loss_func"
 Samples = Callable[[], int | None]
 _running: list[Samples] = []
-"""For each model whose forward runs, the innermost last: the number of samples that this rank works on."""
+"""For each model whose forward runs, the innermost last: a function that returns this rank's number of samples."""
 
 
 def _apply(setup: Setup) -> None:
@@ -63,7 +63,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _balance_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the function that a module's forward calls for its balance loss."""
+    """Return the function that a module's forward calls for the balance loss; None if there is none."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None or NAME not in code.co_names:
         return None
@@ -71,8 +71,8 @@ def _balance_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _counts_tokens(kind: type) -> bool:
-    """Return whether a router's code counts tokens over all samples, for a capacity. Along dim -2 of (samples,
-    positions, experts) it counts within each sample (Switch)."""
+    """Return whether a router's code counts tokens over all samples, for a capacity. Counting along dim -2 of (samples,
+    positions, experts) is within each sample (Switch), and does not matter."""
     codes = [function.__code__ for function in vars(kind).values() if inspect.isfunction(function)]
     return any(
         "cumsum" in code.co_names
@@ -97,7 +97,7 @@ def _forward(forward: Callable[..., Any], samples: Samples, /, *given: Any, **na
 
 
 def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-    """Return the balance loss; outside of a loop over batches, or of a model under a plan, the author's own."""
+    """Return the balance loss over all ranks; outside of batches, or of a model's forward, the original function's."""
     samples = _running[-1]() if _running else None
     bound = inspect.signature(original).bind(*given, **named)
     layers, mask = bound.arguments["gate_logits"], bound.arguments.get("attention_mask")
@@ -114,7 +114,7 @@ def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
 
 
 def of_all_ranks(rows: Tensor, counts: bool) -> Tensor:
-    """Gather the rows of all ranks, in rank order, without those that do not count (padding)."""
+    """Gather the rows of all ranks, in rank order. counts: whether this rank's rows count, and are not padding."""
     own = rows if counts else rows[:0]
     lengths = collectives.all_gather(torch.tensor([len(own)], device=rows.device), of="the balance loss").flatten()
     return through(_Rows, own, tuple(lengths.tolist()))

@@ -1,9 +1,9 @@
 """Compute batch-norm statistics over the global microbatch.
 
-They are those of all ranks' samples, as one device computes them.
+They cover the samples of all ranks, as on one device.
 
 Layers keep their forward; while it runs, `torch.nn.functional.batch_norm` takes the statistics of all ranks. So a
-subclass keeps what it adds (an activation), and a module that calls the function by hand is right too. Means and
+subclass keeps what it adds (an activation), and modules that call the function themselves are right too. Means and
 squared deviations of each rank are gathered in one collective and joined by the parallel form of Chan, Golub and
 LeVeque (1979), which does not cancel; the backward sums two numbers a channel. torch's SyncBatchNorm has no CPU form.
 """
@@ -31,7 +31,7 @@ from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives
 
 Samples = Callable[[], int | None]
-"""The number of samples that this rank works on now: 0 for a padding sample, None outside a loop over batches."""
+"""Returns the number of samples that this rank works on now: 0 for a padding sample, None outside of batches."""
 BY_HAND: tuple[Any, ...] = (functional.batch_norm, torch.batch_norm)
 _AS_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
 
@@ -39,8 +39,8 @@ _AS_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training
 def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[str]:
     """Make the batch norms of `model` use the statistics of all ranks; return their names.
 
-    From here on a forward in training is collective: every rank runs the same layers. Raises PlanError for a batch norm
-    whose computation cannot be replaced.
+    From now on, a forward in training is collective: every rank must run the same layers. Raises PlanError for a batch
+    norm whose computation cannot be replaced.
     """
     joined = []
     found: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if normalises(m)]
@@ -59,7 +59,7 @@ def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[
 
 
 class _JoinedForward(functools.partial[Any]):
-    """A joined forward. Copies of the module are joined, too; a saved module gets its own forward back."""
+    """A batch norm's forward over all ranks. A copied module keeps it; a pickled module gets its original forward."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _JoinedForward:
         return _JoinedForward(self.func, *copy.deepcopy(self.args, memo))
@@ -71,7 +71,7 @@ class _JoinedForward(functools.partial[Any]):
 
 @contextlib.contextmanager
 def unjoined(model: nn.Module) -> Iterator[None]:
-    """Restore the program's own batch norms during the body, so that the model can be written to a file."""
+    """Restore the original forwards of batch norms in the with-body, so that the model can be written to a file."""
     joined = [(module, vars(module)["forward"]) for module in model.modules() if is_joined(module)]
     for module, forward in joined:
         _, own, *_ = forward.args
@@ -86,12 +86,12 @@ def unjoined(model: nn.Module) -> Iterator[None]:
 
 
 def is_joined(module: nn.Module) -> bool:
-    """Return whether the module uses the statistics of all ranks: a joined one, or a copy of one."""
+    """Return whether the batch norm `module` uses the statistics of all ranks; true also for copies."""
     return getattr(getattr(module, "forward", None), "func", None) is _forward
 
 
 def normalises(module: nn.Module) -> bool:
-    """Return whether the module is a batch norm, or one of its functions calls `torch.nn.functional.batch_norm`."""
+    """Return whether `module` is a batch norm, or has a function that calls `torch.nn.functional.batch_norm`."""
     if isinstance(module, torch.jit.ScriptModule):
         return "BatchNorm" in str(module.original_name)
     kind: Any = type(module)
@@ -111,7 +111,7 @@ def _calls(kind: type[nn.Module]) -> bool:
 
 
 def _mentions(function: Any, seen: set[FunctionType]) -> bool:
-    """Return whether the function, or one that it calls in the same file, names torch's batch norm."""
+    """Return whether a function, or one that it calls in the same file, refers to torch's batch norm."""
     if not isinstance(function, FunctionType) or function in seen or function.__module__.startswith("torch."):
         return False
     seen.add(function)
@@ -142,7 +142,7 @@ def _forward(module: Any, own: Callable[..., Any], samples: Samples, name: str, 
 
 
 class _Joined(TorchFunctionMode):
-    """While it is entered, torch's batch norm uses the statistics of all ranks."""
+    """Makes torch's batch norm, in the with-body, use the statistics of all ranks."""
 
     def __init__(self, samples: Samples) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def batch_norm(
 ) -> Tensor:
     """Compute `torch.nn.functional.batch_norm` over all ranks. Collective in training. rates: momentum and eps.
 
-    A parameter that is normalised (weight standardisation) is the same on all ranks: it is left to torch.
+    If `input` is a parameter (weight standardisation), it is the same on all ranks, and torch computes the result.
     """
     if not training or isinstance(base_of(input), nn.Parameter):
         return functional.batch_norm(input, running_mean, running_var, weight, bias, training, **rates)
@@ -185,17 +185,17 @@ def batch_norm(
 
 @torch.no_grad()
 def _track(running: tuple[Tensor, Tensor], mean: Tensor, variance: Tensor, count: Tensor, momentum: float) -> None:
-    """Update the running mean and variance by `momentum`, as torch does."""
+    """Update the running mean and variance with `momentum`, as torch does."""
     for tracked, value in zip(running, (mean, variance * (count / (count - 1))), strict=True):
         tracked.add_(((value - tracked) * momentum).to(tracked.dtype))
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalises x of shape (samples, channels, ...) to zero mean and unit variance per channel over all ranks, times
-    weight plus bias. Also returns the mean, the biased variance and the number of elements behind them.
+    """Normalises x of shape (samples, channels, ...) per channel over all ranks, then multiplies by weight and adds
+    bias. Also returns each channel's mean and biased variance, and the number of elements behind them.
 
-    An input that is equal on all ranks (noise drawn before the loop) counts once. It is recognised by its statistics,
-    equal to the bit on all ranks, and by its number of samples, which is not that of this rank's slice.
+    An input that is the same on all ranks (noise drawn before the loop) counts once. The sign of one: statistics that
+    are bitwise equal on all ranks, and a number of samples that is not that of this rank's slice.
     """
 
     @staticmethod

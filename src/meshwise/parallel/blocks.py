@@ -16,15 +16,15 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def called_in(model: nn.Module) -> list[nn.Module]:
-    """Return `model`, or the models in a list or dictionary, which is never called itself."""
+    """Return the models that are called: `model` itself, or those in a list or dictionary, which has no forward."""
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         return [root for child in model.children() for root in called_in(child)]
     return [unwrapped(model)]
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the parts of `model` in order, by name: the entries of its lists and sequences, and every other module
-    that holds no such list. Modules without parameters or children of their own are left out."""
+    """Return the parts of `model` in order, by name: the entries of module lists and sequences, and every other module
+    that contains no such list. Modules without parameters are left out."""
     return list(_parts("", model, root=True))
 
 
@@ -41,9 +41,9 @@ def _holds_a_list(module: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers that `model` repeats, by name: list and sequence entries whose class occurs several times.
+    """Return the layers that `model` repeats, with names: entries of lists and sequences whose class occurs repeatedly.
 
-    A list inside a layer belongs to the layer; a sequence that itself holds repeated layers (the stages of a ResNet) is
+    A list inside a layer belongs to that layer; a sequence that contains repeated layers (as a ResNet's stages do) is
     searched, too. Empty if nothing is repeated.
     """
     entries = dict[nn.Module, str]()  # a list that two modules hold is found twice
@@ -65,11 +65,11 @@ def _entries(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _holds_layers(container: nn.Module) -> bool:
-    """Return whether several entries have the same class, and are modules with parts of their own."""
+    """Return whether several entries of `container` have the same class, and have submodules."""
     kinds = Counter(type(child) for child in container.children() if any(True for _ in child.children()))
     return any(count > 1 for count in kinds.values())
 
 
 def _is_called(container: nn.Module) -> bool:
-    """Return whether it may be called: a list has no forward, nor has a list of lists (Funnel's stages)."""
+    """Return whether `container` may be called: a list has no forward, nor has a list of lists (Funnel's stages)."""
     return isinstance(container, nn.Sequential)

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
+    """Return this rank's part of a tensor: of a DTensor the local one, else the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def buckets_of(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
-    """Group neighbours of one dtype and device, up to `most` bytes on this rank; a larger tensor is alone."""
+    """Group adjacent tensors of one dtype and device, up to `most` bytes on this rank; a larger one is alone."""
     buckets: list[list[Tensor]] = []
     size = 0
     for t in tensors:

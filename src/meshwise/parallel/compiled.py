@@ -1,8 +1,8 @@
 """Compile the forward of each repeated layer, and nothing around it.
 
-A graph over the whole model would hold the places where blocks are gathered, run again or moved. Laid into the forward
-itself, the compiler sees what the author wrote; the model's class, hooks and state_dict keys stay. Layers of one class
-share a graph, so the compiler works once for all of them.
+A graph over the whole model would include the points where blocks are gathered, recomputed or moved. Applied to each
+block's forward, the compiler sees what the author wrote; the model's class, hooks and state_dict keys stay. Layers of
+one class share a graph, which is compiled once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ BACKEND = "inductor"
 
 
 def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
-    """Compile the forwards of the blocks of `model` when they first run; return the blocks' names.
+    """Let the forward of each block of `model` be compiled when it first runs; return the blocks' names.
 
-    Blocks are the repeated layers; in a model without any, its parts in order.
+    Blocks are the repeated layers; in a model without repeated layers, all of its parts in order.
     """
     blocks = repeated_blocks(model) or blocks_of(model) or [("", model)]
     for _, block in blocks:

@@ -1,6 +1,6 @@
 """Check that a device computes in the precision of a plan.
 
-It is tried on the device, before a run.
+The check runs small operators on the device, before a run.
 
 Tested in tests/parallel/test_precision.py.
 """
@@ -20,9 +20,9 @@ from meshwise.spec.errors import PlanError
 
 
 def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None:
-    """Raise PlanError if torch cannot compute in the precision on `device`, as far as that is known before a run.
+    """Raise PlanError if torch cannot compute in the precision of `dtypes` on `device`, as far as a short trial tells.
 
-    Tried on the device: a matrix product, and an LSTM if `model` holds one (torch 2.13 has none in float16 on CPU).
+    Tried are a matrix product, and an LSTM if `model` holds one (torch 2.13 has none in float16 on CPU).
     """
     computed = dtypes.computed
     if computed in ("fp64", "fp32"):
@@ -37,7 +37,7 @@ def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None
 
 @functools.cache
 def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]:
-    """Return what fails on the device, and torch's message."""
+    """Return the modules that fail on the device in this precision, each with torch's message."""
     failed = []
     with torch.random.fork_rng(), torch.enable_grad():  # start values are drawn
         parts: list[nn.Module] = [nn.Linear(1, 1), *([nn.LSTM(1, 1)] if with_lstm else [])]
@@ -52,12 +52,12 @@ def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]
 
 
 def lacks(device: str, computed: str) -> str:
-    """Say what the device cannot do, as the beginning of an error."""
+    """Return the beginning of an error: what the device cannot compute."""
     return f"compute_dtype='{computed}': torch {torch.__version__} cannot compute it on {device.split(':')[0]}"
 
 
 def instead(computed: str) -> str:
-    """Say what to write instead of a precision that the device lacks."""
+    """Return a sentence on what to write instead of a precision that the device lacks."""
     return _use("bf16" if computed == "fp16" else "fp32")
 
 

@@ -2,14 +2,14 @@
 
 This is context parallelism, through the whole model.
 
-What the model's forward is given is split along its positions (dim 1) as it enters: split tensors
-(splits/tensor.py), of which plain code sees the whole shape. Each position goes its way through embeddings, layers,
-norms and the loss on the rank that has it; attention sends keys and values round (splits/attention.py); what else
-mixes positions is gathered, and said. So no line of the model changes, and any model is right.
+The inputs of the model's forward are split along their positions (dim 1) into split tensors (splits/tensor.py), which
+show the whole shape to the model's code. Embeddings, layers, norms and the loss process each position on the rank that
+has it; attention passes keys and values around the ranks (splits/attention.py); anything else that mixes positions is
+gathered, with a note. So no line of the model changes, and the result is exact for any model.
 
-Parameters are whole on every rank. Each rank's gradients are of its positions: they are added up over the axis as they
-arise (splits/crossing.py), so that whatever comes after finds the same ones on all ranks. With `tensor`, weights are
-this rank's parts, and what is split along positions is split along its heads or features within.
+Parameters are whole on every rank. Each rank's gradients come from its positions: they are summed over the axis as they
+arise (splits/crossing.py), so that all ranks then have the same gradients. With `tensor`, each rank has parts of the
+parameters too, and tensors split along positions are also split along heads or features.
 
 Tested in tests/parallel/test_split_context.py and test_split_levels.py.
 """
@@ -46,7 +46,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run the model's forward with this rank's positions of its inputs."""
+    """Run the model's forward with this rank's positions of the inputs."""
     names = _names(forward, len(args))
     given = {**dict(zip(names, args, strict=True)), **kwargs}
     divided = {name: _divided(value, axis) for name, value in given.items() if _has_positions(name, value)}
@@ -62,15 +62,15 @@ def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: An
 
 
 def _names(forward: Callable[..., Any], count: int) -> list[str]:
-    """Return the names of the first parameters of a forward, then `input N` for further ones."""
+    """Return the names of the first `count` parameters of a forward; `input N` for those without a name."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [name for name, p in inspect.signature(forward).parameters.items() if p.kind in kinds]
     return [*named, *(f"input {number}" for number in range(len(named), count))][:count]
 
 
 def _has_positions(name: str, value: Any) -> bool:
-    """Return whether an input has one number or vector per position. Masks and labels are not split here: they are the
-    same on all ranks, and their neighbours are needed when they meet split tensors later."""
+    """Return whether an input has one number or vector per position. Masks and labels are not split here: they stay
+    whole on all ranks, as neighbouring positions are needed when they meet split tensors later."""
     if not isinstance(value, Tensor) or "mask" in name or "label" in name or value.dim() < 2:
         return False
     return value.dim() == (3 if value.is_floating_point() else 2)

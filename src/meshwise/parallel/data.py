@@ -2,8 +2,8 @@
 
 This is data parallelism: each rank takes its slice of each batch.
 
-DistributedDataParallel does the reducing, driven from outside, so that the model stays what it is. Parameters that fit
-one bucket need no reducer of its kind: it would be full when the backward is over, and is averaged then.
+The reducer of DistributedDataParallel averages gradients, driven from outside, so that the model stays unchanged.
+Parameters that fit one bucket need no such reducer: the bucket is full only after the backward, and is averaged then.
 
     first backward    nothing is armed; every rank learns which parameters its loss reached and in which order. Ranks
                       compare notes, a reducer is made for the parameters reached anywhere, its bucket rebuild is played
@@ -13,8 +13,8 @@ one bucket need no reducer of its kind: it would be full when the backward is ov
     a parameter that this rank's loss did not reach takes part with zero; one that no rank reached keeps its `grad`.
     a parameter reached for the first time later gets a reducer of its own.
 
-`.grad` after a backward is the mean over ranks of what each rank had there: gradients kept back by earlier local
-backwards are part of it, and those already reduced stay what they are, since their mean is themselves.
+`.grad` after a backward is the mean over ranks of each rank's `.grad`: gradients that earlier local backwards kept back
+are part of it, and gradients already reduced do not change, as they are equal on all ranks.
 
 Tested in tests/parallel/test_equal_steps.py.
 """
@@ -56,7 +56,7 @@ LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter th
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters that one reducer averages, in the order in which a backward reaches them."""
+    """Parameters whose gradients one reducer averages, in the order in which a backward reaches them."""
 
     parameters: list[nn.Parameter]
     names: list[str]
@@ -67,7 +67,7 @@ class _Group:
 class DataParallel:
     """Averages the gradients of `named` parameters over all ranks.
 
-    dtype: in which they are sent and added, if it is not their own. A loss is not sent with them then.
+    dtype: the dtype to send and sum gradients in, if not that of the parameters; a loss is then not sent with them.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class DataParallel:
         self._kept: dict[int, Tensor] = {}
         self.shared_terms = False
         self.unreduced = False
-        """Whether `.grad` holds contributions of this rank alone."""
+        """Whether `.grad` contains contributions that were not yet averaged over the ranks."""
 
     def backward(
         self,
@@ -104,8 +104,8 @@ class DataParallel:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Implement `Reduction.backward`. value: with `piggyback_loss` it is sent as the gradient of an extra
-        parameter: a collective of its own would cost more than a step of a small model can hide."""
+        """Implement `Reduction.backward`. value: if `piggyback_loss`, it is sent along as the gradient of an extra
+        parameter, as a separate collective would cost more time than a step of a small model can hide."""
         self._backwards += 1
         before: dict[int, tuple[Tensor, int]] = {}
         trained = list(map(_IS_TRAINED, self._parameters))
@@ -157,7 +157,7 @@ class DataParallel:
         return mean if same else mean[: value.numel()].view(value.shape).to(value.dtype)
 
     def _set_aside(self, before: Mapping[int, tuple[Tensor, int]]) -> None:
-        """Set aside waiting gradients, so that this backward's factor does not multiply them."""
+        """Set aside gradients of earlier backwards, so that the factor of this backward does not multiply them."""
         self._kept = {key: gradient for key, (gradient, _) in before.items()}
         for p in self._parameters:
             p.grad = None
@@ -167,7 +167,7 @@ class DataParallel:
         return loss
 
     def reduce_now(self) -> None:
-        """Average the gradients in `.grad`, which every backward so far has kept local. Collective."""
+        """Average the gradients in `.grad`, all of which earlier backwards left unreduced. Collective."""
         held = collectives.gather_objects([p.grad is not None for _, p in self._named])
         somewhere = {id(p) for (_, p), ranks in zip(self._named, zip(*held, strict=True), strict=True) if any(ranks)}
         groups = list(self._groups)
@@ -180,11 +180,11 @@ class DataParallel:
         self.unreduced = False
 
     def close(self) -> None:
-        """Release the parameters: reducers and their hooks refer to each other."""
+        """Release the parameters, as reducers and their hooks refer to each other."""
         self._named, self._parameters, self._groups, self._grouped = [], [], [], set()
 
     def _watched(self, loss: Tensor) -> list[int]:
-        """Run the backward; return the indices of the parameters in the order in which they were reached."""
+        """Run the backward; return the indices of the parameters that it reaches, in that order."""
         order: list[int] = []
         handles = []
         for index, p in enumerate(self._parameters):
@@ -196,14 +196,14 @@ class DataParallel:
         return order
 
     def _reached(self, loss: Tensor) -> list[_Group]:
-        """Return the reducers whose parameters this loss reaches."""
+        """Return the groups whose parameters this loss reaches."""
         reached = reached_parameters(loss)
         groups = [g for g in self._groups if any(id(p) in reached for p in g.parameters)]
         self._agree("loss", [name for g in groups for name in g.names[-1:]])
         return groups
 
     def _on_bucket(self, bucket: GradBucket | PlainBucket) -> torch.futures.Future[Tensor]:
-        """Handle a full bucket; the reducer calls this."""
+        """Begin to average a full bucket; the reducer calls this."""
         self._calls += 1
         buffer = bucket.buffer()
         if self._factor is not None or self._kept:
@@ -214,7 +214,7 @@ class DataParallel:
         return mean.then(lambda done: buffer.copy_(done.value()))
 
     def _reduce(self, bucket: PlainBucket) -> bool:
-        """Average the gradients of a group's parameters; return False if one has none."""
+        """Average the gradients of a bucket's parameters; return False, without averaging, if one has no gradient."""
         gradients = list(map(_GRADIENT, bucket.members))
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
@@ -228,7 +228,7 @@ class DataParallel:
         return True
 
     def _weigh(self, bucket: GradBucket | PlainBucket) -> None:
-        """Multiply by the factor, and add the gradients that were set aside."""
+        """Multiply a bucket by the factor, and add the gradients that were set aside."""
         if self._factor is not None:
             bucket.buffer().mul_(self._factor().to(bucket.buffer().dtype))
         for gradient, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
@@ -236,8 +236,8 @@ class DataParallel:
                 gradient.add_(self._kept.pop(id(p)))
 
     def _complete(self, armed: list[_Group], before: Mapping[int, tuple[Tensor, int]]) -> None:
-        """Reduce what no hook has reduced. before: for each parameter, by id, its earlier gradient and how often that
-        was written."""
+        """Reduce the buckets that no hook has reduced. before: by the id of a parameter, its gradient before this
+        backward, and that gradient's version."""
         missing = [
             (name, p)
             for group in armed
@@ -256,8 +256,8 @@ class DataParallel:
     ) -> Callable[[], None]:
         """Contribute zero for the parameters that this rank's loss did not reach, so that no rank waits for them.
 
-        Each missing parameter is first counted in the store. When the reduction ends all ranks have counted; the
-        returned function then restores the `grad` of parameters that all of them missed.
+        Each rank first counts its missing parameters in the store. After the reduction, all ranks have counted; the
+        returned function then sets `grad` back to None for parameters that all ranks missed.
         """
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
@@ -273,7 +273,7 @@ class DataParallel:
         return missed_by_all
 
     def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor]) -> None:
-        """Multiply gradients outside of all reducers by the factor, and add back those that were set aside."""
+        """Multiply gradients outside the armed reducers by the factor, and add back those that were set aside."""
         done = {id(p) for group in armed for p in group.parameters}
         for _, p in self._named:
             if id(p) in done:
@@ -285,7 +285,7 @@ class DataParallel:
                 p.grad = old if p.grad is None else p.grad.add_(old)
 
     def _reduce_ungrouped(self, order: Sequence[int]) -> None:
-        """Make a reducer for parameters that have a gradient but no reducer yet, and reduce them with it."""
+        """Make a reducer for parameters that have a gradient but no reducer yet, and reduce their gradients with it."""
         fresh = [i for i, (_, p) in enumerate(self._named) if p.grad is not None and id(p) not in self._grouped]
         if self._groups:
             if not fresh:
@@ -308,7 +308,7 @@ class DataParallel:
             self._named[i][1].grad = None
 
     def _check_trained(self, ranks: Sequence[Sequence[bool]]) -> None:
-        """Raise PlanError for a parameter that only some ranks train. ranks: what each of them trains."""
+        """Raise PlanError for a parameter that only some ranks train. ranks: what each rank trains."""
         for (name, _), trains in zip(self._named, zip(*ranks, strict=False), strict=False):
             if len(set(trains)) > 1:
                 raise PlanError(
@@ -317,7 +317,7 @@ class DataParallel:
                 )
 
     def _make_group(self, indices: Sequence[int]) -> _Group:
-        """Make a reducer for these parameters, in this order of readiness, whose buckets are already rebuilt."""
+        """Make a reducer for these parameters, in their order of readiness, and play its bucket rebuild through."""
         names = [self._named[i][0] for i in indices]
         parameters = [self._named[i][1] for i in indices]
         if self._loss_carrier is not None and not self._groups:
@@ -332,7 +332,7 @@ class DataParallel:
         return _Group(parameters, names, made, self._calls)
 
     def _replay(self, group: _Group, gradients: Sequence[Tensor | None]) -> None:
-        """Reduce `gradients` in a backward made for them: the gradient of sum(p * conj(g)) with respect to p is g."""
+        """Reduce `gradients` by an artificial backward: the gradient of sum(p * conj(g)) with respect to p is g."""
         self._factor, self._calls, self._buckets, self._kept = None, 0, 0, {}
         for p in group.parameters:
             p.grad = None
@@ -347,7 +347,7 @@ class DataParallel:
             self._reduce(group.reducer)
 
     def _agree(self, what: str, names: Iterable[str]) -> None:
-        """Check that all ranks come here with the same names, before any of them enters a collective for them."""
+        """Raise PlanError unless all ranks come here with the same names, before any rank enters their collective."""
         text = ", ".join(names)
         key = f"{self._key}/{what}/{self._backwards}"
         other = agree(key, text, collectives.world_size(), LATE_GRACE)
@@ -361,24 +361,24 @@ class DataParallel:
 
 
 def _loss_carrier(first: nn.Parameter) -> nn.Parameter:
-    """Make a parameter whose gradient carries a value along with the other gradients."""
+    """Make a parameter whose gradient carries the loss and further values along with the other gradients."""
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
     return nn.Parameter(torch.zeros(CARRIED, dtype=dtype, device=first.device))
 
 
 def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int) -> bool:
-    """Return whether a backward left an earlier gradient unchanged; those set aside are not here."""
+    """Return whether a backward did not change a parameter's earlier gradient, or left the parameter without one."""
     return p.grad is None or (p.grad is gradient and reducer.version(p.grad) == version)
 
 
 def reduction_of(named: Mapping[str, nn.Parameter], plan: Plan, *, piggyback_loss: bool) -> DataParallel:
-    """Make the reduction that averages gradients of replicated parameters, of one model or of several."""
+    """Make the reduction that averages gradients of replicated parameters, of one or several models."""
     dtype = reduced_in(plan.dtypes)
     return DataParallel(list(named.items()), bucket_mb=plan.bucket_mb, piggyback_loss=piggyback_loss, dtype=dtype)
 
 
 def check_can_be_averaged(model: nn.Module) -> None:
-    """Raise PlanError for a model that no plan of several devices can train: no shapes, or sparse gradients.
+    """Raise PlanError for a model with parameters without a shape yet, or with sparse gradients, on several devices.
 
     `shard` checks which parameters cannot be sharded.
     """

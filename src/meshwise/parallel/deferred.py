@@ -2,12 +2,12 @@
 
 This is deferred construction, for a model that is too large for one device.
 
-The constructor runs once, with shapes and no values, and its operators are recorded; so are those that come later, such
-as `model.half()`. Once the plan has divided the parameters, each rank replays the record from rank 0's random numbers
-and keeps its part of each tensor: bitwise what one device would hold. It never holds more than its parts and about one
-whole parameter, and nothing is sent.
+The constructor runs once, with shapes and no values, and its operators are recorded; so are later operators, such as
+`model.half()`. Once the plan has divided the parameters, each rank replays the record with rank 0's random numbers and
+keeps its part of each tensor, bitwise equal to that of one device. A rank never holds more than its parts and about one
+whole parameter, and no values are sent.
 
-A constructor that looks at a value (`.item()`) gets it: what the value depends on is replayed then and there.
+A constructor that reads a value (`.item()`) gets it: the operators behind the value are replayed at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def deferred() -> Iterator[None]:
     """Build models with shapes but no values yet: `with mw.deferred(): model = Net()`.
 
     `mw.distribute` (or a Job's plan) then gives each rank its part, with the values of a plain construction. Draw no
-    random numbers between the two: they would not be those of a plain run.
+    random numbers in between: they would differ from those of a plain run.
     """
     record = OpRecord()
     with warnings.catch_warnings(), record.mode:
@@ -64,7 +64,7 @@ def deferred() -> Iterator[None]:
 
 
 def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
-    """Build a model with `make`, deferred; if that fails, build it plainly and return a note that says why."""
+    """Build a model with `make` inside `deferred()`; if that fails, build it plainly, and return a note on why."""
     if fake.rehearsing():
         return make(), ""
     try:
@@ -80,16 +80,16 @@ def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
 
 
 def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Give the tensors of a deferred model their whole values on `device`; any other model stays as it is."""
+    """Give all tensors of a deferred model their whole values, on `device`; leave other models unchanged."""
     fill = take_fakes(model)
     if fill is not None:
         fill(device, device)
 
 
 def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device | str], None] | None:
-    """Replace the fake tensors of a deferred `model` by meta tensors; None if it has none.
+    """Replace the fake tensors of a deferred `model` by meta tensors; return None if the model has no fake tensors.
 
-    The returned function replays the record and fills the model: `(device, where parts of divided parameters lie)`.
+    Else return a function that fills the model with values: `(device, device for parts of divided parameters)`.
     """
     fakes = {key: t for key, t in _tensors(model).items() if fake.is_fake(t)}
     if not fakes:
@@ -102,7 +102,7 @@ def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device |
 
 @dataclass(frozen=True)
 class _Slot:
-    """A parameter or buffer in a module: what it will be, and the attributes that the program has set on it."""
+    """A parameter or buffer of a module: the view of a recorded storage that holds its values, and its attributes."""
 
     module: str
     name: str
@@ -122,7 +122,7 @@ class _Slot:
 class _Skeleton:
     """A deferred model whose tensors are on the meta device until it is filled.
 
-    attributes: other attributes of modules with fake tensors, by (module, name).
+    attributes: by (module, name), other attributes of modules, if they hold fake tensors.
     """
 
     def __init__(self, model: nn.Module, fakes: dict[tuple[str, str], Tensor], record: OpRecord) -> None:
@@ -147,8 +147,8 @@ class _Skeleton:
         return [(t, self.record.known(t)) for t in tensors_in(value) if fake.is_fake(t)]
 
     def fill(self, device: torch.device | str, parts: torch.device | str) -> None:
-        """Replay the record, and set this rank's part of each tensor as soon as it is known. Collective: all ranks
-        start from rank 0's random numbers, and must have built the same model."""
+        """Replay the record, and set this rank's part of each tensor as soon as its values are known. Collective: all
+        ranks use rank 0's random numbers, and must have built the same model."""
         record, filling = self.record, _Filling(self.model, device, parts)
         _agree(record)
         for slot in self.slots:
@@ -180,33 +180,33 @@ class _Skeleton:
 
 
 class _Filling:
-    """The tensors of a skeleton while they get values: slots and other tensors, by number of their storage."""
+    """The tensors of a skeleton while they get values: slots and other tensors, by the number of their storage."""
 
     def __init__(self, model: nn.Module, device: torch.device | str, parts: torch.device | str) -> None:
         self.slots: dict[int, list[_Slot]] = {}
         self.others: dict[int, list[tuple[Tensor, StorageView]]] = {}
         self.values: dict[int, Tensor] = {}
-        """By the id of a tensor that is neither parameter nor buffer."""
+        """The values of tensors that are neither parameter nor buffer, by the id of the fake tensor."""
         self._model, self._device, self._parts = model, device, parts
         self._metas, self._made = _tensors(model), dict[int, Tensor]()
         self._absent = {id(p) for p in stages.absent_parameters(model)}
 
     def put(self, slot: _Slot, make: Callable[[Tensor, torch.device | str], Tensor]) -> None:
-        """Fill a slot with `make(meta tensor, device)`; a tied tensor is made once."""
+        """Fill a slot with `make(meta tensor, device)`; make a tied tensor only once."""
         meta = self._metas[slot.module, slot.name]
         if id(meta) not in self._made:
             self._made[id(meta)] = _like(meta, make(meta, self._parts if isinstance(meta, DTensor) else self._device))
         slot.put(self._model, self._made[id(meta)])
 
     def put_nothing_of_others(self) -> None:
-        """Fill tensors of other pipeline stages with nothing, and compute no values for them."""
+        """Fill tensors of other pipeline stages with empty stand-ins, without computing their values."""
         for number, slots in list(self.slots.items()):
             if all(id(self._metas[slot.module, slot.name]) in self._absent for slot in slots):
                 for slot in self.slots.pop(number):
                     self.put(slot, _nothing)
 
     def finished(self, number: int, storage: torch.UntypedStorage) -> None:
-        """Handle a storage that has its final values."""
+        """Fill the slots and other tensors that view a storage, which has its final values now."""
         if storage.nbytes() >= LARGE:
             trim_heap()
         whole = functools.cache(lambda view: view.of(storage))  # what was one tensor stays one
@@ -217,12 +217,12 @@ class _Filling:
 
 
 def _like(t: Tensor, value: Tensor) -> Tensor:
-    """Return `value` as a parameter if `t` is one."""
+    """Return `value`, as a parameter if `t` is one."""
     return nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
 
 
 def _agree(record: OpRecord) -> None:
-    """Start all ranks from rank 0's random numbers; raise PlanError if they have not built the same model."""
+    """Set rank 0's random numbers on all ranks; raise PlanError if they have not recorded the same constructor."""
     everyone = collectives.everyone()
     if collectives.world_size(everyone) > 1:
         of_rank_0, digest = collectives.broadcast_object((record.drawn_from(), record.digest()), everyone)
@@ -243,12 +243,12 @@ def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _nothing(like: Tensor, device: torch.device | str) -> Tensor:
-    """Return an empty stand-in, with a shape only, for a parameter of another pipeline stage."""
+    """Return a stand-in of the shape of `like`, in the memory of one number, for a parameter of another stage."""
     return torch.full((), torch.nan, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
-    """Return every parameter and buffer by module name and own name; tied ones under each of their names."""
+    """Return all parameters and buffers by (module name, name in the module), tied tensors under each name."""
     found: dict[tuple[str, str], Tensor] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         found |= {(name, own): p for own, p in module.named_parameters(recurse=False, remove_duplicate=False)}

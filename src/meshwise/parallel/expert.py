@@ -1,17 +1,17 @@
 """Divide the experts of a mixture among ranks: expert parallel.
 
-Each rank of the axis holds some of the experts, and has samples of its own.
+Each rank of the axis holds some of the experts, and works on different samples.
 
-Experts are a module whose parameters are stacked, (experts, ...) each, and whose forward takes hidden states, the
-experts of each token and their weights, as in transformers; or rows that are sorted by expert already. Its parameters
+The experts are one module with stacked parameters, each of shape (experts, ...), whose forward takes hidden states, the
+experts of each token and their routing weights, as in transformers; or rows already sorted by expert. The parameters
 become DTensors on the mesh axis `expert`, of which each rank holds consecutive experts. Rows of hidden states, one for
-each token and expert, travel to the rank that has the expert, where the module's own forward runs on them; what it
-gives travels back, and is added up (GShard, arXiv:2006.16668). No line of the model changes. Experts that are modules
-of a list: expert_list.py.
+each token and expert, are sent to the rank that has the expert, where the module's forward runs on them; the results
+are sent back and summed (GShard, arXiv:2006.16668). No line of the model changes. For experts that are modules of a
+list, see expert_list.py.
 
-An expert's gradient comes from the tokens of all ranks of the axis. It is divided by their number as it comes in, so
-that it is the mean over them, and only the other axes remain to be reduced over. All other parameters are replicated
-over the axis, and are reduced over it as over `data` (shard.py).
+An expert's gradient comes from the tokens of all ranks of the axis. It is divided by the number of ranks as it arrives,
+so that it is their mean, and only the other axes remain to be reduced over. All other parameters are replicated over
+the axis, and are reduced over it as over `data` (shard.py).
 
 Tested in tests/parallel/test_experts.py.
 """
@@ -70,7 +70,7 @@ def _check_model(setup: Setup) -> None:
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Return the modules of stacked experts, by name, and the number of experts in each."""
+    """Yield each module of stacked experts, with its name and its number of experts."""
     for name, module in model.named_modules():
         own = [p for p in parameters_in(module).values() if p is not None]
         counts = {len(p) if p.dim() > 1 else 0 for p in own}
@@ -80,8 +80,8 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def _layout(module: nn.Module) -> str:
-    """Say how the forward takes its rows: with each token's experts and their "weights"; sorted by expert, with the
-    "sizes" of their parts; or sorted, equally many for each ("even"). Empty if it is none of these."""
+    """Return how the forward takes its rows: "weights", with each token's experts and routing weights; "sizes", sorted
+    by expert, with the number of rows of each; "even", sorted, equally many rows each; empty if none of these."""
     names = list(inspect.signature(module.forward).parameters)
     if len(names) > 2 and ("ind" in names[1] or "expert" in names[1]) and "weight" in names[2]:
         return "weights"
@@ -127,7 +127,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _divide(setup: Setup, expert: nn.Module, mesh: DeviceMesh) -> int:
-    """Divide the expert's parameters over the innermost axis; return how many elements they have."""
+    """Divide an expert's parameters over the innermost mesh axis; return how many elements they have."""
     names = {id(p): name for name, p in setup.model.named_parameters()}
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     divided = 0
@@ -142,7 +142,7 @@ def _divide(setup: Setup, expert: nn.Module, mesh: DeviceMesh) -> int:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module of stacked experts, by name; each rank of the axis has `count / axis.size` of them."""
+    """A module of stacked experts; each rank of the axis holds `count / axis.size` of them."""
 
     name: str
     module: nn.Module
@@ -151,12 +151,12 @@ class Experts:
 
     @property
     def own(self) -> int:
-        """The number of experts on this rank."""
+        """The number of experts that this rank holds."""
         return self.count // self.axis.size
 
 
 def _run(experts: Experts, forward: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-    """Run the module's forward, each expert on its own rank."""
+    """Run the module's forward, each expert on the rank that holds it."""
     bound = inspect.signature(experts.module.forward).bind(*given, **named)
     hidden, *more = bound.arguments.values()
     layout = _layout(experts.module)
@@ -192,7 +192,7 @@ def _check_given(experts: Experts, hidden: Any, index: Any, weights: Any) -> Non
 
 
 def _with_parts(experts: Experts, forward: Callable[..., Any], *given: Any) -> Tensor:
-    """Run the module's forward as if it had only this rank's experts."""
+    """Run the module's forward as if it had only the experts that this rank holds."""
     module, held = experts.module, dict(parameters_in(experts.module))
     counts = {n: v for n, v in vars(module).items() if "expert" in n and type(v) is int and v == experts.count}
     local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in held.items()}
@@ -212,10 +212,10 @@ def _with_parts(experts: Experts, forward: Callable[..., Any], *given: Any) -> T
 def route(
     experts: Experts, run: Callable[[Tensor, Tensor, Tensor], Tensor], hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """Run all experts, each on the rank that has it, and return the result. Collective, and so is its backward.
+    """Run all experts, each on the rank that holds it, and return the summed results. The backward is collective, too.
 
-    run: takes rows (R, width) of this rank's experts, their experts (R, 1) and weights (R, 1); returns (R, width).
-    hidden: (..., width). index, weights: of each token (tokens, k).
+    run: takes rows (R, width), their experts on this rank (R, 1) and routing weights (R, 1); returns (R, width).
+    hidden: (..., width). index, weights: the experts and routing weights of each token, (tokens, k).
     """
     axis, flat = experts.axis, index.reshape(-1)
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < experts.count:

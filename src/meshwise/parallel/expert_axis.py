@@ -16,7 +16,7 @@ from meshwise.transfer import collectives
 
 
 class ExpertAxis(Protocol):
-    """The ranks over which experts are divided, and how they exchange rows. device: their kind."""
+    """The ranks over which experts are divided, with the exchanges between them. device: the type of their device."""
 
     @property
     def device(self) -> str: ...
@@ -28,22 +28,22 @@ class ExpertAxis(Protocol):
     def rank(self) -> int: ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gather `tensor` of every rank, stacked."""
+        """Gather `tensor` from every rank, stacked in rank order."""
 
     def exchange(self, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
-        """Send `sent[r]` to rank r, and receive into `taken[r]` from it; rows of either may be none."""
+        """Send `sent[r]` to rank r, and receive `taken[r]` from rank r; any of them may have no rows."""
 
     def gather_objects(self, value: Any) -> tuple[list[Any], list[Any]]:
-        """Gather `value` of the ranks of the axis, and of all ranks that divide the work."""
+        """Gather `value` in two lists: from the ranks of the axis, and from all ranks that divide the work."""
 
     def mean_of_replicas(self, gradient: Tensor) -> None:
-        """Average over the ranks that hold the same parts, in place."""
+        """Average a gradient, in place, over the ranks that hold the same experts."""
 
 
 @dataclass(frozen=True)
 class ExpertMeshAxis:
-    """The mesh axis of the experts. group: its ranks, including this one. replicas: the ranks at the same position in
-    all such groups."""
+    """The ranks of the mesh axis over which experts are divided. group: those of this rank's axis. replicas: the ranks
+    at the same position in all such groups."""
 
     device: str
     size: int
@@ -74,15 +74,15 @@ class ExpertMeshAxis:
 def exchanged(
     axis: ExpertAxis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Exchange the rows of `tensors`; return those that this rank receives. See `_Exchange`."""
+    """Send the rows of each tensor to the ranks as `sent` says; return the received rows. See `_Exchange`."""
     function: Any = _Exchange
     found: tuple[Tensor, ...] = function.apply(axis, sent, taken, scale, *tensors)
     return found
 
 
 class _Exchange(Function):
-    """Sends rows to the ranks of their experts, or back. sent, taken: how many rows go to each rank, and come from it.
-    scale: factor of the gradients on their way back."""
+    """Sends rows to the ranks of their experts, or back. sent, taken: how many rows go to, and come from, each rank.
+    scale: a factor on the gradients in the backward."""
 
     @staticmethod
     def forward(

@@ -1,15 +1,15 @@
 """Divide experts that are modules of a list among devices.
 
-Each runs on the rank that has it, on all ranks' rows.
+Each expert runs on one rank, on the rows of all ranks.
 
-The forward of such a mixture goes through its experts, gives each the rows that were routed to it, and adds up what
-they give. It runs twice. First every expert notes what it is given and gives zeros; then the rows travel, experts run
-where they are, and what they give travels back; then the forward runs again, and finds it. What stands beside the
-experts runs twice (a router, a shared expert); what the first run draws, writes and counts is undone.
+The forward of such a mixture loops over its experts, gives each the rows that were routed to it, and sums the results.
+It runs twice. In the first run, every expert records its inputs and returns zeros; then rows are sent to the experts'
+ranks, the experts run, and results are sent back; in the second run, experts return these results. Other parts of the
+forward run twice (a router, a shared expert); what the first run draws, writes and counts is undone.
 
-Of each parameter of an expert every rank of the axis holds a part, as under shard, so that it is saved, clipped and
-stepped like any other. The rank that runs an expert gets the other parts just before: of each parameter, one rank gets
-the whole, where shard gathers it on all.
+Every rank of the axis holds a part of each expert parameter, as under shard, so that it is saved, clipped and stepped
+like any other. The rank that runs an expert gathers the other parts just before: only that rank gets the whole
+parameter, whereas shard gathers it on all ranks.
 
 Tested in tests/parallel/test_expert_list.py.
 """
@@ -45,7 +45,7 @@ INSTEAD = "Use data or shard, under which every mixture of experts is exact."
 
 @dataclass(frozen=True)
 class Found:
-    """A list of experts, by name, and the module whose forward calls them."""
+    """A list of experts, its name, and the module whose forward calls the experts."""
 
     name: str
     caller: nn.Module
@@ -53,7 +53,7 @@ class Found:
 
 
 def lists_of(model: nn.Module) -> Iterator[Found]:
-    """Find lists of experts in `model`: several entries of one class; list or class is named after experts."""
+    """Yield the lists of experts in `model`: entries of one class, with "expert" in the list's or class's name."""
     modules = dict(model.named_modules())
     for name, container in modules.items():
         entries = tuple(child for child in container.children() if any(True for _ in child.parameters()))
@@ -72,7 +72,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def check_list(found: Found, model: nn.Module, ranks: int) -> None:
-    """Raise PlanError for experts that cannot be divided over `ranks`."""
+    """Raise PlanError if the experts of a list cannot be divided over `ranks`."""
     count = len(found.experts)
     if count < ranks:
         raise PlanError(f"expert={ranks}: {found.name} has {count} experts. Use expert={count} or less.")
@@ -95,7 +95,7 @@ def check_list(found: Found, model: nn.Module, ranks: int) -> None:
 
 @dataclass
 class ExpertList:
-    """A list of experts of which each rank of the axis runs some; the rows of every rank are sent to them."""
+    """A list of experts, each run by one rank of the axis, to which the other ranks send their rows."""
 
     found: Found
     axis: ExpertAxis
@@ -105,18 +105,18 @@ class ExpertList:
     _forwards: list[Callable[..., Any]] = field(default_factory=list)
 
     def take_over(self) -> None:
-        """Replace the experts' forwards: from now on they run on the ranks that have them."""
+        """Replace the experts' forwards, so that each expert runs on one rank from now on."""
         for number, expert in enumerate(self.found.experts):
             self._forwards.append(expert.forward)
             put_forward(expert, functools.partial(self._called, number))
         put_forward(self.found.caller, functools.partial(self._run, self.found.caller.forward))
 
     def owner(self, number: int) -> int:
-        """Return the rank of the axis that runs this expert."""
+        """Return the rank of the axis that runs the expert with this number."""
         return number * self.axis.size // len(self.found.experts)
 
     def refused(self, what: str) -> PlanError:
-        """Return the error for a mixture whose forward cannot run on divided experts."""
+        """Return a PlanError for a mixture whose forward cannot run with divided experts, because of `what`."""
         kind = type(self.found.caller).__name__
         return PlanError(f"expert={self.axis.size} with {self.found.name}, called by {kind}: {what}. {INSTEAD}")
 
@@ -158,8 +158,8 @@ class ExpertList:
 
 
 def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[list[Tensor], Tensor | None]:
-    """Return the experts' results for `calls`, each run on its rank; and a number 0 that ties a rank without calls into
-    the backward, or None. Collective, and so is its backward."""
+    """Return the experts' results for `calls`, each computed on the expert's rank; and a scalar 0 that makes ranks
+    without calls take part in the backward, or None. Collective, and so is the backward."""
     axis, facts = experts.axis, [(number, [_form(t) for t in given]) for number, given in calls]
     of_axis, of_all = axis.gather_objects(facts)
     called = sorted({number for rank in of_all for number, _ in rank})
@@ -197,7 +197,7 @@ def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[l
 def _run_own(
     experts: ExpertList, weights: dict[int, dict[str, Tensor]], calls: list[Any], columns: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Run this rank's experts for the calls of all ranks, whose tensors lie one after the other in `columns`."""
+    """Run this rank's experts for the calls of all ranks; `columns` holds the inputs of all calls, concatenated."""
     parts = [column.split([math.prod(forms[place][0]) for _, forms in calls]) for place, column in enumerate(columns)]
     given = [tuple(p[n].view(f[0]) for p, f in zip(parts, forms, strict=True)) for n, (_, forms) in enumerate(calls)]
     outs: list[Tensor] = [torch.empty(0)] * len(calls)
@@ -216,7 +216,7 @@ def _run_own(
 
 
 def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtype) -> torch.dtype:
-    """Return the experts' result dtype on all ranks; under autocast ranks must ask, which is collective."""
+    """Return the dtype of the experts' results on all ranks. Collective under autocast, where ranks may differ."""
     kinds = {out.dtype for out in outs}
     if torch.is_autocast_enabled(experts.axis.device):
         kinds = set().union(*experts.axis.gather_objects(kinds)[0])
@@ -226,8 +226,8 @@ def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtyp
 
 
 def _whole_parameters(experts: ExpertList, called: Sequence[int]) -> tuple[Tensor, dict[int, dict[str, Tensor]]]:
-    """Gather the parameters of this rank's experts among those `called`, by number and name. Also return an empty
-    tensor that ties every rank into the backward."""
+    """Gather, by number and name, the parameters of those experts in `called` that this rank runs. Also return an empty
+    tensor that makes every rank take part in the backward."""
     named = [(n, name, p) for n in called for name, p in experts.found.experts[n].named_parameters()]
     parts = [p.to_local() if isinstance(p, DTensor) else p for _, _, p in named]
     facts = [_Fact(experts.owner(n), p.shape, p.requires_grad) for n, _, p in named]
@@ -241,25 +241,25 @@ def _whole_parameters(experts: ExpertList, called: Sequence[int]) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class _Fact:
-    """A parameter: the rank that gets the whole, its shape, and whether it is trained."""
+    """A parameter of an expert: the rank that gathers it, its shape, and whether it is trained."""
 
     owner: int
     shape: torch.Size
     trained: bool
 
     def bounds(self, axis: ExpertAxis) -> list[tuple[int, int]]:
-        """Return the range of rows that each rank holds, as torch.chunk divides."""
+        """Return the range of rows that each rank holds of the parameter, divided as by torch.chunk."""
         step = -(-self.shape[0] // axis.size)
         ends = [min(self.shape[0], rank * step) for rank in range(axis.size + 1)]
         return list(itertools.pairwise(ends))
 
     def sizes(self, axis: ExpertAxis) -> list[int]:
-        """Return how many elements each rank holds."""
+        """Return how many elements each rank holds of the parameter."""
         return [(end - begin) * math.prod(self.shape[1:]) for begin, end in self.bounds(axis)]
 
 
 class _Whole(Function):
-    """Sends parts of parameters to the ranks that run the experts, and returns gradients as the mean over replicas."""
+    """Gathers parameters on the ranks that run the experts; the backward returns gradients, averaged over replicas."""
 
     @staticmethod
     def forward(ctx: Any, axis: ExpertAxis, facts: list[_Fact], *parts: Tensor) -> tuple[Tensor, ...]:
@@ -302,7 +302,7 @@ class _Whole(Function):
 
 @contextlib.contextmanager
 def _without_trace(experts: ExpertList, given: Any) -> Iterator[None]:
-    """Undo what the body draws, and what it changes in lists and in the attributes and buffers of the mixture."""
+    """Undo, after the with-body, the random draws and the changes of lists, attributes and buffers made in it."""
     tensors = list(tensors_in(given))
     versions = [version(t) for t in tensors]
     inside = {part for expert in experts.found.experts for part in expert.modules()}
@@ -327,7 +327,7 @@ def _without_trace(experts: ExpertList, given: Any) -> Iterator[None]:
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    """Return the lists, dictionaries and sets among the arguments."""
+    """Yield the lists, dictionaries and sets among the arguments, nested ones too."""
     if type(value) in (list, dict, set, tuple):
         if type(value) is not tuple:
             yield value
@@ -345,5 +345,5 @@ def _form(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, bool]:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether both hold the same numbers; NaN equals NaN."""
+    """Return whether two tensors hold the same numbers; NaN equals NaN."""
     return one.shape == other.shape and bool(((one == other) | (one != one)).all())

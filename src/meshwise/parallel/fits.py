@@ -1,6 +1,6 @@
 """Check whether a run can have a plan, before torch starts.
 
-It uses what the launcher knows, and imports no torch where it need not.
+It uses what the launcher knows, and imports torch only if needed.
 
 Tested in tests/parallel/test_apply.py.
 """
@@ -15,7 +15,7 @@ from meshwise.spec.world import World
 
 
 def check_fits(plan: Plan, world: World) -> None:
-    """Raise PlanError if the run has another number of devices than the plan, or if they lack what it needs."""
+    """Raise PlanError if the run's number of devices is not the plan's, or if its devices lack what the plan needs."""
     check_devices(plan, world.size)
     if world.kind == "cpu" and plan.dtypes.computed not in ("fp64", "fp32"):  # a launcher leaves GPUs alone
         parallel.computes.check_computes(None, world.device, plan.dtypes)
@@ -24,7 +24,7 @@ def check_fits(plan: Plan, world: World) -> None:
 
 
 def check_for_scripts(plan: Plan) -> None:
-    """Raise PlanError for options of a plan that a script's own loop does not support."""
+    """Raise PlanError for options of a plan that a script with its own training loop cannot use."""
     if plan.pipeline > 1:
         raise PlanError(
             f"pipeline={plan.pipeline}: stages run the loss in an order of their own, and a script runs it "

@@ -2,8 +2,8 @@
 
 A rank then never waits in a gather that others skip.
 
-The others are asked about orders that are new to this rank, so that a step in a known one asks nobody. Only blocks of
-which nobody can tell whether a forward may skip them are looked at (skipped.py).
+A rank asks the others only about orders that are new to it, so that a step in a known order asks nobody. Only blocks
+that a forward might skip are checked (skipped.py).
 
 Tested in tests/parallel/test_skipped.py.
 """
@@ -28,7 +28,7 @@ GRACE = 60.0  # seconds for an order that is new later: a rank with a known orde
 
 
 class GatherOrder:
-    """Adds hooks to the forward of `root` and before those of `blocks`. key: of the facts that ranks agree on."""
+    """Checks the order by hooks on the forwards of `root` and of `blocks`. key: a prefix in the store for the ranks."""
 
     def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], key: str) -> None:
         names = {id(module): name for name, module in root.named_modules()}
@@ -50,7 +50,7 @@ class GatherOrder:
         self._runs, self._met = False, True
 
     def _come(self, number: int, *unused: Any) -> None:
-        """Note that a forward is about to gather a block. Recomputation in a backward is the same on all ranks."""
+        """Record that a forward is about to gather a block. Recomputation in a backward is the same on all ranks."""
         if not self._runs:
             return
         self._so_far = hash((self._so_far, number))

@@ -1,13 +1,13 @@
 """Decide which blocks and other modules each pipeline stage holds.
 
-A stage holds its blocks, and the modules outside them that it uses.
+A stage holds its blocks, and the modules outside of blocks that it uses.
 
-Outside of the blocks all ranks hold all during the first step. Whose gradients that step has found then decides: a
-parameter stays where it has one, and becomes NaN that takes no memory elsewhere. Where several stages have one (tied
-weights), their gradients are added up. A buffer is that of the first stage in whose layers its module ran.
+During the first step, all ranks hold all modules outside of blocks. The gradients of that step then decide: a parameter
+stays on stages where it got a gradient; elsewhere it becomes NaN that takes no memory. If several stages have one (tied
+weights), their gradients are summed. A buffer belongs to the first stage in whose layers its module ran.
 
-Under shard, what stages hold is divided over the ranks of each; under tensor, what lies outside of the blocks is split
-before it is let go of.
+Under shard, what a stage holds is divided over the ranks of the stage; under tensor, modules outside of the blocks are
+split before stages drop them.
 
 Tested in tests/parallel/test_pipeline.py.
 """
@@ -37,23 +37,23 @@ _absent = WeakIdKeyDictionary()  # parameters whose values are on other stages
 
 
 class Holding:
-    """The modules that this rank holds of `model`.
+    """The modules of `model` that this rank of a pipeline holds.
 
-    blocks: all that stages are cut from. own: those of this rank.
+    blocks: the blocks of all stages. own: the blocks of this rank's stage.
     """
 
     def __init__(self, model: nn.Module, pipe: Pipe, blocks: Sequence[nn.Module], own: Sequence[nn.Module]) -> None:
         self._model, self._pipe = weakref.ref(model), pipe
         self.decided = False
-        """Whether a step has decided what lies where."""
+        """Whether it is decided, after the first step, which stage holds each module outside of the blocks."""
         self.reached: set[int] = set()
-        """Ids of the parameters that backwards of the first step reach."""
+        """The ids of the parameters that the backwards of the first step reach."""
         self._live_modules: set[str] = set()
         self._trained: tuple[bool, ...] = ()
         self._shared: list[tuple[str, collectives.Group]] = []
         self._owned: set[str] = set()  # names of the parameters that count for this rank, where several hold them
         self.let_go_parts: Callable[[set[str]], list[Any]] | None = None
-        """See `Setup.let_go`."""
+        """Frees divided parameters that this stage drops: see `Setup.let_go`."""
         self._seen: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._hold(blocks, own)
 
@@ -87,11 +87,11 @@ class Holding:
                 module.register_forward_pre_hook(_Notes(self._live_modules, name))
 
     def let_go_again(self) -> None:
-        """Let go again of parameters of a deferred model, which have been made anew."""
+        """Drop the parameters of other stages again, after a deferred model's parameters were made anew."""
         _drop(self.model, stages.lacks(self.model), self._pipe.rank)
 
     def show(self, seen: bool) -> None:
-        """Show modules plain NaN, from the begin to the end of a forward, for parameters that this rank let go of."""
+        """Replace dropped parameters in modules by plain NaN tensors during a forward (seen), or put them back."""
         for module, name, held, shown in self._seen:
             parameters_in(module)[name] = shown if seen else held
 
@@ -104,7 +104,7 @@ class Holding:
         return {name for name, p in self.model.named_parameters() if id(p) in reached}
 
     def decide(self) -> None:
-        """Decide after the first step which stage holds each module outside of the blocks. Collective on all ranks."""
+        """Decide, after the first step, which stages hold what lies outside of the blocks. Collective."""
         model, own = self.model, self._pipe.rank
         named = dict(model.named_parameters())
         lacking = stages.lacks(model)
@@ -142,7 +142,7 @@ class Holding:
         self.decided = True
 
     def _buffers_of_others(self, live: Sequence[set[str]]) -> set[str]:
-        """Return buffers outside of the blocks whose modules ran on other stages only."""
+        """Return the names of buffers outside of the blocks whose modules ran on other stages only."""
         found = set()
         for name in set().union(*live) - live[self._pipe.rank]:
             module = self.model.get_submodule(name)
@@ -150,7 +150,7 @@ class Holding:
         return found
 
     def check_same(self) -> None:
-        """Raise PlanError if parameters were frozen or thawed since the modules were assigned to stages."""
+        """Raise PlanError if parameters were frozen or unfrozen since `decide`."""
         if self.decided and tuple(p.requires_grad for p in self.model.parameters()) != self._trained:
             raise PlanError(
                 f"pipeline={self._pipe.size}: parameters were frozen or thawed after the first step, which decided on "
@@ -158,7 +158,7 @@ class Holding:
             )
 
     def add_up(self) -> None:
-        """Sum the gradients of parameters that several stages hold. Collective."""
+        """Sum, over stages, the gradients of parameters that several stages hold. Collective."""
         named = dict(self.model.named_parameters()) if self._shared else {}
         for name, group in self._shared:
             p = named[name]
@@ -167,7 +167,7 @@ class Holding:
             collectives.all_reduce(sharding.local_of(p.grad), group=group, of="tied gradients")
 
     def clip(self, most: float) -> None:
-        """Clip the gradients by their norm over all stages; shared parameters count once. Collective."""
+        """Clip gradients to a norm of `most` over all stages; parameters of several stages count once. Collective."""
         named = {n: p for n, p in self.model.named_parameters() if p.grad is not None}
         held_by_several = {name for name, _ in self._shared}
         counted = [
@@ -184,7 +184,7 @@ class Holding:
 
 
 class _Notes:
-    """A hook that notes which modules ran inside the layers of this rank."""
+    """A hook that records which modules run inside the layers of this rank."""
 
     def __init__(self, into: set[str], name: str) -> None:
         self._into, self._name = into, name
@@ -195,8 +195,8 @@ class _Notes:
 
 
 def _drop(model: nn.Module, names: set[str], rank: int) -> None:
-    """Free the values of these parameters, which other stages have: each becomes NaN of its shape, in the memory of one
-    number."""
+    """Free the values of these parameters, which other stages hold: each becomes NaN of the same shape, in the memory
+    of one number."""
     for name, p in model.named_parameters(remove_duplicate=False):
         if name in names and p not in _absent:
             _absent[p] = True
@@ -206,7 +206,7 @@ def _drop(model: nn.Module, names: set[str], rank: int) -> None:
 
 
 def _before_load(module: nn.Module, *unused: Any) -> None:
-    """Give missing parameters memory before a load, so that torch compares shapes; they are freed again afterwards."""
+    """Give dropped parameters memory before a load, as torch compares shapes; `_after_load` frees it again."""
     for p in module.parameters(recurse=False):
         if p in _absent:
             sharding.refill(p)
@@ -226,19 +226,19 @@ def _refuse(name: str, rank: int, p: Tensor) -> None:
 
 
 def is_absent(p: Tensor) -> bool:
-    """Return whether only other stages of a pipeline have the values of a parameter."""
+    """Return whether the values of a parameter are only on other stages of a pipeline."""
     return p in _absent
 
 
 def own_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a whole loaded state that belongs to parameters of this rank."""
+    """Return a loaded optimizer state without the entries of parameters whose values other stages hold."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     others = {n for n, p in zip(numbers, held_parameters(optimizer), strict=False) if p in _absent}
     return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
 
 
 def let_go(optimizer: Optimizer) -> None:
-    """Drop the state of parameters that this rank gave up after the first step; an earlier load may have set it."""
+    """Delete the optimizer state, such as an earlier load has set, of parameters that this rank dropped."""
     for p in held_parameters(optimizer):
         if p in _absent:
             optimizer.state.pop(p, None)

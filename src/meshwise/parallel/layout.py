@@ -1,6 +1,6 @@
 """Choose along which dim each weight is split over an axis.
 
-Any choice is exact; a good one is quick.
+Any choice is exact; a good one is fast.
 
     column    by its outputs: what it gives is split too, and nothing is sent
     row       by its inputs: it takes what is split, and the ranks' products are added up
@@ -29,7 +29,7 @@ UNEVEN = 8  # times as long as there are ranks: shorter dims are split evenly or
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer whose weight can be split. outputs, inputs: the dims of its weight, and their lengths."""
+    """A layer whose weight parameter can be split. outputs, inputs: which dims of the weight these are."""
 
     name: str
     module: nn.Module
@@ -56,8 +56,8 @@ class Layer:
 class Cut:
     """The dim along which a parameter is split.
 
-    sections: how many equal sections it packs one after another (queries, keys, values); every rank has a part of each.
-    gathered: the layer's output is gathered at once: blocks add to it, and each would gather it again.
+    sections: how many equal sections the dim packs, such as queries, keys and values; each rank has a part of each.
+    gathered: whether to gather the layer's output at once, because every block that adds to it would gather it.
     """
 
     dim: int
@@ -66,9 +66,9 @@ class Cut:
 
 
 def cuts_of(model: nn.Module, ranks: int, *, packed: bool = True) -> dict[int, Cut]:
-    """Return how each parameter is split, by its id; those without an entry stay whole on every rank.
+    """Return how parameters are split, by id; parameters without an entry stay whole on every rank.
 
-    packed: whether packed sections may be split along dim 0, which `shard` divides, too.
+    packed: whether to split packed sections along dim 0, which `shard` divides as well.
     """
     found = _of_multi_head(model, ranks) if packed else {}
     layers = [layer for layer in _layers(model) if id(layer.weight) not in found]
@@ -94,7 +94,7 @@ def cuts_of(model: nn.Module, ranks: int, *, packed: bool = True) -> dict[int, C
 
 
 def _of_multi_head(model: nn.Module, ranks: int) -> dict[int, Cut]:
-    """Return torch's attention modules, whose first projection is a packed parameter."""
+    """Return cuts, by parameter id, for nn.MultiheadAttention, whose input projections are one packed parameter."""
     found = {}
     for module in model.modules():
         if not isinstance(module, nn.MultiheadAttention) or module.num_heads % ranks or module.bias_k is not None:
@@ -107,7 +107,7 @@ def _of_multi_head(model: nn.Module, ranks: int) -> dict[int, Cut]:
 
 
 def _divides(length: int, ranks: int) -> bool:
-    """Return whether every rank gets a part of useful size."""
+    """Return whether a dim of this length gives every rank a part of useful size."""
     return length % ranks == 0 or length >= UNEVEN * ranks
 
 
@@ -128,7 +128,7 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
 
 
 def _rows(model: nn.Module, layers: list[Layer]) -> set[str]:
-    """Return the names of the layers that are split along their inputs."""
+    """Return the names of the layers whose weight parameters are split along their inputs."""
     own = _own_plan(model)
     if own is not None:
         styles = {layer.name: _style(layer.name, own) for layer in layers}
@@ -151,7 +151,7 @@ def _style(name: str, plan: Mapping[str, str]) -> str:
 
 
 def _first(model: nn.Module, layers: list[Layer]) -> set[str]:
-    """Return the names of layers before the blocks whose output width is the blocks' input width."""
+    """Return the names of layers before the blocks whose outputs the blocks take as inputs, judging by widths."""
     blocks = tuple(f"{name}." for name, _ in repeated_blocks(model))
     begin = next((n for n, layer in enumerate(layers) if layer.name.startswith(blocks)), 0) if blocks else 0
     return {
@@ -184,7 +184,7 @@ def _derived(model: nn.Module, layers: list[Layer]) -> set[str]:
 
 
 def _group_of(name: str, inside: list[Layer]) -> str:
-    """Return the innermost module that contains a layer and another one."""
+    """Return the name of the innermost module that contains both the layer `name` and another one."""
     parent = name.rpartition(".")[0]
     while parent and sum(layer.name.startswith(f"{parent}.") for layer in inside) == 1:
         parent = parent.rpartition(".")[0]

@@ -1,9 +1,9 @@
 """Load weights of a safetensors checkpoint straight into a model.
 
-Each rank reads its part of each tensor, and no more.
+Each rank reads only its part of each tensor.
 
-One file, or the index of several that Hugging Face writes. A deferred model notes where its values are, and reads
-them when its plan has divided it; what the file lacks is replayed.
+A checkpoint is one file, or several with the index that Hugging Face writes. A deferred model records where its values
+are, and reads them after the plan has divided it; tensors that the checkpoint lacks are replayed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of a load: names, conversions (`name: bfloat16 to float32`), and names that only one side has."""
+    """The names loaded, conversions (`name: bfloat16 to float32`), and names only in the model or in the checkpoint."""
 
     names: tuple[str, ...]
     converted: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in a file."""
+    """A tensor in a checkpoint file."""
 
     file: Path
     name: str
@@ -63,7 +63,7 @@ class _Stored:
     dtype: torch.dtype | None
 
     def part(self, like: Tensor, device: torch.device | str) -> Tensor:
-        """Read this rank's part, sharded as `like`, in its dtype."""
+        """Read this rank's part of the stored tensor, sharded like `like` and in the dtype of `like`."""
         with safe_open(self.file, "pt") as opened:  # closed at once: pages of a mapped file count as memory in use
             stored = opened.get_slice(self.name) if like.dim() else None
             read = opened.get_tensor(self.name) if stored is None else local_part(like, stored.__getitem__)
@@ -76,9 +76,9 @@ def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> 
     """Read the parameters and buffers of `model` from a safetensors checkpoint, in place.
 
     path: a file, an index (`model.safetensors.index.json`), or a folder with one of the two. The model may be plain,
-    distributed, or deferred. A tied tensor may have any of its names. strict: False keeps the start values of tensors
-    that the checkpoint lacks, and ignores those that the model lacks. Raises UsageError for names and shapes that do
-    not fit, before anything is read.
+    distributed, or deferred. A tied tensor may be stored under any of its names. strict: if False, keep the start
+    values of tensors that the checkpoint lacks, and ignore tensors that the model lacks. Raises UsageError for names
+    and shapes that do not fit, before any values are read.
     """
     stored, own = _stored(Path(path)), _tied(model)
     chosen: dict[int, tuple[str, Tensor, _Stored]] = {}
@@ -114,7 +114,7 @@ def _give(tensor: Tensor, stored: _Stored) -> None:
 
 
 def _tied(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Return every parameter and persistent buffer, with all its names."""
+    """Return every parameter and persistent buffer, each with all of its names."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
@@ -124,7 +124,7 @@ def _tied(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _stored(path: Path) -> dict[str, _Stored]:
-    """Return the tensors of a checkpoint, by name. Raises UsageError if it cannot be read."""
+    """Return the tensors of a checkpoint, by name. Raise UsageError if the checkpoint cannot be read."""
     if path.is_dir():
         single = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
         if not (path / INDEX).exists() and len(single) != 1:

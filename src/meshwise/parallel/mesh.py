@@ -19,18 +19,18 @@ from meshwise.spec.world import World
 from meshwise.transfer import collectives, stages
 
 WITHIN_SAMPLES = ("pipeline", "context", "tensor")
-"""The axes whose ranks work on the same samples; they are the innermost."""
+"""The mesh axes whose ranks work on the same samples; they are the innermost ones."""
 _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
 def make_mesh(plan: Plan, world: World, *, replicas: bool = False) -> DeviceMesh:
-    """Return the run's devices on a mesh of the axes that `plan` divides, outermost first, by name. Collective.
+    """Return a mesh of the run's devices, whose named axes are those that `plan` divides, outermost first. Collective.
 
-    Ranks count up along the last axis first. Launchers number the devices of a host one after the other, so the last
-    axis, which communicates most, uses the fastest links. An axis of size 1 is left out, except `shard` if another axis
-    needs it: parts of split parameters are reduced over `data` as shards are. One device has only the last axis.
+    Consecutive ranks are neighbours on the last axis. Launchers number the devices of a host consecutively, so the last
+    axis, which communicates most, uses the fastest links. An axis of size 1 is left out, except `shard` if split
+    parameters or experts need it to be reduced over `data`. One device has only the axis `shard`.
 
-    replicas: `expert` counts as `data`, as it does for parameters that are not experts'.
+    replicas: whether to merge `expert` into `data`, for parameters that are not those of experts.
     """
     shapes = {axis: getattr(plan, axis) for axis in AXES}
     needed = plan.split or plan.expert > 1
@@ -44,12 +44,12 @@ def make_mesh(plan: Plan, world: World, *, replicas: bool = False) -> DeviceMesh
 
 
 def forget_meshes() -> None:
-    """Forget all meshes when the process group is gone, so that new ones are made."""
+    """Forget all cached meshes after the process group is gone, so that new ones are made."""
     _meshes.clear()
 
 
 def mesh_of_stage(plan: Plan, world: World) -> DeviceMesh:
-    """Return the devices of the mesh that run the same pipeline stage as this rank."""
+    """Return the part of the mesh with the devices of this rank's pipeline stage."""
     mesh = make_mesh(plan, world, replicas=True)
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "pipeline")
     return mesh[names] if 0 < len(names) < mesh.ndim else mesh
@@ -63,8 +63,8 @@ def _made(plan: Plan, world: World, kept: dict[str, int], replicas: bool) -> Dev
 
 
 def divide_work(plan: Plan, world: World) -> World:
-    """Return the world of ranks that divide a batch: ranks that hold parts of one split model count as one. From now
-    on, collectives "over all ranks" run over these. Collective if a plan splits models."""
+    """Return the world of ranks that divide a batch, in which ranks that hold parts of one split model count as one.
+    From now on, collectives run over these ranks by default. Collective if a plan splits models."""
     together = plan.within_samples
     stages.join_pipe(None)
     if together == 1 or world.size == 1:
@@ -80,7 +80,7 @@ def divide_work(plan: Plan, world: World) -> World:
 
 
 def _join_pipe(plan: Plan, world: World) -> None:
-    """Make the groups of each pipeline: ranks that differ only in their position on that axis. Collective."""
+    """Make the process groups of each pipeline, whose ranks differ only in their position on that axis. Collective."""
     apart = plan.within_samples // plan.pipeline  # the axes within: neighbours on this one lie so far apart
     own = world.rank // apart % plan.pipeline
     for first in range(world.size):

@@ -1,13 +1,13 @@
 """Offload activations to the host until the backward needs them.
 
-They come back a little ahead of their use.
+They are fetched back a little before their use.
 
-Tensors that a forward keeps for its backward are copied to the host: pinned, and on a stream of their own where the
-device is a GPU, so that computing goes on. A backward asks for them in the reverse order. So each time that it asks for
-one, those before it are begun to be fetched, up to `WINDOW` bytes that are on the device and not yet requested.
+Tensors that a forward saves for its backward are copied to the host: on a GPU, to pinned memory and on a separate
+stream, so that computing goes on. A backward requests them in reverse order. So at each request, fetching of earlier
+ones begins, up to `WINDOW` bytes that are on the device and not yet requested.
 
-Parameters stay where they are: they are there anyway. A block that runs again in the backward sends its input alone
-(what `selective` keeps of its inside stays on the device). The model's `forward` is wrapped in this; its class, hooks
+Parameters are not copied, as they are on the device anyway. Of a block that is recomputed in the backward, only the
+input is copied (what `selective` keeps inside stays on the device). The model's `forward` is wrapped; its class, hooks
 and state_dict keys stay.
 """
 
@@ -38,7 +38,7 @@ WINDOW = 256 << 20  # bytes that are fetched ahead of their use
 
 @dataclass(eq=False)
 class _HostCopy:
-    """A storage that waits in host memory. number: its position among those that its forward has sent."""
+    """A storage that waits in host memory. number: its position among the storages that the forward has offloaded."""
 
     number: int
     copy: Tensor
@@ -52,14 +52,14 @@ class _HostCopy:
     arrived: torch.Event | None = None
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether the sent values are still those of `tensor`. Parts of one storage that are not views of one
-        tensor (an LSTM's gates, by `unsafe_chunk`) count their versions separately, so one says nothing of another."""
+        """Return whether the copied values are still those of `tensor`. Parts of one storage that are not views of one
+        tensor (an LSTM's gates, by `unsafe_chunk`) count versions separately, so other parts do not count as equal."""
         same = self.place == _place(tensor) or self.base() is base_of(tensor)
         return same and self.version == version(tensor)
 
     @property
     def ahead(self) -> bool:
-        """Whether it is on the device but not requested yet."""
+        """Whether the storage was fetched to the device, but not requested yet."""
         return self.ready is not None and not self.requested
 
 
@@ -69,7 +69,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor as a view of a storage in host memory: the compiler's code relies on strides."""
+    """A tensor as a view of a storage in host memory, with its strides, as the compiler's code relies on them."""
 
     of: _HostCopy
     dtype: torch.dtype
@@ -80,7 +80,7 @@ class _View:
 
 @dataclass
 class _SavedTensors:
-    """The tensors that one forward has sent to the host, in order. Autograd owns them; these refs are weak."""
+    """The storages that one forward has offloaded, in order. Autograd owns them; the references here are weak."""
 
     window: int
     sent: list[weakref.ref[_HostCopy]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class _SavedTensors:
     known: StorageMap = field(default_factory=StorageMap)
 
     def to_host(self, tensor: Tensor) -> Tensor | _View:
-        """Autograd calls this with each tensor that it would keep. Views of one storage send it once."""
+        """Offload a tensor that autograd would save, and return a view of the copy; views of one storage share it."""
         if not _goes(tensor):
             return tensor
         known: weakref.ref[_HostCopy] | None = self.known.get(tensor)
@@ -101,7 +101,7 @@ class _SavedTensors:
         return _View(waiting, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def to_device(self, kept: Tensor | _View) -> Tensor:
-        """Autograd calls this with the result of `to_host`, when the backward needs it."""
+        """Return the tensor for what `to_host` returned, when the backward needs it; fetch it if it is on the host."""
         if isinstance(kept, Tensor):
             return kept
         waiting = kept.of
@@ -121,7 +121,7 @@ class _SavedTensors:
         return empty.set_(flat.untyped_storage(), kept.offset, kept.size, kept.stride)
 
     def _fetch_ahead(self, number: int) -> None:
-        """Begin to fetch storages that were sent before the `number`th, as far as the window allows."""
+        """Begin to fetch storages that were offloaded before number `number`, as far as the window allows."""
         self.fetched = [ref for ref in self.fetched if (kept := ref()) is not None and kept.ahead]
         held = sum(kept.copy.nbytes for ref in self.fetched if (kept := ref()) is not None)
         for index in reversed(range(number)):
@@ -138,7 +138,7 @@ class _SavedTensors:
 def offload_activations(model: nn.Module, window: int | None = None) -> None:
     """Keep in host memory what `model` saves for its backward.
 
-    window: bytes that are fetched ahead. A list of models, which is never called itself, passes this on to its models.
+    window: how many bytes may be fetched ahead of their use. For a list of models, applies to each model in it.
     """
     for root in called_in(model):
         put_forward(root, functools.partial(_offloaded, root.forward, WINDOW if window is None else window))
@@ -153,13 +153,13 @@ def _offloaded(forward: Callable[..., Any], window: int, /, *arguments: Any, **k
 
 
 def _goes(tensor: Tensor) -> bool:
-    """Return whether a tensor is offloaded: no parameter or view of one, not small, and not a subclass."""
+    """Return whether to offload a tensor: plain, strided, not small, and no parameter or view of one."""
     plain = is_plain(tensor) and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
     return plain and not isinstance(base_of(tensor), nn.Parameter) and tensor.nbytes >= SMALLEST
 
 
 def _send(tensor: Tensor, number: int) -> _HostCopy:
-    """Copy the storage of a tensor to the host, on a stream of its own if there is one."""
+    """Copy the storage of a tensor to the host, on a separate stream if the device has streams."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
     copy = torch.empty_like(flat, device="cpu", pin_memory=has_streams(tensor.device))
@@ -173,7 +173,7 @@ def _send(tensor: Tensor, number: int) -> _HostCopy:
 
 
 def _fetch(waiting: _HostCopy) -> None:
-    """Begin to copy a storage back to its device. It shares a stream with the copies out, so it runs after its own."""
+    """Begin to copy a storage back to the device, on the same stream as the copies out, so that it runs after those."""
     stream = _copying(waiting.device)
     with _on(stream):
         waiting.ready = waiting.copy.to(waiting.device, non_blocking=True, copy=True)
@@ -181,14 +181,14 @@ def _fetch(waiting: _HostCopy) -> None:
 
 
 def _used_in(tensor: Tensor, stream: Any) -> None:
-    """Keep the tensor's memory from being reused before the stream is done with it."""
+    """Keep the tensor's memory from being reused before the stream has finished with it."""
     if not rehearsing():
         tensor.record_stream(stream)
 
 
 @functools.cache
 def _copying(device: torch.device) -> Any:
-    """Return the stream of copies between host and `device`; None if copies are synchronous."""
+    """Return the stream for copies between host and `device`; None if copies are synchronous."""
     beside = has_streams(device) or device.type == fake_device.NAME
     return torch.get_device_module(device).Stream(device) if beside else None
 

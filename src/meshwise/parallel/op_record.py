@@ -1,10 +1,10 @@
 """Record a constructor's operators on fake tensors.
 
-The record has their order, and what random numbers they would draw.
+It records their order, and which random numbers they would draw.
 
-torch has no hook for a program that sets a generator. So each random operator moves the real generator on by one
-number, which gives every entry of the record a state of its own: a state that is found changed was set, or put back to
-what it was at a known entry.
+torch has no hook for code that sets a generator. So each random operator advances the real generator by one number,
+which gives every entry of the record a distinct state: a state that changed otherwise was set by the program, or put
+back to its value at a known entry.
 
 Tested in tests/parallel/test_deferred.py.
 """
@@ -25,14 +25,14 @@ from meshwise.parallel.op_replay import Entry, RecordedOp, ReplayMismatch, SetGe
 from meshwise.spec.errors import UsageError
 
 Loaded = Callable[[Tensor, torch.device | str], Tensor]
-"""(tensor sharded as the wanted one, device) -> this rank's part of the wanted one."""
+"""(tensor sharded like the wanted one, device) -> this rank's part of the wanted tensor."""
 
 PLAIN = (int, float, str, list, tuple, dict)
-"""The types of an operator's arguments that go into the digest."""
+"""The types of operators' arguments that go into the digest of a record."""
 
 
 class OpRecord:
-    """The operators on fake tensors, in order, and the random numbers that they would draw."""
+    """A record of the operators on fake tensors, in order, and of the random numbers that they would draw."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -40,7 +40,7 @@ class OpRecord:
         self.start = torch.default_generator.get_state()
         self.left: dict[torch.Generator, bytes] = {}
         self.loaded: dict[int, Loaded] = {}
-        """By storage: what gives this rank's part of a tensor that was loaded, so that it is not replayed."""
+        """By storage number: reads this rank's part of a loaded tensor, which is therefore not replayed."""
         self.loaded_after = 0
         self._storages = StorageMap()
         self._count = 0
@@ -49,11 +49,11 @@ class OpRecord:
 
     @property
     def operators(self) -> list[RecordedOp]:
-        """The entries without the settings of generators."""
+        """The recorded operators, without the entries for generators that were set."""
         return [entry for entry in self.entries if isinstance(entry, RecordedOp)]
 
     def leave(self) -> None:
-        """Remember the state of the random numbers: the constructor has ended."""
+        """Record the states of the generators, as the constructor has ended."""
         for generator in self._last:
             self._note_generator(generator)
         self.left = dict(self._last)
@@ -101,7 +101,7 @@ class OpRecord:
         )
 
     def known(self, value: Any) -> Any:
-        """Return the view for a fake tensor; other values unchanged. ReplayMismatch for one from no operator."""
+        """Return the storage view of a fake tensor, or `value`. Raise ReplayMismatch for one that no operator made."""
         if isinstance(value, torch.UntypedStorage) or (fake.is_fake(value) and self._storages.get(value) is None):
             raise ReplayMismatch("a tensor was read from a file, or made outside of torch's operators.")
         return self._view_of(value)
@@ -126,7 +126,7 @@ class OpRecord:
         )
 
     def _note_generator(self, generator: torch.Generator) -> None:
-        """Record that the program has set a generator, for which torch has no hook."""
+        """Record it if the program has set the generator since the last entry."""
         key = _key(generator)
         if self._last.get(generator) != key:
             known = self._marks.get((generator, key))
@@ -134,18 +134,18 @@ class OpRecord:
             self._mark(generator)
 
     def _tick(self, generator: torch.Generator) -> None:
-        """Give the generator a new state after each random operator, so that a restored one is recognised."""
+        """Advance the generator after a random operator, to make its state unique and recognisable when restored."""
         with without_interception():
             torch.rand(1, generator=generator, device=generator.device)
         self._mark(generator)
 
     def _mark(self, generator: torch.Generator) -> None:
-        """Note that the newest entry leaves the generator in its current state."""
+        """Record that the newest entry leaves the generator in its current state."""
         key = self._last[generator] = _key(generator)
         self._marks[generator, key] = len(self.entries) - 1
 
     def _compute(self, operator: Any, before: Any) -> Any:
-        """Compute an operator's result on the values that its arguments will have."""
+        """Compute an operator's result now, from the values that its arguments will have."""
         found: dict[int, torch.UntypedStorage] = {}
         states = {generator: generator.get_state() for generator in self._last}
         with without_interception():
@@ -160,7 +160,7 @@ class OpRecord:
                 return operator(*args, **kwargs)
 
     def digest(self) -> str:
-        """Return a digest of the record: equal on all ranks whose constructors did the same."""
+        """Return a digest of the record, equal on all ranks whose constructors ran the same operators."""
         digest = hashlib.sha256()
         for entry in self.operators:
             plain = map_leaves(lambda v: None, (entry.args, entry.kwargs), lambda v: not isinstance(v, PLAIN))
@@ -169,14 +169,14 @@ class OpRecord:
         return digest.hexdigest()
 
     def drawn_from(self) -> tuple[Any, ...]:
-        """Return the start of the random numbers, and when each generator was set to what. Generators are numbered,
-        equally on all ranks whose constructors did the same."""
+        """Return the start state of the random numbers, and to what generators were set, by position in the record.
+        Generators are numbered, in the same way on all ranks whose constructors ran the same operators."""
         numbers = {generator: number for number, generator in enumerate(self._last)}
         places = enumerate(self.entries)
         return self.start, {n: (numbers[e.generator], e.to) for n, e in places if isinstance(e, SetGenerator)}
 
     def draw_from(self, start: Tensor, settings: dict[int, tuple[int, Tensor | int]]) -> None:
-        """Draw the same random numbers as the rank whose `drawn_from` this is."""
+        """Use the random numbers of the rank that returned these values from `drawn_from`."""
         generators, operators = list(self._last), self.operators
         self.start, own = start, iter(operators)
         self.entries = [
@@ -185,7 +185,7 @@ class OpRecord:
         ]
 
     def check_loaded(self) -> None:
-        """Raise UsageError if an operator used loaded tensors: the record does not know their values."""
+        """Raise UsageError if an operator used loaded tensors after the load: their values are not in the record."""
         for entry in self.operators[self.loaded_after :]:
             if not self.loaded.keys().isdisjoint(entry.reads):
                 raise UsageError(
@@ -194,15 +194,15 @@ class OpRecord:
                 )
 
     def undraw(self) -> None:
-        """Restore the random numbers to their state before the constructor."""
+        """Restore the generators to their states before the constructor."""
         for entry in reversed(self.entries):
             if isinstance(entry, SetGenerator) and isinstance(entry.to, Tensor):
                 entry.generator.set_state(entry.to)
         torch.default_generator.set_state(self.start)
 
     def rewind(self) -> Callable[[], None]:
-        """Begin a replay with the generators as at the start. The returned function ends it: a program that drew
-        nothing since then continues as after a plain construction."""
+        """Reset the generators to the start, for a replay. The returned function ends the replay; a program that has
+        drawn nothing since the constructor then continues as after a plain construction."""
         moved = {generator: generator.get_state() for generator, left in self.left.items() if _key(generator) != left}
         torch.default_generator.set_state(self.start)
 
@@ -214,7 +214,7 @@ class OpRecord:
 
 
 def record_of(tensor: Tensor) -> OpRecord:
-    """Return the record that a fake tensor was made in. Raises UsageError if there is none."""
+    """Return the record in which a fake tensor was made. Raise UsageError if there is none."""
     record = fake.owner_of(tensor)
     if not isinstance(record, OpRecord):
         raise UsageError("the model holds fake tensors of another mode. Build it inside mw.deferred.")

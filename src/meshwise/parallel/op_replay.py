@@ -1,10 +1,10 @@
 """Replay a constructor's operators with the real random numbers.
 
-They run in their recorded order.
+The operators run in their recorded order.
 
-What no kept tensor depends on is not computed; random numbers are drawn all the same, so that the generator comes by as
-it did. A storage is made when it is first filled, and let go when no operator needs what it holds any more: one that is
-filled anew later is not held in between. So a replay holds what is kept and hardly more than one tensor more.
+Operators on which no kept tensor depends are skipped, except random ones, which advance the generator as recorded. A
+storage is made when it is first filled, and freed when no operator needs its values any more: a storage that is filled
+anew later is not held in between. So a replay holds the kept tensors and about one more.
 
 Tested in tests/parallel/test_deferred.py.
 """
@@ -23,7 +23,7 @@ from meshwise.compat.tree import leaves_of, map_kind
 
 DRAWS = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_"}
 FILLS = DRAWS | {"zero_", "fill_", "copy_"}
-"""In-place operators that do not read their target, if they write all of it."""
+"""In-place operators that do not read their target, if they overwrite all of it."""
 Finished = Callable[[int, torch.UntypedStorage], None]
 
 
@@ -45,7 +45,7 @@ class StorageView:
 
     @property
     def whole(self) -> bool:
-        """Whether the tensor is all of its storage, in order."""
+        """Whether the tensor covers all of its storage, in order."""
         expected, step = [], 1
         for length in reversed(self.size):
             expected.append(step)
@@ -53,16 +53,16 @@ class StorageView:
         return math.prod(self.size) * self.dtype.itemsize == self.nbytes and self.stride == tuple(reversed(expected))
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor as a view of this storage."""
+        """Return the tensor as a view of `storage`."""
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """A recorded operator. Tensors in its arguments are StorageViews, or real ones from outside.
+    """A recorded operator. Tensors in its arguments are StorageViews, or real tensors that were made outside.
 
-    default: torch's default dtype at that time. name: such as `normal_`. fresh: the storages that it made. generator:
-    the one that a random operator drew from.
+    default: torch's default dtype at the time. name: such as `normal_`. fresh: the storages that the operator made.
+    generator: the one that a random operator drew from.
     """
 
     operator: Any
@@ -78,7 +78,7 @@ class RecordedOp:
 
     @property
     def fills(self) -> bool:
-        """Whether the first argument is completely written, and not read."""
+        """Whether the operator overwrites all of its first argument, without reading it."""
         first = self.args[0] if self.args else None
         others = {view.storage for view in leaves_of(StorageView, (self.args[1:], self.kwargs))}
         return isinstance(first, StorageView) and self.name in FILLS and first.whole and first.storage not in others
@@ -86,7 +86,7 @@ class RecordedOp:
 
 @dataclass(frozen=True)
 class SetGenerator:
-    """A generator was set: to a state, or to its state after the entry of that number (-1: at the start)."""
+    """An entry: the program set a generator to a state, or to its state after the entry `to` (-1: at the start)."""
 
     generator: torch.Generator
     to: Tensor | int
@@ -97,17 +97,17 @@ Entry = RecordedOp | SetGenerator
 
 @dataclass(frozen=True)
 class ReplayStep:
-    """An entry to run, and the storages that are not needed afterwards: freed, or finished."""
+    """An entry to run. done: the storages not needed after it, which are freed, or finished."""
 
     index: int
     entry: Entry
     rng_only: bool = False
-    """Whether it runs only to advance the random numbers."""
+    """Whether the entry runs only to advance the random numbers."""
     done: tuple[int, ...] = ()
 
 
 def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]:
-    """Return the entries that must run so that the storages `keep` and the generators are right at the end."""
+    """Return the entries that must run, so that the storages `keep` and all generators are right at the end."""
     live, later = set(keep), set[int]()
     steps: list[ReplayStep] = []
     for index in reversed(range(len(entries))):
@@ -131,7 +131,7 @@ def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]
 
 
 def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) -> None:
-    """Run `entries` again. Calls `finished(number, storage)` as soon as one of `keep` has its final values.
+    """Run `entries` again. Call `finished(number, storage)` as soon as a storage of `keep` has its final values.
 
     Raises ReplayMismatch if an operator returns another shape than when it was recorded.
     """

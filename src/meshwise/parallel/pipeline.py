@@ -3,12 +3,12 @@
 This is pipeline parallelism: each rank of the axis has stages, consecutive blocks of the model, and works on one
 microbatch after the other.
 
-Each stage runs the job's own `loss(model, batch)`, and no line of the model changes. Blocks before its own are passed
-by: the last of them gives what the stage before has sent, in the form in which that stage's last block gave it, and the
-others give numbers that are none (NaN) of the same shape, so that a model that reads them is found out. The first block
-after its own leaves the forward. The last stage comes to its end, and has the loss.
+Each stage runs the job's `loss(model, batch)`, and no line of the model changes. Blocks of earlier stages are skipped:
+the last of them returns what the stage before has sent, and the others return NaN of the right shape, so that a model
+that reads it is detected. At the first block of a later stage, the forward ends. The last stage reaches the end of the
+forward, and has the loss.
 
-What lies outside of the blocks (embeddings, norms, heads): holding.py.
+For modules outside of the blocks (embeddings, norms, heads), see holding.py.
 
 Tested in tests/parallel/test_pipeline.py.
 """
@@ -49,7 +49,7 @@ LOOKS = 3  # first forwards of a stage, and those after what it holds has change
 
 
 class Pipeline:
-    """A model whose blocks are stages of a pipeline. `run` a forward, `back` its backward, in order."""
+    """Runs the blocks of a model as stages: `run` the forward of each microbatch, `back` its backward, in order."""
 
     def __init__(self, model: nn.Module, plan: Plan, pipe: Pipe, cost: Cost | None = None) -> None:
         self.pipe = pipe
@@ -59,7 +59,7 @@ class Pipeline:
         self._blocks = repeated_blocks(model)
         self._ranges = stage_ranges(costs_of(self._blocks, cost), self.stages)
         self.own = range(pipe.rank, self.stages, pipe.size)
-        """The stages of this rank."""
+        """The numbers of the stages on this rank."""
         self._looks = LOOKS * len(self.own)  # forwards to be looked at
         self._now: Pass | None = None
         self._again: Pass | None = None  # whose backward runs
@@ -68,7 +68,7 @@ class Pipeline:
         self.holding = Holding(model, pipe, [block for _, block in self._blocks], mine)
 
     def take_blocks(self, let_go_parts: Callable[[set[str]], list[Any]] | None) -> None:
-        """From now on, run the blocks' forwards as stages. let_go_parts: see `Setup.let_go`."""
+        """Replace the blocks' forwards, to run as stages from now on. let_go_parts: see `Setup.let_go`."""
         for number, (_, block) in enumerate(self._blocks):
             put_forward(block, functools.partial(_run_block, weakref.ref(self), number, block.forward))
         self.holding.let_go_parts = let_go_parts
@@ -77,11 +77,11 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """The rank of the last stage, which has the loss."""
+        """The position, in the pipeline, of the rank with the last stage, which has the loss."""
         return self.pipe.size - 1
 
     def note(self, whole: int) -> str:
-        """Say which blocks are on which stage. whole: the number of elements of all parameters."""
+        """Return a note on which blocks each stage has. whole: the number of elements in all parameters."""
         cut = [self._blocks[lo:hi] for lo, hi in self._ranges]
         parts = [[p for _, block in blocks for p in block.parameters()] for blocks in cut]
         text = "; ".join(
@@ -96,26 +96,26 @@ class Pipeline:
         )
 
     def begin(self, keys: Sequence[object]) -> Sequence[Action]:
-        """Begin a step with so many microbatches; return this rank's actions in order. keys: one per microbatch; equal
-        keys mean hidden states of equal shape."""
+        """Begin a step; return this rank's actions in order. keys: one for each microbatch; equal keys mean that hidden
+        states have equal shapes."""
         self.holding.check_same()
         every = orders(self._schedule, self.pipe.size, len(keys))
         self._passing.begin(every, keys)
         return every[self.pipe.rank]
 
     def begin_forward(self, key: object) -> Sequence[Action]:
-        """Begin a forward of one batch without a backward."""
+        """Begin a forward of one batch without a backward; return this rank's actions in order."""
         every = forwards(self.pipe.size, self._chunks)
         self._passing.begin(every, [key])
         return every[self.pipe.rank]
 
     def is_last(self, action: Action) -> bool:
-        """Return whether the action belongs to the last stage, which has the loss."""
+        """Return whether an action belongs to the last stage, which has the loss."""
         return action.stage == self.stages - 1
 
     def run(self, action: Action, call: Callable[[], Any]) -> tuple[Pass, Any]:
-        """Run the forward of a microbatch in a stage: receive from the stage before and send to the next. Returns the
-        pass and, in the last stage, the result of `call`."""
+        """Run the forward of a microbatch in a stage: receive from the stage before, and send to the next one. Return
+        the pass and, in the last stage, the result of `call`."""
         lo, hi = self._ranges[action.stage]
         now = Pass(action, (lo, hi), self.is_last(action), self._blocks)
         if action.stage:
@@ -160,7 +160,7 @@ class Pipeline:
         return now, None
 
     def back(self, now: Pass, loss: Tensor | None, run: Callable[[Tensor], None]) -> None:
-        """Run the backward of a pass from `run`: `run(scalar)` calls autograd. loss: in the last stage."""
+        """Run the backward of a pass by `run(scalar)`, which calls autograd. loss: the loss, in the last stage only."""
         scalar = self._passing.receive_backward(now) if loss is None else loss
         if not self.holding.decided:
             self.holding.reached |= reached_parameters(scalar)
@@ -174,7 +174,7 @@ class Pipeline:
         self._passing.send_backward(now)
 
     def finish(self) -> None:
-        """Finish a step after its backwards: sum the gradients of parameters that several stages hold. Collective."""
+        """Finish a step after the backwards: sum the gradients of parameters that several stages hold. Collective."""
         self._passing.finish()
         if not self.holding.decided:
             self.holding.decide()
@@ -182,11 +182,11 @@ class Pipeline:
         self.holding.add_up()
 
     def finish_forward(self) -> None:
-        """Finish a forward without a backward."""
+        """Finish a forward that has no backward."""
         self._passing.finish()
 
     def block_call(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Handle the call of a block in the forward of a stage."""
+        """Run a block in the forward of a stage: skip it, run it, or leave the forward, depending on its stage."""
         now, again = self._now, self._again
         if now is None and again is not None:  # a checkpoint runs it again
             if number < again.hi:
@@ -212,7 +212,7 @@ class Pipeline:
 
 
 class Leave(BaseException):
-    """Leaves a stage's forward after its last block. Not an Exception, so that a program's handlers miss it."""
+    """Ends a stage's forward after its last block. Not an Exception, so that `except Exception` does not catch it."""
 
 
 def _run_block(
@@ -223,7 +223,7 @@ def _run_block(
 
 
 def costs_of(blocks: Sequence[tuple[str, nn.Module]], cost: Cost | None) -> list[float]:
-    """Return the cost of each block, as rank 0 has it, since measurements differ between ranks."""
+    """Return the cost of each block: the number of its parameters, or rank 0's values of `cost`, as ranks differ."""
     if cost is None:
         return [sum(p.numel() for p in block.parameters()) for _, block in blocks]
     found = [cost(name, block) for name, block in blocks]

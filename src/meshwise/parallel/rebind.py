@@ -1,10 +1,10 @@
 """Point optimizers and checkpoints at the parameters a plan replaced.
 
-The plan puts this rank's parts in their place.
+The plan replaces parameters by this rank's parts.
 
-An optimizer made before would step the old parameters, without an error and without effect. It stays the same object,
-with its groups, their settings and its state; schedulers that hold it notice nothing. `load_state_dict` of a model and
-of an optimizer takes what one device has saved: whole tensors are sharded before torch looks at them.
+An optimizer that was made before would step the old parameters, without an error and without effect. When it is
+re-bound, it stays the same object, with the same groups, settings and state; schedulers that hold it need no change.
+`load_state_dict` of a model and of an optimizer accepts what one device has saved: whole tensors are sharded first.
 
 Tested in tests/parallel/test_apply.py and test_load.py.
 """
@@ -24,9 +24,9 @@ from meshwise.transfer.sharded import shard_like
 
 
 def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
-    """Give `optimizer` the parameters that the model has `now`, by name, in place, and lay out its state alike.
+    """Replace the parameters of `optimizer`, in place, by those that the model has `now`; shard its state like them.
 
-    names: of the parameters that the optimizer holds, by their ids. Raises PlanError for one without a name.
+    names: the name of each parameter that the optimizer holds, by id. Raises PlanError for one without a name.
     """
     new: dict[nn.Parameter, nn.Parameter] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -46,7 +46,7 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.
 
 
 def register_model_load_hooks(model: nn.Module) -> None:
-    """Let every module of `model` with sharded parameters accept whole ones in `load_state_dict`."""
+    """Let modules of `model` with sharded parameters accept whole tensors in `load_state_dict`."""
     for module in model.modules():
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             module.register_load_state_dict_pre_hook(_shard_parameters)
@@ -60,7 +60,7 @@ def _shard_parameters(module: nn.Module, state: dict[str, Any], prefix: str, *un
 
 
 def register_optimizer_load_hook(optimizer: Optimizer) -> None:
-    """Let `optimizer`, whose parameters are sharded, accept whole state in `load_state_dict`."""
+    """Let `optimizer`, whose parameters are sharded, accept whole state tensors in `load_state_dict`."""
     optimizer.register_load_state_dict_pre_hook(_shard_state)
 
 
@@ -77,7 +77,7 @@ def _shard_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sharded_as(p: Tensor, entry: Any) -> Any:
-    """Shard one parameter's state as `p` is sharded; counters stay."""
+    """Shard the state of one parameter like `p`; leave counters unchanged."""
     if not isinstance(entry, dict):
         return entry
     return {k: shard_like(v, p) if isinstance(v, Tensor) and v.ndim > 0 else v for k, v in entry.items()}

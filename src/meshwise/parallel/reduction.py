@@ -1,6 +1,6 @@
 """Define how a plan reduces gradients after a backward.
 
-Every technique uses it.
+Every technique that reduces gradients follows this protocol.
 
 Tested in tests/parallel/test_equal_steps.py.
 """
@@ -19,12 +19,12 @@ TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "
 
 
 def reduced_in(dtypes: Dtypes) -> torch.dtype | None:
-    """Return the dtype in which gradients are sent; None if it is the stored one."""
+    """Return the dtype in which gradients are reduced; None if it is the stored dtype."""
     return TORCH[dtypes.reduced] if dtypes.reduced != dtypes.stored else None
 
 
 def reached_parameters(loss: Tensor) -> set[int]:
-    """Return the ids of the leaves that the graph of `loss` reaches."""
+    """Return the ids of the leaf tensors that the autograd graph of `loss` reaches."""
     found: set[int] = set()
     seen: set[object] = set()
     open_nodes = [loss.grad_fn]
@@ -44,12 +44,12 @@ SKIPPED = "A model that skips layers at random (LayerDrop) skips the same ones o
 
 
 class Reduction(Protocol):
-    """Turns the ranks' gradients into their mean; every rank calls it alike. See `DataParallel`, `Sharded`."""
+    """Averages gradients over the ranks; every rank makes the same calls. See `DataParallel`, `Sharded`."""
 
     unreduced: bool
-    """Whether gradients of this rank alone wait to be reduced."""
+    """Whether gradients of this rank wait to be reduced."""
     shared_terms: bool
-    """Whether a loss had terms of parameters, whose gradients are already means over ranks: ranks must weigh alike."""
+    """Whether a loss had terms of parameters: their gradients are means over ranks already, so ranks weigh alike."""
 
     def backward(
         self,
@@ -60,7 +60,7 @@ class Reduction(Protocol):
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Add the gradient of `loss` to `.grad`: with `reduce` the mean over ranks, else this rank's, which waits.
+        """Add the gradient of `loss` to `.grad`: with `reduce` the mean over ranks, else this rank's, to reduce later.
 
         factor: returns a scalar that multiplies what this backward adds; with `whole`, all that `.grad` then holds. It
         is called when the first gradients are ready, so that it can be sent meanwhile.
@@ -69,13 +69,13 @@ class Reduction(Protocol):
         ...
 
     def plain(self, loss: Tensor) -> Tensor:
-        """Return a loss as a plain tensor, whatever it was computed from. Collective if it has parameter shards."""
+        """Return a loss as a plain tensor, also if it was a DTensor. Collective if it contains parameter shards."""
         ...
 
     def reduce_now(self) -> None:
-        """Reduce the waiting gradients, which every backward so far has kept local. Collective."""
+        """Reduce the gradients of this rank that earlier backwards have left unreduced. Collective."""
         ...
 
     def close(self) -> None:
-        """Release the parameters."""
+        """Release the references to parameters."""
         ...

@@ -1,10 +1,10 @@
 """Order the forwards and backwards of each rank of a pipeline.
 
-The order is that of one step.
+The order covers one step.
 
-Orders are found by playing the step through, each action a moment long: what they give cannot wait in a circle, for any
-number of microbatches. 1F1B is that of Narayanan and others, PipeDream (SOSP 2019); the interleaved one of Megatron-LM
-(SC 2021).
+Orders are found by simulating the step, with each action of equal length: so ranks never deadlock, for any number of
+microbatches. 1F1B is from PipeDream (Narayanan and others, SOSP 2019); the interleaved order from Megatron-LM (SC
+2021).
 
 Tested in tests/parallel/test_pipeline.py.
 """
@@ -17,12 +17,12 @@ from functools import cache
 from itertools import pairwise
 
 CHUNKS = {"interleaved": 2}
-"""Stages per rank, if more than one."""
+"""The number of stages on each rank under a schedule, if more than one."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """The forward or backward of a microbatch in a stage."""
+    """The forward or the backward of one microbatch in one stage."""
 
     forward: bool
     stage: int
@@ -31,7 +31,7 @@ class Action:
 
 @cache
 def orders(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank in order. Stage s is on rank s % ranks."""
+    """Return the actions of each rank, in order. Stage s is on rank s % ranks."""
     chunks = CHUNKS.get(schedule, 1)
     waiting = [_in_turn(rank, ranks, chunks, microbatches) for rank in range(ranks)]
     kept = [_most_kept(schedule, rank, ranks, chunks, microbatches) for rank in range(ranks)]
@@ -53,8 +53,8 @@ def orders(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action, 
 
 
 def _in_turn(rank: int, ranks: int, chunks: int, microbatches: int) -> tuple[list[Action], list[Action]]:
-    """Return the forwards and the backwards of a rank: as many microbatches as ranks through one stage, then through
-    the next."""
+    """Return the forwards and the backwards of a rank: groups of as many microbatches as there are ranks go through one
+    of its stages, then through the next."""
     every = [(chunk, number) for number in range(microbatches) for chunk in range(chunks)]
     first = sorted(every, key=lambda pair: (pair[1] // ranks, pair[0], pair[1]))
     last = sorted(every, key=lambda pair: (pair[1] // ranks, -pair[0], pair[1]))
@@ -65,7 +65,7 @@ def _in_turn(rank: int, ranks: int, chunks: int, microbatches: int) -> tuple[lis
 
 
 def _most_kept(schedule: str, rank: int, ranks: int, chunks: int, microbatches: int) -> int:
-    """Return how many forwards of a rank may wait for their backwards."""
+    """Return how many forwards of a rank may wait for their backwards at the same time."""
     if schedule == "gpipe":
         return microbatches
     after = ranks - 1 - rank
@@ -82,14 +82,14 @@ def _is_ready(action: Action, stages: int, done: set[Action]) -> bool:
 
 
 def forwards(ranks: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank for a batch without a backward."""
+    """Return the actions of each rank for the forward of one batch that has no backward."""
     return tuple(tuple(Action(True, chunk * ranks + rank, 0) for chunk in range(chunks)) for rank in range(ranks))
 
 
 def stage_ranges(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
     """Cut layers, in order, into non-empty stages so that the most expensive stage is as cheap as possible.
 
-    costs: of each layer. Among equal cuts, the one with the most similar stages is chosen.
+    costs: the cost of each layer. Among equally good cuts, the one with the most similar stages is chosen.
     """
     before = [0.0]
     for cost in costs:

@@ -1,18 +1,18 @@
 """Shard parameters, gradients and optimizer state over ranks.
 
-Each rank holds a part of every one of them.
+Each rank holds a part of each.
 
-`fully_shard` gathers a block's parameters before its forward and its backward, and leaves in `.grad` this rank's part
-of the mean over all ranks. Blocks are the model's repeated layers; everything else, and layers too small to be worth a
-collective of their own, belongs to the whole model: gathered for its forward, and kept until its backward is over.
+`fully_shard` gathers a block's parameters before the block's forward and backward, and leaves in `.grad` this rank's
+part of the mean over all ranks. Blocks are the model's repeated layers; all else, and layers too small to be worth a
+collective, belongs to the whole model: gathered before the model's forward, and kept until the backward is over.
 
 Every rank must run the same blocks in the same order. That is checked before each reduction, and a rank that diverges
-raises an error instead of waiting in a collective. Parameters within a block are free: one that this rank's loss did
-not reach takes part with zero, and one that no rank reached keeps its `grad`.
+raises an error instead of waiting in a collective. Within a block, ranks may use different parameters: one that this
+rank's loss does not reach contributes zero, and one that no rank reaches keeps its `grad`.
 
-Gradient clipping needs nothing here: `.grad` is a DTensor, so `torch.nn.utils.clip_grad_norm_` reduces the norm over
-all ranks, and every rank multiplies its part by the same factor, that of the whole gradient's norm. What the program
-reads of a parameter is that of the whole (compat/whole_values.py), if all ranks read it (transfer/reading.py).
+Gradient clipping needs no code here: `.grad` is a DTensor, so `torch.nn.utils.clip_grad_norm_` reduces the norm over
+all ranks, and every rank multiplies its part by the same factor. When the program reads values of a parameter, it gets
+those of the whole (compat/whole_values.py), if all ranks read them (transfer/reading.py).
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ _made = itertools.count()  # every rank shards its models in the same order
 
 
 class Sharded:
-    """A model whose parameters are sharded over the ranks of a mesh, and its backward.
+    """Shards a model's parameters over the ranks of a mesh, and runs backwards.
 
-    The mesh has the axis `shard`, and may have `data` outside it, over which the shards are replicated. Under `reshard`
-    a block's parameters are freed between its forward and its backward. `parts_on_host` keeps parameter shards, their
-    gradients and the optimizer's state in host memory.
+    The mesh has the axis `shard`, and may have `data` outside of it, over which the shards are replicated. `reshard`
+    frees a block's parameters between forward and backward. `parts_on_host` keeps parameter shards, their gradients and
+    the optimizer's state in host memory.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -86,7 +86,7 @@ class Sharded:
         self._staged, self._apart = setup.plan.pipeline > 1, setup.apart
         absent = stages.absent_parameters(model) | {p for name, p in model.named_parameters() if name in self._apart}
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
-        """That of the parameters: with the axes over which they are split besides."""
+        """The mesh of the parameters, with the axes over which they are split in addition to `mesh`."""
         self._own_numbers = list[SingleNumbers]()  # none, or one
         if not (self._staged or setup.parts_on_host):
             absent = absent | self._take_numbers(SingleNumbers(model, self.whole_mesh, absent), setup)
@@ -146,7 +146,7 @@ class Sharded:
                 self._groups.append(group)
 
     def _waiting(self) -> Iterator[Tensor]:
-        """Return gradients of this rank alone that are still to be reduced."""
+        """Yield the gradients of this rank that are not reduced yet."""
         for group in self._groups:
             yield from group.waiting()
         for numbers in self._own_numbers:
@@ -165,7 +165,7 @@ class Sharded:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Implement `Reduction.backward`: `.grad` gets this rank's part of the mean; in stages only after `reduce_now`.
+        """Implement `Reduction.backward`: add this rank's part of the mean to `.grad`; in stages, `reduce_now` does so.
 
         factor: called when the first block is reduced, or before a backward that must not multiply waiting gradients.
         """
@@ -203,8 +203,8 @@ class Sharded:
         return None if mean is None else mean.wait()
 
     def _backward_of_stage(self, loss: Tensor, factor: Callable[[], Tensor] | None) -> None:
-        """Run the backward of a microbatch in a stage. Forwards of other microbatches overlap with it, so parameters
-        outside of the blocks stay gathered, and all is reduced at the end of the step."""
+        """Run the backward of a microbatch in a pipeline stage. Forwards of other microbatches overlap with it, so
+        parameters outside of the blocks stay gathered, and all gradients are reduced at the end of the step."""
         self._factor, self.unreduced = factor, True
         for root in self._roots:
             root.set_requires_gradient_sync(False)
@@ -212,7 +212,7 @@ class Sharded:
         loss.backward()
 
     def let_go(self, names: set[str]) -> list[Any]:
-        """Implement `Setup.let_go`."""
+        """Implement `Setup.let_go`: drop the shards of these parameters."""
         found = []
         for index, group in enumerate(self._groups):
             places = [place for place, name in enumerate(self._names[index]) if name in names]
@@ -223,7 +223,7 @@ class Sharded:
         return found
 
     def plain(self, loss: Tensor) -> Tensor:
-        """Implement `Reduction.plain`, for a loss with terms of parameter shards (an L2 norm)."""
+        """Implement `Reduction.plain`, for a loss that may have terms of parameter shards, such as an L2 norm."""
         meet_without_forward([] if self._staged else self._groups)
         with together():
             plain = plain_loss(loss, self.whole_mesh)
@@ -231,11 +231,11 @@ class Sharded:
         return loss if plain is None else plain
 
     def weighed(self, gradient: Tensor) -> Tensor:
-        """Multiply by the factor of the current backward, as gradients of blocks are."""
+        """Multiply a gradient by the factor of the current backward, as the gradients of blocks are."""
         return gradient if self._factor is None else gradient * self._factor().to(gradient.dtype)
 
     def reduce_now(self) -> None:
-        """Reduce the waiting gradients, which every backward so far has kept local. Collective."""
+        """Reduce the gradients of this rank that earlier backwards have left unreduced. Collective."""
         self._start()
         fresh = {name for name, p in self._parameters() if p.grad is None}
         for root in self._roots if self._staged else ():
@@ -249,7 +249,7 @@ class Sharded:
         self.unreduced, self._factor = False, None
 
     def close(self) -> None:
-        """Do nothing: the model's hooks refer to this object, not the reverse."""
+        """Do nothing: the model's hooks hold this object; this object holds no hooks."""
 
     def _start(self) -> None:
         self._backwards += 1
@@ -261,7 +261,7 @@ class Sharded:
                 p.register_hook(functools.partial(self._note_reached, name, getattr(p, "placements", None)))
 
     def _note_reached(self, name: str, placements: Any, gradient: Tensor) -> Tensor | None:
-        """Note a gradient from outside of the blocks; DTensor keeps that of a dim of size 1 whole on every rank."""
+        """Record a gradient of a parameter, and lay it out like the parameter: DTensor replicates a dim of size 1."""
         self._reached_past_blocks.add(name)
         other = isinstance(gradient, DTensor) and placements and gradient.placements != placements
         if name in self._apart:
@@ -269,7 +269,7 @@ class Sharded:
         return gradient.redistribute(placements=placements) if other else None  # type: ignore[attr-defined]
 
     def _before(self, index: int, group: sharding.Group) -> None:
-        """Prepare a group's reduction: agree on the order, scale gradients, and fill in unreached parameters."""
+        """Prepare a group's reduction: check the order of blocks, fill in unreached parameters, and scale gradients."""
         reached = dict(zip(self._names[index], group.reached(), strict=True))
         trained = {name for name, p in zip(self._names[index], group.parameters, strict=True) if p.requires_grad}
         if not any(reached.values()) and self._idle is not None and self._idle >= trained:
@@ -299,7 +299,7 @@ class Sharded:
         self._passed += 1
 
     def _agree(self, what: str) -> None:
-        """Check that all ranks come here with the same fact, before any of them enters a collective for it."""
+        """Raise PlanError unless all ranks come here with the same fact, before any rank enters a collective for it."""
         self._asked += 1
         key, grace = f"{self._key}/{self._backwards}/{self._asked}", GRACE if self._met else FIRST
         other = agree(key, what, collectives.world_size(), grace, someone_is_past)
@@ -312,13 +312,13 @@ class Sharded:
             )
 
     def _count(self, name: str) -> None:
-        """Tell the others that this rank did not reach `name`, before it contributes zero."""
+        """Tell other ranks, through the store, that this rank did not reach `name`, before it contributes zero."""
         key = f"{self._key}/unused/{self._backwards}/{name}/{len(self._filled.get(name, []))}"
         self._filled.setdefault(name, []).append(key)
         default_store().add(key, 1)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter as this rank holds it, by name, also while a block is gathered."""
+        """Yield every parameter with its name, as this rank holds it, even while a block is gathered."""
         for index, group in enumerate(self._groups):
             yield from zip(self._names[index], group.parameters, strict=True)
         for places in [self._apart, *(numbers.places for numbers in self._own_numbers)]:
@@ -326,7 +326,7 @@ class Sharded:
                 yield name, module.get_parameter(own)
 
     def _finish(self, fresh: set[str]) -> None:
-        """Restore `grad` of parameters that no rank reached; the first time, all ranks learn which these are."""
+        """Restore `grad` of parameters that no rank reached; the first time, all ranks learn which ones these are."""
         self._agree_on_order(-1)
         self._met = True
         unreached = {name: keys for name, keys in self._filled.items() if name not in self._reached}
@@ -346,7 +346,7 @@ class Sharded:
                 p.grad = None
 
     def _multiply_reduced(self, factor: Callable[[], Tensor]) -> None:
-        """Multiply gradients that are already means by the mean of the ranks' factors."""
+        """Multiply gradients that are reduced already by the mean of the ranks' factors."""
         reduced = [p.grad for _, p in self._parameters() if p.grad is not None]
         if reduced:
             mean = collectives.all_reduce_mean(factor().detach().clone(), of="the loss")
@@ -355,7 +355,7 @@ class Sharded:
 
 
 def _second_dim(p: nn.Parameter) -> Shard:
-    """Shard stacked experts along the second dim, as the first is already divided."""
+    """Shard stacked experts along the second dim, as the first dim is already divided over ranks."""
     return Shard(1)
 
 

@@ -27,15 +27,15 @@ SMALL = 4096  # elements: below, a collective of its own costs more than keeping
 
 
 def roots_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `model` that are called and have parameters."""
+    """Return the modules of `model` that are called and that have parameters."""
     return [root for root in called_in(model) if any(True for _ in root.parameters())]
 
 
 def units_of(root: nn.Module) -> list[nn.Module]:
-    """Return the blocks of `root` that are gathered one by one: its repeated layers of `SMALL` elements or more.
+    """Return the blocks of `root` that are gathered separately: repeated layers with at least `SMALL` elements.
 
-    A block that shares a parameter with a module outside it (a tied embedding) is excluded, as the parameter is needed
-    while the block does not run. So is one of which a part is called alone.
+    A block that shares a parameter with a module outside of it (a tied embedding) is excluded, as the parameter is
+    needed when the block does not run. So is a block if the model calls one of its submodules directly.
     """
     places, holders = _places(root), Counter(id(child) for m in root.modules() for child in m.children())
     units = []
@@ -47,8 +47,8 @@ def units_of(root: nn.Module) -> list[nn.Module]:
 
 
 def called_by_all(root: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module], list[str]]:
-    """Return those of `units` that every rank calls in a forward of `root`, or may call; those of them that are
-    uncertain; and notes on the others, which are gathered with `root`."""
+    """Return three lists: those of `units` that every rank calls, or may call, in a forward of `root`; those among them
+    that are uncertain; and notes on the other units, which are gathered with `root`."""
     names = {id(module): name for name, module in root.named_modules()}
     found = [(unit, names[id(unit)], may_be_skipped(root, names[id(unit)])) for unit in units]
     skipped: dict[str, list[str]] = {}
@@ -63,12 +63,12 @@ def called_by_all(root: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.
 
 
 def _places(module: nn.Module) -> Counter[int]:
-    """Count how often each parameter, by id, occurs in the parts of `module`."""
+    """Count how many modules within `module` hold each parameter, by the parameter's id."""
     return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
 
 
 def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
-    """Raise PlanError for a block that `fully_shard` cannot take, with its parameter's name."""
+    """Raise PlanError, with the parameter's name, for a module that `fully_shard` cannot shard."""
     names = {id(p): name for name, p in model.named_parameters()}
     own = [p for p in module.parameters() if p not in ignored]
     for p in own:
@@ -93,7 +93,7 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collectio
 
 
 def make_contiguous(model: nn.Module) -> list[str]:
-    """Make parameters contiguous in memory, in place, if they are not; return notes on them."""
+    """Make non-contiguous parameters contiguous in memory, in place; return notes on them."""
     absent = stages.absent_parameters(model)
     changed = [(name, p) for name, p in model.named_parameters() if not p.is_contiguous() and p not in absent]
     for _, p in changed:
@@ -110,8 +110,8 @@ AGAIN = (
 
 
 def refuse_second_backward(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Stop a backward that is to be differentiated, while the program's own line is still on the stack. An evaluation
-    may ask for one and never use it."""
+    """Raise PlanError at once in a backward with create_graph=True, while the user's line is still on the stack. A hook
+    on outputs does so in training; an evaluation may ask for such a backward and never use it."""
     for tensor in tensors_in(output) if module.training else ():
         if tensor.requires_grad:
             tensor.register_hook(_check_first_order)
@@ -123,9 +123,9 @@ def _check_first_order(gradient: Tensor) -> None:
 
 
 class StaysGathered:
-    """Checks with hooks around a block's forwards that its gathered parameters stay in place and keep their values.
+    """Checks, by hooks around a block's forwards, that the block's gathered parameters keep their memory and values.
 
-    The first two forwards are checked completely. Every `OFTEN`-th later one is, if autograd has counted a write.
+    The first two forwards are checked completely, every `OFTEN`-th later one if autograd has counted a write.
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[Group] = ()) -> None:
@@ -135,12 +135,12 @@ class StaysGathered:
         module.register_forward_hook(self.leave, prepend=True)
 
     def enter(self, module: nn.Module, *unused: Any) -> None:
-        """Note that the parameters are gathered."""
+        """Record where the gathered parameters are in memory."""
         if self._forwards < 2:
             self._places = {id(p): place_in_memory(p) for p in module.parameters() if not isinstance(p, DTensor)}
 
     def leave(self, module: nn.Module, *unused: Any) -> None:
-        """Check that they still are. PlanError if the model replaced values, which no later step would update."""
+        """Check the gathered parameters. Raise PlanError if the model replaced values: later steps would lose them."""
         self._forwards += 1
         if self._forwards > 2:
             if self._forwards % OFTEN == 0:
@@ -170,13 +170,13 @@ def _written(module: nn.Module, name: str) -> PlanError:
 
 
 def watch_forward(module: Any) -> None:
-    """Refuse what would go wrong in the forward of a gathered block, and after it."""
+    """Register hooks that raise PlanError for what would go wrong in, or after, a gathered block's forward."""
     module.register_forward_hook(refuse_second_backward)
     StaysGathered(module, groups_of(module))
 
 
 def leave_in_order(root: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward`, and reset its state if a pipeline stage leaves it by an exception after its last block."""
+    """Run `forward`; reset FSDP's state if an exception leaves it, as a pipeline stage does after its last block."""
     try:
         return forward(*args, **kwargs)
     except BaseException:

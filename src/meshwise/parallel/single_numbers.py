@@ -2,8 +2,8 @@
 
 A scalar, such as a temperature, cannot be divided.
 
-In the forward of its module a number is a leaf of this rank alone, in the same memory. The leaves' gradients wait until
-what is sharded is reduced, and are averaged over the ranks together, in one collective.
+In its module's forward, a scalar parameter is replaced by a leaf tensor of this rank, in the same memory. The gradients
+of these leaves wait until sharded gradients are reduced, and are averaged over the ranks in one collective.
 
 Tested in tests/parallel/test_single_numbers.py.
 """
@@ -27,8 +27,8 @@ from meshwise.transfer.sharded import placed
 
 
 class SingleNumbers:
-    """The scalar parameters of `model` that are not `absent`. mesh: of all its parameters. places: the module and own
-    name of each, by full name."""
+    """The scalar parameters of `model` that are not in `absent`. mesh: that of all its parameters. places: by full
+    name, each scalar's module and name in that module."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, absent: Collection[nn.Parameter]) -> None:
         self.places: dict[str, tuple[nn.Module, str]] = {}
@@ -70,7 +70,7 @@ class SingleNumbers:
             own.update(held)
 
     def _leaf(self, held: Any, name: str, mesh: DeviceMesh | None) -> Tensor:
-        """Return the leaf of a value that all ranks hold. mesh: over which tensor parallelism splits parameters."""
+        """Return the leaf tensor for a scalar that all ranks hold. mesh: the mesh of tensor parallelism, if any."""
         of, leaf = self._leaves.get(name, (None, None))
         if leaf is not None and (leaf is held or (of is held and of.requires_grad == leaf.requires_grad)):
             return leaf
@@ -80,11 +80,11 @@ class SingleNumbers:
         return self._leaves[name][1]
 
     def waiting(self) -> list[Tensor]:
-        """Return the gradients of this rank alone."""
+        """Return the gradients of this rank that are not reduced yet."""
         return [leaf.grad for _, leaf in self._leaves.values() if leaf.grad is not None]
 
     def reduce(self, weighed: Callable[[Tensor], Tensor]) -> None:
-        """Add the means over ranks to the shared gradients; one that no rank reached keeps its `grad`. Collective."""
+        """Add the ranks' mean gradients to `grad`, except of scalars that no rank reached. Collective."""
         found = [(held, leaf) for held, leaf in self._leaves.values() if leaf.requires_grad]
         if not found:
             return

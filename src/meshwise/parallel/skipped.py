@@ -2,9 +2,9 @@
 
 Examples are experts without rows, and layers that are dropped at random.
 
-What is gathered by itself must be gathered by all ranks. Whether a module is always called is read in the source of the
-class that calls it: the call stands under no condition, or under one that is the same on all ranks (of the module's own
-settings, of counters of loops, of arguments that are flags).
+A block that is gathered separately must be gathered by all ranks. The source of the class that calls it shows whether
+it is always called: under no condition, or under one that is the same on all ranks (on the module's settings, on loop
+counters, on arguments that are flags).
 
 Tested in tests/parallel/test_skipped.py.
 """
@@ -32,8 +32,8 @@ SAME_EVERYWHERE = {"jit", "compiler", "is_grad_enabled", "is_autocast_enabled", 
 
 
 def may_be_skipped(root: nn.Module, name: str) -> str | None:
-    """Say why the forward of `root` may skip the module of this name on one rank alone; "" if it cannot. None if
-    unknown: the source is missing or does not name it, or is a library's, which may skip in some settings."""
+    """Return why the forward of `root` may skip the module `name` on one rank only; "" if it cannot. None if that is
+    unknown: the source is missing, does not mention the module, or is a library's, which may skip in some settings."""
     owner, path = unwrapped(root), name.split(".")
     why: str | None = ""
     while path:
@@ -56,21 +56,21 @@ def may_be_skipped(root: nn.Module, name: str) -> str | None:
 
 
 def parameters_that_may_be_skipped(model: nn.Module, roots: Sequence[nn.Module]) -> set[str]:
-    """Return the names in `model` of parameters whose modules a forward of one of `roots` may skip."""
+    """Return the names in `model` of parameters in modules that a forward of one of `roots` may skip."""
     parts = [(root, *named) for root in roots for named in root.named_modules() if named[0]]
     skipped = {p for root, name, part in parts if may_be_skipped(root, name) for p in part.parameters(recurse=False)}
     return {name for name, p in model.named_parameters() if p in skipped}
 
 
 def is_of_a_library(kind: Any) -> bool:
-    """Return whether the class comes from a library, not from the user."""
+    """Return whether the class comes from a library, rather than from the user."""
     places = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
     code = getattr(getattr(kind, "forward", None), "__code__", None)
     return code is not None and code.co_filename.startswith(places)
 
 
 def skips(kind: type, attribute: str) -> str | None:
-    """Return the line where a class may skip `self.attribute`, or entries of it; "" if it does not; None if unknown."""
+    """Return the line where a class may skip `self.attribute`, or its entries; "" if nowhere; None if unknown."""
     seen = False
     for code, calls in _calls(kind, attribute):
         if calls.where is not None:
@@ -80,7 +80,7 @@ def skips(kind: type, attribute: str) -> str | None:
 
 
 def called_in_parts(root: nn.Module, name: str) -> bool:
-    """Return whether the module that holds this block in a list calls a part of the block alone, as in
+    """Return whether the module that holds this block in a list directly calls a submodule of the block, as in
     `self.blocks[0].norm(x)`."""
     path, block = name.split("."), root.get_submodule(name)
     place = len(path) - 1
@@ -94,7 +94,7 @@ def called_in_parts(root: nn.Module, name: str) -> bool:
 
 @functools.cache
 def _calls(kind: Any, attribute: str) -> list[tuple[CodeType, _Calls]]:
-    """Yield the calls of `self.attribute` in the functions of a class."""
+    """Return the calls of `self.attribute` in each function of a class."""
     found, own = [], kind.__mro__[: list(kind.__mro__).index(nn.Module)]
     for name in sorted({name for each in own for name in vars(each)} - {"__init__"}):
         function: Any = inspect.unwrap(getattr(kind, name)) if callable(getattr(kind, name, None)) else None
@@ -113,8 +113,8 @@ def _parsed(function: Any) -> ast.FunctionDef | None:
 
 
 class _Calls:
-    """The calls of `self.attribute`, or of entries of it, in one function. where: the line of the first call that may
-    be skipped, or None."""
+    """The calls of `self.attribute`, or of its entries, in one function. where: the line of the first call that may be
+    skipped; None if there is none."""
 
     def __init__(self, function: ast.FunctionDef, attribute: str) -> None:
         self._attribute, self.seen = attribute, False
@@ -155,7 +155,7 @@ class _Calls:
             self._varying |= set(names)
 
     def _holds(self, node: ast.expr) -> bool:
-        """Return whether the node is the list, or a part or a view of it."""
+        """Return whether the node is `self.attribute`, or a part or a view of it."""
         while isinstance(node, ast.Call | ast.Subscript | ast.Attribute):
             if isinstance(node, ast.Attribute) and _is_self(node.value) and node.attr == self._attribute:
                 return True
@@ -171,7 +171,7 @@ class _Calls:
         return isinstance(node, ast.Subscript | ast.Attribute) and self._holds(node)
 
     def _varies(self, node: ast.expr) -> bool:
-        """Return whether the node's value may differ between ranks."""
+        """Return whether the value of the node may differ between ranks."""
         if isinstance(node, ast.Name):
             known = node.id in self._flags or hasattr(builtins, node.id) or node.id == "self"
             return node.id in self._varying and not known
@@ -189,13 +189,13 @@ class _Calls:
         return any(self._varies(each) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
 
     def _varies_inside(self, node: ast.expr) -> bool:
-        """Return whether its contents may differ, such as an argument's length or rows, though it is a flag itself."""
+        """Return whether the contents of the node's value, such as an argument's length or rows, may differ by rank."""
         if isinstance(node, ast.Name):
             return node.id != "self" and node.id not in self._entries and not hasattr(builtins, node.id)
         return self._varies(node)
 
     def _look(self, body: list[ast.stmt], guarded: bool) -> None:
-        """Look at the statements of a block in order. guarded: whether the block may be skipped."""
+        """Examine the statements of a block in order. guarded: whether some ranks may skip the block."""
         for statement in body:
             if isinstance(statement, ast.If):
                 both = self._uses(statement.body) and self._uses(statement.orelse)
@@ -222,11 +222,11 @@ class _Calls:
         return any(self._is_used_by(node) for statement in body for node in ast.walk(statement))
 
     def _is_used_by(self, node: ast.AST) -> bool:
-        """Return whether a call calls an entry, or passes it to a function that calls it (checkpoint)."""
+        """Return whether a call calls an entry, or passes an entry to a function that calls it, such as checkpoint."""
         return isinstance(node, ast.Call) and any(self._is_entry(each) for each in [node.func, *node.args])
 
     def _look_at(self, node: object, guarded: bool) -> None:
-        """Look at the calls inside an expression."""
+        """Examine the calls inside an expression. guarded: whether some ranks may skip it."""
         if not isinstance(node, ast.AST):
             return
         if self._is_used_by(node):
@@ -270,5 +270,5 @@ def _first_name(node: ast.expr) -> str:
 
 
 def _leaves(statement: ast.If, by: Any = ast.Continue | ast.Break | ast.Return) -> bool:
-    """Return whether the code after it is skipped if the condition holds."""
+    """Return whether the code after an `if` is skipped when its condition holds."""
     return any(isinstance(n, by) for each in statement.body for n in ast.walk(each))

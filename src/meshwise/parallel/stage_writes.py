@@ -1,9 +1,9 @@
 """Track parameters that a pipeline stage's forward writes.
 
-An earlier microbatch's backward may need their former values.
+The backward of an earlier microbatch may need the values from before the write.
 
-Autograd stops a backward for which a parameter was written in place too early. It counts no writes past it
-(`p.data.lerp_(...)`): what the first forwards write so is counted by hand, before each later forward.
+Autograd raises in a backward if a parameter that it needs was written in place. It does not see writes to `p.data`
+(`p.data.lerp_(...)`): parameters that the first forwards write so are marked as written before each later forward.
 
 Tested in tests/parallel/test_written_parameters.py.
 """
@@ -22,14 +22,14 @@ LOOKS = 2  # first forwards of a rank's stages in which values are read
 
 
 class StageWrites:
-    """Finds parameters that the forwards of this rank write. Call `begin` before each forward, and `end` after it."""
+    """Finds parameters that this rank's forwards write. Call `begin` before each forward, and `end` after it."""
 
     def __init__(self) -> None:
         self._left, self._past = LOOKS, list[Tensor]()
         self._before: list[tuple[Tensor, int, int]] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Begin a forward, and count what earlier ones wrote past autograd."""
+        """Begin a forward; mark parameters that earlier forwards wrote without autograd's notice as written."""
         for p in self._past:
             p.detach().mul_(1)
         if self._left and not rehearsing():
@@ -38,7 +38,7 @@ class StageWrites:
             self._before = list(zip(held, versions(held), hashes_of(held), strict=True))
 
     def end(self) -> None:
-        """End a forward."""
+        """End a forward; in the first ones, find parameters that it wrote without autograd's notice."""
         if self._left and self._before:
             self._left -= 1
             held = [p for p, _, _ in self._before]
@@ -48,7 +48,7 @@ class StageWrites:
 
 
 def refused(error: RuntimeError, ranks: int) -> PlanError | None:
-    """Explain an error of torch's for a forward that writes parameters; None for other errors."""
+    """Return a PlanError that explains torch's error about a forward that writes parameters; None for other errors."""
     text = str(error)
     if "written-to tensor refers to a single memory location" in text:
         what = "the forward writes into a parameter of another stage (p.lerp_(...)), of which this rank has no values"

@@ -1,13 +1,13 @@
 """Call everything that runs around an optimizer step, in order.
 
-The optimizer has one hook, which calls each subscriber before and after a step, once for each step.
+Each optimizer has one pair of hooks, which call each subscriber once before and once after a step.
 
-An optimizer may call `super().step()`: only the outermost step of an optimizer is one, whichever classes torch has put
-its hooks into. A step that raises leaves nothing behind: those of this one optimizer that were called before it are
-called again with `failed`, as soon as the error leaves `optimizer.step`.
+An optimizer may call `super().step()`: only the outermost call counts as a step, whichever classes torch has put its
+hooks into. If a step raises, `failed` of those subscribers of this optimizer is called that were called before the
+step, as soon as the error leaves `optimizer.step`.
 
-Around a step, from the outside: subscribers of all optimizers of the process, then the program's own hooks, then
-subscribers of this one optimizer. So the program's hooks (clipping, an EMA) see all gradients and all new parameters.
+The order around a step, from the outside: subscribers to all optimizers of the process, then the program's hooks, then
+subscribers to this optimizer. So the program's hooks (clipping, an EMA) see all gradients and all new parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ After = Callable[[Optimizer], None]
 
 
 class Order(enum.IntEnum):
-    """The order in which subscribers are called before a step; after it they are called in reverse."""
+    """The order in which subscribers are called before a step; after it, the order is reversed."""
 
     GUARD = 1  # first: refuses a step before anybody has changed something for it
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
@@ -47,7 +47,7 @@ class Order(enum.IntEnum):
 
 @dataclass(eq=False)
 class Subscription:
-    """The functions to call around steps, until the subscription is removed."""
+    """The functions to call around steps, until `remove` is called."""
 
     order: Order
     before: Before | None
@@ -56,7 +56,7 @@ class Subscription:
     among: list[Subscription] = field(repr=False)
 
     def remove(self) -> None:
-        """Stop the calls."""
+        """Stop calling these functions."""
         if self in self.among:
             self.among.remove(self)
 
@@ -69,10 +69,10 @@ def subscribe(
     *,
     optimizer: Optimizer | None = None,
 ) -> Subscription:
-    """Call these functions around each step of `optimizer`; without one, of every optimizer of this process.
+    """Call these functions around each step of `optimizer`; if None, of every optimizer in this process.
 
-    failed: only for one optimizer; called instead of `after` if the step raised, or a function called before it (also
-    `before`). The optimizer owns its subscribers; nothing here keeps it alive.
+    failed: only for one optimizer; called in place of `after` if the step, or a function called before it, raised. The
+    optimizer owns its subscribers; nothing here keeps it alive.
     """
     _hook_every_optimizer()
     among = _of_all if optimizer is None else _hooked(optimizer).subscriptions
@@ -83,12 +83,12 @@ def subscribe(
 
 
 def held_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Yield the parameters that it holds, group by group."""
+    """Return the parameters that an optimizer holds, group by group."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether its step needs a closure (LBFGS)."""
+    """Return whether the optimizer's step needs a closure, as that of LBFGS does."""
     known = _need_closures.get(optimizer)
     if known is None:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -97,12 +97,12 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a step with these arguments was given a closure."""
+    """Return whether the arguments of a step include a closure."""
     return any(value is not None for value in (*args, kwargs.get("closure")))
 
 
 class _OneOptimizer:
-    """The subscribers of one optimizer, and which of them the current step has called. Only its hooks keep it alive."""
+    """The subscribers to one optimizer, and which of them the current step has called. Only its hooks keep it alive."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.subscriptions: list[Subscription] = []
@@ -110,7 +110,7 @@ class _OneOptimizer:
         self._hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
 
     def move_inside(self) -> None:
-        """Move behind the program's hooks before the step, and ahead of them after it."""
+        """Make its hooks run after the program's hooks before a step, and ahead of them after a step."""
         optimizers.call_last(self._hooks[0])
         optimizers.call_first(self._hooks[1])
 
@@ -132,7 +132,7 @@ class _OneOptimizer:
                 after(optimizer)
 
     def fail(self, optimizer: Optimizer) -> None:
-        """Call `failed` of the subscribers that were called before a step which has raised."""
+        """Call `failed` of the subscribers that were called before a step that raised."""
         while self._called:
             failed = self._called.pop().failed
             if failed is not None:
@@ -141,10 +141,10 @@ class _OneOptimizer:
 
 _of_all: list[Subscription] = []
 _inner: set[int] = set()
-"""Frames of steps inside a step, by id, noted when they begin for when they end."""
+"""The ids of frames of steps that run inside another step, recorded from their beginning to their end."""
 _stepping: set[int] = set()
-"""Optimizers whose step has begun and not ended, by id; one whose step has raised stays. Only in these, or when torch
-creates state, can a step run inside another."""
+"""The ids of optimizers whose step has begun and not ended, or has raised. Only in these, or when torch creates state,
+can a step run inside another."""
 _need_closures: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 _hooks_of: weakref.WeakValueDictionary[int, _OneOptimizer] = weakref.WeakValueDictionary()
 
@@ -164,7 +164,7 @@ def _hooked(optimizer: Optimizer) -> _OneOptimizer:
 
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Handle the beginning of a step: torch calls this for every optimizer, before the optimizer's own hooks."""
+    """Call subscribers as a step begins: torch calls this for every optimizer, before the optimizer's hooks."""
     frame = sys._getframe(1)
     if (id(optimizer) in _stepping or not optimizer.state) and _is_inner(frame):
         _inner.add(id(frame))
@@ -179,7 +179,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Handle the end of a step: torch calls this for every optimizer, after the optimizer's own hooks."""
+    """Call subscribers as a step ends: torch calls this for every optimizer, after the optimizer's hooks."""
     if id(sys._getframe(1)) in _inner:
         return
     _stepping.discard(id(optimizer))
@@ -189,9 +189,9 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _is_inner(frame: FrameType) -> bool:
-    """Return whether `frame`, which calls the hooks of a step, runs inside another step of the same optimizer:
-    `super().step()` calls torch's hooks again. Also inside torch's `set_optimizer_state_dict`, which steps with zero
-    gradients and rates to create state that it can load into.
+    """Return whether `frame`, which calls the hooks of a step, runs inside another step of the same optimizer, as
+    `super().step()` calls torch's hooks again; or inside torch's `set_optimizer_state_dict`, which steps with zero
+    gradients and learning rates to create the state that it loads into.
 
     Read in torch 2.11, 2.13 and 2.15: `optim/optimizer.py`, `profile_hook_step`, whose `wrapper` every step has.
     """
@@ -206,8 +206,8 @@ def _is_inner(frame: FrameType) -> bool:
 
 
 def _notice_failures(optimizer: Optimizer, fail: After) -> None:
-    """Tell the step's subscribers of each error before it leaves `optimizer.step`. A function replaces the method
-    without a reference to the optimizer, as torch's schedulers do; a scheduler's own wrapper still works."""
+    """Call `fail` for each error before it leaves `optimizer.step`. The method is replaced by a function without a
+    reference to the optimizer, as torch's schedulers do; a scheduler's wrapper still works."""
     step: Any = optimizer.step
     known = weakref.ref(optimizer)
     is_method = hasattr(step, "__func__")

@@ -1,8 +1,8 @@
 """Define a technique: check, apply to a model, bind an optimizer.
 
-Each has a file of its own.
+Each technique has a file.
 
-A new technique is a field of the plan, its file, and its place in the order of `apply.py`. What an earlier technique
+A new technique needs a field of the plan, a file, and a position in the order of `apply.py`. What an earlier technique
 leaves for a later one is in `Setup`: techniques do not import each other.
 
 Tested in tests/parallel/test_apply.py.
@@ -29,9 +29,9 @@ from meshwise.spec.world import World
 class Setup:
     """A model under a plan: what techniques pass to one another while it is applied, and the result.
 
-    samples: how many samples this rank works on now; 0 for a padding sample, None outside a loop over batches. Where it
-        is given, batch norms take the statistics of all ranks.
-    piggyback_loss: whether the mean of a loss should travel with the gradients.
+    samples: returns how many samples this rank works on; 0 for a padding sample, None outside a loop over batches. If
+        given, batch norms take the statistics of all ranks.
+    piggyback_loss: whether the mean of a loss should be sent along with the gradients.
     was_compiled: whether the user had compiled the model or a part of it.
     stage_cost: what a block costs, by its name; None: its number of parameters.
     fill: gives a deferred model its values on one device, and this rank's parts on another.
@@ -40,14 +40,14 @@ class Setup:
     reduction: averages gradients over the ranks; None on one device.
     plain: turns a loss into a plain tensor, if no reduction does so.
     coupled_gradients: whether a rank's gradients depend on other ranks inside the backward (batch norms over all
-        ranks), so that each rank's loss must be weighed before it, in a unit that all ranks share.
+        ranks), so that each rank's loss must be scaled before the backward, in a unit that all ranks share.
     let_go: drops this rank's shards of parameters, given by name, that other stages of a pipeline hold. Returns them as
         `compat.sharding.Group.let_go` does. None if parameters are not sharded.
-    own_parts: modules whose parameters are parts already, and the mesh over which these are reduced and sharded.
-    apart: parameters that are parts already and whose gradients are means over ranks after the backward: module and own
-        name, by full name.
-    pipeline: the `Pipeline` that runs the stages of this rank, where the plan has one.
-    notes: what differs from one device, a sentence each, for the user to read.
+    own_parts: modules whose parameters are divided already, and the mesh over which to reduce and shard the parts.
+    apart: parameters that are divided already, with gradients that are means over ranks after the backward: the
+        module and the name in it, by full name.
+    pipeline: the `Pipeline` that runs the stages of this rank, if the plan has one.
+    notes: sentences, for the user to read, on what differs from one device.
     """
 
     model: nn.Module
@@ -73,7 +73,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Technique:
-    """The functions of a technique, which do nothing under a plan without it; None where there is nothing to do.
+    """The functions of a technique, which do nothing under a plan that does not use it; None if not needed.
 
     check_model: raises PlanError, before the model is touched, for what the model cannot have.
     apply: changes the model in place. Collective.

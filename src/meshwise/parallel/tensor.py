@@ -1,14 +1,14 @@
 """Split layers' weights over ranks that share samples: tensor parallel.
 
-Each rank of the axis holds a part of the weights.
+Each rank of the axis holds a part of each split parameter.
 
 Parameters become DTensors on the mesh axis `tensor`: split along a dim (parallel/layout.py), or replicated. While a
-module runs, its parameters are this rank's parts: split tensors (splits/tensor.py), of which plain code sees the whole,
-and whose operators run on parts where that is exact. So no line of the model changes, and any model is right; what has
-no rule is gathered, and said.
+module runs, its parameters are this rank's parts, as split tensors (splits/tensor.py), which show the whole shape to
+the model's code, and whose operators run on parts where that is exact. So no line of the model changes, and the result
+is exact for any model; tensors are gathered for operators without a rule, with a note.
 
-Replicated parameters and whole activations are the same on all ranks of the axis, and so are their gradients: what goes
-from whole to split adds the gradients of all ranks up (splits/crossing.py).
+Replicated parameters and whole activations are the same on all ranks of the axis, and so are their gradients: where a
+whole tensor becomes split, the backward sums the gradients of all ranks (splits/crossing.py).
 
 Tested in tests/splits/test_split_rules.py and tests/equivalence/test_models.py.
 """
@@ -55,9 +55,9 @@ from meshwise.transfer.sharded import placed
 
 AXIS = "tensor"
 LITTLE = 0.5
-"""A smaller share of the parameters saves little memory and work."""
+"""If a plan splits a smaller share of the parameters, it saves little memory and work."""
 UNDIVIDED = "this plan divides little: "
-"""The beginning of a note on such a plan."""
+"""The beginning of the note on a plan that splits little."""
 SPLIT = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
 
@@ -101,7 +101,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _share(model: nn.Module, ranks: int) -> str:
-    """Say how much of the parameters is split; if it is little, what is not, and what would be needed."""
+    """Return a note on which share of the parameters is split; if small, on what is not split and what to do."""
     split_of: dict[bool, int] = {False: 0, True: 0}
     whole: Counter[str] = Counter()
     stacked = False
@@ -129,7 +129,7 @@ def _gathered(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _plain(mesh: DeviceMesh, loss: Tensor) -> Tensor:
-    """Return a loss, which may contain terms of parameters (an L2 norm), as a plain tensor."""
+    """Return a loss as a plain tensor; it may contain terms of parameters, such as an L2 norm."""
     with together():
         plain = plain_loss(loss, mesh)
     return loss if plain is None else plain
@@ -145,8 +145,8 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a module's forward, with this rank's parts of the parameters of `owners`, which run in it. Raises PlanError
-    if shard, which also divides them, has not gathered the module's own."""
+    """Run a module's forward with this rank's parts of the parameters of `owners`, the modules that run in it. Raise
+    PlanError if shard, which also divides parameters, has not gathered those of the module."""
     if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in parameters_in(module).values()):
         raise PlanError(
             f"tensor={axis.size} with data or shard: parameters are gathered while model(x) runs, or the block "
@@ -184,7 +184,7 @@ def _put_back(changed: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> 
 
 
 def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-    """Replace gathered parameters of modules by local parts, and return what was there."""
+    """Replace gathered parameters of modules by this rank's parts; return the replaced parameters."""
     changed: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     local: dict[int, Tensor] = {}
     for own in owners:
@@ -200,8 +200,8 @@ def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, 
 
 
 def _modules(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the module and those inside it, except blocks, which are handled when they run: they may be gathered
-    separately, and run again alone."""
+    """Yield a module and the modules inside it, except those in blocks, which are handled when the blocks run, as they
+    may be gathered separately and recomputed."""
     yield module
     for child in module.children():
         if child not in blocks:
@@ -209,7 +209,7 @@ def _modules(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _part_of(p: DTensor, axis: Axis) -> Tensor:
-    """Return this rank's part of a parameter, for plain code."""
+    """Return this rank's part of a parameter: a split tensor, or the plain whole if it is replicated."""
     divided, local = division(p.placements[-1]), p.to_local()
     local = local.view_as(local) if local.is_leaf else local
     if divided is None:

@@ -1,14 +1,14 @@
 """Divide the optimizer's state among data-parallel ranks: ZeRO-1.
 
-Every rank holds all parameters and gradients, and the optimizer's state of its part of them.
+Every rank holds all parameters and gradients, but the optimizer state of only some.
 
-Each parameter has an owner. The optimizer steps with the gradients of its owner's parameters alone, so it makes state
-for those alone; what was stepped is then sent from its owner to all. Parameters are dealt out whole, the largest first
-to the rank that has least, so that any optimizer that treats each parameter by itself works unchanged. A rank holds at
-most the average and the largest parameter. The stage 1 of Rajbhandari and others, ZeRO (SC 2020).
+Each parameter has an owner rank. On each rank, the optimizer steps only the parameters that the rank owns, so it makes
+state only for those; they are then sent from their owner to all ranks. Parameters are assigned whole, the largest
+first, to the rank with the least so far: any optimizer that treats each parameter separately works unchanged. A rank
+holds at most the average plus the largest parameter. This is stage 1 of ZeRO (Rajbhandari and others, SC 2020).
 
-The optimizer stays the same object, and its groups keep all parameters: `zero_grad`, schedulers and clipping are as
-ever.
+The optimizer stays the same object, and its groups keep all parameters: `zero_grad`, schedulers and clipping work as
+before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUCKET = 25 << 20  # bytes that are sent in one collective
 
 
 class DividedOptimizer:
-    """Divides the state of `optimizer` over the ranks, in place. Collective: its steps communicate."""
+    """Divides the state of `optimizer` over the ranks, in place. The optimizer's steps are then collective."""
 
     def __init__(self, optimizer: Optimizer, rank: int, size: int) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -64,14 +64,14 @@ class DividedOptimizer:
         subscribe(Order.ZERO1, self._before, self._after, self._give_back, optimizer=optimizer)
 
     def _own_part(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of a whole loaded state that belongs to this rank's parameters."""
+        """Return a loaded optimizer state without the entries of parameters that other ranks own."""
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         held = held_parameters(optimizer)
         others = {n for n, p in zip(numbers, held, strict=False) if self._owner.get(id(p)) != self._rank}
         return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Set aside the gradients of other ranks' parameters: an optimizer skips a parameter without one."""
+        """Set aside gradients of parameters that other ranks own: an optimizer skips those without a gradient."""
         if has_closure(args, kwargs):
             raise PlanError("zero1: optimizer.step(closure) is not built yet. Call backward, then optimizer.step().")
         others = [p for owner, held in enumerate(self._owned) if owner != self._rank for p in held]
@@ -85,7 +85,7 @@ class DividedOptimizer:
         self._set_aside = []
 
     def _after(self, optimizer: Optimizer) -> None:
-        """Restore the gradients, and broadcast every parameter from its owner to all."""
+        """Restore the gradients that were set aside, and broadcast every parameter from its owner."""
         self._give_back(optimizer)
         self._send()
 
@@ -96,7 +96,7 @@ class DividedOptimizer:
 
 
 def _broadcast(bucket: Sequence[Tensor], owner: int, *, own: bool) -> None:
-    """Broadcast a bucket from its owner. A function, so that its buffer is freed before the next is made."""
+    """Broadcast a bucket from its owner. A function, so that the buffer is freed before the next one is made."""
     flat = torch.cat([p.detach().reshape(-1) for p in bucket])
     collectives.broadcast(flat, owner, of="parameters")
     if not own:
