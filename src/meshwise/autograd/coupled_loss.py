@@ -1,8 +1,8 @@
 """Detect a loss that couples a batch's samples, such as dice.
 
-A mean or a sum of what each sample has of its own has no second derivative by two samples. It is taken between the loss
-and the nearest tensors below with a row for each sample that a product with a parameter, or a function of somebody's
-own, has given. The hardest samples are known by their sort: which those are has no derivative.
+A mean or sum of separate terms per sample has no second derivative with respect to two samples. The derivative is taken
+of the loss by the nearest tensors below it that have a row per sample and come from a product with a parameter, or from
+a custom autograd function. A loss that picks the hardest samples is known by its sort: a choice has no derivative.
 
 Tested in tests/guards/test_coupled_losses.py.
 """
@@ -29,7 +29,7 @@ WITH_PARAMETERS = (*PRODUCTS, "BmmBackward0", "BaddbmmBackward0", "NativeLayerNo
                    "NativeGroupNormBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0")  # fmt: skip
 CHOICES = {"TopkBackward0", "SortBackward0", "KthvalueBackward0", "MaxBackward0", "MinBackward0", "MedianBackward1",
            "AmaxBackward0", "AminBackward0", "MaxBackward1", "MinBackward1", "MedianBackward0"}  # fmt: skip
-"""Operators that choose by size; the last three and `amax` only if a dim is given."""
+"""Operators that choose elements by size. The last three, and `amax` without a dim, choose among all elements."""
 SEPARATE = {*KNOWN, "AddBackward0", "SubBackward0", "NegBackward0", "MeanBackward0", "SumBackward0",
             "LogSoftmaxBackward0", *VIEWS}  # fmt: skip
 """Losses of only these operators couple no samples, except through a softmax over samples."""
@@ -37,9 +37,9 @@ _seen: Any = WeakIdKeyDictionary()  # tensors of which a program has asked to se
 
 
 def couples_samples(loss: Tensor, samples: int) -> bool | None:
-    """Return whether the loss of these `samples` is not a mean or sum of separate terms per sample; None if unknown.
+    """Return whether the loss of a batch of `samples` is no mean or sum of separate terms per sample; None if unknown.
 
-    Runs the backward of the loss function twice, without its model. Draws nothing and leaves no gradient.
+    Runs the backward of the loss function twice, without the model's. Draws no random numbers and leaves no gradients.
     """
     if samples < 2 or not loss.requires_grad or loss.grad_fn is None or loss.numel() != 1:
         return None
@@ -60,8 +60,8 @@ def couples_samples(loss: Tensor, samples: int) -> bool | None:
 
 
 def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any], bool] | None:
-    """Return the kinds of the nodes above the rows, the rows, all these nodes, and whether samples are chosen; None if
-    the graph is too large."""
+    """Return the kinds of nodes between the loss and the model's outputs with a row per sample, those outputs, the nodes
+    themselves, and whether samples are chosen by size; None if the graph is too large."""
     open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
     kinds: set[str] = set()
     while open_nodes:
@@ -96,7 +96,7 @@ def _elements(edge: tuple[Any, int]) -> int:
 
 
 def _is_output(node: Any) -> bool:
-    """Return whether the node gives, up to its shape and a bias, a product with a parameter."""
+    """Return whether the node's result, but for views and a bias, comes from a layer or a custom autograd function."""
     while True:
         kind, below = node.name(), [following for following, _ in node.next_functions if following is not None]
         if kind == "AddBackward0" and len(below) == 2 and any(map(_is_parameter, below)):
@@ -136,8 +136,8 @@ def _compares(node: Any, kind: str, samples: int) -> bool:
 
 @functools.cache
 def notice_hooks() -> None:
-    """From now on, record which tensors have gradient hooks of the program. Searching all objects of the process is no
-    option: a tuple that another thread is filling cannot be filled while somebody else refers to it."""
+    """Record, from now on, which tensors get gradient hooks from the program. To search all objects of the process for
+    them is no option: that would refer to tuples that other threads are filling, and filling these would then fail."""
     for name in ("register_hook", "retain_grad"):
         setattr(Tensor, name, _noticed(getattr(Tensor, name)))
 
@@ -152,7 +152,7 @@ def _noticed(method: Any) -> Any:
 
 
 def _has_hooked(nodes: set[Any]) -> bool:
-    """Return whether the program has gradient hooks on results of these nodes: they would see our gradients."""
+    """Return whether the program has gradient hooks on results of these nodes, which would see our gradients."""
     return any((t.retains_grad or t._backward_hooks) and t.grad_fn in nodes for t in list(_seen))
 
 
@@ -173,5 +173,5 @@ def _are_coupled(loss: Tensor, rows: list[tuple[Any, int]]) -> bool:
 
 
 def _uneven(like: Tensor) -> Tensor:
-    """Return numbers between 1 and 2 that no symmetry of a loss cancels; not random."""
+    """Return fixed numbers between 1 and 2, irregular enough that no symmetry of a loss cancels them."""
     return 1 + (torch.arange(like.numel(), device=like.device) * 0.618034 % 1).to(like.dtype).view_as(like)

@@ -1,9 +1,9 @@
 """Detect sums over samples and penalties in a loss's graph.
 
-The sum is one over samples.
+It reads the autograd graph: the operators that led to the loss, and what these saved.
 
-Nodes keep what they were made with as `_saved_…`, which is not public. Read in torch 2.13:
-`tools/autograd/derivatives.yaml`.
+Nodes keep operands and arguments as attributes `_saved_…`, which are not public. Their names are those of torch 2.13,
+in `tools/autograd/derivatives.yaml`.
 
 Tested in tests/engine/test_sum_losses.py.
 """
@@ -30,35 +30,35 @@ KNOWN = {
     "BinaryCrossEntropyBackward0": "binary cross entropy",
     "BinaryCrossEntropyWithLogitsBackward0": "binary cross entropy",
 }
-"""Losses whose node stores its reduction."""
+"""Node of a loss, which stores its reduction -> the name of the loss."""
 
 SUMS = ("AddBackward0", "SubBackward0")
 FACTORS = ("MulBackward0", "DivBackward0")
 OF_ONE = {"AbsBackward0", "PowBackward0", "SqrtBackward0", "SumBackward0", "MeanBackward0", "NormBackward0",
           "LinalgVectorNormBackward0", "CatBackward0", "StackBackward0", "ViewBackward0", "TBackward0"}  # fmt: skip
-"""Operators in penalties, beside sums and factors."""
+"""Operators of which penalties are made, besides SUMS and FACTORS."""
 OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumBackward1", "ToCopyBackward0",
            "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
            "IndexBackward0", "GatherBackward0", *SUMS}  # fmt: skip
-"""Elementwise operators in hand-written losses, without a factor, which may be one over a count."""
+"""Operators of hand-written losses that work within each sample; no products, whose factor may be one over a count."""
 PICKS = ("IndexBackward0", "MaskedSelectBackward0")
 OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0",
            "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
-"""Operators that give a row for each sample, as products with a parameter do."""
+"""Operators whose result counts as a model's output with a row per sample, as that of a product with a parameter."""
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "MvBackward0")
 ROW_OF = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "ConvolutionBackward0": "_saved_input",
           "EmbeddingBackward0": "_saved_indices"}  # fmt: skip
-"""Products with parameters, and the attribute that holds their data."""
+"""Product with a parameter -> the attribute of its node that holds the data."""
 JOINED = ("StackBackward0", "CatBackward0")
 LEAF = "torch::autograd::AccumulateGrad"
 
 
 def summed_loss(loss: Tensor, weighed: bool = False) -> str:
-    """Name the loss that `loss` sums over samples without dividing; empty if the graph does not tell.
+    """Return the name of the loss that `loss` sums over samples without dividing; empty if the graph shows none.
 
-    weighed: rows may have been multiplied by other numbers, such as rewards, which may contain a division. Reads the
-    values of factors: on an accelerator that waits. Terms that are added are checked one by one: a single sum makes the
-    whole depend on the number of samples.
+    weighed: accept rows that were multiplied by other numbers, such as rewards, though these may contain a division.
+    Reads the values of factors, which waits for an accelerator. Terms that are added are checked one by one: if one
+    term is such a sum, the whole loss depends on the number of samples.
     """
     for node, following in _walk(loss.grad_fn):
         kind, below = node.name(), _below(node)
@@ -73,8 +73,8 @@ def summed_loss(loss: Tensor, weighed: bool = False) -> str:
 
 
 def adds_rows(loss: Tensor, samples: int) -> bool:
-    """Return whether `loss` adds, in Python, as many terms as there are `samples`, each of one row, without dividing by
-    their number."""
+    """Return whether `loss` adds, in Python, as many terms as there are `samples`, each term of one row, and does not
+    divide by their number."""
     terms = list[Any]()
     for node, following in _walk(loss.grad_fn):
         kind, below = node.name(), _below(node)
@@ -89,7 +89,7 @@ def adds_rows(loss: Tensor, samples: int) -> bool:
 
 
 def _is_of_one_row(term: Any) -> bool:
-    """Return whether all products of a parameter and data below have a single row of data."""
+    """Return whether all products of a parameter and data that `term` depends on have a single row of data."""
     rows = set()
     for node, following in _walk(term):
         saved, followers = ROW_OF.get(node.name(), ""), [each for each, _ in node.next_functions]
@@ -100,7 +100,7 @@ def _is_of_one_row(term: Any) -> bool:
 
 
 def mean_term(loss: Tensor) -> str:
-    """Name the loss whose mean over samples is a term of `loss`; empty if the graph does not tell."""
+    """Return the name of the loss whose mean over samples is a term of `loss`; empty if the graph shows none."""
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == MEAN and _reads_data(node):
@@ -127,7 +127,7 @@ def _below(node: Any) -> list[Any]:
 
 
 def _of_each(elements: Any, weighed: bool) -> str:
-    """Name the elementwise loss of the rows that a model returns; empty if anything else may have been applied."""
+    """Return the name of the loss of each row that a model returns; empty if anything else may have been applied."""
     what = "a loss"
     for node, following in _walk(elements):
         kind, below = node.name(), _below(node)
@@ -148,8 +148,8 @@ def _is_of_each(node: Any, kind: str, weighed: bool) -> bool:
 
 
 def _divides_not(product: Any, weighed: bool) -> bool:
-    """Return whether a factor is constant and does not divide by a count: whole numbers, such as a mask; with `weighed`
-    others too, unless they are all equal or add up to one."""
+    """Return whether a factor of a product is constant, and not one over a count: whole numbers, such as a mask; with
+    `weighed`, also other numbers, unless they are all equal or add up to one."""
     (left, _), (right, _) = product.next_functions
     factor = product._saved_self if left is None else product._saved_other if right is None else None
     if factor is None or factor.is_complex():
@@ -165,7 +165,7 @@ def _is_parameter(node: Any) -> bool:
 
 
 def _reads_data(term: Any) -> bool:
-    """Return whether a product of a parameter and a tensor without gradient, or an embedding, is below."""
+    """Return whether `term` depends on an embedding, or a product of a parameter and a tensor without gradient."""
     for node, following in _walk(term):
         kind, followers = node.name(), [each for each, _ in node.next_functions]
         factors = (
@@ -178,8 +178,8 @@ def _reads_data(term: Any) -> bool:
 
 
 def uneven_mean(loss: Tensor, samples: int) -> str:
-    """Return the weight of a mean in `loss`, as code; empty if each of the `samples` samples has equally many items, or
-    the graph does not tell. Reads a value: on an accelerator it waits."""
+    """Return, as code, the `weight` that `mw.backward` needs for a mean in `loss`; empty if all `samples` samples have
+    equally many items, or if the graph does not tell. Reads a value, which waits for an accelerator."""
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
         if kind.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == MEAN:
@@ -199,8 +199,8 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
 
 
 def cross_entropy_means(loss: Tensor) -> list[tuple[Tensor, int, bool]]:
-    """Describe the cross entropies in a loss that are means: what each is a mean over, the number of its targets, and
-    whether its classes have weights. Reads no values."""
+    """Return, for each mean cross entropy in `loss`: the tensor with the total weight that it is divided by, the number
+    of its targets, and whether its classes have weights. Reads no values."""
     found = []
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
@@ -212,12 +212,12 @@ def cross_entropy_means(loss: Tensor) -> list[tuple[Tensor, int, bool]]:
 
 
 def is_of_items(loss: Tensor, rows: int) -> bool:
-    """Return whether a cross entropy in it is a mean over other items than its rows."""
+    """Return whether a cross entropy in `loss` is a mean over other items than `rows` rows, or has class weights."""
     return any(targets != rows or weighed for _, targets, weighed in cross_entropy_means(loss))
 
 
 def _count(target: Tensor, counted: float, ignored: int) -> str:
-    """Return code for the number of targets that count, in the names of the program's own lines if possible."""
+    """Return code for the number of targets that count, with variable names of the user's code if possible."""
     frame = user_frame()
     own = {} if frame is None else dict(frame.f_locals)
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and value.numel()}
@@ -235,17 +235,17 @@ def _count(target: Tensor, counted: float, ignored: int) -> str:
 
 
 def signed(number: int) -> int:
-    """Return a signed number, which the node stores as unsigned."""
+    """Convert a number that a node stores as an unsigned 64-bit integer back to a signed one."""
     return number - 2**64 if number >= 2**63 else number
 
 
 def _is_divided_sum(node: Any, samples: int) -> bool:
-    """Return whether a sum is divided by a number of items that is not a multiple of the samples."""
+    """Return whether `node` divides a sum by a number of items that is no multiple of `samples`."""
     return any(float(number) > 1 and float(number) % max(samples, 1) != 0 for number in _divisor(node))
 
 
 def _divisor(node: Any) -> list[Tensor]:
-    """Return the number that a sum is divided by, in a list; empty if the graph does not keep it."""
+    """Return the number by which `node` divides a sum, in a list; empty if the graph does not keep such a number."""
     above, below = (each for each, _ in node.next_functions)
     is_sum, number = above is not None and above.name() == "SumBackward0" and below is None, node._saved_other
     return [number] if is_sum and number is not None and number.numel() == 1 else []
@@ -258,7 +258,7 @@ def count_of_sum(loss: Tensor) -> list[Tensor]:
 
 
 def _is_mean_of_some(node: Any, samples: int) -> bool:
-    """Return whether it is a mean over indexed or masked items: not parameters, no multiple of the samples."""
+    """Return whether `node` is a mean over indexed or masked data, whose number is no multiple of `samples`."""
     below, number = node.next_functions[0]
     of = () if below is None else tuple(below._input_metadata[number].shape)
     if getattr(node, "_saved_reduction", MEAN) != MEAN or math.prod(of) % max(samples, 1) == 0:
@@ -274,7 +274,7 @@ def _is_mean_of_some(node: Any, samples: int) -> bool:
 def has_penalty(loss: Tensor, ranks: int) -> bool:
     """Return whether a term of `loss` depends on parameters only, as an L2 penalty does, and is not divided by `ranks`.
 
-    Only known penalties count.
+    Only penalties that are made of known operators are found.
     """
     for node, following in _walk(loss.grad_fn):
         if _is_of_leaves(node, ranks):
@@ -285,7 +285,7 @@ def has_penalty(loss: Tensor, ranks: int) -> bool:
 
 
 def _is_of_leaves(term: Any, ranks: int) -> bool:
-    """Return whether it is made of leaves and numbers by penalty operators, without division by `ranks`."""
+    """Return whether `term` is made of parameters and numbers by penalty operators, without division by `ranks`."""
     leaves = 0
     for node, following in _walk(term):
         kind, followers = node.name(), [each for each, _ in node.next_functions]
@@ -304,11 +304,11 @@ def _is_of_leaves(term: Any, ranks: int) -> bool:
 
 
 def next_node() -> int:
-    """Return the number of the next autograd node: each thread counts its nodes."""
+    """Return the sequence number of this thread's next autograd node."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def node_under_way() -> int | None:
-    """Return the number of the node whose backward runs now; None outside of a backward."""
+    """Return the sequence number of the autograd node whose backward runs now; None outside of a backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())

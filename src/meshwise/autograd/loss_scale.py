@@ -1,4 +1,4 @@
-"""Read what a loss was multiplied by at last.
+"""Read the factor that a loss was finally multiplied by.
 
 Tested in tests/equivalence/test_plain_scripts.py.
 """
