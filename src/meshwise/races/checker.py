@@ -2,9 +2,9 @@
 
 Events say what is recorded, waited for, read, written, allocated and freed.
 
-Two accesses of the same bytes race when one of them writes and nothing says which comes first. Memory that is freed
-goes to the next tensor of the stream that it was allocated on, with all accesses of the former one, but for those of
-streams given to `record_stream`: the allocator waits for these.
+Two accesses of the same bytes race if one of them writes and nothing orders them. Freed memory goes to the next tensor
+of the stream that it was allocated on. Accesses from before the memory was freed still count, except those of streams
+given to `record_stream`, for which the allocator waits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ALL = 1 << 64
 
 @dataclass(eq=False)
 class Block:
-    """Memory of one allocation, at `lo`. lane: of the allocation, None if it was not seen. recorded: streams given to
-    `record_stream`. freed: the code that freed it."""
+    """Memory of one allocation, at address `lo`. lane: the stream that it was allocated on; None if that was not seen.
+    recorded: streams given to `record_stream`. freed: the source lines that freed the memory."""
 
     lo: int
     size: int = 0
@@ -34,8 +34,8 @@ class Block:
 
 
 class Touch(NamedTuple):
-    """Bytes that an operator reads or writes, on a device or in pinned memory; their addresses do not overlap. block,
-    size: start and bytes of the storage. what: the tensor."""
+    """Bytes that an operator reads or writes, on a device or in pinned memory; no two devices use the same addresses.
+    block, size: address and bytes of the storage. what: the tensor."""
 
     block: int
     size: int
@@ -46,7 +46,7 @@ class Touch(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses without an order. recorded: the last event of the earlier lane that the later one waited for."""
+    """Two accesses that nothing orders. recorded: the last event of `earlier.lane` that `later.lane` waited for."""
 
     earlier: Access
     later: Access
@@ -54,7 +54,7 @@ class Race:
 
     @property
     def freed(self) -> Any:
-        """The code that freed the memory between the two accesses; None if none did."""
+        """The source lines that freed the memory between the two accesses; None if it was not freed."""
         return self.earlier.block.freed if self.earlier.block is not self.later.block else None
 
 
@@ -68,11 +68,11 @@ class Checker:
         self._blocks: dict[int, Block] = {}
 
     def allocate(self, block: int, lane: Lane | None) -> None:
-        """Begin a block at this memory. lane: the stream that the allocator gives it to."""
+        """Record that the allocator gave the memory at address `block` to the stream `lane`."""
         self._blocks[block] = Block(block, lane=lane)
 
     def free(self, block: int, where: Any) -> None:
-        """Free the block: its memory may be given to another tensor."""
+        """Record that the block was freed, so that another tensor may get its memory. where: the source lines."""
         found = self._blocks.pop(block, None)
         if found is not None:
             found.freed = where
@@ -80,27 +80,27 @@ class Checker:
                 self._memory.forget(found.lo, found.lo + found.size, lambda each: each.lane in found.recorded)
 
     def forget(self, block: int, size: int) -> None:
-        """Forget this memory: nothing uses it any more, and later it holds another tensor."""
+        """Forget all accesses of this memory: nothing uses it any more, and another tensor will get it."""
         self._blocks.pop(block, None)
         self._memory.forget(block, block + size, lambda each: True)
 
     def forget_freed(self) -> None:
-        """Forget all free memory: it returns to the device, which waits for its work first."""
+        """Forget all accesses of freed memory, which returns to the device: the allocator waits for its work first."""
         self._memory.forget(0, ALL, lambda each: each.block.freed is not None)
 
     def record_stream(self, block: int, lane: Lane) -> None:
-        """Keep the block, once freed, from being reused before the stream has finished its work up to then."""
+        """Record `tensor.record_stream`: once freed, the block is reused only after the stream's work up to then."""
         found = self._blocks.get(block)
         if found is not None:
             found.recorded.add(lane)
 
     def synchronize(self, *lanes: Lane) -> None:
-        """Let the host wait for lanes."""
+        """Record that the host waited for all work of these lanes."""
         for lane in lanes:
             self.order.host_waits(self.order.seen_by(lane))
 
     def touch(self, lane: Lane, touches: Iterable[Touch], where: Any) -> None:
-        """Let an operator of the lane read and write memory."""
+        """Record that an operator of the lane reads and writes memory, and report the races that this causes."""
         number = self.order.begin(lane) if lane != HOST else 0
         for start, size, region, writes, what in sorted(touches, key=lambda each: each.writes):
             access = Access(lane, number, writes, region, (self._block(start, size), what, where))

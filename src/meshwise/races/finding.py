@@ -1,4 +1,4 @@
-"""Describe a race: both accesses, their lines, and the fix."""
+"""Describe a race: both accesses, their source lines, and the fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INDENT = "\n    "
 
 
 class Tensor(NamedTuple):
-    """A tensor that is read or written. operator: the one that does so."""
+    """A tensor that is read or written. operator: the operator that reads or writes it."""
 
     dtype: str
     shape: Sequence[int]
@@ -27,7 +27,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """A race. sentence: what happens. advice: what to write. details: the tensor, and the lines of both sides."""
+    """A race in words. sentence: what happens. advice: what to write. details: the tensor, and both accesses' lines."""
 
     sentence: str
     advice: str
@@ -49,7 +49,7 @@ class LaneNames:
         self._names: dict[Lane, str] = {HOST: "the host"}
 
     def is_nccls(self, lane: Lane) -> None:
-        """Mark the lane as a stream of a process group."""
+        """Name the lane NCCL's stream, since a process group uses it."""
         self._names[lane] = "NCCL's stream"
 
     def name(self, lane: Lane, other: Lane | None = None) -> str:
@@ -63,7 +63,7 @@ class LaneNames:
 
 
 def find(race: Race, names: LaneNames, name: str = "") -> Finding:
-    """Describe the race in words. name: of the tensor, if known."""
+    """Describe the race in words. name: the tensor's name in the program, if known."""
     earlier, later = race.earlier, race.later
     here, there = names.name(later.lane), names.name(earlier.lane, later.lane)
     before, after = _place(earlier), _place(later)

@@ -1,7 +1,7 @@
 """Track who last read and wrote which bytes, as intervals.
 
-A write stands for all that is before it in its bytes: what does not wait for those does not wait for it either. So does
-a read for the reads that are before it.
+A write replaces all earlier accesses of the same bytes that are ordered before it: a later access that does not wait
+for those does not wait for the write either. In the same way, a read replaces earlier reads.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from meshwise.races.order import Lane
 
 MOST_STRIDED = 64
-"""How many accesses with gaps are kept for one place; older ones are forgotten, such as columns written one by one."""
+"""How many accesses with gaps, such as columns written one by one, are kept for the same bytes, the latest ones."""
 MOST_TRIED = 4096
 """How many offsets are tried before two views are assumed to overlap."""
 
 
 class Region(NamedTuple):
-    """The bytes of a view, all in [lo, hi): pieces of `run` bytes, repeated by each (bytes, times) of `outer`."""
+    """The bytes of a view, all in [lo, hi): pieces of `run` bytes, repeated by each (step, times) of `outer`."""
 
     lo: int
     hi: int
@@ -51,7 +51,7 @@ def have_common_bytes(one: Region, other: Region) -> bool:
     tried = 0
 
     def lands(apart: int, rest: list[tuple[int, int]]) -> bool:
-        """Return whether both can begin within reach of each other, for some of the remaining repetitions."""
+        """Return whether two pieces `apart` bytes apart overlap for some of the repetitions in `rest`."""
         nonlocal tried
         tried += 1
         if not rest or tried > MOST_TRIED:
@@ -66,8 +66,8 @@ def have_common_bytes(one: Region, other: Region) -> bool:
 
 
 class Access:
-    """An operator that reads or writes bytes. number: of the work on its lane. block: the allocation that the bytes
-    belonged to. what: in words. where: the code."""
+    """An operator that reads or writes bytes. number: of this work on its lane. block: the allocation that the bytes
+    belonged to. what: the tensor. where: the source lines."""
 
     __slots__ = ("block", "lane", "number", "region", "what", "where", "writes")
 
@@ -89,7 +89,7 @@ IsBefore = Callable[[Access], bool]
 
 
 class ShadowMemory:
-    """The accesses of one memory, by address."""
+    """The latest accesses of memory, by address."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -99,7 +99,7 @@ class ShadowMemory:
         return len(self._cells)
 
     def add(self, access: Access, is_before: IsBefore) -> list[Access]:
-        """Add an access. Returns earlier unordered accesses of the same bytes, if one of the two is a write."""
+        """Add an access, and return the earlier ones that race with it: same bytes, no order, one of them a write."""
         region, found = access.region, dict[int, Access]()
         cells = self._opened(region)
         for cell in cells:
@@ -119,7 +119,7 @@ class ShadowMemory:
         return list(found.values())
 
     def forget(self, lo: int, hi: int, which: Callable[[Access], bool]) -> None:
-        """Forget accesses of [lo, hi)."""
+        """Forget the accesses of bytes in [lo, hi) for which `which` is true."""
         self._split(lo)
         self._split(hi)
         first, last = self._between(lo, hi)
@@ -130,7 +130,7 @@ class ShadowMemory:
         self._cells[first:last], self._starts[first:last] = left, [cell.lo for cell in left]
 
     def _opened(self, region: Region) -> list[_Cell]:
-        """Return the cells of the region without gaps, cut at its ends unless it has gaps itself."""
+        """Return cells that cover the whole region; if the region has no gaps, cells are cut at its ends."""
         if not region.outer:
             self._split(region.lo)
             self._split(region.hi)
@@ -164,6 +164,6 @@ class ShadowMemory:
 
 
 def _kept(earlier: list[Access], access: Access, is_before: IsBefore) -> list[Access]:
-    """Drop accesses that this one replaces: those before it whose bytes it covers."""
+    """Return `earlier` without what `access` replaces: accesses ordered before it whose bytes it covers."""
     dense = not access.region.outer
     return [each for each in earlier if not ((dense or each.region == access.region) and is_before(each))]

@@ -1,8 +1,8 @@
 """Order the events of streams with vector clocks.
 
-A lane is a stream of a device, or the host. Work on a lane is counted. A lane has seen the work of another one up to
-the point that it has waited for: by an event, whose record keeps what its lane had seen then, or by the host, which
-launches all that follows its wait. The host is one lane: its threads are taken in the order in which they were seen.
+A lane is a stream of a device, or the host. The work on each lane is numbered. A lane has seen the work of another lane
+up to the point that it waited for: by an event, which keeps what its lane had seen when it was recorded, or by the
+host, since work that is launched after a wait of the host follows that wait. All threads of the host are one lane.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Lane(NamedTuple):
 
 HOST = Lane("host", 0)
 Clock = dict[Lane, int]
-"""For each lane, how many pieces of its work are done."""
+"""Lane -> how many pieces of its work are known to be done."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The last recording of an event. where: the code that recorded it."""
+    """The last recording of an event. seen: the lane's clock then. where: the source lines."""
 
     lane: Lane
     seen: Clock
@@ -34,7 +34,7 @@ class Recorded:
 
 
 class Order:
-    """The clocks of all lanes."""
+    """The clocks of all lanes: what work each lane has seen."""
 
     def __init__(self) -> None:
         self._seen: dict[Lane, Clock] = {}
@@ -43,38 +43,38 @@ class Order:
         self._waited: dict[tuple[Lane, Lane], Recorded] = {}
 
     def begin(self, lane: Lane) -> int:
-        """Return the number of the next piece of work on the lane."""
+        """Begin the next piece of work on the lane, and return its number."""
         own = self._clock(lane)
         own[lane] += 1
         return own[lane]
 
     def is_before(self, lane: Lane, number: int, other: Lane) -> bool:
-        """Return whether a piece of work of `lane` is done before the next one of `other`."""
+        """Return whether piece `number` of the work of `lane` is done before the next piece of `other` begins."""
         if lane in (other, HOST) or number <= self._host.get(lane, 0):
             return True
         return other != HOST and number <= self._clock(other).get(lane, 0)
 
     def record(self, event: Hashable, lane: Lane, where: Any = None) -> None:
-        """Record an event on a lane."""
+        """Note that an event was recorded on a lane."""
         self._recorded[event] = Recorded(lane, dict(self._clock(lane)), where)
 
     def delete(self, event: Hashable) -> None:
-        """Delete the event; a new one may get its name."""
+        """Forget the event: it was deleted, and a new one may get its handle."""
         self._recorded.pop(event, None)
 
     def wait(self, event: Hashable, lane: Lane) -> None:
-        """Let the lane, or the host, wait for an event. One that was never recorded counts as complete."""
+        """Note that the lane, or the host, waits for an event. An event that was never recorded counts as complete."""
         recorded = self._recorded.get(event)
         if recorded is not None:
             self._waited[lane, recorded.lane] = recorded
             _join(self._clock(lane), recorded.seen)
 
     def host_waits(self, seen: Clock) -> None:
-        """Let the host wait for everything that a lane had seen."""
+        """Note that the host waited for all work in the clock `seen`."""
         _join(self._host, seen)
 
     def seen_by(self, lane: Lane) -> Clock:
-        """Return what the lane has seen and done up to now."""
+        """Return the lane's clock: what it has seen and done up to now."""
         return dict(self._clock(lane))
 
     def lanes(self, device: str) -> list[Lane]:

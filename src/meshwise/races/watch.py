@@ -2,8 +2,8 @@
 
 It sees every operator, and everything that orders streams.
 
-An operator belongs to the current stream of its device, or to the stream that waits in it: NCCL's, and that of a copy
-between two devices. What is compiled runs as it is written. Not seen: kernels that no operator of torch launches
+An operator belongs to the current stream of its device, or to the stream that waits during it: NCCL's, or that of a
+copy between two devices. Compiled functions run uncompiled. Not seen: kernels that no operator of torch launches
 (Triton, other libraries), replays of a CUDA graph, `torch.Event.query`, and what NumPy does with pinned memory after
 `.numpy()`, which counts as a read where it is called.
 """
@@ -36,7 +36,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Event(NamedTuple):
-    """An ordering of streams during an operator. waits, records: the lane that waits, or records an event."""
+    """A call that orders streams, made inside an operator. waits, records: the lane that waits, or records an event."""
 
     apply: Callable[[], None]
     waits: Lane | None = None
@@ -52,8 +52,8 @@ def find_races(notify: Callable[[Finding], None] = _print) -> Iterator[list[Find
     """Find races between CUDA streams in the body, and in threads that begin there: two accesses of the same memory, at
     least one a write, without an order between them.
 
-    Yields the list of findings, empty without CUDA: a sentence, advice, and the lines of both sides. notify: called
-    with each at once; by default it is printed. A nested call shares the outer one. It is slow.
+    Yields the list of findings, empty without CUDA: each has a sentence, advice, and the source lines of both accesses.
+    notify: called with each finding at once; prints it by default. A nested call yields the outer list. It is slow.
     """
     global _open
     if _open is not None or not gpu_trace.can_listen():
@@ -71,7 +71,7 @@ _open: _Watcher | None = None
 
 
 class _Watcher:
-    """Reports events to a checker."""
+    """Reports the operators of a program, and the calls that order streams, to a checker."""
 
     def __init__(self, notify: Callable[[Finding], None]) -> None:
         self.found: list[Finding] = []
@@ -83,7 +83,7 @@ class _Watcher:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Watch the operators of this thread, and of backwards that it begins."""
+        """Watch the operators of this thread, and of backwards that this thread begins."""
         with intercept_operators(self._operator), _HostReads(self._read_by_host):
             yield
 
@@ -107,7 +107,7 @@ class _Watcher:
                     self._checker.synchronize(lane)
 
     def _settle(self, lane: Lane, touches: Sequence[Touch], events: Sequence[_Event], collective: bool) -> None:
-        """End an operator: its waits and records come before or after the memory that it touches."""
+        """Report an operator in order: the calls before its accesses, the accesses, and the calls after them."""
         at = 0
         waits = next((number for number, event in enumerate(events) if event.waits is not None), None)
         if waits is not None and touches:
@@ -140,7 +140,7 @@ class _Watcher:
         return lane, found, waited and lane != HOST
 
     def _touch(self, tensor: torch.Tensor, writes: bool, operator: str) -> Touch | None:
-        """Describe an access; None for memory that streams cannot reach by themselves."""
+        """Describe an access; None for memory that is neither on a GPU nor pinned, which no stream uses by itself."""
         storage = tensor.untyped_storage()
         on_cuda = tensor.device.type == "cuda" and storage.device.type == "cuda"  # a fake tensor lies nowhere
         if not on_cuda and not self._is_pinned(tensor):
@@ -222,7 +222,7 @@ class _Watcher:
 
 
 class _HostReads(TorchFunctionMode):
-    """Sees reads of the host that go through no operator."""
+    """Sees reads by the host, such as `.numpy()`, that call no operator."""
 
     def __init__(self, read: Callable[[torch.Tensor, str], None]) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class _HostReads(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _in_new_threads(inside: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Let threads that begin in the body run in a context of their own."""
+    """Let each thread that starts in the body run inside a context that `inside()` makes."""
     real = threading.Thread.run
 
     def run(self: threading.Thread) -> None:
@@ -263,7 +263,7 @@ def _lane_of(stream: torch.Stream) -> Lane:
 
 
 def _name_of(address: int) -> str:
-    """Return a tensor's name in the innermost shown function, found by the address of its memory."""
+    """Return the name of the tensor with memory at `address` in the innermost shown function; empty if it has none."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_shown(frame.f_code.co_filename):
         frame = frame.f_back
