@@ -60,8 +60,8 @@ def couples_samples(loss: Tensor, samples: int) -> bool | None:
 
 
 def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any], bool] | None:
-    """Return the kinds of nodes between the loss and the model's outputs with a row per sample, those outputs, the nodes
-    themselves, and whether samples are chosen by size; None if the graph is too large."""
+    """Return the kinds of nodes between the loss and the model's outputs with a row per sample, those outputs, the
+    nodes themselves, and whether samples are chosen by size; None if the graph is too large."""
     open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
     kinds: set[str] = set()
     while open_nodes:

@@ -200,8 +200,8 @@ def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
 
 
 def by_rows(rows: Rows) -> DrawLayout:
-    """Return a `DrawLayout` whose batch dim is the first of two dims that is as long as the rank has rows, else the
-    first dim, if it is a multiple of that (heads beside samples). A rank with all rows draws as one device."""
+    """Return a `DrawLayout` whose batch dim is dim 0 or 1, the first of them that is as long as the rank has rows; else
+    dim 0, if its length is a multiple of that (heads beside samples). A rank with all rows draws as one device does."""
 
     def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
         dims = [d for d in range(min(2, len(shape))) if shape[d] == rows.count]

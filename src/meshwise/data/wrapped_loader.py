@@ -3,7 +3,7 @@
 Each batch of the wrapper gets the share of the inner batch that it was made from.
 
 A wrapper may read ahead, so the batch that it yields need not be the one that it read last. But it yields one batch for
-each that it reads, in the same order: so its batches get their shares.
+each that it reads, in the same order, by which each of its batches gets a share.
 """
 
 from __future__ import annotations

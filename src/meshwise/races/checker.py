@@ -85,7 +85,7 @@ class Checker:
         self._memory.forget(block, block + size, lambda each: True)
 
     def forget_freed(self) -> None:
-        """Forget all accesses of freed memory, which returns to the device: the allocator waits for its work first."""
+        """Forget all accesses of freed memory, which returns to the device after all of the device's work."""
         self._memory.forget(0, ALL, lambda each: each.block.freed is not None)
 
     def record_stream(self, block: int, lane: Lane) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from meshwise.races.order import Lane
 
 MOST_STRIDED = 64
-"""How many accesses with gaps, such as columns written one by one, are kept for the same bytes, the latest ones."""
+"""How many accesses with gaps, such as columns written one by one, are kept per byte; older ones are forgotten."""
 MOST_TRIED = 4096
 """How many offsets are tried before two views are assumed to overlap."""
 
@@ -66,7 +66,7 @@ def have_common_bytes(one: Region, other: Region) -> bool:
 
 
 class Access:
-    """An operator that reads or writes bytes. number: of this work on its lane. block: the allocation that the bytes
+    """An operator that reads or writes bytes. number: counts the work on its lane. block: the allocation that the bytes
     belonged to. what: the tensor. where: the source lines."""
 
     __slots__ = ("block", "lane", "number", "region", "what", "where", "writes")

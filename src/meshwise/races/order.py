@@ -55,7 +55,7 @@ class Order:
         return other != HOST and number <= self._clock(other).get(lane, 0)
 
     def record(self, event: Hashable, lane: Lane, where: Any = None) -> None:
-        """Note that an event was recorded on a lane."""
+        """Keep what the lane has seen now as the state of the event, which is recorded on it. where: the source lines."""
         self._recorded[event] = Recorded(lane, dict(self._clock(lane)), where)
 
     def delete(self, event: Hashable) -> None:
@@ -63,14 +63,14 @@ class Order:
         self._recorded.pop(event, None)
 
     def wait(self, event: Hashable, lane: Lane) -> None:
-        """Note that the lane, or the host, waits for an event. An event that was never recorded counts as complete."""
+        """Let the lane, or the host, wait for an event. An event that was never recorded counts as complete."""
         recorded = self._recorded.get(event)
         if recorded is not None:
             self._waited[lane, recorded.lane] = recorded
             _join(self._clock(lane), recorded.seen)
 
     def host_waits(self, seen: Clock) -> None:
-        """Note that the host waited for all work in the clock `seen`."""
+        """Let the host wait for all work in the clock `seen`."""
         _join(self._host, seen)
 
     def seen_by(self, lane: Lane) -> Clock:
