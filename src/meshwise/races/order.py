@@ -55,7 +55,7 @@ class Order:
         return other != HOST and number <= self._clock(other).get(lane, 0)
 
     def record(self, event: Hashable, lane: Lane, where: Any = None) -> None:
-        """Keep what the lane has seen now as the state of the event, which is recorded on it. where: the source lines."""
+        """Record an event on a lane: keep with it what the lane has seen by now. where: the source lines."""
         self._recorded[event] = Recorded(lane, dict(self._clock(lane)), where)
 
     def delete(self, event: Hashable) -> None:

@@ -53,7 +53,7 @@ def find_races(notify: Callable[[Finding], None] = _print) -> Iterator[list[Find
     least one a write, without an order between them.
 
     Yields the list of findings, empty without CUDA: each has a sentence, advice, and the source lines of both accesses.
-    notify: called with each finding at once; prints it by default. A nested call yields the outer list. Operators are slower.
+    notify: called with each finding at once; by default prints it. A nested call yields the outer list. It is slow.
     """
     global _open
     if _open is not None or not gpu_trace.can_listen():
