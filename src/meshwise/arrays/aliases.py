@@ -112,7 +112,7 @@ def is_last(x: Array) -> bool:
 
 
 def _let_go(x: Array) -> None:
-    """Turn the view `x` into an array with memory of its own."""
+    """Turn the view `x` into an array that owns its memory."""
     if x.alias is not None:
         x.parts, x.alias = x.alias.kept, Alias(ViewedMemory(), x.alias.strides, x.alias.read_only)
 

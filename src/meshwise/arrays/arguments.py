@@ -42,7 +42,7 @@ _ASKED = re.compile(r"\(\) (got an unexpected keyword argument '(\w+)'|takes .* 
 
 
 def missing(where: str, name: str, known: Iterable[str]) -> str:
-    """Return the error message for a name that a namespace or an array does not have."""
+    """Return the error message for a name that a namespace or an array (`where`) does not have."""
     begin, last = f"{where} has no {name!r}", where.rpartition(".")[2]
     if name.startswith("_"):
         return f"{begin}."

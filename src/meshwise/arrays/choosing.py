@@ -90,13 +90,13 @@ def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
 
 @by_bits
 def tril(x: Array, /, k: int = 0) -> Array:
-    """Return the lower triangles of matrices: zeros above diagonal number `k`. Moves nothing."""
+    """Return the lower triangles of matrices: zeros above diagonal number `k`. Moves no data."""
     return _triangle("tril", x, k)
 
 
 @by_bits
 def triu(x: Array, /, k: int = 0) -> Array:
-    """Return the upper triangles of matrices: zeros below diagonal number `k`. Moves nothing."""
+    """Return the upper triangles of matrices: zeros below diagonal number `k`. Moves no data."""
     return _triangle("triu", x, k)
 
 
@@ -131,7 +131,7 @@ def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
 
 
 def meshgrid(*arrays: Array, indexing: str = "xy") -> tuple[Array, ...]:
-    """Return the coordinates of each point of a grid: an array per vector, in one layout; repeats take no memory.
+    """Return the coordinates of each point of a grid, an array per vector; all have one layout, and repeats no memory.
 
     The grid is divided along the first dim whose vector is divided; each device gets all of the other vectors.
     """

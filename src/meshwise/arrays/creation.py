@@ -43,7 +43,7 @@ def asarray(
     sharding: Placement = None,
     copy: bool | None = None,
 ) -> Array:
-    """Make an array of numbers, nested lists, or an array of this or another library.
+    """Make an array from numbers, nested lists, or an array of this or another library.
 
     Each device gets its part, copied unless the whole array lies on one device and stays there. An array of this
     namespace stays where it lies, unless `device` or `sharding` is given.
@@ -84,7 +84,7 @@ def of_user(
     sharding: Placement = None,
     copy: bool | None = None,
 ) -> Array:
-    """Make an array of numbers, nested lists, or an array of this or another library.
+    """Make an array from numbers, nested lists, or an array of this or another library.
 
     An array of this namespace is returned as it is, unless an argument asks for another one. Of another library's
     array, each device gets a copy of its part; with copy=False memory is shared, or ValueError if that is impossible.
@@ -324,7 +324,7 @@ def _like(make: Callable[..., Array]) -> Callable[..., Array]:
 
 
 CREATION: dict[str, Callable[..., Array]] = {"asarray": of_user, "arange": arange, "linspace": linspace, "eye": eye}
-"""The functions that create arrays, by name. Their first parameter is the space."""
+"""The functions that create arrays, by name. Their first parameter is the `Space`."""
 CREATION |= {"full": full, "full_like": full_like}
 for _make in (empty, zeros, ones):
     CREATION |= {_make.__name__: _make, f"{_make.__name__}_like": _like(_make)}

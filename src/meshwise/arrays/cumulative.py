@@ -67,14 +67,14 @@ def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, n
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums are calculated: for integers the widest of their kind."""
+    """Return the dtype in which sums are calculated: for integers, 64 bits wide."""
     if dtype in UNSIGNED:
         return torch.uint64
     return torch.int64 if dtype in WHOLE else dtype
 
 
 def _chained(x: Array, parts: list[Tensor], axis: int, how: tuple[Any, torch.dtype], name: str) -> list[Tensor]:
-    """Scan the parts one after another, each from the total before it. how: the scan of a part, and its dtype."""
+    """Scan the parts one after another, each from the total before it. how: (function that scans a part, dtype)."""
     (scan, dtype), held, space = how, x.sharding, x.space
     here = {part: at for at, (part, _) in enumerate(space.local(held))}
     slab = (*x.shape[:axis], 1, *x.shape[axis + 1 :])

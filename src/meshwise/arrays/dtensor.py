@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def to_dtensor(x: Array, mesh: DeviceMesh, /) -> DTensor:
     """Convert `x` to a DTensor on a mesh of one axis over all ranks: divided along the same dim, or replicated.
 
-    Parts are laid out as `torch.chunk` cuts, which DTensor expects; nothing moves if they already lie so.
+    Parts are laid out as `torch.chunk` cuts, which DTensor expects; no data moves if they already lie so.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -256,7 +256,7 @@ def _remainder(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _power(a: Tensor, b: Tensor) -> Tensor:
-    """Return the power; a complex number to the power of 0 is 1, where torch gives nan for base 0."""
+    """Return `a ** b` of complex numbers; anything to the power of 0 is 1, also 0, for which torch gives nan."""
     return torch.where(b == 0, torch.ones((), dtype=a.dtype), torch.pow(a, b)) if b.dim() else torch.pow(a, b)
 
 

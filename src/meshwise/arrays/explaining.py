@@ -1,6 +1,6 @@
 """Explain which bytes an operation would move, and which placement moves fewer.
 
-The operation runs on tensors without memory; nothing is calculated and nothing moves.
+The operation runs on tensors without memory; nothing is calculated and no data moves.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def route(x: Array, asked: Asked) -> Routes:
 
 
 def fetch(x: Array, asked: Asked) -> Array:
-    """Fetch the requested entries with all of their other dims: (shape of the indices, other dims of `x`)."""
+    """Fetch the requested entries, as an array of shape (shape of the indices, other dims of `x`)."""
     space, held, placed = x.space, x.sharding, asked.placed
     routes = route(x, asked)
     rest = [dim for dim in range(len(x.shape)) if dim not in asked.dims]
@@ -217,7 +217,7 @@ def fetch(x: Array, asked: Asked) -> Array:
 
 
 def store(x: Array, views: Sequence[Tensor], asked: Asked, values: Array | complex) -> None:
-    """Write the requested entries; the last value wins for an entry that is named twice.
+    """Write the requested entries; of an entry that is named twice, the last value is written.
 
     views: the parts of `x` to write. values: one number, or shaped and laid out as the result of `fetch`.
     """

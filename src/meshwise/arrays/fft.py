@@ -245,7 +245,7 @@ def rfftfreq(
 
 
 def _frequencies(space: Space, n: int, d: float, dtype: Any, placement: tuple[Any, Placement], count: int) -> Array:
-    """Return the first `count` frequencies; from the middle of n on they are the negative ones."""
+    """Return the first `count` of `n` frequencies; if count is n, those of the second half are negative."""
     kind = space.default_float if dtype is None else as_dtype(dtype)
 
     def make(_: Any, within: tuple[slice, ...], device: torch.device) -> Tensor:

@@ -95,7 +95,7 @@ def region(x: Array, cuts: Sequence[Cut]) -> Region:
 def _plan(
     placed: Sharding, cuts: tuple[Cut, ...]
 ) -> tuple[dict[int, tuple[int | slice, ...]], Sharding, Shape, tuple[int, ...]]:
-    """Return each part's slices by its number, their sharding and shape, and the dims listed in descending order."""
+    """Return {number of a part: its slices}, the result's sharding and shape, and the dims in descending order."""
     kept = [each for each in cuts if isinstance(each, range)]
     shape = tuple(len(each) for each in kept)
     flipped = tuple(dim for dim, each in enumerate(kept) if each.step < 0 and len(each) > 1)
@@ -135,7 +135,7 @@ def _within(entries: range, begin: int, size: int) -> range:
 
 
 def cut(x: Array, cuts: Sequence[Cut]) -> Array:
-    """Select one entry or some entries of each dim of `x`. Nothing moves."""
+    """Select one entry or some entries of each dim of `x`. No data moves."""
     alias = x.alias
     if alias is not None and alias.flips and alias.source is not None:
         x, cuts = alias.source, mirrored(cuts, alias.flips, x.shape)
@@ -152,7 +152,7 @@ def cut(x: Array, cuts: Sequence[Cut]) -> Array:
 
 
 def mirrored(cuts: Sequence[Cut], dims: Collection[int], shape: Shape) -> list[Cut]:
-    """Return the same cuts, counted from the end in these dims."""
+    """Return cuts that select the same entries of an array in which these dims are reversed."""
     found: list[Cut] = []
     for dim, (each, last) in enumerate(zip(cuts, (n - 1 for n in shape), strict=True)):
         turned = last - each if isinstance(each, int) else range(last - each.start, last - each.stop, -each.step)
@@ -178,7 +178,7 @@ def as_indices(dims: Sequence[int], arrays: Sequence[Array | Tensor]) -> tuple[t
 
 
 def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Array:
-    """Select the entries of `dims` that the indices name: (common shape of the indices, other dims of `x`)."""
+    """Select the entries of `dims` at these indices: an array of shape (common shape of indices, other dims of `x`)."""
     x = undivided(x)
     if x.sharding.dim in dims:
         return fetch(x, ask(x, dims, indices))
@@ -197,7 +197,7 @@ def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> 
 
 
 def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
-    """Select by a mask over the dims from `dim` on: (count of true, other dims of `x`). Waits for the count."""
+    """Select by a mask over the dims from `dim` on: of shape (count, other dims of `x`). Waits for the count."""
     depth = len(mask.shape)
     if not depth:
         return (
@@ -224,7 +224,7 @@ def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
 
 
 def counted(x: Array, placed: Sharding, here: Sequence[int]) -> list[int]:
-    """Return the counts of all parts, given those of the local parts. Waits for them."""
+    """Return the counts of all parts, given those of the local parts. Waits for the counts."""
     at = {place: count for (_, place), count in zip(x.space.local(placed), here, strict=True)}
     every = agreed(x.space, [at.get(place, 0) for place in x.space.here], OPERATION)
     return [every[place] for place in placed.places]

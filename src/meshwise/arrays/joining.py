@@ -1,6 +1,6 @@
 """Concatenate, stack, split, repeat, roll and pad arrays.
 
-`runs.py` says what each of them moves; along a dim that is not divided, nothing moves.
+`runs.py` says what each of them moves; along a dim that is not divided, no data moves.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
 
 
 def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
-    """Join arrays along a new dim. Arrays with equal shardings stay where they lie: nothing moves."""
+    """Join arrays along a new dim. Arrays with equal shardings stay where they lie: no data moves."""
     given = _of_one_type("stack", arrays)
     if len({x.shape for x in given}) > 1:
         raise ValueError(f"stack of shapes {', '.join(str(x.shape) for x in given)}: all must be equal.")
@@ -64,7 +64,7 @@ def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
 
 
 def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
-    """Reverse the entries along dims, or all dims. Nothing moves: the devices of a divided dim are reversed, too."""
+    """Reverse the entries along dims, or all dims. No data moves: the devices of a divided dim are reversed, too."""
     given = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
     if not x.shape:
         return copied(x)
@@ -73,8 +73,8 @@ def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
 
 @by_bits
 def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Array:
-    """Shift the entries by `shift` along a dim; those that fall off the end come in again at the start. None: shift the
-    flattened array. The sharding stays the same: the entries that pass the end of their part move."""
+    """Shift the entries by `shift` along a dim; those that fall off the end come in again at the start. axis None:
+    shift the flattened array. The sharding stays the same: the entries that pass the end of their part move."""
     if axis is None:
         if not isinstance(shift, int):
             raise ValueError(f"roll(shift={shift}) without an axis: give one number, or axes.")
@@ -96,7 +96,7 @@ def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | No
 
 @by_bits
 def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
-    """Repeat the array so many times along each dim. Along the divided dim, entries move, and each part grows alike."""
+    """Repeat the array so often along each dim. Along the divided dim, entries move, and each part grows alike."""
     times = [repetitions] if isinstance(repetitions, int) else list(repetitions)
     times = [1] * (len(x.shape) - len(times)) + times
     if min(times, default=0) < 0:
@@ -113,7 +113,7 @@ def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
 @by_bits
 def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
     """Repeat each entry along `axis`; None: of the flattened array. If `repeats` is an array, it moves to the devices
-    of `x`, and its sum is waited for; nothing else moves."""
+    of `x`, and this waits for the sum of `repeats`; nothing else moves."""
     x = flat(x) if axis is None else x
     repeats = asarray(x.space, repeats) if isinstance(repeats, list | tuple) else repeats
     dim = axis_of(axis or 0, len(x.shape), "repeat")
@@ -167,7 +167,7 @@ def halo(
 
     dim: by default the divided dim. wrap: the array is a ring, so the last entries come before the first; else the
     parts at the ends have fewer. Moves those entries, from as many devices as hold them; an empty part gets none. The
-    result has memory of its own.
+    result does not share memory with `x`.
     """
     dim = x.sharding.dim if dim is None else axis_of(dim, len(x.shape), "halo")
     if min(before, after) < 0:

@@ -17,7 +17,7 @@ from meshwise.arrays.views import as_before, as_bits, axis_of, made
 
 
 def arranged(x: Array, order: Sequence[int | None]) -> Array:
-    """Permute the dims of `x`; None in `order` adds a dim of length 1. Moves nothing."""
+    """Permute the dims of `x`; None in `order` adds a dim of length 1. Moves no data."""
     if x.alias is not None and x.alias.flips and x.alias.source is not None:
         flips = [at for at, dim in enumerate(order) if dim in x.alias.flips]
         return flipped(arranged(x.alias.source, order), flips)
@@ -66,7 +66,7 @@ def turned(x: Array, dims: Sequence[int]) -> Array:
 
 
 def permute_dims(x: Array, /, axes: Sequence[int]) -> Array:
-    """Permute the dims. Moves nothing: the array stays divided along the same dim, at its new position."""
+    """Permute the dims. Moves no data: the array stays divided along the same dim, at its new position."""
     order = [axis_of(axis, len(x.shape), "permute_dims") for axis in axes]
     if sorted(order) != list(range(len(x.shape))):
         raise ValueError(f"permute_dims(axes={tuple(axes)}) of {len(x.shape)} dims: name each of them once.")
@@ -132,7 +132,7 @@ def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
 
 
 def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
-    """Repeat `x` along new dims and dims of length 1: a read-only view, in which repeats take no memory. Moves nothing:
+    """Repeat `x` along new dims and dims of length 1: a read-only view, in which repeats take no memory. Moves no data:
     an array on one device stays there."""
     wanted = tuple(int(length) for length in shape)
     more = len(wanted) - len(x.shape)
@@ -143,7 +143,7 @@ def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
     def rule(x: Array) -> Array:
         placed = x.sharding
         if placed.dim is not None and x.shape[placed.dim] == 1 != wanted[placed.dim + more]:
-            x = reshard(x, sharding((placed.places[placed.sizes.index(1)],)))  # it lies there: nothing moves
+            x = reshard(x, sharding((placed.places[placed.sizes.index(1)],)))  # it lies there: no data moves
         return _repeated(x, wanted, x.sharding if x.sharding.dim is None else x.sharding.along(x.sharding.dim + more))
 
     return viewed(x, rule, of_repeated(x, wanted), read_only=True)

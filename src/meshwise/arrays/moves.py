@@ -206,7 +206,7 @@ def combined(
 
 def agreed(space: Space, values: Sequence[int], operation: str = "agree") -> list[int]:
     """Return the integers of all devices, in their order, on which shapes depend. values: those of the local devices,
-    equally many for each. Waits for them."""
+    equally many for each. Waits for the other devices' values."""
     if not space.over_ranks:
         return list(values)
     came_to(operation)

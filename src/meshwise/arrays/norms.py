@@ -69,7 +69,7 @@ def _extreme(values: Array, ord: float) -> Array:
 
 
 def diagonal(x: Array, /, *, offset: int = 0) -> Array:
-    """Return the diagonals of matrices, `offset` above the main one: a read-only view, split as `x` is."""
+    """Return the diagonals of matrices, `offset` entries above the main one: a read-only view, split as `x` is."""
     x = as_array("diagonal", x)
     if len(x.shape) < 2:
         raise ValueError(f"diagonal of shape {x.shape}: it needs matrices in the last two dims.")

@@ -29,7 +29,7 @@ from meshwise.spec.errors import UsageError
 
 
 def _entries(x: Array, axis: int, *bounds: int | None) -> Array:
-    """Return `x[bounds]` along an axis."""
+    """Return the entries of `x` in the slice `bounds` along an axis."""
     return x[(slice(None),) * axis + (slice(*bounds),)]
 
 

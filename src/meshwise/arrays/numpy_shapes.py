@@ -72,7 +72,7 @@ def flipud(x: Array, /) -> Array:
 
 
 def rot90(x: Array, /, k: int = 1, axes: Sequence[int] = (0, 1)) -> Array:
-    """Rotate by so many quarter turns in the plane of two dims, from the first towards the second."""
+    """Rotate by `k` quarter turns in the plane of two dims, from the first dim towards the second."""
     first, second = (axis_of(each, len(x.shape), "rot90") for each in axes)
     order = list(range(len(x.shape)))
     order[first], order[second] = second, first
@@ -104,7 +104,7 @@ def rollaxis(x: Array, /, axis: int, start: int = 0) -> Array:
 
 
 def insert(x: Array, at: Any, values: Any, /, axis: int | None = None) -> Array:
-    """Insert values into `x` before the entries `at` along a dim; None: into the flattened array. Reads `at`."""
+    """Insert values before the entries `at` along `axis`; None: into the flattened array. Reads `at` on the host."""
     x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, len(x.shape), "insert"))
     xp = x.__array_namespace__()
     added = xp.asarray(values).astype(x.dtype)
@@ -138,7 +138,7 @@ def _named(name: str, dim: int, call: Callable[[], Any]) -> Any:
 
 
 def delete(x: Array, at: Any, /, axis: int | None = None) -> Array:
-    """Return `x` without the entries `at` along a dim; None: of the flattened array. Reads `at`; moves nothing."""
+    """Return `x` without the entries `at` along `axis`; None: of the flattened array. Reads `at`; moves no data."""
     x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, len(x.shape), "delete"))
     where = _where(at)
     kept = _named("delete", dim, lambda: np.delete(np.arange(x.shape[dim]), where))

@@ -105,7 +105,7 @@ def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
 
 
 def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:
-    """Sum products over pairs of axes: the last ones of `x1` with the first of `x2`, or the named ones."""
+    """Sum products over pairs of axes: the last axes of `x1` with the first of `x2`, or the axes that are named."""
     x1, x2 = as_array("tensordot", x1), as_array("tensordot", x2)
     a, b = x1.shape, x2.shape
     asked = f"tensordot of shapes {a} and {b} over {axes!r}"

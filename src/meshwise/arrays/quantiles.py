@@ -47,7 +47,7 @@ def percentile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear",
 
 
 def median(x: Array, /, axis: Any = None, *, keepdims: bool = False) -> Array:
-    """Return the middle element of the sorted ones, or the mean of the middle two, over `axis` or all."""
+    """Return the middle one of the elements in sorted order, or the mean of the middle two, over `axis` or all."""
     return _quantile(x, 0.5, axis, "midpoint", keepdims, "median")
 
 

@@ -37,7 +37,7 @@ def to_host(x: Array, operation: str = "read") -> Tensor:
 
 
 def numpy(x: Array) -> np.ndarray[Any, Any]:
-    """Return all of `x` as a NumPy array with memory of its own. Waits for it."""
+    """Return all of `x` as a new NumPy array. Waits for the values."""
     try:
         return to_host(x, "numpy").numpy()
     except TypeError as error:
@@ -56,7 +56,7 @@ def tensor(x: Array, device: Any = None) -> Tensor:
 
 
 def number(x: Array) -> Any:
-    """Return the only element of `x` as a Python number. Waits for it. TypeError if there is not exactly one."""
+    """Return the only element of `x` as a Python number. Waits for the value. TypeError if there is not exactly one."""
     if x.shape and any(length != 1 for length in x.shape):
         raise TypeError(
             f"a Python number of an array of shape {x.shape}: it must have one element. Write x[0], x.sum()."
@@ -97,7 +97,7 @@ def as_complex(x: Array) -> complex:
 
 
 def as_bool(x: Array) -> bool:
-    """Return `bool(x)`. ValueError if it has more than one element."""
+    """Return `bool(x)`. ValueError if `x` has more than one element."""
     if x.shape and any(length != 1 for length in x.shape):
         raise ValueError(f"the truth of an array of shape {x.shape} is not one. Write x.any() or x.all().")
     return bool(number(x))
@@ -109,7 +109,7 @@ MOST_SHOWN = 1000
 
 
 def text(x: Array) -> str:
-    """Return `repr(x)`: the values, for a large array only those at the ends, and where they lie. Waits for them."""
+    """Return `repr(x)`: the values, for a large array only those at the ends, and the devices. Waits for the values."""
     many = x.shape and int(np.prod(x.shape)) > MOST_SHOWN
     values = _values(x) if not many else _ends(x)
     kind = str(x.dtype).removeprefix("torch.")

@@ -137,7 +137,7 @@ def cuts(x: Array, ranks: Sequence[int], *, descending: bool = False) -> list[li
 
 
 def picked(x: Array, asked: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """Return the elements at these positions of each part, in host memory (on all ranks). Waits for them."""
+    """Return the elements at these positions of each part, in host memory (on all ranks). Waits for the values."""
     here = zip(x.parts, x.space.local(x.sharding), strict=True)
     chosen = tuple(part[torch.tensor(asked[k], dtype=torch.int64)] for part, (k, _) in here)
     counts = tuple(map(len, asked))

@@ -156,7 +156,7 @@ def _values(found: _Found) -> Array:
 
 
 def _counts(found: _Found) -> Array:
-    """Return the distance from each first occurrence to the next, which may be in a later part."""
+    """Return how often each distinct value occurs: the distance to the next value's start, maybe in a later part."""
     held = found.flat.sharding
     parts = []
     for (k, _), new in zip(found.flat.space.local(held), found.begins, strict=True):

@@ -162,8 +162,8 @@ def as_layout(
 def overlaps(shape: Shape, held: Sharding, wanted: Sharding) -> Iterator[tuple[int, int, Slices, Slices]]:
     """Yield the pieces that turn an array laid out as `held` into one laid out as `wanted`, without empty ones.
 
-    Each is (part that holds it, part that wants it, its slices in the first, its slices in the second). If several
-    devices hold a piece, a device that is one of them takes its own copy.
+    Each piece is (source part, target part, the piece's slices in the source, its slices in the target). A device that
+    holds a copy of a piece already takes its own copy.
     """
     for target, place in enumerate(wanted.places):
         wants = wanted.interval(shape, target)

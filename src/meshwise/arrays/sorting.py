@@ -28,12 +28,12 @@ from meshwise.arrays.views import axis_of
 
 
 def sort(x: Array, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
-    """Sort `x` along `axis`, or flattened for None; nan is greater than all numbers. Always stable."""
+    """Sort `x` along `axis`; None: the flattened array. nan is greater than all numbers. Always stable."""
     return _along(x, axis, descending, 0, "sort")
 
 
 def argsort(x: Array, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
-    """Return the indices in `x` that sort it along `axis`. Always stable."""
+    """Return the indices that sort `x` along `axis`. Always stable."""
     return _along(x, axis, descending, 1, "argsort")
 
 

@@ -120,7 +120,7 @@ def find_space(devices: Any, default_float: torch.dtype) -> Space:
 
 
 def _asked_of_ranks(devices: Any) -> tuple[str, int | None]:
-    """Return (kind, count) of the devices that are asked for; None for as many as there are."""
+    """Return (kind, count) of the devices that are asked for; count None: as many as there are."""
     if isinstance(devices, str) and not devices.startswith("cpu:"):
         request = parse_devices(devices)
         return request.kind or str(accelerators()[0]), None if "x" not in devices else request.count
@@ -130,7 +130,7 @@ def _asked_of_ranks(devices: Any) -> tuple[str, int | None]:
 
 @functools.cache
 def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype, here: tuple[int, ...]) -> Space:
-    """Return the shared space of these devices. here: the numbers of the local ones."""
+    """Return the shared `Space` of these devices. here: the numbers of the devices of this process."""
     if len(here) < len(devices):
         names = tuple(f"{devices[0].type}:{rank}" for rank in range(len(devices)))
         return Space(devices, names, here, default_float)

@@ -113,7 +113,7 @@ def matrix_rank(x: Array, /, *, rtol: Any = None) -> Array:
 
 
 def _cutoff(x: Array, s: Array, rtol: Any) -> Array:
-    """Return the limit below which singular values count as 0, with a last dim of 1."""
+    """Return the limit below which singular values count as 0, with a last dim of length 1."""
     if s.shape[-1] == 0:
         return s
     share = max(x.shape[-2:]) * torch.finfo(s.dtype).eps if rtol is None else rtol

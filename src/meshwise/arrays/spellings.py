@@ -106,7 +106,7 @@ def dot(x1: Any, x2: Any, /) -> Any:
 
 
 def transpose(x: Any, /, axes: Any = None) -> Any:
-    """Permute the dims: reversed, or in the order of `axes`."""
+    """Permute the dims: in reverse order, or in the order of `axes`."""
     x = as_array("transpose", x)
     return x.T if axes is None and len(x.shape) < 3 else x.transpose(axes or tuple(reversed(range(len(x.shape)))))
 
@@ -160,12 +160,12 @@ def isclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equa
 
 
 def allclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> bool:
-    """Return whether all elements are close. Waits for them."""
+    """Return whether all elements are close, as `isclose` says. Waits for the result."""
     return bool(isclose(x1, x2, rtol, atol, equal_nan=equal_nan).all())
 
 
 def array_equal(x1: Any, x2: Any, /) -> Any:
-    """Return whether shapes and elements are equal. Waits for them."""
+    """Return whether shapes and elements are equal. Waits for the result."""
     x1 = as_array("array_equal", x1)
     x2 = _names_of(x1).asarray(x2)
     return x1.shape == x2.shape and bool((x1 == x2).all())
@@ -212,7 +212,7 @@ def nan_to_num(
 
 
 def around(x: Any, /, decimals: int = 0) -> Any:
-    """Round to so many decimals, halves to even."""
+    """Round to this many decimals; halves are rounded to even."""
     x = as_array("round", x)
     rounded = elementwise.FUNCTIONS["round"]
     whole = x.dtype in WHOLE and decimals >= 0
@@ -226,7 +226,7 @@ def sort_in_place(x: Array, /, axis: int = -1) -> None:
 
 def item(x: Array, /, *index: Any) -> Any:
     """Return one element as a Python number: the only one, the one at these indices, or the one with this index in
-    the flattened array. Waits for it."""
+    the flattened array. Waits for the value."""
     if not index:
         return number(x)
     if len(index) == 1 and not isinstance(index[0], tuple):
@@ -255,13 +255,13 @@ def in_row_major_order(x: Any, /) -> Any:
 
 
 def cumsum(x: Any, /, axis: int | None = None, dtype: Any = None) -> Any:
-    """Sum up to each element along an axis; None: in the flattened array."""
+    """Return sums of all elements up to each one along an axis; None: in the flattened array."""
     x = as_array("cumsum", x)
     return _names_of(x).cumulative_sum(x.reshape(-1) if axis is None else x, axis=axis or 0, dtype=dtype)
 
 
 def cumprod(x: Any, /, axis: int | None = None, dtype: Any = None) -> Any:
-    """Multiply up to each element along an axis; None: in the flattened array."""
+    """Return products of all elements up to each one along an axis; None: in the flattened array."""
     x = as_array("cumprod", x)
     return _names_of(x).cumulative_prod(x.reshape(-1) if axis is None else x, axis=axis or 0, dtype=dtype)
 
@@ -288,7 +288,7 @@ def unique(
 
 
 def formatted(x: Array, how: str, /) -> str:
-    """Format for f-strings: an array without dims as its number."""
+    """Format an array for f-strings; an array without dims is formatted as a number."""
     return format(x.item() if how and not x.shape else str(x), how)
 
 

@@ -97,7 +97,7 @@ def std(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
 
 
 def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor]) -> Callable[..., Array]:
-    """Make argmax or argmin. pick: torch's, which takes the first of equal ones, nan before all. best: amax or amin."""
+    """Make argmax or argmin. pick: torch's own, which takes nan, else the first of equal values. best: amax or amin."""
 
     def argument(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
         x = as_array(name, x)
@@ -158,7 +158,7 @@ def _global(index: Tensor, part: int, x: Array, flat: bool) -> Tensor:
 
 
 def _choose(best: Callable[..., Tensor], values: Tensor, indices: Tensor) -> Tensor:
-    """Return the index of the best value over the first dim, which counts devices; the lowest of equal ones."""
+    """Return the index of the best value over the first dim, which counts devices; of equal values, the lowest one."""
     run = values.to(torch.uint8) if values.dtype is BOOL else values
     top = best(run, 0)
     equal = (run == top) | (run.isnan() & top.isnan() if run.is_floating_point() else False)
