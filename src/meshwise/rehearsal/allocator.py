@@ -20,15 +20,15 @@ from meshwise.rehearsal.constants import FIGURES
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Free, Work
 
 BLOCK = 512
-"""Sizes are rounded up to a multiple of it (kMinBlockSize)."""
+"""Sizes of blocks are multiples of this (kMinBlockSize)."""
 SMALL = 1 << 20
-"""The largest allocation of the small pool (kSmallSize); in the large pool, a remainder is split off only above it."""
+"""The largest allocation of the small pool (kSmallSize). The large pool splits off only larger remainders."""
 SMALL_SEGMENT = 2 << 20
 """The size of a segment of the small pool (kSmallBuffer)."""
 LARGE_SEGMENT = 20 << 20
-"""The size of a segment for an allocation of less than LARGE (kLargeBuffer)."""
+"""The size of a segment of the large pool for an allocation of less than LARGE (kLargeBuffer)."""
 LARGE = 10 << 20
-"""Allocations from here on get a segment of their own size (kMinLargeAlloc), rounded up to ROUND (kRoundLarge)."""
+"""From this size on, an allocation gets a segment of its size (kMinLargeAlloc), rounded up to ROUND (kRoundLarge)."""
 ROUND = 2 << 20
 
 
@@ -38,7 +38,7 @@ def rounded(size: int) -> int:
 
 
 def segment_size(size: int) -> int:
-    """Return the bytes taken from the device if no cached block fits (`get_allocation_size`). size: rounded."""
+    """Return the size of the segment to take from the device for a block of this size (`get_allocation_size`)."""
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
@@ -46,9 +46,9 @@ def segment_size(size: int) -> int:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The allocation that the cap refuses. place: of its event, counted over all works, -1 for memory held before.
+    """The allocation that fails because of the cap. place: index of its event over all works; -1: before the first.
 
-    short: how many bytes the cap lacks for its segment after all cached memory has been returned.
+    short: how many bytes more the cap would have to allow, after all cached memory was returned.
     """
 
     place: int
@@ -60,9 +60,9 @@ class OutOfMemory:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Peaks over the sequence, in bytes. allocated: of all blocks in use; reserved: of all segments, at event `place`.
+    """Peaks of a replay, in bytes. allocated: of blocks in use. reserved: of segments, reached at the event `place`.
 
-    retries: how often cached segments had to be returned to stay below the cap. failed: None if the cap held.
+    retries: how often cached segments were returned to stay below the cap. failed: None if no allocation failed.
     """
 
     allocated: int
@@ -95,7 +95,7 @@ class _Heap:
     at: dict[int, _Block] = field(default_factory=dict)
 
     def take(self, asked: int, stream: str) -> _Block | None:
-        """Return a block for `asked` bytes; None if the cap leaves no room for it."""
+        """Return a block for `asked` bytes; None if the cap does not allow the segment that it needs."""
         size = rounded(asked)
         small = size <= SMALL
         block = self._best(size, small, stream) or self._new(size, small, stream)
@@ -117,7 +117,7 @@ class _Heap:
         return block
 
     def give(self, block: _Block) -> None:
-        """Free a block: merge it with its free neighbours, and cache it."""
+        """Free a block: merge it with free neighbours in its segment, and cache the result."""
         self.allocated -= block.size
         block.free = True
         for other in (block.before, block.behind):
@@ -133,11 +133,11 @@ class _Heap:
         self._cache(block)
 
     def short_of(self, asked: int) -> int:
-        """Return the bytes that the cap lacks for a new segment."""
+        """Return the bytes by which a new segment for `asked` bytes would exceed the cap."""
         return 0 if self.cap is None else self.reserved + segment_size(rounded(asked)) - self.cap
 
     def _best(self, size: int, small: bool, stream: str) -> _Block | None:
-        """Return the smallest cached block of the stream that is large enough."""
+        """Remove from the cache and return the smallest block of the pool and stream that is large enough, or None."""
         cached = self.cached[small, stream]
         place = bisect_left(cached, (size, -1))
         if place == len(cached):
@@ -153,7 +153,7 @@ class _Heap:
         return _Block(whole, self.next_address - whole, stream, small)
 
     def _give_back(self) -> None:
-        """Return segments to the device that consist of one free block."""
+        """Return all segments without a block in use to the device."""
         for cached in self.cached.values():
             for key in list(cached):
                 block = self.at[key[1]]
@@ -173,10 +173,10 @@ class _Heap:
 
 
 def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] = ()) -> Replayed:
-    """Replay these steps of one rank, such as the first and a later one, and return what the allocator reserves.
+    """Replay the allocations of some steps of one rank, such as the first and a later one, and return the peaks.
 
     cap: bytes that all segments may take, as `torch.cuda.set_per_process_memory_fraction` sets. first: sizes that are
-    allocated before all else and stay, such as a workspace. Storages keep their numbers from step to step.
+    allocated at the beginning and stay, such as a workspace. A storage has the same number in all of the works.
     """
     heap = _Heap(cap)
     blocks: dict[int, _Block] = {}
@@ -219,8 +219,8 @@ def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[tuple[int, 
 
 @dataclass(frozen=True)
 class Total:
-    """Bytes in use on the device, as nvidia-smi shows: low and high are an 80 % interval. parts: by name, `reserved`,
-    `context`, `communicators`."""
+    """Bytes that a process takes of a device, as nvidia-smi shows them. low, high: an 80 % interval. parts: the bytes
+    by name: `reserved`, `context`, `communicators`."""
 
     bytes: int
     low: int
@@ -229,8 +229,8 @@ class Total:
 
 
 def reserved_on(works: Sequence[Work], name: str, capacity: int | None = None) -> int:
-    """Return the bytes that the allocator holds after these steps on a part of this name, with cuBLAS's workspace.
-    capacity: of the device, where cached memory is returned before an allocation fails."""
+    """Return the peak of the bytes that the allocator reserves in these steps. name: of the part in the catalog.
+    capacity: bytes of the device; near them, the allocator returns cached memory before an allocation fails."""
     known = part(name)
     first = [workspace(known.architecture if known else "")]
     reserved = replay(works, first=first).reserved
@@ -245,12 +245,12 @@ def reserved_on(works: Sequence[Work], name: str, capacity: int | None = None) -
 
 
 def workspace(architecture: str) -> int:
-    """Return the bytes of cuBLAS's workspace, which torch allocates with the first matmul."""
+    """Return the bytes of the cuBLAS workspace, which torch allocates before the first matmul."""
     return int(FIGURES[f"workspace.{'hopper' if architecture in ('hopper', 'blackwell') else 'other'}"].value)
 
 
 def device_total(reserved: int, work: Work) -> Total:
-    """Return what the process takes of a GPU: the allocator's segments, the context and its groups' communicators."""
+    """Return what a process takes of a GPU: segments of the allocator, the CUDA context, communicators of NCCL."""
     groups: set[tuple[int, ...]] = set()
     peers: set[int] = set()
     for launch in work.launches:

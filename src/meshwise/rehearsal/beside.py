@@ -17,42 +17,42 @@ from meshwise.rehearsal.work import CollectiveOperation
 
 
 class Beside:
-    """The collectives of one step that overlap."""
+    """Tracks the collectives of a step that overlap with the program, and which launches must wait for them."""
 
     def __init__(self) -> None:
         self.running: dict[int, int] = {}
-        """The place of the launch that a storage belongs to, by the storage's number."""
+        """For each storage that a running collective uses: the index of that collective's launch."""
         self._works: dict[int, tuple[Any, int]] = {}  # by id, and kept, so that it stays its own
         self._pending: dict[str, set[int]] = defaultdict(set)
         self._groups: dict[tuple[int, ...], int] = {}
 
     def stream_of(self, what: CollectiveOperation) -> str:
-        """Return the name of the stream that it runs in."""
+        """Return the name of the stream in which a collective, send or receive runs."""
         if what.kind in ("send", "receive"):
             return f"{what.kind}s"
         return f"collectives {self._groups.setdefault(what.ranks, len(self._groups))}"
 
     def begin(self, place: int, storages: Iterable[int], work: Any) -> None:
-        """Note that the launch at `place` of the record overlaps with others from now on, using these storages."""
+        """Record that the launch at index `place` runs beside others from now on. work: its handle, if any."""
         self.running.update(dict.fromkeys(storages, place))
         if work is not None:
             self._works[id(work)] = work, place
 
     def wait(self, work: Any, stream: str, storages: Iterable[int]) -> None:
-        """Make the next launch in `stream` wait for this work, and for collectives on these storages."""
+        """Make the next launch in `stream` wait for the collective of this handle, and for those on these storages."""
         _, place = self._works.pop(id(work), (None, -1))
         self.wait_for(place, stream)
         for storage in storages:
             self.wait_for(self.running.get(storage, -1), stream)
 
     def wait_for(self, place: int, stream: str) -> None:
-        """Make the next launch in `stream` wait for the launch at `place`; below 0 there is none."""
+        """Make the next launch in `stream` wait for the launch at index `place`, if that is not negative."""
         if place >= 0:
             self._pending[stream].add(place)
             self.running = {storage: other for storage, other in self.running.items() if other != place}
 
     def after(self, stream: str, storages: Iterable[int]) -> set[int]:
-        """Return the launches that a launch in `stream` on these storages must wait for."""
+        """Return the indices of the launches that a new launch in `stream` on these storages must wait for."""
         for storage in storages:
             self.wait_for(self.running.get(storage, -1), stream)
         return self._pending.pop(stream, set())

@@ -23,7 +23,7 @@ class Bounds:
     """Lower bounds for the plans of one job on one machine."""
 
     def __init__(self, model: Facts, machine: Machine, cap: int | None) -> None:
-        """cap: as in `estimator`."""
+        """cap: bytes of each device that a step may take, if less than the device has."""
         self._model = model
         sizes = [device.memory for device in machine.devices]
         self.room = None if None in sizes else max(size for size in sizes if size is not None)
@@ -34,8 +34,8 @@ class Bounds:
         self._flops = 0.0
 
     def learn(self, found: Rehearsed) -> None:
-        """Learn from the first plan with equal ranks: the state's bytes for each byte of parameters, and the FLOPs of a
-        step."""
+        """Learn from a rehearsed plan, the first one with equal ranks: how many bytes the optimizer's state has for
+        each byte of parameters, and the FLOPs of a step."""
         plan, work = found.estimate.plan, found.traces[0].step
         simple = plan.devices == plan.data * plan.shard and not plan.shares
         if self._flops or plan.zero1 or plan.offload or not simple:
@@ -45,7 +45,7 @@ class Bounds:
         self._flops = work.flops * plan.devices * once
 
     def too_large(self, plan: Plan) -> str:
-        """Say why the plan cannot fit, whatever its activations take; empty if it may fit."""
+        """Return why the plan cannot fit, even without activations; empty if it may fit."""
         if self.room is None or plan.offload or plan.param_dtype is not None:
             return ""
         ways = plan.shard * plan.tensor * plan.pipeline * plan.expert

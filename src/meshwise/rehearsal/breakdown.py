@@ -18,15 +18,15 @@ from meshwise.rehearsal.simulate import Step
 from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation
 
 KINDS = ("computing", "communication", "copies", "waiting", "launches", "idle")
-"""What a rank does at a moment: an operator; exposed communication; a copy; waiting for other ranks (also a pipeline's
-bubble); waiting for the host's launches; anything else."""
+"""What a rank does at a moment: an operator; communication that is not overlapped; a copy; waiting for other ranks (a
+pipeline's bubble too); waiting for the host to launch; anything else."""
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """The seconds of one rank until the whole step has ended, by kind, and by (phase, kind).
+    """The time of one rank until the step has ended on all ranks: seconds by kind, and by (phase, kind).
 
-    hidden: seconds of communication overlapped by computing, which are in no kind. operators: seconds by operator name.
+    hidden: seconds of communication that computing overlaps; no kind has them. operators: seconds by operator name.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class RankStep:
 
 
 def breakdown(step: Step, rank: int) -> RankStep:
-    """Break down the time of one simulated rank."""
+    """Return the time of one simulated rank by kind and phase."""
     done = step.done[rank]
     edges = _edges(done)
     begun = sorted(done, key=lambda one: one.start)
@@ -68,12 +68,12 @@ def breakdown(step: Step, rank: int) -> RankStep:
 
 
 def slowest_rank(step: Step) -> RankStep:
-    """Break down the time of the simulated rank that computes longest."""
+    """Return the time of the rank that computes longest, by kind and phase."""
     return max((breakdown(step, rank) for rank in step.ranks), key=lambda one: one.kinds["computing"])
 
 
 def _edges(done: tuple[Done, ...]) -> list[tuple[float, bool, int, str]]:
-    """Return (time, whether it begins, index of its kind, phase) in order of time; ends before beginnings."""
+    """Return (time, whether something begins or ends, index of its kind, phase) in order of time, ends first."""
     edges: list[tuple[float, bool, int, str]] = []
     for one in done:
         what = one.launch.what

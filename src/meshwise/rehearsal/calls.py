@@ -22,15 +22,15 @@ _WORDS: dict[type, str] = {
     torch.memory_format: "memory_format",
 }
 UNDRAWN = ("workspace", "reserve", "reserveSpace", "philox_seed", "rng_state")
-"""Arguments that only the preceding operator can fill: random ones end the process (oneDNN's LSTM, whose workspace has
-no elements on fake tensors). Other empty arguments are not read."""
+"""Arguments that must not be drawn at random, as only the preceding operator can fill them: random ones crash the
+process (oneDNN's LSTM, whose workspace has no elements on fake tensors)."""
 LEAST, MOST = 0.1, 1.0
-"""The range of the elements: none is zero, subnormal or negative, so that no operator is slower because of values."""
+"""The range of drawn floats: none is zero, subnormal or negative, as such values make some operators slower."""
 
 
 def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the call of a torch operator as JSON: its name with the overload, tensors by their sizes; empty if an
-    argument cannot be written or drawn."""
+    """Return a call of a torch operator as JSON: its name with the overload, and its arguments, tensors by shape,
+    strides and dtype. Return an empty text if an argument cannot be written, or not be drawn again."""
     given = named_arguments(func, tuple(args), dict(kwargs))
     held = {name: one for name in UNDRAWN if isinstance(one := given.get(name), Tensor)}
     if "workspace" in held or any(one.numel() for one in held.values()):
@@ -42,9 +42,9 @@ def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def made(call: str) -> Callable[[], object]:
-    """Return a function that calls that operator on new tensors of this processor, the same ones every time.
+    """Return a function that repeats a call on the CPU. call: from `call_of`. It draws tensors once, for all repeats.
 
-    Raises AttributeError if torch has no such operator here.
+    Raises AttributeError if this torch has no such operator.
     """
     name, args, kwargs = json.loads(call)
     operator = torch.ops
@@ -57,7 +57,7 @@ def made(call: str) -> Callable[[], object]:
 
 
 def bytes_of(call: str) -> int:
-    """Return the bytes of the tensors that `made` would make."""
+    """Return the bytes of the tensors that `made(call)` makes."""
 
     def of(one: Any) -> int:
         if isinstance(one, list):
@@ -110,14 +110,14 @@ def _tensor(shape: list[int], strides: list[int], dtype: torch.dtype, bound: int
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements from a tensor's first to its last in memory."""
+    """Return how many elements of memory a tensor of this shape and strides extends over."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _indices_below(name: str, args: Sequence[Any]) -> int:
-    """Return a limit for integers that may be indices: the rows of an embedding, else a tensor's shortest side."""
+    """Return a limit below which drawn integers are valid indices: the rows of an embedding, or a shortest side."""
     if "embedding_dense_backward" in name:
         return max(int(args[2]), 1)
     first: list[int] = next((one["tensor"] for one in args if isinstance(one, dict) and "tensor" in one), [])

@@ -20,17 +20,17 @@ from meshwise.spec.plan import RECOMPUTES, Plan
 from meshwise.spec.plan_settings import plan_from_settings
 
 MICROBATCHES = 4
-"""Microbatches for each pipeline stage: the bubble is then under a fifth of the step (design of 1F1B: (p - 1) / m)."""
+"""Microbatches per pipeline stage. The bubble of 1F1B, (stages - 1) / microbatches, is then below a fourth."""
 MOST_TENSOR = 8
-"""The most devices that split a layer: beyond a host its collectives cost more than they save."""
+"""The largest `tensor` axis to search: beyond a host, its collectives cost more than they save."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """The plans to search. devices: counts of devices; per_host: devices of a host. batch: samples of the global batch.
-    settings: `field=value` texts that every plan has. allow: what may change numbers: `precision`, `microbatch` (under
-    batch norms). batch_norms: whether the model has some. cut: whether a step can be cut into microbatches and stages,
-    as a job's; a script's loop is its own."""
+    """Which plans to search. devices: numbers of devices. per_host: devices of a host. batch: size of the global batch.
+    settings: `field=value` texts that hold for every plan. allow: what may change the job's numbers: `precision`,
+    `microbatch` (with batch norms). batch_norms: whether the model has some. cut: whether a step can be cut into
+    microbatches and stages; True for a job, False for a script, which has its own loop."""
 
     devices: Sequence[int]
     per_host: int
@@ -42,18 +42,18 @@ class Space:
 
     @property
     def microbatches(self) -> bool:
-        """Whether more microbatches are searched than stages need."""
+        """Whether to search more microbatches than the pipeline stages need."""
         return self.cut and (not self.batch_norms or "microbatch" in self.allow)
 
     @property
     def fixed(self) -> set[str]:
-        """The fields that every plan has with given values."""
+        """The names of the fields that `settings` gives a value."""
         return {setting.partition("=")[0].strip() for setting in self.settings}
 
 
 def candidates(space: Space) -> list[Plan]:
-    """Yield the plans of each mesh that divides the global batch, with memory savings that cost at most a third of the
-    time: sharded plans that recompute come first, those for one device last."""
+    """Return the plans of each mesh that divides the global batch equally, also with recompute, ZeRO-1 and the like.
+    Plans on most devices come first; of these, those that split the model least and shard it most, with recompute."""
     found: dict[Plan, None] = {}
     for count in space.devices:
         for mesh in _meshes(count, space.per_host):
@@ -71,7 +71,7 @@ def candidates(space: Space) -> list[Plan]:
 
 
 def _edits(mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Yield what a mesh is combined with: recompute, and options that divide more of what a rank holds."""
+    """Yield the options to combine a mesh with: each kind of recompute, and what divides more of a rank's memory."""
     more: list[dict[str, Any]] = [{}]
     if mesh["tensor"] > 1:
         more.append({"sequence": True})
@@ -84,7 +84,7 @@ def _edits(mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
 
 
 def savers(plan: Plan, space: Space) -> list[Plan]:
-    """Return variants of `plan` that need less memory but more time, the cheapest first."""
+    """Return variants of `plan` that need less memory and more time, beginning with those that cost least time."""
     local = space.batch // plan.replicas
     more = [power for power in _powers(local) if power > plan.accumulate and local % power == 0]
     edits: list[dict[str, Any]] = [{"zero1": True}, {"recompute": "full"}]
@@ -102,7 +102,7 @@ def savers(plan: Plan, space: Space) -> list[Plan]:
 
 
 def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Plan | None:
-    """Return `start` with these values, if that is a valid plan."""
+    """Return `start` with these values, changed by the settings; None if that is not a valid plan."""
     try:
         return plan_from_settings(settings, replace(start, **values))
     except PlanError:
@@ -110,7 +110,7 @@ def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Pl
 
 
 def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
-    """Yield ways to lay `count` devices on the axes. `shard` is 1, all of the remaining devices, or those of a host."""
+    """Yield meshes of `count` devices, as sizes by axis. `shard` is 1, all remaining devices, or those in a host."""
     for tensor, pipeline in itertools.product(_powers(min(count, per_host, MOST_TENSOR)), _powers(count)):
         rest, over = divmod(count, tensor * pipeline)
         if over:
@@ -121,8 +121,8 @@ def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
 
 
 def _microbatches(mesh: Mapping[str, int], space: Space) -> list[int]:
-    """Return into how many microbatches a batch is cut: any power of two, at least one for each stage; if no more are
-    searched, only those that keep the stages busy, four for each."""
+    """Return the numbers of microbatches to search: all powers of two from the number of stages on; if more than stages
+    need are not searched, only the largest of at most four per stage."""
     local, stages = max(1, space.batch // (mesh["data"] * mesh["shard"])), mesh["pipeline"]
     possible = [power for power in _powers(local) if local % power == 0 and power >= stages]
     if space.microbatches:
@@ -131,7 +131,7 @@ def _microbatches(mesh: Mapping[str, int], space: Space) -> list[int]:
 
 
 def _divides(plan: Plan, batch: int) -> bool:
-    """Return whether every rank has as many samples of each microbatch as the others."""
+    """Return whether all ranks have equally many samples of each microbatch."""
     return batch % (plan.replicas * plan.accumulate) == 0
 
 

@@ -30,12 +30,12 @@ from meshwise.spec.timings import Timings, fitted, seconds_at
 POINT_TO_POINT = ("send", "receive")
 _NO_TIMES = fitted((1,), (1.0,))
 BEYOND = 4
-"""A table counts as measured up to so many times its largest size."""
+"""Up to this many times its largest size, a table's prices count as measured."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """How the ranks of a collective lie. share: the group's share of a host's bandwidth; each: ranks per host."""
+    """How the ranks of a collective are spread over hosts. each: ranks per host. share: of a host's bandwidth."""
 
     ranks: int
     hosts: int
@@ -44,9 +44,9 @@ class Group:
 
 
 def collective_seconds(collective: CollectiveOperation, machine: Machine) -> Priced | None:
-    """Return the seconds from when all ranks of the group have come until it has ended; None if a figure is unknown.
+    """Return the seconds of a collective, from when the last rank begins it to its end; None if a figure is unknown.
 
-    Ranks are positions in `machine.devices`. Raises ValueError for a rank that the machine does not have.
+    Ranks are indices of `machine.devices`. Raises ValueError for a rank that the machine does not have.
     """
     if max(collective.ranks, default=0) >= len(machine.devices):
         raise ValueError(f"rank {max(collective.ranks)} is not one of the {len(machine.devices)} of {machine.name}")
@@ -63,7 +63,7 @@ def collective_seconds(collective: CollectiveOperation, machine: Machine) -> Pri
 
 
 def group_of(ranks: Sequence[int], machine: Machine) -> Group:
-    """Return how the ranks lie on the hosts of the machine."""
+    """Return how the ranks are spread over the hosts of the machine."""
     on = Counter(machine.devices[rank].host for rank in ranks)
     devices = _devices_of_hosts(machine)
     share = min(count / devices[host] for host, count in on.items())
@@ -83,7 +83,7 @@ def _devices_of_hosts(machine: Machine) -> Counter[int]:
 
 
 def _measured(collective: CollectiveOperation, machine: Machine, group: Group, backend: str) -> Priced | None:
-    """Price from the machine's tables: for the same number of ranks, or scaled from another inside one host."""
+    """Price a collective by measurements of as many ranks, or on one host scaled from another number of ranks."""
     tables = [c for c in machine.collectives if c.kind == collective.kind and c.backend == backend]
     if not tables:
         return None
@@ -99,14 +99,14 @@ def _measured(collective: CollectiveOperation, machine: Machine, group: Group, b
 
 
 def _of_table(table: Timings, size: int) -> Priced:
-    """Price from a table; far beyond its end the spread is larger."""
+    """Price a size by a table of measurements, with a larger spread far beyond the table's largest size."""
     inside = size <= BEYOND * table.sizes[-1]
     spread = FIGURES["measured.collective" if inside else "measured.scaled"].spread
     return priced(seconds_at(table, size), spread, MEASURED, COMMUNICATION)
 
 
 def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
-    """Scale a ring's time to other ranks: latency by its steps, the rest by the bytes on its busiest link."""
+    """Scale a measured ring to another number of ranks: its latency by steps, the rest by bytes on the busiest link."""
     whole = seconds_at(table.timings, size)
     latency = min(seconds_at(table.timings, 1), whole)
     steps = (ranks - 1) / (table.ranks - 1)
@@ -114,7 +114,7 @@ def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
 
 
 def _send(collective: CollectiveOperation, machine: Machine, backend: str) -> Priced | None:
-    """Price one message from the first rank to the second."""
+    """Price one message from the first rank to the second; None if a figure is unknown."""
     source, target = (machine.devices[rank] for rank in collective.ranks[:2])
     if source.host == target.host:
         link, share = link_between(machine, source.name, target.name), 1.0
@@ -153,7 +153,7 @@ def _modelled_send(
 
 
 def _nccl(collective: CollectiveOperation, machine: Machine, group: Group) -> Priced | None:
-    """Return the least time over NCCL's algorithms and protocols."""
+    """Price a collective of NCCL by its fastest algorithm and protocol; None if a link's rate is unknown."""
     inside = _inside(collective.kind, machine, group)
     across = _across(machine, group)
     if (group.each > 1 and inside is None) or (group.hosts > 1 and across is None):
@@ -182,7 +182,7 @@ Rate = tuple[float, float, str, str]
 
 
 def _inside(kind: str, machine: Machine, group: Group) -> Rate | None:
-    """Return the rate of a ring inside one host; None if unknown, or if the group has one rank per host."""
+    """Return the rate of a ring inside a host; None if it is unknown, or if the group has one rank per host."""
     if group.each < 2:
         return None
     return _ring_rate(kind, machine, group.each)
@@ -213,7 +213,7 @@ def _one_host(machine: Machine) -> Machine:
 
 
 def _across(machine: Machine, group: Group) -> Rate | None:
-    """Return the group's rate between hosts: its share of the bandwidth of the slowest host."""
+    """Return the group's rate between hosts: its share of what a host can send. None: one host, or unknown."""
     if group.hosts < 2:
         return None
     link = link_between(machine, NODE, NODE) or link_between(machine, f"{NODE}0", f"{NODE}1")
@@ -224,7 +224,7 @@ def _across(machine: Machine, group: Group) -> Rate | None:
 
 
 def _algorithms(kind: str, machine: Machine, group: Group, hardware: str) -> list[tuple[str, float]]:
-    """Return NCCL's algorithms for this collective, each with its rate relative to a ring's."""
+    """Return the algorithms that NCCL has for this collective, each with its rate relative to that of a ring."""
     found = [("ring", 1.0)]
     if kind == "all-reduce":
         found.append(("tree", 0.9))
@@ -241,7 +241,7 @@ def _algorithms(kind: str, machine: Machine, group: Group, hardware: str) -> lis
 
 
 def _latency(kind: str, group: Group, hardware: str, algorithm: str, protocol: int) -> float:
-    """Sum the seconds of the hops, as `ncclTopoTuneModel` does; infinite if the algorithm lacks the protocol."""
+    """Return the latency in seconds, summed over hops as in `ncclTopoTuneModel`; infinite without such a protocol."""
     none = (NEVER, NEVER, NEVER)
     inside, across = (HOP.get((link, algorithm), none)[protocol] for link in (hardware, "network"))
     twice = 2 if kind == "all-reduce" else 1
@@ -258,7 +258,7 @@ def _latency(kind: str, group: Group, hardware: str, algorithm: str, protocol: i
 
 
 def _all_to_all(collective: CollectiveOperation, group: Group, inside: Rate | None, across: Rate | None) -> Priced:
-    """Price an exchange of equal parts between all ranks, inside hosts and between hosts at the same time."""
+    """Price an all-to-all of equal parts. Messages inside hosts and between hosts are sent at the same time."""
     part_of_rank = collective.size / group.ranks
     legs: list[tuple[float, float, str]] = []
     if inside is not None:
@@ -287,11 +287,11 @@ _STEPS: dict[str, Callable[[int], tuple[float, float]]] = {
     "all-to-all": lambda n: (n - 1, (n - 1) / n),
     "broadcast": lambda n: (math.ceil(math.log2(n)), math.ceil(math.log2(n))),
 }
-"""The number of messages one after the other, and how much of the tensor they carry together."""
+"""For each collective of gloo over n ranks: how many messages follow each other, and their total size in tensors."""
 
 
 def _gloo(collective: CollectiveOperation, machine: Machine, group: Group) -> Priced | None:
-    """Price rings of messages: inside a host as measured between two processes, between hosts at the network's rate."""
+    """Price a collective of gloo as messages in a row: in a host as measured of two processes, else by the network."""
     if collective.kind not in _STEPS:
         return None
     steps, carried = _STEPS[collective.kind](group.ranks)
@@ -312,7 +312,7 @@ def _gloo(collective: CollectiveOperation, machine: Machine, group: Group) -> Pr
 
 
 def _pair(machine: Machine) -> Timings | None:
-    """Return gloo's measurement between two processes of one host: the slowest pair."""
+    """Return what was measured of gloo between two processes of a host, for the slowest pair; None if nothing was."""
     tables = [link.timings["gloo"] for link in machine.links if "gloo" in link.timings and link.kind != "network"]
     return max(tables, key=lambda table: seconds_at(table, 1 << 20)) if tables else None
 
@@ -335,6 +335,6 @@ def _gloo_across(machine: Machine, group: Group, steps: float, message: float) -
 
 
 def _mixed(one: float, one_spread: float, other: float, other_spread: float) -> float:
-    """Return the spread of a sum."""
+    """Return the spread of a sum of two times."""
     total = one + other
     return (one * one_spread + other * other_spread) / total if total > 0 else 1.0

@@ -20,7 +20,7 @@ OURS = "our judgement, no source"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """value, and spread: in 80 of 100 cases the truth is from value / spread to value * spread. source: in words."""
+    """A constant. In 80 of 100 cases the truth is between value / spread and value * spread. source: in words."""
 
     value: float
     spread: float
@@ -128,11 +128,11 @@ FIGURES: Mapping[str, Figure] = {
 }
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.65))
-"""Tiles of a matmul (rows, columns), and the rate inside each as a share of the best one's."""
+"""Tile sizes of a matmul: (rows, columns, rate as a share of the best tile's)."""
 LL, LL128, SIMPLE = 0, 1, 2
 NEVER = float("inf")
 BASE = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4), "nvls": (NEVER, NEVER, 8.4), "pat": (NEVER, NEVER, 8.4)}
-"""Microseconds before the first byte, by algorithm and protocol (LL, LL128, Simple); NEVER: no such combination."""
+"""NCCL's base latency in microseconds, by algorithm, for the protocols LL, LL128, Simple. NEVER: not available."""
 HOP = {
     ("nvlink", "ring"): (0.6, 1.9, 3.4),
     ("nvlink", "tree"): (0.6, 1.25, 4.0),
@@ -143,20 +143,20 @@ HOP = {
     ("network", "tree"): (5.0, 8.5, 14.0),
     ("network", "pat"): (NEVER, NEVER, 14.0),
 }
-"""Microseconds per hop, by link, algorithm and protocol. xGMI counts as NVLink."""
+"""NCCL's latency per hop in microseconds, by link and algorithm, for LL, LL128, Simple. xGMI counts as NVLink."""
 PROTOCOL = (0.25, 0.92, 1.0)
-"""The share of the bus bandwidth that each protocol reaches."""
+"""The share of the bus bandwidth that each protocol reaches: LL, LL128, Simple."""
 IN_NETWORK = {4: 0.767, 5: 0.875, 6: 0.922, 7: 0.973, 8: 1.0}
-"""NVLS with fewer ranks, relative to its best: stas00/ml-engineering@744d01e18b, network, all-reduce on H200."""
+"""NVLS's rate by ranks, relative to 8 ranks: stas00/ml-engineering@744d01e18b, network, all-reduce on H200."""
 
 
 def figure(name: str) -> Figure:
-    """Return the figure of this name."""
+    """Return the constant of this name, such as `matmul.hopper`."""
     return FIGURES[name]
 
 
 def digest() -> str:
-    """Return twelve hexadecimal digits that change if any constant does."""
+    """Return a hash of all constants, in twelve hexadecimal digits."""
     table = [(name, one.value, one.spread) for name, one in sorted(FIGURES.items())]
     text = repr((table, TILES, BASE, sorted(HOP.items()), PROTOCOL, sorted(IN_NETWORK.items())))
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -20,10 +20,10 @@ from meshwise.spec.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A launch and its price. host: the price of launching it; share, blocks, number: as in `Item`.
+    """A launch and its price. host: the price for the host to launch it. share, blocks, number: as in `Item`.
 
-    joins: it directly follows the launch before it on its stream, and nothing waits for that one.
-    """
+    joins: whether it can be played as one with the launch before: both are operators of one stream, and no launch
+    waits for the first."""
 
     launch: Launch
     place: int
@@ -36,7 +36,7 @@ class Cost:
 
 
 def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
-    """Return the launches of a step with their prices; None if one is unknown."""
+    """Return the launches of a step with their prices; None if one of the prices is unknown."""
     found: list[Cost] = []
     numbers: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
     awaited = {place for launch in work.launches for place in launch.after}
@@ -75,9 +75,9 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
 
 
 def items(costs: Sequence[Cost], ends: Mapping[str, str], merged: bool = False) -> list[Item]:
-    """Return the items to simulate. ends: by factor, `low` or `high` to take prices from that end of intervals.
+    """Return the items to simulate. ends: the factors whose prices are taken from the `low` or `high` interval end.
 
-    merged: join consecutive operators to one item. It takes as long as they do, including the host's launches.
+    merged: whether to join consecutive operators to one item, which takes as long, with the host's time to launch them.
     """
     if not merged:
         return [_item(cost, ends) for cost in costs]
@@ -98,7 +98,7 @@ def _rows(costs: Sequence[Cost]) -> Iterator[Sequence[Cost]]:
 
 
 def _joined(row: Sequence[Cost], ends: Mapping[str, str]) -> Item:
-    """Join operators to one item. late: an operator cannot begin before its launch, and delays those behind it."""
+    """Join operators to one item. late: when the last can end, as each begins after its launch and the one before."""
     host = late = seconds = 0.0
     for cost in row:
         own = _at(cost.price, ends)

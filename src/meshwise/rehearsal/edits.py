@@ -16,8 +16,8 @@ from meshwise.spec.plan import Plan
 
 @dataclass(frozen=True)
 class Edit:
-    """A plan compared with another. changes: the fields that differ, with new values. memory: additional bytes;
-    seconds: additional time as a share of the step, None if times are unknown. fits: as `Memory.verdict`."""
+    """A small change of a plan and its effect. changes: the changed fields, with new values. memory: additional bytes.
+    seconds: additional time as a share of the step; None if unknown. verdict: whether the changed plan fits."""
 
     changes: dict[str, Any]
     memory: float
@@ -26,8 +26,8 @@ class Edit:
 
 
 def edits(of: Estimate, others: Sequence[Estimate]) -> list[Edit]:
-    """Return those of `others` that differ from `of` in one or two fields, on the same devices, and save memory or
-    time: in order of time, each saving more memory than those before it."""
+    """Compare a plan with those of `others` on as many devices that differ in one or two fields and save memory or
+    time. Return the changes in order of time, without those that save no more memory than a faster one."""
     found: list[Edit] = []
     for other in others:
         changes = _changes(of.plan, other.plan)

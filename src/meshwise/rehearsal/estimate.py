@@ -18,7 +18,7 @@ VERDICTS = (FITS, TOO_CLOSE, UNKNOWN, TOO_LARGE)
 
 @dataclass(frozen=True)
 class Range:
-    """A figure and its 80 % interval."""
+    """A predicted figure and its 80 % interval."""
 
     value: float
     low: float
@@ -27,10 +27,10 @@ class Range:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of the rank that needs most, in bytes. total: of the device, with memory outside of the allocator.
-    allocated: the peak of tensors, by category at that moment. reserved: what the allocator holds for them. host: the
-    peak in host memory. capacity: of the device; None if unknown. kept: for a job, the size of this rank's state that
-    `--redundancy 1` keeps in host memory."""
+    """Memory of the rank that needs most, in bytes. total: all that it takes of the device. allocated: the peak of its
+    tensors. categories: that peak by category. reserved: what the allocator takes for them. host: the peak in host
+    memory. capacity: of the device; None if unknown. kept: for a job, what `--redundancy 1` keeps of this rank's state
+    in host memory."""
 
     rank: int
     total: Range
@@ -43,12 +43,12 @@ class MemoryEstimate:
 
     @property
     def filled(self) -> float:
-        """How full the device is; bytes, if its capacity is unknown."""
+        """The share of the device's memory that is needed; if its capacity is unknown, the bytes that are needed."""
         return self.total.value / (self.capacity or 1)
 
     @property
     def verdict(self) -> str:
-        """One of VERDICTS: a plan fits if the upper end of the interval does."""
+        """One of VERDICTS: a plan fits if the upper end of its interval is within the capacity."""
         if self.capacity is None:
             return UNKNOWN
         if self.total.high <= self.capacity:
@@ -58,10 +58,10 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of one plan on one machine. seconds: of a step; None if the machine's speed is unknown, with
-    `unknown` why. parts: seconds of the slowest rank's step by what it does. notes: what the plan says of the program.
-    samples: of the global batch. dtype: in which most is computed; empty if no FLOPs are known. balanced: shares of the
-    batch with which unequal devices would compute equally long; empty if all are equal."""
+    """The estimate of one plan on one machine. seconds: of a step; None if that is unknown, for the reason `unknown`.
+    parts: seconds of the slowest rank by what it does. notes: remarks on the program under this plan. samples: of the
+    global batch. dtype: in which most FLOPs are computed; empty if there are none. balanced: shares of the batch with
+    which unequal devices would compute equally long; empty if all devices are equal."""
 
     plan: Plan
     memory: MemoryEstimate
@@ -75,11 +75,11 @@ class Estimate:
 
     @property
     def rate(self) -> float | None:
-        """Samples per second, if both are known."""
+        """Samples per second; None if samples or seconds are unknown."""
         return self.samples / self.seconds.value if self.samples and self.seconds and self.seconds.value else None
 
     @property
     def rank_key(self) -> tuple[int, float, float]:
-        """A sort key, smaller is better: plans that fit first, then by time."""
+        """A key to sort estimates, best first: by verdict, then by time, then by memory."""
         seconds = float("inf") if self.seconds is None else self.seconds.value
         return VERDICTS.index(self.memory.verdict), seconds, self.memory.total.value

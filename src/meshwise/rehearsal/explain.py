@@ -22,17 +22,17 @@ from meshwise.spec.machine import DEVICE, Machine, link_between
 
 LAUNCHES, WAITING, IDLE, TO_HOST = "launches", "waiting for other ranks", "idle", "link to the host"
 MOST = 8
-"""How many operators are named, and how many collectives."""
+"""The largest number of operators to name, and of collectives."""
 
 
 @dataclass(frozen=True)
 class Costly:
-    """Equal launches of a rank. what: an operator with its shapes, or a collective with its ranks; times: in a step;
-    seconds: of all of them.
+    """Equal launches of a rank in a step. what: an operator with its shapes, or a collective with its ranks. times:
+    number of launches. seconds: of all of them.
 
-    bytes: per launch, what an operator moves, or the full tensor of a collective. rate: of an operator FLOP/s if its
-    price depends on them, else bytes/s; of a collective bytes/s of bus bandwidth. limit: `compute`, `memory`, or a
-    link. origin: of the price, `measured` with its date if known, `catalog` or `model`.
+    bytes: of each launch: what the operator moves, or the collective's full tensor. rate: of an operator, FLOP/s if
+    compute limits it, else bytes/s; of a collective, its bus bandwidth in bytes/s. limit: `compute`, `memory`, or a
+    link. origin: of the price: `measured` with the date if known, `catalog` or `model`.
     """
 
     what: str
@@ -47,8 +47,8 @@ class Costly:
 @dataclass(frozen=True)
 class Explanation:
     """The explanation of one plan's step. time: of the rank that computes longest. limits: its seconds by what limits
-    them, adding up to the step: `compute`, `memory`, links, and time without a price of its own. factors: seconds that
-    the step is longer if all prices of a kind are at the upper end of their interval. runner_up: the next best plan."""
+    them (`compute`, `memory`, links, waiting and so on), which add up to the step. factors: by how many seconds the
+    step is longer if all prices of a kind are at the upper end of their interval. runner_up: the next best plan."""
 
     estimate: Estimate
     time: RankStep
@@ -60,7 +60,7 @@ class Explanation:
 
 
 def explain(estimate: Estimate, step: Step, prices: Prices, runner_up: Estimate | None = None) -> Explanation:
-    """Explain the step of an estimate."""
+    """Explain where the time of a plan's simulated step goes."""
     time = slowest_rank(step)
     done = step.done[time.rank]
     operators = _costly([one for one in done if isinstance(one.launch.what, Operation)], time.rank, prices)
@@ -70,7 +70,7 @@ def explain(estimate: Estimate, step: Step, prices: Prices, runner_up: Estimate 
 
 
 def link_words(machine: Machine, ranks: Sequence[int]) -> str:
-    """Name the slowest link among these ranks: `NVLink4 x18`, `network`; or say that its kind is unknown."""
+    """Return words for the slowest link among these ranks: `NVLink4 x18`, `network`, `a link that is not known`."""
     devices = [machine.devices[rank] for rank in ranks]
     if len({device.host for device in devices}) > 1:
         return "network"
@@ -80,7 +80,7 @@ def link_words(machine: Machine, ranks: Sequence[int]) -> str:
 
 
 def _limits(done: Sequence[Done], time: RankStep, prices: Prices) -> dict[str, float]:
-    """Split computing by what its operators' prices depend on, and exposed communication by links."""
+    """Return the rank's seconds by what limits them, largest first. Overlapped communication is not in them."""
     computing: dict[str, float] = defaultdict(float)
     links: dict[str, float] = defaultdict(float)
     for one in done:
@@ -108,7 +108,7 @@ def _limit(what: What, rank: int, prices: Prices) -> str:
 
 
 def _costly(done: Sequence[Done], rank: int, prices: Prices) -> tuple[Costly, ...]:
-    """Group equal launches, the most expensive first."""
+    """Group equal launches, and return the groups, those that take most time first."""
     seconds: dict[What, float] = defaultdict(float)
     times = Counter(one.launch.what for one in done)
     for one in done:
@@ -137,7 +137,7 @@ def _told(what: What, times: int, seconds: float, rank: int, prices: Prices) -> 
 
 
 def operation_words(what: Operation) -> str:
-    """Name an operation: `mm 4096×4096, 4096×512 bf16`; of many tensors the first two."""
+    """Format an operator as `mm 4096×4096, 4096×512 bf16`, with the shapes of at most two tensors."""
     shapes = ["×".join(map(str, shape)) or "1" for shape in what.shapes[:2]]
     more = f" and {len(what.shapes) - 2} more" if len(what.shapes) > 2 else ""
     dtype = what.dtypes[0] if what.dtypes else ""

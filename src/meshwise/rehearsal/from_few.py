@@ -38,17 +38,17 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 
 FEW = 3
-"""Groups of blocks per stage in the shorter model: the first and the last differ from those between. One more if blocks
-communicate, or earlier stages are skipped: a shard holds up to three at once, the running one, the next one's
-parameters and the previous one's gradients."""
+"""Groups of blocks per stage in the shorter model: the first and the last differ from those between. Plans on several
+devices need one more: a shard holds memory of up to three blocks at once, the running one, the next one's parameters
+and the previous one's gradients."""
 FEW_MICROBATCHES = 3
-"""Microbatches of a shorter step: the first and the last differ from those between. Each later stage adds a waiting
-backward; under 1F1B two, so that each refers to one that is itself repeated."""
+"""Microbatches of the shorter step: the first and the last differ from those between. Each further pipeline stage
+needs one more, or two under 1F1B."""
 
 
 @dataclass(frozen=True)
 class Depth:
-    """Groups of blocks on a stage: own, all of them; few, those of the shorter model. stages: their number."""
+    """How many groups of blocks a stage has: own in the real model, few in the shorter one. stages: their number."""
 
     own: int
     few: int
@@ -57,8 +57,8 @@ class Depth:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts on a model: its equal blocks, whether it has batch norms, the bytes of its parameters and of the trained
-    ones, the number of float32 parameters, and the size of a forward of the global batch."""
+    """What is known of a model. stretch: its equal blocks. batch_norms: whether it has some. parameters, trained: bytes
+    of all parameters and of trained ones. wide: number of float32 parameters. forward: its size for a global batch."""
 
     stretch: Stretch | None
     batch_norms: bool
@@ -69,15 +69,15 @@ class Facts:
 
 
 class Tracer:
-    """Traces a job's plans, as `trace` does."""
+    """Traces plans of a job, as `trace` does, but from few blocks and microbatches if the result is the same."""
 
     def __init__(self, job: Job) -> None:
-        """Opens the data once, for all plans and stages, and reads it without extra processes."""
+        """The data is opened once for all plans, and read without worker processes."""
         self.job = replace(job, data=functools.cache(job.data), loader_workers=0)
         self.batch_size = job.batch_size
 
     def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = ()) -> list[Trace]:
-        """Trace a plan. Raises the same errors as `trace`."""
+        """Trace a plan, and return one trace for each kind of rank. Raises the same errors as `trace`."""
         few = microbatches_of(plan)
         if few is not None and self._reads_alike(plan):
             part = self.batch_size // plan.accumulate
@@ -94,7 +94,7 @@ class Tracer:
         return self._replayed(self.job, plan, kind, speeds)
 
     def _replayed(self, job: Job, plan: Plan, kind: str, speeds: Sequence[Hashable]) -> list[Trace]:
-        """Return traces of all blocks and microbatches, extended from few blocks if that is exact."""
+        """Trace a plan; trace few blocks and extend the traces to all of them if the result is the same."""
         stretch = None
         with contextlib.suppress(MeshwiseError):  # as the trace of the whole model will say
             stretch = self.model.stretch
@@ -111,7 +111,7 @@ class Tracer:
         return trace(job, plan, kind, speeds)
 
     def _reads_alike(self, plan: Plan) -> bool:
-        """Return whether rank 0 has microbatches of the same sizes in its first steps."""
+        """Return whether all microbatches of rank 0 in its first steps have tensors of the same shapes."""
         data = open_data(self.job, self.job.data(), "training set")
         if data.samples < STEPS * self.batch_size or self.batch_size % (plan.replicas * plan.accumulate):
             return False
@@ -121,7 +121,7 @@ class Tracer:
         return len({tuple((t.shape, t.dtype) for t in tensors_in(batch)) for batch in batches}) == 1
 
     def _batch(self) -> Any:
-        """Return the first batch, on fake tensors."""
+        """Return the first global batch as fake tensors."""
         with real_values():
             data = open_data(self.job, self.job.data(), "training set")
             order = epoch_order(self.job.seed, 0, data.samples)
@@ -131,7 +131,7 @@ class Tracer:
 
     @functools.cached_property
     def model(self) -> Facts:
-        """The facts known from the model's modules alone. Raises UsageError if it cannot be built."""
+        """The facts on the job's model, from building it and one forward. Raises UsageError if it cannot be built."""
         heard = Heard()
         with FakeTensors(heard.on_operator, stands_for_real=True), fake_without_values():
             try:
@@ -157,15 +157,15 @@ class Tracer:
 
 
 def microbatches_of(plan: Plan) -> int | None:
-    """Return how many microbatches a shorter step needs; None if tracing few saves nothing, or if a rank's stages
-    alternate."""
+    """Return how many microbatches to trace; None to trace all: if few save nothing, or if a rank's stages alternate
+    (interleaved), or if ranks have unequal shares."""
     few = FEW_MICROBATCHES + (plan.pipeline - 1) * (1 if plan.schedule == "gpipe" else 2)
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     return few if alike and plan.accumulate > 2 * few + 1 else None
 
 
 def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
-    """Return the depth to trace; None if tracing few blocks saves nothing, or would change what stages hold."""
+    """Return how many blocks to trace; None to trace all: if few save nothing, or would change a stage's content."""
     stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
     if (
         isinstance(plan.recompute, tuple)
@@ -178,13 +178,13 @@ def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
 
 
 def blocks_axis(stretch: Stretch) -> GrowthAxis:
-    """Return an axis that numbers the blocks of the stretch; the positions in their groups are equal. A rank also calls
-    the blocks of earlier stages, which pass on a shape: all of them are one stretch."""
+    """Return the axis along which a trace grows with more blocks: it numbers the groups of the stretch. A rank also
+    calls the blocks of earlier stages, which only pass on a shape; these are in the same stretch."""
     places = {name: place - stretch.start for place, name in enumerate(stretch.names)}
 
     @functools.cache
     def known(module: str) -> tuple[int, str]:
-        """Return the position of its block in the stretch, and the rest of its name after the block's; -1 outside."""
+        """Return the index of a module's block in the stretch (-1: outside), and its name within the block."""
         name = module
         while name and name not in places:
             name = name.rpartition(".")[0]

@@ -24,25 +24,25 @@ from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 
 PRODUCTS, RATE, MEMORY_RATE, LAUNCH = 0.7, 1e11, 1e10, 1e-5
-"""The share of the peak that matrix products reach; FLOP/s and bytes per second if no peak is known; seconds to launch
-an operator from Python."""
+"""The share of the peak FLOP/s that matrix products reach; FLOP/s and memory bytes/s if these are unknown; seconds to
+launch an operator from Python."""
 SPLIT = 8
-"""The most parts of a layer in small traces; the cost of other numbers is interpolated in one over the number."""
+"""The largest `tensor` axis in small traces. Costs for other sizes are interpolated linearly in 1 / size."""
 STATE = 2.0
-"""Bytes of optimizer state for each byte of trained parameters: Adam's."""
+"""Bytes of optimizer state for each byte of trained parameters, as Adam has them."""
 ADDED, STEPPED = 3, 7
-"""How often the bytes of gradients are read or written to accumulate them, and those of parameters in a step."""
+"""How often gradients are read or written when they are accumulated, and parameters in an optimizer step."""
 AGAIN = 1.25
-"""Factor for the traffic of split layers under recompute: one of a block's four collectives runs again."""
+"""How much more split layers communicate with recompute: one of a block's four collectives runs twice."""
 HELD = 1.1
-"""Factor between what tensors take and what the allocator holds."""
+"""How much more memory the allocator holds than the tensors take."""
 ALONE = 2
-"""Blocks whose gather or reduction overlaps with no computing: the first and the last."""
+"""How many blocks' gather or reduction overlaps with no computing: those of the first and of the last block."""
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A guess for a plan: seconds of a step and bytes of a device."""
+    """A guess of a plan's cost: seconds of a step, and bytes of memory on a device."""
 
     seconds: float
     memory: float
@@ -54,8 +54,8 @@ class Likely:
     def __init__(
         self, model: Facts, machine: Machine, batch: int, small: Callable[[Kind], Small | None] = lambda kind: None
     ) -> None:
-        """batch: global batch size. small: as made by `small_traces`; if it returns None, a block's cost is estimated
-        from the forward."""
+        """batch: global batch size. small: from `small_traces`; if it returns None for a kind, the cost of a block is
+        estimated from a forward of the model."""
         self._model, self._forward, self._batch = model, model.forward, batch
         self._prices, self._machine = Prices(machine), machine
         self._off: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -66,13 +66,13 @@ class Likely:
         self._parts = 1 << (min(SPLIT, len(machine.devices)).bit_length() - 1)
 
     def __call__(self, plan: Plan) -> Guess:
-        """Guess a plan's cost, corrected by the errors of guesses for similar plans."""
+        """Guess a plan's cost, corrected by how far off the guess for a similar plan was."""
         first = self._first(plan)
         seconds, memory = self._factors(plan)
         return Guess(first.seconds * seconds, first.memory * memory)
 
     def learn(self, found: Estimate) -> None:
-        """Learn from a plan that was rehearsed."""
+        """Remember how far off the guess was for a plan that was rehearsed."""
         first = self._first(found.plan)
         seconds = found.seconds.value / first.seconds if found.seconds is not None and first.seconds else 1.0
         for key in _likenesses(found.plan):
@@ -85,7 +85,7 @@ class Likely:
         return Guess(self._seconds(plan), self._bytes(plan))
 
     def _seconds(self, plan: Plan) -> float:
-        """Return the seconds of a step: the last stage's microbatches, exposed communication, and the update."""
+        """Return the seconds of a step: microbatches, communication that is not overlapped, and the optimizer."""
         count, stages = plan.accumulate, plan.pipeline
         rows, blocks = self._batch / (plan.replicas * count), max(self._forward.blocks / stages, 1)
         part = self._model.parameters / (plan.tensor * stages * plan.expert)
@@ -116,14 +116,14 @@ class Likely:
         return STEPPED * divided / self._memory_rate + sent
 
     def _gather(self, plan: Plan, part: float, blocks: float) -> float:
-        """Return the seconds to gather a stage's blocks; parameters of split layers in their stored dtype."""
+        """Return the seconds to gather the parameters of a stage's blocks; those of split layers as they are stored."""
         if plan.shard == 1:
             return 0.0
         size = part * (self._narrow(plan) if plan.tensor == 1 else 1)
         return blocks * self._one("all-gather", size / blocks, plan.shard, plan.within_samples)
 
     def _reduce(self, plan: Plan, part: float, blocks: float) -> float:
-        """Return the seconds to reduce their gradients."""
+        """Return the seconds to reduce the gradients of a stage's blocks."""
         apart, seconds = plan.within_samples, 0.0
         if plan.shard > 1:
             seconds += blocks * self._one("reduce-scatter", part / blocks, plan.shard, apart)
@@ -132,7 +132,7 @@ class Likely:
         return seconds
 
     def _together(self, computing: float, sent: float) -> float:
-        """Return the seconds of computing and communication together, each of which slows the other."""
+        """Return the seconds of computing and communicating at the same time, where each slows the other."""
         slower, longer = self._overlap.compute, self._overlap.communication
         if sent * longer < computing * slower:
             return computing + sent * longer * (1 - 1 / slower)
@@ -140,19 +140,19 @@ class Likely:
 
     @property
     def _hidden(self) -> float:
-        """Return the bytes that a block receives for a sample."""
+        """The bytes that a block gets as input for one sample."""
         return self._forward.inputs / max(self._forward.blocks, 1) / self._batch
 
     def _block(self, plan: Plan, rows: float) -> Small:
-        """Return a block's cost for so many samples, with the traffic of its split layers. Small traces have as many
-        samples as one device would have unsplit, so that their kernels are as full."""
+        """Return a block's cost for `rows` samples, with the communication of split layers. The small traces have as
+        many samples as a device would have in a plan without splits, so that kernels are as large."""
         word, parts, part, rows = plan.precision, self._parts, 1 / plan.tensor, rows / plan.context
         few = max(self._batch // len(self._machine.devices), 1)
         one, two, many = Kind(word, rows=few), Kind(word, rows=2 * few), Kind(word, parts, rows=parts * few)
         split = replace(many, sequence=plan.sequence) if plan.tensor > 1 else one
 
         def at(name: str) -> float:
-            """Return a part independent of the samples, such as casts of weights, plus a part proportional to them."""
+            """Return a cost: a part for any samples, such as casts of parameters, plus a part for each sample."""
             fixed = max(2 * few * (self._each(one, name) - self._each(two, name)), 0.0)
             whole = self._each(one, name) - fixed / few
             rest = self._between(whole, self._each(split, name) - fixed / few / parts**2, part)
@@ -180,18 +180,18 @@ class Likely:
         return Small(forward + sent / 2, backward + sends, at("outside"), sent, kept)
 
     def _each(self, kind: Kind, name: str) -> float:
-        """Return the cost per sample."""
+        """Return a cost of a small trace, per sample. name: of a field of `Small`."""
         return float(getattr(self._small(kind), name)) / kind.rows
 
     def _between(self, whole: float, split: float, part: float) -> float:
-        """Interpolate the cost of a split layer between the whole one and the one with most parts."""
+        """Interpolate the cost of a part of a layer between the costs of the whole layer and of its smallest part."""
         if part == 1 or self._parts == 1:
             return whole
         divided = (whole - split) / (1 - 1 / self._parts)
         return whole - divided + divided * part
 
     def _rough(self, kind: Kind) -> Small:
-        """Estimate from the model's forward: its products at a share of the peak, and its outputs read and written."""
+        """Estimate a block's cost from a forward: FLOPs at a share of the peak, and the bytes of its results."""
         forward, devices, word = self._forward, self._machine.devices, dtypes_of(kind.precision).computed
         rate = min(device.peak.get(word, 0.0) or RATE for device in devices) * PRODUCTS
         each = kind.rows / self._batch / max(forward.blocks, 1)
@@ -232,7 +232,7 @@ class Likely:
 
 
 def _inside(tensor: int, sequence: bool) -> float:
-    """Return a rank's share of a block's activations: a third of those between split layers is whole on all."""
+    """Return a rank's share of a block's activations: without `sequence`, a third of them is whole on every rank."""
     return 1 / tensor if sequence else 1 / 3 + 2 / 3 / tensor
 
 
@@ -242,6 +242,6 @@ def _collective(kind: str, size: int, ranks: int, apart: int) -> CollectiveOpera
 
 
 def _likenesses(plan: Plan) -> list[tuple[object, ...]]:
-    """Return keys by which plans are similar, the closest first."""
+    """Return keys that similar plans share, beginning with the key of the most similar plans."""
     mesh = plan.tensor > 1, plan.pipeline > 1, plan.shard > 1, plan.devices > 1
     return [(mesh, plan.recompute, plan.sequence), (mesh,), (plan.recompute,), ()]

@@ -36,17 +36,17 @@ from meshwise.rehearsal.work import Operation, Work
 from meshwise.spec.machine import Machine
 
 ADAM = 7
-"""The operators in a step of torch's Adam on one parameter without weight decay: lerp_, mul_, addcmul_, sqrt, div,
-add_, addcdiv_."""
+"""The number of operators in a step of torch's Adam on one parameter without weight decay: lerp_, mul_, addcmul_,
+sqrt, div, add_, addcdiv_."""
 MEMORY_RATE = "bytes a second of a copy"
 PROGRAM, DTENSOR = "what a program adds to an operator", "what DTensor adds to an operator"
 
 
 class OperatorTimes:
-    """Measured seconds of operators on this machine's processor. An instance can be the `known` of `kernel_seconds`."""
+    """Measured seconds of operators on this processor, cached in a file. Can be the `known` of `kernel_seconds`."""
 
     def __init__(self, threads: int | None = None, folder: Path | None = None, workers: int = 1) -> None:
-        """threads: of a worker, by default torch's own number. folder: of the cache. workers: that compute at once."""
+        """threads: of a worker; default: torch's number. folder: of the cache. workers: how many compute at once."""
         self.threads, self.workers = threads or torch.get_num_threads(), workers
         facts = {"torch": torch.__version__, "processor": host_facts().processor, "threads": self.threads}
         facts |= {"workers": workers}
@@ -55,10 +55,10 @@ class OperatorTimes:
         self._facts = facts
         self._seconds, self._inside = _read(self.path)
         self.ended: dict[str, str] = {}
-        """What is to be said of calls that ended their process."""
+        """For each call that crashed the process that timed it: a sentence for the user."""
 
     def __call__(self, operation: Operation) -> float | None:
-        """Return the seconds of an operator that was measured; None for any other."""
+        """Return the measured seconds of an operator; None if it was not measured."""
         return self._seconds.get(operation.call) if operation.call else None
 
     def inside(self, operation: Operation) -> int:
@@ -66,7 +66,7 @@ class OperatorTimes:
         return self._inside.get(operation.call, 0)
 
     def memory_rate(self) -> float:
-        """The bytes per second that a copy reads and writes."""
+        """Return the bytes/s that a copy in memory reads and writes; measure them if necessary."""
         if MEMORY_RATE not in self._seconds:
             with threads_set(self.threads):
                 self._remember({MEMORY_RATE: memory_rate(torch.device("cpu"), 0.1)})
@@ -74,17 +74,17 @@ class OperatorTimes:
 
     @property
     def program(self) -> float | None:
-        """Seconds that Python, modules and autograd add to an operator; None until measured."""
+        """The seconds that Python, modules and autograd add to each operator; None until they are measured."""
         return self._seconds.get(PROGRAM)
 
     @property
     def dtensor(self) -> float | None:
-        """Seconds that DTensor adds to an operator of an optimizer; None until measured."""
+        """The seconds that DTensor adds to each operator of an optimizer; None until they are measured."""
         return self._seconds.get(DTENSOR)
 
     def measure(self, works: Iterable[Work], budget: float = 20.0) -> int:
-        """Measure the unknown operators of these steps, those that take most time first, for about `budget` seconds;
-        return how many are left. Operators that cannot run here are skipped."""
+        """Measure the operators of these steps that are not measured yet for about `budget` seconds, the largest first.
+        Return how many are left. Skip operators that cannot run here."""
         works, known = list(works), {**self._seconds, **self.ended}
         waiting = [operation for operation in _most_first(works) if operation.call not in known]
         if waiting and budget:
@@ -113,7 +113,7 @@ class OperatorTimes:
         return left
 
     def _remember(self, found: dict[str, float], inside: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Store measurements, together with those that another process may have written meanwhile."""
+        """Add measurements to the cache, and keep those that another process has written to it meanwhile."""
         seconds, bytes_inside = _read(self.path)
         self._seconds = {**seconds, **self._seconds, **found}
         self._inside = {**bytes_inside, **self._inside, **inside}
@@ -130,11 +130,11 @@ def prices_here(
     folder: Path | None = None,
     workers: int | None = None,
 ) -> Prices:
-    """Return the prices of a machine of CPU workers; if its processor is this one, measure the operators of these steps
-    for about `budget` seconds, those that take most time first. Other machines' prices are unchanged.
+    """Return the prices of a machine of CPU workers. If its processor is this one, measure the operators of these steps
+    for about `budget` seconds, the largest first.
 
-    Operators that cannot be measured are priced by the memory rate, which is measured too if unknown. workers: that
-    share the cores; by default the devices of a host.
+    Operators that cannot be measured are priced by the memory rate, which is measured too if unknown. workers: how many
+    share the cores; by default as many as a host has devices.
     """
     device = machine.devices[0]
     if device.part not in ("cpu", host_facts().processor):
@@ -152,7 +152,7 @@ def prices_here(
 
 
 def said(times: OperatorTimes, works: Iterable[Work]) -> tuple[str, ...]:
-    """Describe operators of these steps that ended their process."""
+    """Return a sentence for each operator of these steps that crashed the process that timed it."""
     calls = {launch.what.call for work in works for launch in work.launches if isinstance(launch.what, Operation)}
     return tuple(
         dict.fromkeys(
@@ -162,12 +162,12 @@ def said(times: OperatorTimes, works: Iterable[Work]) -> tuple[str, ...]:
 
 
 def cache_folder() -> Path:
-    """Return `$XDG_CACHE_HOME/meshwise`, else `~/.cache/meshwise`."""
+    """Return the user's cache folder: `$XDG_CACHE_HOME/meshwise`, else `~/.cache/meshwise`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwise"
 
 
 def program_seconds() -> float:
-    """Measure by how many seconds per operator a small model's forward and backward exceed their operators alone."""
+    """Measure how many seconds per operator a small model's forward and backward take beyond those operators."""
     torch.manual_seed(0)
     width, depth = 16, 24
     layers = [torch.nn.Linear(width, width) for _ in range(depth)]
@@ -191,7 +191,7 @@ def program_seconds() -> float:
 
 
 def dtensor_seconds() -> float:
-    """Measure by how many seconds per operator an optimizer is slower on DTensors than on their parts."""
+    """Measure how many seconds per operator an optimizer takes longer on DTensors than on plain tensors."""
     with fake_world(0, 2):
         mesh = init_device_mesh("cpu", (2,))
 
@@ -206,14 +206,14 @@ def dtensor_seconds() -> float:
 
 
 def _most_first(works: Iterable[Work]) -> list[Operation]:
-    """Return each operator once, in descending order of its total FLOPs and bytes."""
+    """Return each different operator of these steps once, those with most FLOPs and bytes in all first."""
     counts = Counter(launch.what for work in works for launch in work.launches if isinstance(launch.what, Operation))
     callable_here = [operation for operation in counts if operation.call]
     return sorted(callable_here, key=lambda one: -counts[one] * (one.flops / 10 + one.read + one.written))
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, int]]:
-    """Read seconds, and bytes allocated inside."""
+    """Read a cache file: seconds by call, and bytes allocated internally by call; both empty if it is unreadable."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         seconds = {str(call): float(value) for call, value in table["seconds"].items()}

@@ -25,7 +25,7 @@ Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory allocated at once. place: of the event in `Work.events` that reached it, -1 before the first.
+    """The most bytes allocated at once. place: index in `Work.events` of the event that reached them; -1: the start.
 
     split: bytes by category, without empty ones. phase, module, microbatch: of the launch that the memory was for.
     """
@@ -40,8 +40,8 @@ class Peak:
 
 @dataclass(frozen=True)
 class Curve:
-    """Memory over a step. places: of the events that change it, ascending, first -1 for memory held when the step
-    begins. by_category: bytes after each, one row per place, one column per category, in the order of CATEGORIES."""
+    """Memory over a step. places: indices of the events that change it, ascending; the first is -1, for the memory held
+    when the step begins. by_category: bytes after each of them, with a column for each of CATEGORIES, in that order."""
 
     work: Work
     places: Bytes
@@ -49,13 +49,13 @@ class Curve:
 
     @property
     def total(self) -> Bytes:
-        """Bytes after each place."""
+        """The bytes of all categories after each of `places`."""
         total: Bytes = self.by_category.sum(axis=1)
         return total
 
     @cached_property
     def peak(self) -> Peak:
-        """Return the first moment of the most bytes."""
+        """The largest number of bytes, where it is first reached."""
         at = int(self.total.argmax())
         place = int(self.places[at])
         split = {name: int(size) for name, size in zip(CATEGORIES, self.by_category[at], strict=True) if size}
@@ -65,8 +65,8 @@ class Curve:
 
 
 def memory_curve(work: Work, on_host: bool = False) -> Curve:
-    """Return the memory of the device, or of its host, over the step. Raises ValueError for a storage that is freed
-    without having been allocated, or allocated twice."""
+    """Return the memory of the device (or of the host, if `on_host`) over a step. Raises ValueError if a storage is
+    freed that is not allocated, or allocated twice."""
     column = {name: number for number, name in enumerate(CATEGORIES)}
     unit = 1 if on_host or work.kind == "cpu" else 0
     alive: dict[int, tuple[int, int]] = {}
@@ -96,8 +96,8 @@ def memory_curve(work: Work, on_host: bool = False) -> Curve:
 
 
 def with_inside(work: Work, inside: Callable[[Operation], int]) -> Work:
-    """Add the memory that operators allocate internally while they run. The result is for memory only: places of
-    launches change. inside: bytes of an operator."""
+    """Return the step with the memory that operators allocate internally as events. inside: those bytes of an operator.
+    Use the result for memory only, as indices of launches change."""
     events: list[Event] = []
     for event in work.events:
         size = inside(event.what) if isinstance(event, Launch) and isinstance(event.what, Operation) else 0
@@ -116,7 +116,7 @@ def _memory_events(work: Work) -> Iterator[tuple[int, Allocate | Free]]:
 
 
 def _launch_at(work: Work, place: int) -> Launch | None:
-    """Return the launch after an event, else the last before it: memory is allocated for the next launch."""
+    """Return the launch for which an event allocates memory: the next one, or if there is none, the last before."""
     after = (event for event in work.events[max(place, 0) :] if isinstance(event, Launch))
     before = (event for event in reversed(work.events[: max(place, 0)]) if isinstance(event, Launch))
     return next(after, None) or next(before, None)

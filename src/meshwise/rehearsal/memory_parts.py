@@ -19,13 +19,13 @@ from meshwise.spec.machine import Device
 
 BEFORE = "before the step"
 MOST = 10
-"""How many kinds of tensors are named."""
+"""The largest number of kinds of tensors to name."""
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Equal tensors at the peak. size: bytes of each; maker: the operator that made them, and its phase; empty if they
-    existed when the step began."""
+    """Equal tensors at the peak of memory. size: bytes of each. times: their number. maker, phase: the operator that
+    made them, and its phase; empty if they existed when the step began."""
 
     category: str
     size: int
@@ -37,9 +37,9 @@ class Tensors:
 @dataclass(frozen=True)
 class MemoryParts:
     """The memory of one rank in the step in which it needs most. first: whether that is its first step. peak: of its
-    tensors; phases: bytes by category at the peak of each phase, and before the step. largest: kinds of tensors at the
-    peak, by total bytes. outside: bytes outside of tensors by name: unused memory of the allocator, the context,
-    communicators. host: bytes in host memory, by category at their peak."""
+    tensors. phases: for each phase, and before the step, bytes by category at the peak. largest: kinds of tensors at
+    the peak, by total bytes. outside: other bytes by name: unused memory of the allocator, the context, communicators.
+    host: bytes in host memory by category, at their peak."""
 
     rank: int
     first: bool
@@ -51,7 +51,7 @@ class MemoryParts:
 
 
 def memory_parts(first: Work, step: Work, device: Device) -> MemoryParts:
-    """Return the memory parts of a rank on its device, for its first step and a later one."""
+    """Return the parts of a rank's memory, in its first step or in a later one, whichever needs more."""
     works = (first, step)
     curves = [memory_curve(work) for work in works]
     most = max(curves, key=lambda curve: curve.peak.bytes)
@@ -74,7 +74,7 @@ def memory_parts(first: Work, step: Work, device: Device) -> MemoryParts:
 
 
 def _next_launches(work: Work) -> list[Launch | None]:
-    """Return for each event the launch that it was for: the next one, or after the last launch that one."""
+    """Return, for each event, the launch that it belongs to: the next one, or the last one if none follows."""
     found: list[Launch | None] = [None] * len(work.events)
     last = next((event for event in reversed(work.events) if isinstance(event, Launch)), None)
     for place in range(len(work.events) - 1, -1, -1):

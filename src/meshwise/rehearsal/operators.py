@@ -14,7 +14,7 @@ from functools import lru_cache
 from meshwise.rehearsal.work import Operation
 
 WIDTHS = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
-"""Bytes of an element, by dtype word."""
+"""The bytes of an element of each dtype."""
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "linear", "linear_backward", "mv", "addmv", "dot"}
 MATMULS |= {"_scaled_mm", "_int_mm", "_grouped_mm", "_addmm_activation", "_scaled_grouped_mm", "addr", "ger", "einsum"}
 RECURRENT = ("_rnn", "lstm_layer", "lstm_mps", "rnn_layer")
@@ -30,7 +30,7 @@ REDUCTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`batch` matrix products, (m × k) by (k × n) each. misaligned: a side is not a multiple of 16 bytes."""
+    """A batch of matrix products, each (m × k) by (k × n). misaligned: whether a side is no multiple of 16 bytes."""
 
     batch: int
     m: int
@@ -67,8 +67,8 @@ def _sort_of_name(name: str) -> str:
 
 
 def sort_of(operation: Operation) -> str:
-    """Return `matmul`, `attention`, `convolution`, `recurrent`, `depthwise`, `gather`, `reduction`, `optimizer` or, for
-    all others, `elementwise`. An operator of unknown name with counted FLOPs is a matmul."""
+    """Return the sort of an operator: `matmul`, `attention`, `convolution`, `recurrent`, `depthwise`, `gather`,
+    `reduction`, `optimizer`, else `elementwise`. One of unknown name with many FLOPs per byte counts as a matmul."""
     sort = _sort_of_name(operation.name)
     if sort == "convolution":
         weight = _convolution_weight(operation)
@@ -79,8 +79,8 @@ def sort_of(operation: Operation) -> str:
 
 
 def product_of(operation: Operation) -> Product | None:
-    """Return the matrix product that the operator computes, for a convolution the implicit GEMM; None if its shapes do
-    not tell."""
+    """Return the matrix product that an operator computes; for a convolution, its implicit GEMM. None if its shapes do
+    not tell, or if it computes none."""
     sort = _sort_of_name(operation.name)
     if sort == "convolution":
         return _of_convolution(operation)
@@ -116,14 +116,14 @@ def _of_two(word: str, left: tuple[int, ...], right: tuple[int, ...]) -> Product
 
 
 def _convolution_weight(operation: Operation) -> tuple[int, ...] | None:
-    """Return (channels out, channels in of a group, then the kernel's sides)."""
+    """Return a convolution's weight shape: (output channels, input channels of a group, sides). None: unknown."""
     shapes = [shape for shape in operation.shapes if len(shape) >= 3]
     place = 2 if "backward" in operation.name else 1
     return shapes[place] if len(shapes) > place else None
 
 
 def _of_convolution(operation: Operation) -> Product | None:
-    """Forward: pixels × channels in of the kernel × channels out. A backward is two such products of equal size."""
+    """Return a convolution as a product: (output pixels × kernel inputs) by (kernel inputs × output channels)."""
     weight = _convolution_weight(operation)
     if weight is None or not operation.flops:
         return None

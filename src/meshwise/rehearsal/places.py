@@ -26,12 +26,12 @@ _until: list[tuple[float, Callable[[], float]]] = []
 
 
 class OutOfTime(BaseException):
-    """A rehearsal has used up its time. Not an Exception, so that a program's own handlers do not catch it."""
+    """The time for a rehearsal is over. Not an Exception, so that `except Exception` of a program does not catch it."""
 
 
 @contextlib.contextmanager
 def until(moment: float, clock: Callable[[], float]) -> Iterator[None]:
-    """Raise OutOfTime in the body if a forward, backward or optimizer step begins after this time."""
+    """In the block, raise OutOfTime when a forward, backward or optimizer step begins after `moment` on this clock."""
     _until.append((moment, clock))
     try:
         yield
@@ -40,7 +40,7 @@ def until(moment: float, clock: Callable[[], float]) -> Iterator[None]:
 
 
 class Places(Recorder):
-    """A recorder that records nothing, but knows the current position in the step. `follow` the model first."""
+    """A recorder that records nothing, but knows the current block and microbatch. Call `follow(model)` first."""
 
     def __init__(self) -> None:
         super().__init__(on=False)
@@ -50,7 +50,7 @@ class Places(Recorder):
         self._blocks: list[str] = []
 
     def follow(self, model: nn.Module, microbatch: Callable[[], int]) -> None:
-        """Follow a model. microbatch: returns the current number, if the name of a phase does not tell."""
+        """Follow a model's blocks. microbatch: returns the current number, for phases whose name does not tell it."""
         self._microbatch = microbatch
         for name, block in blocks_of(model):
             block.register_forward_pre_hook(functools.partial(self._turns_to, name))
@@ -75,7 +75,7 @@ class Places(Recorder):
             self._starts, self._blocks = [], []
 
     def now(self) -> tuple[str, int]:
-        """Return the block (empty outside of all) and the microbatch (-1 outside) of the current operator."""
+        """Return the block (empty outside of blocks) and the microbatch (-1 outside) of the operator that runs now."""
         if self.phase not in ("forward", "backward"):
             return "", -1
         staged = stage_and_microbatch(self._name)

@@ -20,16 +20,16 @@ from meshwise.rehearsal.prices import Overlap
 from meshwise.rehearsal.work import CollectiveOperation, Copy, Launch, Operation, What
 
 COMPUTING, INSIDE, ACROSS, TO_HOST, TO_DEVICE = range(5)
-"""What activities share: the device, the links inside a host, those between hosts, and each way to the host."""
+"""What activities share: the device, links inside a host, links between hosts, the link to the host, and from it."""
 
 
 @dataclass(slots=True)
 class Item:
-    """A launch with its price. seconds: alone, on its stream; host: of the host; share: what it shares, as above.
-
-    number: counts collectives of one kind and group in the order of the host; blocks: the host waits for its end.
-    Several operators as one: lead is of the first launch, and late is when they can end at the earliest, after the host
-    has begun to launch them.
+    """A launch with its price. seconds: on its stream, if it ran alone. host: seconds of the host to launch it. share:
+    what it uses, COMPUTING and so on. blocks: whether the host waits for its end. number: of a collective, among those
+    of its kind and group in the order of the host.
+    If it stands for several operators: lead: seconds of the host to launch the first. late: seconds from when the host
+    begins to launch them until they can have ended at the earliest.
     """
 
     place: int
@@ -45,8 +45,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A finished launch `place` of a rank. ready: its stream came to it; start: it began, later if it waited for other
-    ranks; end. by_host: its stream had waited for the host's launch. Seconds from the step's start."""
+    """A finished launch. ready: when its stream came to it. start: when it began, later if it waited for other ranks.
+    end: when it ended. All in seconds from the step's start. by_host: whether its stream waited for the host."""
 
     rank: int
     place: int
@@ -58,7 +58,7 @@ class Done:
 
 
 _Member = tuple[int, Item, float, bool]
-"""Rank, item, since when its stream is at it, whether the host was late."""
+"""(rank, item, when its stream came to it, whether its stream waited for the host's launch)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +112,7 @@ class _Play:
             self.settle(now)
 
     def launch(self, rank: int, now: float) -> None:
-        """Launch for the host until it has to wait."""
+        """Launch the rank's next items, until the host has to wait for one."""
         of = self.ranks[rank]
         of.host = max(of.host, now)
         while of.next < len(of.items):
@@ -129,7 +129,7 @@ class _Play:
                 return
 
     def begin_next(self, rank: int, stream: str, now: float) -> None:
-        """Begin the next item on a stream, if it can begin now."""
+        """Begin the next item on a stream, if it can begin now; else arrange that this is tried again."""
         of = self.ranks[rank]
         queue = of.queues[stream]
         if stream in of.busy or not queue:
@@ -192,7 +192,7 @@ class _Play:
                 self.deliver((what.ranks, item.number), now)
 
     def deliver(self, message: tuple[tuple[int, ...], int], now: float) -> None:
-        """Deliver a message."""
+        """End a receive of a message that has been sent; one that begins later ends at once."""
         self.sent.add(message)
         for rank, item, ready, by_host in self.arrived.pop(("receive", *message), ()):
             began = max(ready, self.sends[message])
@@ -212,7 +212,7 @@ class _Play:
             self.begin_next(rank, waiting, now)
 
     def settle(self, now: float) -> None:
-        """Update the rates of what runs on ranks where something has changed, and the times at which it ends."""
+        """Update the rate and the end of each activity on ranks where something has begun or ended."""
         if len(self.changed) == 1:
             tasks = list(self.ranks[self.changed.pop()].active)
         else:
@@ -228,7 +228,7 @@ class _Play:
             self.push(now + task.left / rate, task, task.version, 0, "")
 
     def rate(self, rank: int, share: int) -> float:
-        """Return the current speed of such an activity of the rank, relative to its speed alone."""
+        """Return the current speed of the rank's activities of one share, relative to their speed alone."""
         of = self.ranks[rank]
         counts = of.counts
         rate = 1 / max(counts[share], 1)
@@ -249,10 +249,10 @@ def _first(task: _Task) -> tuple[int, int]:
 
 
 def play(items: Mapping[int, Sequence[Item]], overlaps: Mapping[int, Overlap]) -> list[Done]:
-    """Simulate what each rank does when, in the order of its ends. items: by rank, as its host launches them.
+    """Simulate when each rank does what, and return the launches in the order of their ends.
 
-    Ranks that are missing are assumed to come when the first of the others does. Raises ValueError if ranks wait for
-    each other for ever.
+    items: for each rank, in the order in which its host launches them. Other ranks of a group are assumed never to be
+    late for a collective. Raises ValueError if ranks wait for each other for ever.
     """
     playing = _Play({rank: _Rank(list(own), overlaps[rank]) for rank, own in items.items()})
     playing.run()
@@ -269,7 +269,7 @@ def _stuck(rank: int, of: _Rank) -> str:
 
 
 def name_of(what: What) -> str:
-    """Return `aten.mm`, `all-reduce of 8 ranks`, `copy to host`."""
+    """Return a name for a launch: `aten.mm`, `all-reduce of 8 ranks`, `copy to host`."""
     if isinstance(what, Operation):
         return what.name
     return f"copy to {what.to}" if isinstance(what, Copy) else f"{what.kind} of {len(what.ranks)} ranks"

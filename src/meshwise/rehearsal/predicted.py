@@ -25,15 +25,15 @@ from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, SPAN, collective_
 from meshwise.timeline.timeline import Rank, RunSession, Timeline
 
 Row = tuple[int, int, int, str, int, int, int, int, int]
-"""A row of SPAN, with the name itself in place of its number."""
+"""A row for the table of spans (SPAN), with the name itself instead of the number of the name."""
 OF = {"all-reduce": "gradients", "reduce-scatter": "gradients", "all-gather": "parameters"}
-"""What a collective usually carries: `all-gather of parameters` in the report."""
+"""What each collective usually carries, for the report: `all-gather of parameters`."""
 
 
 def predicted_timeline(
     step: Step, machine: Machine, stages: Mapping[int, int] | None = None, facts: Mapping[str, Any] | None = None
 ) -> Timeline:
-    """Return the timeline of one step, numbered 1. stages: of a pipeline, by rank. facts: job, plan and so on."""
+    """Return a simulated step as a timeline of one step. stages: the pipeline stage of each rank. facts: job, plan."""
     collectives: dict[Any, int] = {}
     own = {rank: None if stages is None else stages.get(rank) for rank in step.ranks}
     rows = [row for rank, stage in own.items() for row in _rows(step, rank, stage, collectives)]
@@ -51,7 +51,7 @@ def predicted_timeline(
 
 
 def _rows(step: Step, rank: int, stage: int | None, collectives: dict[Any, int]) -> Iterator[Row]:
-    """Yield the rows of a rank. collectives: the next number for each kind, the same on every rank; it is updated."""
+    """Yield the spans of a rank. collectives: the number of each collective, equal on all ranks; it is extended."""
     done = step.done[rank]
     main = [one for one in done if one.launch.stream == MAIN and not isinstance(one.launch.what, CollectiveOperation)]
     yield from _phases(rank, main, stage)
@@ -69,7 +69,7 @@ def _rows(step: Step, rank: int, stage: int | None, collectives: dict[Any, int])
 
 
 def _communication(rank: int, one: Done, what: CollectiveOperation, number: int, main: Sequence[Done]) -> Row:
-    """Make a collective's row: a receive in the main lane while its stage waits for it; overlapped ones beside."""
+    """Return a collective's span, in the communication lane, or in the main lane if the program waits for it."""
     if what.kind in ("send", "receive"):
         name = collective_name(what.kind, "gradients" if one.launch.phase == "backward" else "activations")
         if what.kind == "receive":
@@ -89,7 +89,7 @@ def _row(rank: int, kind: str, lane: str, name: str, one: Done, size: int, colle
 
 
 def _phases(rank: int, main: Sequence[Done], stage: int | None) -> Iterator[Row]:
-    """Yield one span for each run of launches in the same phase of the same microbatch."""
+    """Yield a span for each sequence of launches in the same phase of the same microbatch."""
     for first, last in _runs([(one.launch.phase, one.launch.microbatch) for one in main]):
         launch = main[first].launch
         if launch.phase not in KIND:
@@ -112,7 +112,7 @@ def _span(rank: int, kind: str, lane: str, name: str, first: Done, last: Done) -
 
 
 def _runs(keys: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """Return the first and last position of each run of equal keys."""
+    """Yield the first and last index of each sequence of equal keys."""
     first = 0
     for place in range(1, len(keys) + 1):
         if place == len(keys) or keys[place] != keys[first]:

@@ -26,7 +26,7 @@ from meshwise.timeline.timeline import Timeline
 
 
 def prediction(whole: Rehearsed, job: str) -> Prediction:
-    """Return the prediction for a rehearsed plan of a job."""
+    """Return what was predicted for a rehearsed plan, in the form that a plan file keeps. job: its name."""
     estimate, machine = whole.estimate, whole.prices.machine
     memory = {"allocated": estimate.memory.allocated} | _held(whole)
     if whole.traces[0].step.kind != "cpu":
@@ -39,8 +39,8 @@ def prediction(whole: Rehearsed, job: str) -> Prediction:
 
 
 def _held(whole: Rehearsed) -> dict[str, int]:
-    """Return the most bytes that the program holds between phases, by kind as `engine.held_bytes` counts them in a run;
-    and of everything else at the end of a forward, if the device counts allocations."""
+    """Return the largest bytes of parameters, buffers, gradients, optimizer state, as `engine.held_bytes` counts them;
+    on a GPU also `activations`: everything else at the end of the last forward."""
     work = next(trace.step for trace in whole.traces if trace.step.rank == whole.estimate.memory.rank)
     curve = memory_curve(work)
     columns = dict(zip(CATEGORIES, curve.by_category.T, strict=True))
@@ -53,7 +53,7 @@ def _held(whole: Rehearsed) -> dict[str, int]:
 
 
 def timeline_of(whole: Rehearsed, job: str) -> Timeline:
-    """Return the predicted step as a timeline, for a plan whose time is known."""
+    """Return the predicted step of a rehearsed plan as a timeline. The plan's time must be known."""
     assert whole.step is not None
     plan = whole.estimate.plan
     stages = {trace.step.rank: at for at, trace in enumerate(whole.traces)} if plan.pipeline > 1 else None
@@ -69,7 +69,7 @@ def _kinds(whole: Rehearsed) -> dict[str, float]:
 
 
 def _origin(whole: Rehearsed) -> str:
-    """Return `catalog 80 %, model 20 %`: the sources of the seconds of operators and collectives."""
+    """Return the sources of the prices, by their share of the seconds: `catalog 80 %, model 20 %`."""
     assert whole.step is not None
     rank, machine = slowest_rank(whole.step).rank, whole.prices.machine
     shares: dict[str, float] = defaultdict(float)

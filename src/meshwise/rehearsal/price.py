@@ -27,15 +27,15 @@ from meshwise.spec.timings import seconds_at
 MEASURED, CATALOG, MODEL = "measured", "catalog", "model"
 COMPUTE, MEMORY, COMMUNICATION, LAUNCH = "compute", "memory", "communication", "launch"
 FACTORS = (COMPUTE, MEMORY, COMMUNICATION, LAUNCH)
-"""What a price depends on. Errors of prices with one factor are dependent, those with different factors are not."""
+"""What a price depends on. Errors of prices with the same factor depend on each other; those of others do not."""
 Known = Callable[[Operation], float | None]
-"""Returns the seconds of an operator that was measured at its shape on the device in question, or None."""
+"""Returns the seconds of an operator at its shapes if it was measured on the device in question, else None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A price. seconds, and low and high: an 80 % interval. origin: `measured`, `catalog` (a measured share of a
-    nominal figure) or `model` (an unmeasured share). factor: of FACTORS."""
+    """A price in seconds. low, high: its 80 % interval. origin: `measured`, `catalog` (a measured share of a nominal
+    figure) or `model` (an unmeasured share of it). factor: what the price depends on, one of FACTORS."""
 
     seconds: float
     low: float
@@ -50,16 +50,16 @@ def priced(seconds: float, spread: float, origin: str, factor: str) -> Priced:
 
 
 def times(price: Priced, factor: float) -> Priced:
-    """Multiply a price by a factor."""
+    """Return a price multiplied by a factor, with its interval."""
     if factor == 1.0:
         return price
     return replace(price, seconds=price.seconds * factor, low=price.low * factor, high=price.high * factor)
 
 
 def kernel_seconds(operation: Operation, device: Device, known: Known | None = None) -> Priced | None:
-    """Return the seconds to compute one operator; on a CPU with the cost of its call. None if a figure is unknown.
+    """Return the seconds to compute one operator, on a CPU with the cost of calling it; None if a figure is unknown.
 
-    known: operators that were measured on this device, asked first.
+    known: looks up operators that were measured on this device; used first.
     """
     seconds = known(operation) if known is not None else None
     sort = sort_of(operation)
@@ -81,14 +81,14 @@ def kernel_seconds(operation: Operation, device: Device, known: Known | None = N
 
 
 def fused_share(operation: Operation) -> float:
-    """Return the share of an operator's time that remains in a compiled block: kernels limited by memory are fused."""
+    """Return the share of an operator's time that is left in a compiled block, which fuses memory-bound operators."""
     return FIGURES["compile.memory"].value if sort_of(operation) in ("elementwise", "reduction") else 1.0
 
 
 def launch_seconds(device: Device, phase: str = "") -> Priced:
-    """Return the host's seconds to launch an operator on an accelerator; 0 on a CPU, whose operators include them.
+    """Return the host's seconds to launch an operator on an accelerator; 0 on a CPU, whose prices include them.
 
-    phase: of PHASES, in which a program does it: Python, modules and autograd are added to the launch itself.
+    phase: of PHASES: add what Python, modules and autograd take in this phase of a program. Empty: the launch alone.
     """
     if device.kind == "cpu":
         return Priced(0.0, 0.0, 0.0, MEASURED, LAUNCH)
@@ -102,7 +102,7 @@ def launch_seconds(device: Device, phase: str = "") -> Priced:
 
 
 def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
-    """Return the seconds of a copy between an accelerator and its host, from and to pinned memory."""
+    """Return the seconds of a copy between an accelerator and pinned memory of its host; None if unknown."""
     ends = (HOST, device.name) if copy.to == "device" else (device.name, HOST)
     link = link_between(machine, *ends)
     if link is None:
@@ -123,7 +123,7 @@ def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
 
 
 def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """Return the seconds to move the operator's bytes on an accelerator."""
+    """Return the seconds to read and write an operator's bytes in an accelerator's memory; None if unknown."""
     moved = operation.read + operation.written
     group = sort if f"memory.{sort}" in FIGURES else "elementwise"
     share, floor = FIGURES[f"memory.{group}"], FIGURES["kernel"]
@@ -144,7 +144,7 @@ def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
 
 
 def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """Return the seconds for the operator's FLOPs on an accelerator; None if no rate of this dtype is known."""
+    """Return the seconds to compute an operator's FLOPs on an accelerator; None if the dtype's rate is unknown."""
     if not operation.dtypes:
         return None
     dtype, known = operation.dtypes[0], part(device.part)
@@ -180,7 +180,7 @@ def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
 
 
 def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[float, float, str] | None:
-    """Return (FLOP/s of a large matmul, spread, origin) from the peak; None if the peak of the dtype is unknown."""
+    """Return (FLOP/s of a large matmul, spread, origin), from the peak of the dtype; None if that is unknown."""
     peak = device.peak.get(dtype)
     if peak is None:
         return None
@@ -196,8 +196,8 @@ def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[f
 
 
 def _transposing(operation: Operation, device: Device) -> float:
-    """Return the seconds to convert a convolution's images to the layout of tensor cores and back: each byte is read
-    and written once more. None if the convolution does not run on them."""
+    """Return the seconds to convert a convolution's images to the layout of tensor cores and back, which reads and
+    writes each byte once more. 0 if it does not run on tensor cores, or if the memory rate is unknown."""
     narrow = operation.dtypes[0] in ("bf16", "fp16") or "tf32" in {*device.peak, *device.best_rates}
     rate = device.memory_rate or FIGURES["memory.copy"].value * (device.memory_bandwidth or 0.0)
     if not narrow or not rate:
@@ -206,7 +206,7 @@ def _transposing(operation: Operation, device: Device) -> float:
 
 
 def _attention(operation: Operation, device: Device, dtype: str, known: CatalogPart | None) -> Priced | None:
-    """Price attention in one kernel, with its own share of the peak. FLOPs are those done: half if causal."""
+    """Price fused attention by its FLOPs (half of them if causal), at a share of the peak; None if that is unknown."""
     peak = device.peak.get(dtype)
     if peak is None:
         return None
@@ -227,14 +227,14 @@ def _attention(operation: Operation, device: Device, dtype: str, known: CatalogP
 
 
 def _filled(blocks: int, multiprocessors: int) -> float:
-    """Return the share of the multiprocessors at work, over all waves of `blocks` equal blocks."""
+    """Return the share of the multiprocessors that work, on average over the waves of `blocks` equal blocks."""
     return max(blocks, 1) / (math.ceil(max(blocks, 1) / multiprocessors) * multiprocessors)
 
 
 @lru_cache(maxsize=65_536)
 def tile_share(product: Product, multiprocessors: int | None) -> float:
-    """Return the rate relative to a large matmul: whole tiles in whole waves, with the best of TILES, and k divided
-    over idle multiprocessors if that helps. 1 if the multiprocessors are unknown."""
+    """Return a product's rate relative to a large matmul: whole tiles run in whole waves, with the best of TILES; k is
+    divided over idle multiprocessors if that helps. 1 if the number of multiprocessors is unknown."""
     if not multiprocessors:
         return 1.0
     fill = FIGURES["matmul.fill"].value
@@ -254,13 +254,13 @@ def tile_share(product: Product, multiprocessors: int | None) -> float:
 
 
 def _measured_rate(products: Sequence[Matmul], flops: int, multiprocessors: int | None) -> float:
-    """Return the FLOP/s of a matmul that fills the device, interpolated between two measured ones by FLOPs."""
+    """Return the FLOP/s of a matmul that fills the device, interpolated by FLOPs between measured products."""
     sizes = {2 * p.m * p.n * p.k: p.rate / tile_share(Product(1, p.m, p.n, p.k), multiprocessors) for p in products}
     return _between(sorted(sizes.items()), flops)
 
 
 def _between(table: Sequence[tuple[int, float]], at: float) -> float:
-    """Interpolate the second at `at` of the first, on logarithmic axes; outside, the nearest end's value."""
+    """Interpolate a table of (x, y) at x = `at`, on logarithmic axes; outside the table, return y of its end."""
     place = bisect_left(table, (at,))
     if place == 0 or place == len(table):
         return table[min(place, len(table) - 1)][1]
@@ -273,7 +273,7 @@ def _between(table: Sequence[tuple[int, float]], at: float) -> float:
 
 
 def _on_processor(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """Price a CPU's operator: measured products by FLOPs, else the measured memory rate, and the cost of a call."""
+    """Price an operator on a CPU by measured products or by the memory rate, plus a call; None if not measured."""
     if device.memory_rate is None:
         return None
     bytes_seconds = (operation.read + operation.written) / device.memory_rate

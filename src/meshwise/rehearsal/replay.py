@@ -23,18 +23,18 @@ from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Free, 
 
 _COUNT = re.compile(r"(?<= )\d+(?= )")
 Read = Callable[[Launch], tuple[Hashable, int | None]]
-"""Returns what a launch has in common with those of other blocks (or microbatches), and its number; None outside."""
+"""Returns what a launch has in common with those of other blocks (or microbatches), and the number of its own."""
 
 NUMBERS = 1 << 16
-"""Bytes of a collective that may grow: one with a number for each parameter, as for norms, or with the losses of
-microbatches, which stages exchange. Larger ones are cut into buckets at some depth."""
+"""The most bytes of a collective that may grow with depth, such as one with a number for each parameter, or for the
+loss of each microbatch. Larger collectives are cut into buckets at some depth, so they do not simply grow."""
 GROWS = ("optimizer", "other")
-"""Phases of collectives that may grow."""
+"""The phases in which collectives may grow."""
 
 
 @dataclass(frozen=True)
 class GrowthAxis:
-    """An axis along which traces grow. write: gives the module and microbatch of a launch at another number."""
+    """An axis along which traces grow. write: returns (module, microbatch) of a launch when moved to another number."""
 
     read: Read
     write: Callable[[Launch, int], tuple[str, int]]
@@ -48,10 +48,10 @@ MICROBATCHES = GrowthAxis(_by_microbatch, lambda launch, number: (launch.module,
 
 
 def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets: bool = False) -> Trace:
-    """Return the trace `times` steps longer than `short`; `long` is one step longer. Raises Unlike if unclear.
+    """Return a trace that is `times` repetitions longer than `short`; `long` is one longer. Raises Unlike if unclear.
 
-    Storages have other numbers than in a trace of the whole. buckets: the optimizer takes parameters in buckets of some
-    size, so that at some depth a launch on more parameters is cut.
+    Storages have other numbers than in a trace of the whole. buckets: whether the optimizer takes parameters in buckets
+    of a certain size: a launch on more parameters would then be cut at some depth, which raises Unlike.
     """
     numbers: dict[Hashable, int] = {}
     one, other = _Row(short, axis.read, numbers), _Row(long, axis.read, numbers)
@@ -65,8 +65,8 @@ def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets:
 
 
 class _Row:
-    """A trace as one row. For each entry: its event, a number that equal entries share, one that also grown ones share,
-    its block or microbatch, and the earlier entries that it refers to."""
+    """A trace as one sequence. For each entry: the event; a number that equal entries share; a number that also entries
+    share which differ by growth; its block or microbatch; the indices of earlier entries that it refers to."""
 
     def __init__(self, trace: Trace, read: Read, numbers: dict[Hashable, int]) -> None:
         self.events: list[Event | None] = []
@@ -103,7 +103,7 @@ class _Row:
                     self._add(event, ("free", self.keys[before]), ("free", self.loose[before]), None, (before,))
 
     def _what(self, what: Any) -> int:
-        """Return a number for the object: one object occurs in many launches."""
+        """Return a number that equal objects share. It is remembered by id, as many launches have the same object."""
         found = self._whats.get(id(what))
         if found is None:
             found = self._whats[id(what)] = self._numbers.setdefault(what, len(self._numbers))
@@ -120,14 +120,14 @@ class _Row:
 
 
 class _Moved(NamedTuple):
-    """How a number continues: `start` in the first copy of its piece, `slope` more in each later one."""
+    """How a number changes over the copies of a piece: `start` in the first copy, `slope` more in each later one."""
 
     start: int
     slope: int = 0
 
 
 class _Longer:
-    """The longer row, built entry by entry."""
+    """Builds the lengthened sequence of events, entry by entry."""
 
     def __init__(self, short: _Row, long: _Row, times: int, axis: GrowthAxis, buckets: bool) -> None:
         self.short, self.long, self.times, self.axis, self.buckets = short, long, times, axis, buckets
@@ -138,7 +138,7 @@ class _Longer:
         self.start = self.next = 0
 
     def sections(self) -> list[list[Any]]:
-        """Return the events: held memory, and what happens in the first step and in a later one."""
+        """Return four lists: memory held before the first step, its events, and the same of a later step."""
         found: list[list[Any]] = []
         for event in self._events():
             if event is None:
@@ -162,7 +162,7 @@ class _Longer:
             begin, shift = end + piece.length, shift + piece.length
 
     def _fixed(self, place: int, before: int) -> Event | None:
-        """Return the event of an entry that both rows have. before: its place in the shorter one."""
+        """Return the event for an entry that both sequences have. before: its index in the shorter one."""
         event, times = self.long.events[place], self.times
         if event is None:
             return self._put(place, None, (), None)
@@ -217,7 +217,7 @@ class _Longer:
                 yield self._put(place, event, own, at, outer)
 
     def _ways(self, piece: Insertion, place: int) -> tuple[list[_Moved], _Moved | None]:
-        """Return how the references of a piece's entry, and its block or microbatch, continue from copy to copy."""
+        """Return how the references of an entry in a piece, and its block or microbatch, change from copy to copy."""
         if self.long.events[place] is None:
             raise Unlike("a section is no piece")
         beside = [
@@ -247,8 +247,8 @@ class _Longer:
         return refers, at
 
     def _slope(self, beside: Sequence[tuple[int, int | None]], value: int, length: int | None = None) -> int:
-        """Return the change from one copy to the next, on which both neighbours must agree. length: it is that, or
-        0."""
+        """Return the change from one copy to the next. Raises Unlike if the copies before and after give different
+        changes, or if `length` is given and the change is neither 0 nor that."""
         slopes = {None if other is None else way * (other - value) for way, other in beside}
         slope = slopes.pop() if len(slopes) == 1 else None
         if slope is None or (length is not None and abs(slope) not in (0, length)):
@@ -258,7 +258,7 @@ class _Longer:
     def _put(
         self, place: int, event: Event | None, refers: Sequence[int], number: int | None, check: bool = True
     ) -> Event | None:
-        """Add the event with its new references. check: they must point to entries equal to the old ones."""
+        """Append an event with new references, and return it. check: they must refer to entries equal to the old."""
         keys, key = self.keys, self.long.keys[place]
         if check and refers:
             old = self.long.refers[place]
@@ -305,7 +305,7 @@ def _grown(short: Event | None, long: Event, times: int) -> Event:
 
 
 def _notes(short: Sequence[str], long: Sequence[str], times: int) -> Iterator[str]:
-    """Yield notes that differ only in whole numbers; others that have changed are left out."""
+    """Yield the notes for the longer trace: those that are equal, or differ only in whole numbers that grow."""
     for one, other in zip(short, long, strict=False):
         (old, before), (new, now) = (([int(n) for n in _COUNT.findall(t)], _COUNT.sub("{}", t)) for t in (one, other))
         if before == now and "{}" not in one:

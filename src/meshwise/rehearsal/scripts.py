@@ -64,7 +64,7 @@ from meshwise.workers.join import RankContext, standing_for
 from meshwise.workers.scratch import scratch_folder
 
 NOT_A_WORKERS = (BLOCKS, DEVICE_KIND, EXACT_RANDOM, LOG, RUN_FOLDER)
-"""Variables of this process's environment that a script must not see."""
+"""Environment variables of this process that a rehearsed script must not see."""
 
 OF_WORKERS = (
     "num_workers",
@@ -74,7 +74,7 @@ OF_WORKERS = (
     "timeout",
     "pin_memory",
 )
-"""Settings of a DataLoader that starts processes."""
+"""Arguments of a DataLoader that concern its worker processes."""
 
 
 _UNKNOWN = Facts(None, False, 0, 0)
@@ -82,7 +82,7 @@ _UNKNOWN = Facts(None, False, 0, 0)
 
 @dataclass(frozen=True)
 class Script:
-    """A program with its own loop. run: runs it in this process, as `python name` would. batch_size: samples of its
+    """A program with its own loop. run: runs the program in this process, as `python name` does. batch_size: of its
     global batch. model: what is known of its models."""
 
     name: str
@@ -92,11 +92,11 @@ class Script:
 
 
 class RehearsalEnds(BaseException):
-    """The rehearsal has seen enough. Not an error: a script's `except Exception` does not catch it."""
+    """The rehearsal has seen enough steps. No Exception, so that `except Exception` of a script does not catch it."""
 
 
 def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
-    """Return the script with what a search must know of it, from its first steps on one device."""
+    """Rehearse the first steps of a script on one device, and return it with what a search must know of it."""
     loop = _rehearsed(Script(name, run), Plan(), kind)
     work = Work(0, 1, kind, *loop.works[-1])
     parameters = work.holds("parameters")
@@ -106,7 +106,7 @@ def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
 
 
 def _forward(work: Work) -> Forward:
-    """Estimate the size of a forward, for a step whose blocks are unknown."""
+    """Estimate the size of a forward from a recorded step, without knowing the blocks of its models."""
     forwards = [each for each in work.launches if each.phase == "forward"]
     operations = [each.what for each in forwards if isinstance(each.what, Operation)]
     kept = memory_curve(work).peak.split.get("activations", 0)
@@ -116,9 +116,9 @@ def _forward(work: Work) -> Forward:
 
 
 def trace_script(script: Script, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
-    """Trace what the ranks of `plan` do in the first steps of a script, one rank of each kind. See `trace`.
+    """Trace what the ranks of `plan` do in the first steps of a script: one rank of each kind, as `trace` does.
 
-    Raises PlanError for a plan that no script can have, UsageError with the line for a script that cannot be rehearsed.
+    Raises PlanError for a plan that scripts cannot have, UsageError with the source line if it cannot be rehearsed.
     """
     check_for_scripts(plan)
     return [_trace_rank(script, plan, kind, rank) for rank in kinds_of_ranks(plan, speeds)]
@@ -131,7 +131,7 @@ def _trace_rank(script: Script, plan: Plan, kind: str, rank: int) -> Trace:
 
 
 class _Loop(Places):
-    """Records the loop of a script, as the engine reports it to any recorder; ends the script after STEPS steps."""
+    """A recorder that follows a script's loop, sorts the recorded events into steps, and ends it after STEPS steps."""
 
     def __init__(self, record: Record, engine: Engine) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class _Loop(Places):
         return super().turn(phase, over, since)
 
     def begin_step(self, step: int) -> None:
-        """Begin a step with its batch. Raises RehearsalEnds if there were enough steps."""
+        """Begin a step when its batch is read. Raises RehearsalEnds if enough steps have been recorded."""
         super().begin_step(step)
         self._look()
         self._record.allocated_since(self._asked, "input")
@@ -164,7 +164,7 @@ class _Loop(Places):
         self.phase, self._batch = "forward", self._batch + 1
 
     def end(self) -> None:
-        """End the step before, if there was one: what was done since then does not belong to the next."""
+        """End the current step, if there is one: what follows does not belong to it."""
         held, events = self._record.cut()
         if self._stepped and len(self.works) < STEPS:
             self.works.append((self._held, events))
@@ -190,14 +190,14 @@ class _Loop(Places):
         self.phase, self._stepped = "other", self._trained
 
     def stepped(self) -> None:
-        """Note an optimizer's step. Raises RehearsalEnds if several were made and no model was distributed."""
+        """Count a step of any optimizer. Raises RehearsalEnds after some, if the script has distributed no model."""
         if not self._engine.has_applied:
             self._alone += 1
             if self._alone > STEPS:
                 raise RehearsalEnds
 
     def number(self, dtype: torch.dtype) -> float | None:
-        """Return the assumed value of a number that the program reads outside of its model."""
+        """Return the value to assume for a number that the script reads outside of its model: 1; None for a bool."""
         if dtype == torch.bool:
             return None
         self._engine.notify(f"{user_place()} reads a number that only a run knows: it is taken for 1")
@@ -228,7 +228,7 @@ def _rehearsed(script: Script, plan: Plan, kind: str, rank: int = 0) -> _Loop:
 
 @contextmanager
 def _steps_seen(loop: _Loop) -> Iterator[None]:
-    """Report each step of any optimizer to `loop.stepped`, also of one that mw.distribute never got."""
+    """In the block, call `loop.stepped()` after each step of any optimizer, even one that mw.distribute never got."""
     handle = register_optimizer_step_post_hook(lambda *unused: loop.stepped())
     try:
         yield
@@ -274,7 +274,7 @@ def _no_step(script: Script, engine: Engine) -> str:
 
 @contextmanager
 def _as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
-    """Make this process look to a script like a worker of a run with that plan. Yields its messages."""
+    """In the block, let a script see this process as a worker of a run with this plan. Yield what it prints."""
     said = io.StringIO()
     with ExitStack() as stack:
         stack.enter_context(_as_it_was())
@@ -298,7 +298,7 @@ def _as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """After the body, undo what a script changes in its process."""
+    """After the block, undo what a script has changed in this process, such as its environment and folder."""
     root, folder, modules = logging.getLogger(), Path.cwd(), set(sys.modules)
     handlers, level = root.handlers[:], root.level
     states = random.getstate(), numpy.random.get_state()
@@ -330,7 +330,7 @@ def _starts_processes(*args: Any, **kwargs: Any) -> Any:
 
 
 def _without_workers(plain: Any) -> Any:
-    """Return a DataLoader that reads in this process: worker processes would not be rehearsed."""
+    """Wrap `DataLoader.__init__` so that the loader starts no worker processes: these would not be rehearsed."""
 
     names = list(inspect.signature(plain).parameters)
 

@@ -25,21 +25,21 @@ from meshwise.spec.plan import Plan
 Rehearse = Callable[[Plan], Estimate]
 SLOWER = "slower than the first even at the peak rate of its devices"
 UNLIKELY = 1.25
-"""Plans expected to take so many times the best step are not rehearsed."""
+"""A plan is not rehearsed if its step is expected to take longer than the best one by this factor."""
 MOST_TRACED = 7
 SOON = 2 * MOST_TRACED
-"""The most microbatches that are traced on a stage of a plan that may come first: any plan without stages."""
+"""Plans with more parts to trace than this are not rehearsed first. Plans without pipeline stages never have more."""
 SIMPLER = 0.04
-"""How much faster a plan with twice as many microbatches, stages or parts of layers must be to come first."""
+"""By what share a plan must be faster for each doubling of microbatches, stages or parts of layers, to come first."""
 FIRST = 5
-"""How many plans are named before any is rehearsed."""
+"""How many of the likely best plans are shown before any is rehearsed."""
 NEAREST = 3
-"""If no plan fits, for so many plans memory savings outside of the search's plans are tried."""
+"""If no plan fits, variants that save memory are tried for this many plans, those that come nearest."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A plan that cannot run, and why."""
+    """A plan that was not estimated, and why: it cannot run, cannot fit, or cannot be the fastest."""
 
     plan: Plan
     why: str
@@ -47,9 +47,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class Search:
-    """The result of a search. estimates: the best first. left: plans not rehearsed, the likely best first. worse:
-    those that were not because they are likely slower. seconds: of a processor. first: guesses for the likely best
-    plans, made before any was rehearsed."""
+    """The result of a search. estimates: of rehearsed plans, best first. left: plans not rehearsed for lack of time,
+    likely best first. worse: plans not rehearsed because they are likely slower. seconds: that the search took. first:
+    the likely best plans with guesses of their costs, made before any was rehearsed."""
 
     estimates: tuple[Estimate, ...]
     refused: tuple[Refused, ...]
@@ -62,8 +62,8 @@ class Search:
 @dataclass(frozen=True)
 class Known:
     """What is known of plans before they are rehearsed. bounds: reject plans that cannot fit, or cannot be the fastest.
-    guess: of a plan's cost: those that have `room` come first, the fastest of them first; without it plans keep their
-    order."""
+    guess: guesses a plan's cost: plans that need at most `room` bytes are rehearsed first, fastest first. Without it,
+    plans are rehearsed in the order given."""
 
     bounds: Bounds | None = None
     guess: Callable[[Plan], Guess] | None = None
@@ -84,11 +84,11 @@ def search(
     roomy: float = 0.0,
     clock: Callable[[], float] = time.process_time,
 ) -> Search:
-    """Rehearse `plans` for `seconds` of wall time; at least one is.
+    """Rehearse `plans`, the likely best first, for `seconds` by `clock` (CPU time by default), but at least one.
 
-    known: before they are rehearsed. savers: variants of a plan that need less memory, the cheapest first. If none
-    fits, those of the nearest plans are rehearsed until one does. Those of the best plan are rehearsed at the end, if
-    there is time, unless it needs less than `roomy` of a device. show: called after each with what is known so far.
+    savers: returns variants of a plan that need less memory, cheapest first. If no plan fits, variants of the nearest
+    plans are rehearsed until one fits. At the end, variants of the best plan are rehearsed if there is time, unless the
+    best plan needs less than the share `roomy` of a device. show: called after each plan with the results so far.
     """
     going = _Searching(plans, rehearse, seconds, show, known, clock)
     if known.guess is not None:
@@ -139,7 +139,7 @@ class _Searching:
         return self._over or (bool(self.estimates) and self._clock() - self._begun > self._seconds)
 
     def next(self) -> Plan | None:
-        """Return the likely best plan that is left; None if all are likely worse than a known one."""
+        """Return the likely best plan to rehearse next; None if none is left, likely better, and quick enough."""
         for plan in [plan for plan in self._open if self._out_of_bounds(plan)]:
             del self._open[plan]
         left = self._seconds - (self._clock() - self._begun)
@@ -157,8 +157,8 @@ class _Searching:
         return self._likely(plan)[0] or self._guess(plan).seconds > UNLIKELY * best
 
     def _likely(self, plan: Plan) -> tuple[bool, int, float, float]:
-        """Return a sort key, smaller is better: plans that fit, at first those that split no layers and are quick to
-        rehearse, then by time, among similar ones the simpler; plans that do not fit, by memory."""
+        """Return a key to sort plans, likely best first: those that fit, by time with a bonus for simple ones; then
+        those that do not fit, by memory. Before the first estimate, plans that are quick to rehearse come first."""
         assert self._guess is not None
         guess = self._guess(plan)
         over = guess.memory > self._room
@@ -172,13 +172,13 @@ class _Searching:
 
     @property
     def nearest(self) -> list[Plan]:
-        """Return plans that do not fit, the smallest first; behind them those that the memory bound rejected."""
+        """The rehearsed plans by memory, smallest first; after them those that the memory bound rejected."""
         tried = sorted(self.estimates.values(), key=lambda each: each.memory.total.value)
         large = self.too_large if self._guess is None else sorted(self.too_large, key=lambda p: self._likely(p)[-1])
         return list(dict.fromkeys([*(each.plan for each in tried), *large]))
 
     def found(self) -> Search:
-        """Return what is known so far."""
+        """Return the results so far."""
         ranked = sorted(self.estimates.values(), key=lambda estimate: estimate.rank_key)
         no = tuple(Refused(plan, why) for plan, why in self._refused.items())
         left = [plan for plan in self._open if not self._is_worse(plan)]
@@ -189,7 +189,7 @@ class _Searching:
         return Search(tuple(ranked), no, tuple(left), self._clock() - self._begun, worse, self._first)
 
     def tried(self, plan: Plan, bounded: bool = True) -> Estimate | None:
-        """Return the plan's estimate; None if it is refused. bounded: also by the bounds."""
+        """Rehearse a plan and return its estimate; None if it is refused. bounded: whether bounds may refuse it."""
         if plan in self.estimates or (plan in self._refused and bounded):
             return self.estimates.get(plan)
         alike = (why for other, why in self._refused.items() if other in self._cannot and _cut_alike(plan, other))
@@ -219,7 +219,7 @@ class _Searching:
         return self.estimates.get(plan)
 
     def _out_of_bounds(self, plan: Plan) -> bool:
-        """Return whether a bound rejects the plan, and note it."""
+        """Return whether a bound rejects the plan, and record why."""
         if self._bounds is None:
             return False
         why = self._bounds.too_large(plan)
@@ -233,27 +233,27 @@ class _Searching:
         return bool(why)
 
     def saved(self, cheaper: Sequence[Plan], until: bool) -> None:
-        """Rehearse plans that save memory. until: stop when one fits."""
+        """Rehearse variants that save memory, while there is time. until: whether to stop when one fits."""
         for plan in cheaper:
             if self.late or ((other := self.tried(plan)) is not None and until and other.memory.verdict == FITS):
                 return
 
 
 def _parts_traced(plan: Plan) -> int:
-    """Estimate how often a rehearsal runs the model: microbatches on each stage, of many only a few."""
+    """Estimate how much a rehearsal of the plan has to trace: its microbatches (few stand for many) on all stages."""
     few = microbatches_of(plan)
     return (plan.accumulate if few is None else 2 * few + 1) * plan.pipeline * (2 if plan.tensor > 1 else 1)
 
 
 def _needs(estimate: Estimate, share: float) -> bool:
-    """Return whether it needs so much of a device; False if the device's size is unknown."""
+    """Return whether a plan may need this share of a device or more; False if the device's size is unknown."""
     memory = estimate.memory
     return not share or (memory.capacity is not None and memory.total.high >= share * memory.capacity)
 
 
 def _cut_alike(plan: Plan, refused: Plan) -> bool:
-    """Return whether a plan cuts the model like a refused one and has all of its other options, so that the same reason
-    applies."""
+    """Return whether a plan is refused for the same reason as another: it cuts the model in the same way, and has all
+    options that may be the reason."""
     axes = ("pipeline", "tensor", "context", "expert")
     cut = tuple(getattr(plan, axis) for axis in axes)
     also = ((getattr(plan, name), getattr(refused, name), default) for name, default in ALSO.items())
@@ -265,4 +265,4 @@ def _cut_alike(plan: Plan, refused: Plan) -> bool:
 
 
 ALSO = {"sequence": False, "recompute": "none"}
-"""Options that a plan may have been refused for beside its cut, with values that are never the reason."""
+"""Options that may be the reason why a plan is refused, with the values that are never the reason."""

@@ -39,13 +39,13 @@ _OF_MODULES = set(vars(nn.Module()))
 
 
 class Unlike(Exception):
-    """A block's output cannot be another block's input: the job cannot be shortened."""
+    """The job cannot be shortened: a block's output is not the next block's input, or something is done between."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Equal blocks of a model. names: of all its repeated blocks; those from `start` on are `count` groups of `group`
-    blocks. kind: their class."""
+    """Equal blocks of a model. names: of all repeated blocks of the model. From index `start` on, these are `count`
+    equal groups of `group` blocks. kinds: the classes of the blocks."""
 
     names: tuple[str, ...]
     start: int
@@ -55,15 +55,15 @@ class Stretch:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the model repeats no other blocks."""
+        """Whether these are all of the model's repeated blocks."""
         return self.count * self.group == len(self.names)
 
 
 @dataclass
 class Forward:
-    """The size of a forward of the global batch. Bytes of operators' results: `kept` of all inside blocks, `products`
-    of matrix products and attention among them, `largest` of the largest block, `outside` of blocks; `inputs` of the
-    blocks' inputs."""
+    """The size of a forward of the global batch. Bytes of operators' results: kept: inside blocks; products: of these,
+    of matrix products and attention; largest: in the largest block; outside: outside of blocks. inputs: bytes of the
+    blocks' inputs. blocks: how many blocks ran."""
 
     flops: int = 0
     operators: int = 0
@@ -76,7 +76,7 @@ class Forward:
 
 
 class Heard:
-    """What each block does in a forward: its operators and their inputs; and the totals."""
+    """Records what each block does in a forward (operators and their inputs), and the size of the whole forward."""
 
     def __init__(self) -> None:
         self.done: dict[str, list[object]] = defaultdict(list)
@@ -85,7 +85,7 @@ class Heard:
         self._made = 0  # in this block, so far
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        """Implement `compat.fake.Handler`."""
+        """Run an operator and record it. Implements `compat.fake.Handler`."""
         if self._inside:
             plain = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, bool))
             given = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in((args, kwargs)))
@@ -112,7 +112,7 @@ class Heard:
         self.forward_comes_to.inputs += next((t.nbytes for t in tensors_in(args)), 0)
 
     def forward(self, model: nn.Module, call: Callable[[], Any]) -> None:
-        """Note what `call` does in the blocks of `model`."""
+        """Call `call()`, and record what it does in the blocks of `model`."""
         hooks = []
         for name, block in repeated_blocks(model) or blocks_of(model):
             hooks += [
@@ -125,7 +125,7 @@ class Heard:
 
 
 def stretch_of(model: nn.Module, done: Mapping[str, object] | None = None) -> Stretch | None:
-    """Return the longest stretch of equal blocks; None if no two are equal. done: what each block does in a forward."""
+    """Return the longest stretch of equal blocks; None if no two are equal. done: what blocks do in a forward."""
     blocks = repeated_blocks(model) or blocks_of(model)
     done = done or {}
     held = Counter(id(p) for _, block in blocks for p in {id(p): p for p in block.parameters()}.values())
@@ -142,7 +142,7 @@ def stretch_of(model: nn.Module, done: Mapping[str, object] | None = None) -> St
 
 
 def _stretches(prints: Sequence[object], group: int) -> Iterator[tuple[int, int]]:
-    """Return (start, groups) of each stretch in which every block equals the one `group` before it."""
+    """Yield (start, number of groups) of each stretch in which every block equals the block `group` before it."""
     start = 0
     for place in range(group, len(prints) + 1):
         if place == len(prints) or prints[place] != prints[place - group]:
@@ -152,7 +152,7 @@ def _stretches(prints: Sequence[object], group: int) -> Iterator[tuple[int, int]
 
 
 def _print(block: nn.Module, held: Counter[int], number: int) -> object:
-    """Return a value that is equal for equal blocks."""
+    """Return a value that is the same for equal blocks. A block that shares parameters with another equals none."""
     if any(held[id(p)] > 1 for p in block.parameters()):
         return number
     return tuple((name, _print_of_one(module)) for name, module in block.named_modules())
@@ -186,7 +186,7 @@ def _plain(value: Any) -> object:
 
 
 def shortened(job: Job, stretch: Stretch, count: int) -> Job:
-    """Return the job with `count` groups of the stretch instead of all. Its model raises Unlike if impossible."""
+    """Return the job with only `count` groups of the stretch. Its model raises Unlike if that is impossible."""
     return replace(job, model=functools.partial(_short_model, job.model, stretch, count))
 
 
@@ -227,7 +227,7 @@ def _building(kind: type[nn.Module], places: Iterator[int], left_out: set[int]) 
 
 
 class _Skipped(nn.Module):
-    """Passes its input on, in the form that the blocks before it returned."""
+    """Stands in for a block: returns its input, in the form in which other blocks return their output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = vars(self)
@@ -238,15 +238,15 @@ class _Skipped(nn.Module):
 
 
 class _Given:
-    """The form of blocks' results: a tensor (rest is None), or a tuple of a tensor and `rest`."""
+    """The form in which blocks return their output: a tensor (rest is None), or a tuple of a tensor and `rest`."""
 
     def __init__(self) -> None:
         self.rest: tuple[Any, ...] | None = None
         self._before: tuple[object, ...] = ()
 
     def check(self, after: int, tensor: Tensor, references: int) -> None:
-        """Raise Unlike if something is done, or kept, between two blocks that are left out, as it would happen after
-        the remaining ones. after: how many were left out before it."""
+        """Raise Unlike if the model did something, or kept a tensor, between two skipped blocks: it would do so after
+        each block. after: how many blocks were skipped directly before."""
         now = id(tensor), references, calls_so_far()
         if after and now != self._before:
             raise Unlike("the model does something between blocks")

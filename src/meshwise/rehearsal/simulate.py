@@ -25,14 +25,14 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
 
 OVERLAP, STEP = "overlap", "step"
-"""Factors of the interval beside FACTORS: how much overlapping activities slow each other, and time without a price."""
+"""Two more factors of a step's interval: how much overlapping activities slow each other, and time without a price."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A predicted step. seconds: until the last simulated rank has ended; low and high: its 80 % interval.
+    """A simulated step. seconds: until the last simulated rank has ended. low, high: the 80 % interval of seconds.
 
-    done: what was done when, by rank, each in the order of its beginnings. factors: how many seconds the step is longer
+    done: the launches of each rank, in the order in which they began. factors: by how many seconds the step is longer
     with each factor at the upper end of its interval.
     """
 
@@ -44,7 +44,7 @@ class Step:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The simulated ranks."""
+        """The ranks that were simulated, one of each kind."""
         return tuple(self.done)
 
 
@@ -56,12 +56,12 @@ def simulate(
     merged: bool = False,
     overlap: Overlap | None = None,
 ) -> Step:
-    """Simulate the step of these different ranks, such as one of each stage of a pipeline.
+    """Simulate the step of several ranks, such as one of each pipeline stage.
 
-    machine: or its prices, for reuse. interval: without it low and high equal seconds. merged: simulate consecutive
-    operators as one, several times as fast; the step takes the same time, except for overlap with late launches, and
-    launches count as computing. overlap: in place of the constants. Raises UsageError if a price is unknown (`missing`
-    says which) or the machine has too few devices, ValueError if the ranks wait for each other for ever.
+    machine: a machine, or its prices for reuse. interval: if False, low and high equal seconds. merged: simulate
+    consecutive operators as one, which is several times as fast; the step takes the same time, except for overlap with
+    late launches, and launches count as computing. overlap: replaces the constants. Raises UsageError if a price is
+    unknown (see `missing`) or the machine has too few devices, ValueError if ranks wait for each other for ever.
     """
     prices = machine if isinstance(machine, Prices) else Prices(machine)
     costs = _costs(works, prices)

@@ -22,12 +22,12 @@ from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 
 BLOCKS = 3
-"""Groups of blocks; the middle one is typical."""
+"""How many groups of blocks a small trace has."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The settings of a small trace: parts of a layer, and samples of its one microbatch."""
+    """The settings of a small trace. tensor: parts of each layer. rows: samples of its only microbatch."""
 
     precision: str
     tensor: int = 1
@@ -38,8 +38,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Small:
-    """Costs on one rank, in seconds. forward, backward: of a block; sent: of its collectives, in both. outside:
-    everything else in a microbatch, without communication. kept: bytes that a block keeps for its backward."""
+    """Costs on one rank, in seconds. forward, backward: of a block, without collectives. sent: of its collectives in
+    both. outside: of all else in a microbatch, without collectives. kept: bytes that a block keeps for its backward."""
 
     forward: float
     backward: float
@@ -49,7 +49,7 @@ class Small:
 
 
 def small_traces(program: Tracer, machine: Machine) -> Callable[[Kind], Small | None]:
-    """Return a function that makes small traces; None for a model without equal blocks or with unknown prices."""
+    """Return a function that traces few blocks and returns their costs; it returns None if that is not possible."""
     prices = Prices(machine)
 
     def small(kind: Kind) -> Small | None:

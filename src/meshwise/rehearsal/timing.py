@@ -30,18 +30,18 @@ from meshwise.machine.memory import free_bytes
 from meshwise.rehearsal.calls import bytes_of, made
 
 REPEATS, LONGEST = 7, 0.05
-"""How many calls of an operator are timed; fewer, but at least two, if together they take more than LONGEST seconds."""
+"""How many calls of an operator are timed; fewer, but at least two, if they take more than LONGEST seconds in all."""
 COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
-"""Calls after a write of FLUSHED bytes, which empties the caches, for operators on more than IN_CACHE bytes: in a step
-some of their tensors are new and others old."""
+"""For operators on more than IN_CACHE bytes: how many calls are also timed after a write of FLUSHED bytes, which
+empties the caches. In a step, some tensors are in a cache, others are not."""
 INSIDE_FROM = 16 << 10
-"""Bytes of an operator's tensors from which on its internal allocations are measured."""
+"""Internal allocations are measured for operators whose tensors have at least this many bytes."""
 SERVE = "from meshwise.rehearsal.timing import serve; serve()"
 
 
 def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, int, str]:
-    """Return the seconds of a call, with `threads` threads, while as many others do the same, None if it cannot be
-    made; the bytes that it allocates inside; and how it ended its process, empty if it did not."""
+    """Time a call in another process, on `threads` threads, while `others` other calls do the same. Return its seconds
+    (None if it cannot be made), bytes allocated internally, and how it crashed the process (empty: it did not)."""
     child = _child()
     if child.poll() is not None:  # at rest, by someone else
         _child.cache_clear()
@@ -63,12 +63,12 @@ def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, int, 
 
 
 def begin() -> None:
-    """Return when the process beside this one is running."""
+    """Start the process that times calls, and wait until it is ready."""
     timed("", 1)
 
 
 def serve() -> None:
-    """Time the requested calls, one line of JSON each, until there are no more."""
+    """Time the calls that stdin requests, a line of JSON each, until it is closed; write the results to stdout."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # an operator may print
     for line in sys.stdin:
@@ -77,7 +77,7 @@ def serve() -> None:
 
 
 def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, int]:
-    """Do as `timed` does, in this process."""
+    """Time a call in this process. Return its seconds, and the bytes that it allocates internally."""
     with threads_set(threads), torch.no_grad():
         seconds = _timed(call, others) if call else None
         return seconds, 0 if seconds is None else _taken_inside(call)
@@ -85,7 +85,7 @@ def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, 
 
 @functools.cache
 def _child() -> subprocess.Popen[str]:
-    """Start the process, which ends with this one as its input closes. Operators of the program are missing."""
+    """Start the process that times calls. It ends with this one. It lacks operators that the program registers."""
     return subprocess.Popen(
         [sys.executable, "-c", SERVE],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -97,8 +97,8 @@ def _child() -> subprocess.Popen[str]:
 
 
 def _timed(call: str, others: int = 0) -> float | None:
-    """Return the seconds of a call while as many others do the same, averaged between warm and cold caches; None if it
-    cannot be made, or would take more than a quarter of the free memory."""
+    """Return the seconds of a call while `others` threads do the same, averaged between warm and cold caches. None if
+    the call cannot be made, or would take more than a quarter of the free memory."""
     size = bytes_of(call)
     if size * (1 + others) > free_bytes(torch.device("cpu")) // 4:
         return None
@@ -116,7 +116,7 @@ def _timed(call: str, others: int = 0) -> float | None:
 
 @contextlib.contextmanager
 def _at_once(call: str, others: int) -> Iterator[None]:
-    """While the body runs, let threads do the same on tensors of their own."""
+    """In the block, let `others` threads repeat the call, each on tensors of its own."""
     over = threading.Event()
 
     def work() -> None:
@@ -137,7 +137,7 @@ def _at_once(call: str, others: int) -> Iterator[None]:
 
 
 def _taken_inside(call: str) -> int:
-    """Return the peak bytes that a call allocates beside its results, by the events of torch's allocator."""
+    """Return the peak of the bytes that a call allocates besides its results, by the events of torch's allocator."""
     if bytes_of(call) < INSIDE_FROM:
         return 0
     totals = list(itertools.accumulate(allocations_of(made(call))))
@@ -145,7 +145,7 @@ def _taken_inside(call: str) -> int:
 
 
 def median_of(call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:
-    """Return the median seconds of a call; with one thread by its own clock, which other load does not slow."""
+    """Return the median seconds of a call. With one thread, count the thread's CPU time, to ignore other load."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     call()
     seconds: list[float] = []
@@ -160,7 +160,7 @@ def median_of(call: Callable[[], object], repeats: int, before: Callable[[], obj
 
 @contextlib.contextmanager
 def threads_set(count: int) -> Iterator[None]:
-    """Set torch's number of threads during the body."""
+    """Set torch's number of threads in the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -51,13 +51,13 @@ from meshwise.transfer import stages
 from meshwise.workers.gate import StepGate
 
 STEPS = 2
-"""The first step creates the optimizer's state and the buckets; later ones are equal."""
+"""How many steps are traced: the first creates the optimizer's state and the buckets, all later ones are equal."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank does in its first step, and in each later one. reads_values: whether the model reads a number in
-    its forward or backward, which may depend on the batch."""
+    """What one rank does in its first step, and in each later one (`step`). reads_values: whether the forward or
+    backward reads values of tensors, so that what it does may depend on the batch."""
 
     first: Work
     step: Work
@@ -67,9 +67,9 @@ class Trace:
 def trace(job: Job, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
     """Trace what the ranks of `plan` do in a step of `job`: one rank of each kind, rank 0 first.
 
-    kind: of device, `gpu` or `cpu`. speeds: of the ranks' devices, the same value for equal ones; by default all are
-    equal. Raises PlanError for what cannot run, with the reason of `parallel`; UsageError with the line for a program
-    that cannot run on tensors without values.
+    kind: of device, `gpu` or `cpu`. speeds: one value for each rank, equal for ranks with equal devices; by default all
+    are equal. Raises PlanError, with the reason, for a plan that cannot run; UsageError, with the source line, if the
+    program cannot run on tensors without values.
     """
     mail: stages.Mail = {}
     try:
@@ -83,8 +83,8 @@ def trace(job: Job, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = 
 
 
 def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
-    """Return one rank of each kind: per stage, and per speed and share of the batch. Each is preceded by those of
-    earlier stages that send to it."""
+    """Return one rank of each kind, in ascending order. Ranks are of the same kind if they have the same stage, devices
+    of the same speed, and the same share of the batch."""
     within, apart = plan.within_samples, plan.within_samples // plan.pipeline
     found: dict[Any, list[range]] = {}
     for replica in range(plan.replicas):
@@ -97,7 +97,7 @@ def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
 
 
 def why_not(what: str, error: Exception) -> str:
-    """Return why `what` cannot be rehearsed, from an error that it raised."""
+    """Return a sentence on why `what` cannot be rehearsed. error: what it raised."""
     first = by_its_name(str(error)).partition("\n")[0].partition(". This could be because")[0]
     if "_pack_padded_sequence" in first:
         return (
@@ -133,7 +133,7 @@ def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail) -
 
 @contextmanager
 def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[tuple[Record, FakeTensors]]:
-    """Set up one rank's process on a device of this kind, in isolation; yields the record, and the mode to enter."""
+    """In the block, make this process a rank of a faked run. Yield the record of events, and the mode to enter."""
     with ExitStack() as stack:
         device = stack.enter_context(fake_device.fake_device(MAIN)) if kind != "cpu" else "cpu"
         stack.enter_context(fake_world(rank, ranks))
@@ -155,7 +155,7 @@ def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[t
 
 
 def _batches(job: Job, plan: Plan, world: World) -> list[list[Microbatch]]:
-    """Yield the microbatches of the first steps, with their real tensors."""
+    """Return the microbatches of the first steps, with real tensors."""
     data = open_data(job, job.data(), "training set")
     order = epoch_order(job.seed, 0, data.samples)
     steps = list(itertools.islice(epoch_slices(order, job.batch_size, world, plan.accumulate), STEPS))
@@ -165,7 +165,7 @@ def _batches(job: Job, plan: Plan, world: World) -> list[list[Microbatch]]:
 
 
 class _Steps:
-    """Tells the record when optimizers step."""
+    """Tells the record when a backward has ended: when an optimizer steps."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -205,5 +205,5 @@ def _steps(
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors of the optimizer's state that are in memory."""
+    """Return the tensors of an optimizer's state; of a DTensor, this rank's part."""
     return [local_of(t) for t in tensors_in(list(optimizer.state.values()))]

@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 MAIN = "main"
-"""The stream in which a program computes."""
+"""The name of the stream in which a program computes."""
 PHASES = ("forward", "backward", "optimizer", "other")
 CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "communication", "input")
-"""What memory is for. `communication`: buffers of collectives, and gathered parts of sharded parameters."""
+"""What memory is used for. `communication`: buffers of collectives, and gathered parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operator on one device.
+    """A call of an operator on one device.
 
-    name: torch's, without its overload: `aten.mm`. shapes and dtypes (`bf16`): of its tensor arguments, in their order.
-    flops: multiplications and additions, for causal attention those that are done; read and written: bytes. call: how a
-    CPU's operator was called (calls.py), so that it can be measured. layout: `channels_last` if images are.
+    name: torch's, without the overload: `aten.mm`. shapes, dtypes (`bf16`): of the tensor arguments, in order. flops:
+    multiplications and additions; of causal attention, only half. read, written: bytes. call: on a CPU, the call as
+    text (calls.py), so that it can be measured. layout: `channels_last` if a convolution's images are.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOperation:
-    """One collective, send or receive. kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `broadcast`,
-    `send`, `receive`. size: bytes of the full tensor, as nccl-tests count them. ranks: of the group, as numbered in the
-    run; for a send or receive (from, to)."""
+    """A collective, send or receive. kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `broadcast`,
+    `send`, `receive`. size: bytes of the full tensor, as nccl-tests count them. ranks: those of the group, as numbered
+    in the run; for a send or receive (source, target)."""
 
     kind: str
     size: int
@@ -51,7 +51,7 @@ class CollectiveOperation:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy between host and device memory, in bytes. to: `host` or `device`."""
+    """A copy between host memory and device memory. size: bytes. to: `host` or `device`."""
 
     size: int
     to: str
@@ -62,10 +62,10 @@ What = Operation | CollectiveOperation | Copy
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The host begins something on a stream. Each stream does one thing after the other.
+    """The host launches something on a stream, which does one thing after the other.
 
-    after: places in `Work.events` of launches on other streams that must end first. blocks: the host continues only
-    when it has ended. module: the block of the model; microbatch: counted from 0, -1 outside of one.
+    after: indices in `Work.events` of launches on other streams that must end first. blocks: whether the host waits for
+    its end. module: the block of the model that it is in. microbatch: its number, from 0; -1 outside of microbatches.
     """
 
     what: What
@@ -79,7 +79,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Memory is allocated. storage: its number, for `Free`. category: of `CATEGORIES`. on_host: in host memory."""
+    """Memory is allocated. storage: its number, used by `Free`. category: of CATEGORIES. on_host: in host memory."""
 
     storage: int
     size: int
@@ -90,7 +90,7 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Memory is freed."""
+    """The memory of this storage is freed."""
 
     storage: int
 
@@ -102,9 +102,9 @@ Event = Launch | Allocate | Free
 class Work:
     """What one rank does in one step, in the order in which its host does it.
 
-    kind: of the rehearsed device: `cpu`, or `gpu` for any accelerator. held: what is allocated when the step begins
-    (parameters, optimizer state). notes: what the plan said of the program. dtensors: the optimizer steps on DTensors,
-    whose operators all go through Python.
+    rank, ranks: its number and how many there are. kind: of the device: `cpu`, or `gpu` for any accelerator. held: what
+    is allocated when the step begins (parameters, optimizer state). notes: remarks on the program under this plan.
+    dtensors: whether the optimizer steps on DTensors, whose operators are slower, as they all go through Python.
     """
 
     rank: int
@@ -131,7 +131,7 @@ class Work:
 
     @property
     def dtype(self) -> str:
-        """The dtype in which most of the FLOPs are done; empty if there are none."""
+        """The dtype in which most FLOPs are computed; empty if there are none."""
         return max(flops, key=flops.__getitem__) if (flops := self._by_dtype) else ""
 
     @property

@@ -29,11 +29,11 @@ from meshwise.compat import fake, fake_device
 
 _Backend = torch._C._distributed_c10d.Backend
 _MESH_METHODS = ("__init__", "_concatenate", "__getitem__", "_flatten", "_unflatten")
-"""Methods that compute ranks from tensors, whose values a fake tensor does not have."""
+"""Methods of DeviceMesh that read ranks from tensors, and so need real tensors."""
 
 
 class _Store:
-    """Answers like a store to which all ranks have come with the same facts."""
+    """A key-value store that answers as if every rank had done the same as this one."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -56,7 +56,7 @@ class _Store:
 
 @contextmanager
 def resizing(call: Callable[[Tensor, int], None]) -> Iterator[None]:
-    """Call `call(tensor, bytes)` whenever FSDP2 allocates or frees a tensor's memory, as no operator reports it."""
+    """In the block, call `call(tensor, bytes)` whenever FSDP2 resizes a tensor's storage, which no operator reports."""
     real = _fsdp_param.alloc_storage, _fsdp_param.free_storage
 
     def alloc(tensor: Tensor) -> None:
@@ -73,7 +73,7 @@ def resizing(call: Callable[[Tensor, int], None]) -> Iterator[None]:
 
 @contextmanager
 def start_values_unread() -> Iterator[None]:
-    """Draw truncated normal values once: torch draws until none is outside, and fake tensors have no values."""
+    """In the block, draw truncated normal start values without a look at them, as fake tensors have no values."""
 
     def drawn(tensor: Tensor, *arguments: Any, **named: Any) -> Tensor:
         with torch.no_grad():
@@ -85,7 +85,7 @@ def start_values_unread() -> Iterator[None]:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Make this process rank `rank` of `size`, without the other ranks. A world of size 1 has no process group.
+    """In the block, make this process rank `rank` of `size`, without other ranks. With size 1 there is no group.
 
     Raises RuntimeError if this process has a group already.
     """
@@ -122,7 +122,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 class _Chunks(Sequence[Tensor]):
-    """The result of `torch.chunk`, padded with empty chunks to `count`, each made on demand: FSDP2 reads only two."""
+    """The `count` chunks of a tensor, made on demand, as FSDP2 reads only two of them. The last ones may be empty."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._count, self._dim = tensor, count, dim
@@ -145,7 +145,7 @@ def _of_all(parts: list[Any], value: Any, group: Any = None) -> None:
 
 
 def _on_real(name: str) -> Any:
-    """Run a method of DeviceMesh with real tensors."""
+    """Wrap a method of DeviceMesh so that it runs with real tensors."""
     method = DeviceMesh.__dict__[name]
 
     def real(call: Callable[..., Any]) -> Callable[..., Any]:

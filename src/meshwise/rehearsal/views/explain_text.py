@@ -30,15 +30,15 @@ LIMITS = {
     TO_HOST: "the link between the device and its host",
     IDLE: "time in which nothing is ready to run",
 }
-"""What limits a step, in words; any other limit is a link."""
+"""Each limit of a step in words. Any other limit is a link."""
 OTHER_COLUMNS, LEAST_NAME = 72, 28
-"""Characters of the columns beside an operator's name, and the least for the name on a narrow screen."""
+"""The width of the columns other than an operator's name, and the least width of the name, in characters."""
 WORTH_SAYING = 0.005
-"""Smaller shares of the step are left out of sentences."""
+"""The smallest share of the step to mention in a sentence."""
 
 
 def explain_lines(found: Explanation, width: int) -> list[Text]:
-    """Show the explanation, at most `width` characters wide."""
+    """Return the explanation of a step as lines, at most `width` characters wide."""
     estimate = found.estimate
     assert estimate.seconds is not None
     step = seconds_text(estimate.seconds.value)
@@ -54,7 +54,7 @@ def explain_lines(found: Explanation, width: int) -> list[Text]:
 
 
 def _phases(found: Explanation, width: int) -> list[Text]:
-    """Return the seconds by phase and kind, without empty ones."""
+    """Return a table of seconds, a row for each phase, a column for each kind; empty ones are left out."""
     kinds = [kind for kind in KINDS if found.time.kinds.get(kind)]
     rows: list[list[Cell]] = []
     for phase in PHASES:
@@ -69,7 +69,7 @@ def _phases(found: Explanation, width: int) -> list[Text]:
 
 
 def limit_sentences(found: Explanation) -> list[str]:
-    """Say what limits the step, its shares, what is hidden, and what its interval depends on."""
+    """Return sentences on what limits the step, its parts, overlapped communication, and the interval's causes."""
     whole, hidden = found.time.seconds, found.time.hidden
     first = next(iter(found.limits), IDLE)
     shares = [
@@ -95,7 +95,7 @@ def _costly(title: str, costly: Sequence[Costly], step: float, width: int) -> li
 
 
 def costly_columns(title: str, costly: Sequence[Costly], step: float) -> dict[str, list[Cell]]:
-    """Return the most expensive launches by column. step: its seconds."""
+    """Return a table of the launches that take most time, by its columns. step: the step's seconds."""
     return {
         title: [one.what for one in costly],
         "times": [str(one.times) for one in costly],
@@ -109,7 +109,7 @@ def costly_columns(title: str, costly: Sequence[Costly], step: float) -> dict[st
 
 
 def runner_up_sentences(best: Estimate, other: Estimate | None) -> list[str]:
-    """Say why a plan is behind another one: the differences in time by part, and in memory."""
+    """Return sentences on why plan `other` is worse than `best`: differences in time by part, and in memory."""
     if other is None:
         return []
     name = settings_text(other.plan)

@@ -14,7 +14,7 @@ from meshwise.spec.plan import changed
 
 
 def plans_dict(plans: Any) -> dict[str, Any]:
-    """Convert `api.plan.Plans`; seconds and bytes."""
+    """Convert the result of a search (`api.plan.Plans`) to plain values, in seconds and bytes."""
     found = plans.found
     return {
         "job": plans.job,
@@ -33,7 +33,7 @@ def plans_dict(plans: Any) -> dict[str, Any]:
 
 
 def estimate_dict(estimate: Estimate) -> dict[str, Any]:
-    """Convert one plan."""
+    """Convert the estimate of one plan to plain values."""
     values: dict[str, Any] = json_value(estimate)
     values["plan"] = json_value(changed(estimate.plan))
     values["memory"]["verdict"] = estimate.memory.verdict
@@ -42,7 +42,7 @@ def estimate_dict(estimate: Estimate) -> dict[str, Any]:
 
 
 def explanation_dict(explanation: Explanation) -> dict[str, Any]:
-    """Convert the explanation of a step; phases by name, then by kind."""
+    """Convert the explanation of a step to plain values; `phases` is by phase, then by kind."""
     values: dict[str, Any] = json_value(explanation)
     phases: dict[str, dict[str, float]] = {}
     for (phase, kind), seconds in explanation.time.phases.items():

@@ -30,11 +30,11 @@ from meshwise.timeline.timeline import Timeline
 from meshwise.timeline.views.html_page import page_of
 
 POINTS = 600
-"""The most moments of the memory curve that are drawn; of several the one with the most bytes."""
+"""The most points of the memory curve to draw; each stands for the largest of its neighbours."""
 
 
 def plan_page(plans: Any, first: Rehearsed) -> str:
-    """Return the page of `api.plan.Plans`. first: the inputs of the first plan's estimate."""
+    """Return an HTML page on the plans of `api.plan.Plans`. first: the first plan's estimate, with its inputs."""
     found = plans.found
     title = f"{plans.job} on {plans.machine.name}, batch {plans.batch}"
     timeline = Timeline(source="predicted") if first.step is None else timeline_of(first, plans.job)
@@ -61,14 +61,14 @@ def plan_page(plans: Any, first: Rehearsed) -> str:
 
 
 def _table(columns: Mapping[str, Sequence[Any]], right: Sequence[str]) -> dict[str, Any]:
-    """Return titles, rows of texts, and which columns are left-aligned."""
+    """Return a table's titles, its rows of texts, and the indices of left-aligned columns. right: other titles."""
     titles = list(columns)
     rows = [[str(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
     return {"titles": titles, "rows": rows, "left": [at for at, title in enumerate(titles) if title not in right]}
 
 
 def _memory(first: Rehearsed) -> dict[str, Any]:
-    """Show the memory of the rank that needs most, in a step after the first, over time if that is known."""
+    """Return the memory of the rank that needs most, in a step after the first, over the step's time if known."""
     rank = first.estimate.memory.rank
     traced = next(each for each in first.traces if each.step.rank == rank)
     before, after = (with_inside(work, first.prices.inside) for work in (traced.first, traced.step))
@@ -92,8 +92,8 @@ def _memory(first: Rehearsed) -> dict[str, Any]:
 
 
 def _times(curve: Curve, step: Step | None, rank: int) -> NDArray[np.float64]:
-    """Return the time of each moment of a curve, in ms: when the launch that the memory is for begins; without a step
-    the number of that launch."""
+    """Return the time in ms of each point of a curve: when the launch begins that the memory is for. If the step's time
+    is unknown, return the number of that launch."""
     launched = np.cumsum([isinstance(event, Launch) for event in curve.work.events])
     number = np.where(curve.places < 0, 0, launched[np.maximum(curve.places, 0)])
     if step is None:
@@ -103,7 +103,7 @@ def _times(curve: Curve, step: Step | None, rank: int) -> NDArray[np.float64]:
 
 
 def _thinned(curve: Curve) -> list[int]:
-    """Return the rows of the curve to draw: the first, and in each stretch the one with the most bytes."""
+    """Return the indices of a curve's points to draw: the first, and of each stretch the point with most bytes."""
     parts = np.array_split(np.arange(1, len(curve.places)), min(POINTS, max(len(curve.places) - 1, 1)))
     total = curve.total
     return [0, *(int(part[total[part].argmax()]) for part in parts if len(part))]

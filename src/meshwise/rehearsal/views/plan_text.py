@@ -23,13 +23,13 @@ from meshwise.spec.words import some
 from meshwise.terminal.table import NO_LIMIT, Cell, columns_lines
 
 LESS_NEEDED = ("samples/s", "most of it", "80 % of cases")
-"""Columns that are left out, in this order, on a narrow screen."""
+"""Columns to leave out on a narrow screen, the first of these first."""
 MOST_ROWS, MOST_REASONS, MOST_EDITS, MOST_NAMED = 12, 6, 6, 5
 HOST_WORTH_SAYING = 1 << 20  # bytes
 
 
 def plans_text(plans: Any, width: int | None = None) -> Text:
-    """Show `api.plan.Plans` in a terminal."""
+    """Return the plans of `api.plan.Plans` as text for a terminal, at most `width` characters wide."""
     found, machine = plans.found, plans.machine
     head = f"{plans.job} on {machine.name}, batch {plans.batch}"
     head += f", computed in {found.estimates[0].dtype}" if found.estimates[0].dtype else ""
@@ -44,7 +44,7 @@ def plans_text(plans: Any, width: int | None = None) -> Text:
 
 
 def first_text(plans: Any) -> str:
-    """Show the likely best plans of `api.plan.Plans`, before any is rehearsed."""
+    """Return the likely best plans of `api.plan.Plans` as text, as guessed before any is rehearsed."""
     rows = [
         f"  {settings_text(plan)}: about {seconds_text(guess.seconds)}, {bytes_text(guess.memory)}"
         for plan, guess in plans.found.first
@@ -53,8 +53,8 @@ def first_text(plans: Any) -> str:
 
 
 def worth_showing(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Return the plans without those that another plan of the same axes beats in time and memory, and without those
-    that do not fit if another may. Nobody would choose them; the JSON has them."""
+    """Return the plans that somebody may choose: without those that another plan on the same axes beats in time and
+    memory, and without those that do not fit if another plan may. The JSON has all."""
     shown: list[Estimate] = []
     for each in estimates:  # the best first
         nowhere = each.memory.verdict == TOO_LARGE and estimates[0].memory.verdict != TOO_LARGE
@@ -73,7 +73,7 @@ def _beats(one: Estimate, other: Estimate) -> bool:
 
 
 def plan_columns(plans: Any) -> dict[str, list[Cell]]:
-    """Return the table of plans by its columns: a row for each plan worth showing."""
+    """Return a table of plans by its columns, with a row for each plan worth showing."""
     every = plans.found.estimates
     shown = every[:1] if plans.one else worth_showing(every)[:MOST_ROWS]
     room = {each.memory.capacity for each in shown if each.memory.capacity is not None}
@@ -92,7 +92,7 @@ def plan_columns(plans: Any) -> dict[str, list[Cell]]:
 
 
 def _table(plans: Any, width: int) -> list[Text]:
-    """Make the table; less important columns are left out on a narrow screen."""
+    """Return the table of plans as lines. On a narrow screen, it lacks less important columns."""
     columns = plan_columns(plans)
     left = [title for title in columns if title in ("plan", "most of it") or title.startswith(("in ", "fits"))]
     return columns_lines(columns, width, left=left, less_needed=LESS_NEEDED)
@@ -104,7 +104,7 @@ def _cost(plans: Any, estimate: Estimate) -> str:
 
 
 def training_sentence(plans: Any) -> str:
-    """Say how long the whole training takes under the first plan; empty if that is unknown."""
+    """Return a sentence on how long the whole training takes with the first plan; empty if unknown."""
     first = plans.found.estimates[0]
     hours = plans.device_hours(first)
     if hours is None:
@@ -115,7 +115,7 @@ def training_sentence(plans: Any) -> str:
 
 
 def kept_sentence(plans: Any) -> str:
-    """Say what keeping the first plan's state after each step takes of a host's memory; empty if that is little."""
+    """Return a sentence on how much host memory `--redundancy 1` takes with the first plan; empty if that is little."""
     first, machine = plans.found.estimates[0], plans.machine
     ranks = min(first.plan.devices, len(machine.devices) // max(1, len(machine.hosts)) or first.plan.devices)
     each, whole, room = first.memory.kept, first.memory.kept * ranks, machine.hosts[0].memory
@@ -132,7 +132,7 @@ def _interval(estimate: Estimate) -> str:
 
 
 def _parts(estimate: Estimate) -> str:
-    """Return the two largest parts of the step, as shares of it."""
+    """Format the two largest parts of the step: `computing 80 %, communication 15 %`."""
     total = sum(estimate.parts.values())
     largest = sorted(estimate.parts.items(), key=lambda part: -part[1])[:2]
     return ", ".join(f"{name} {percent_text(value / total)}" for name, value in largest if total and value)
@@ -146,7 +146,7 @@ def _below(plans: Any) -> list[Text]:
 
 
 def _not_shown(found: Any) -> Iterator[str]:
-    """Say of the plans of `Search` that have no row why: first of those that were guessed to be the best."""
+    """Yield lines on why plans of a search have no row in the table. Plans that were guessed best are named first."""
     guessed, shown = [plan for plan, _ in found.first], worth_showing(found.estimates)[:MOST_ROWS]
     reasons: dict[str, list[Plan]] = {}
     for each in found.estimates:
@@ -165,7 +165,7 @@ def _not_shown(found: Any) -> Iterator[str]:
 
 
 def _edits(first: Estimate, others: Sequence[Estimate]) -> list[Text]:
-    """Show what changing one thing in the first plan would cost or save."""
+    """Return lines on what small changes of the first plan would cost or save."""
     priced = list(edits(first, others))[:MOST_EDITS]
     lines = [Text(), Text("changed, it would be")] if priced else []
     for edit in priced:
@@ -177,7 +177,7 @@ def _edits(first: Estimate, others: Sequence[Estimate]) -> list[Text]:
 
 
 def sentences(plans: Any) -> list[str]:
-    """Describe the best plan, or the one that was asked about, why it is the first, and what the training takes."""
+    """Return sentences on the first plan: its memory, why it is the first, and what the training takes."""
     first, *others = plans.found.estimates
     memory = first.memory
     need, low, high = (bytes_text(value) for value in (memory.total.value, memory.total.low, memory.total.high))
