@@ -26,6 +26,7 @@ from meshwise.equivalence.plain.findings import PlainProof
 from meshwise.equivalence.plain.judge import judge
 from meshwise.equivalence.plain.record import Follow, Pass, Record, Step
 from meshwise.equivalence.plain.schedule import horizon_of
+from meshwise.equivalence.plain.watch import watch_plain
 from meshwise.equivalence.views.check_dict import check_dict
 from meshwise.equivalence.views.check_text import check_text
 from meshwise.spec.errors import UsageError
@@ -222,6 +223,32 @@ def test_each_mistake_has_its_name(kind: str) -> None:
     found = found_in([record(rank, **changes(rank)) for rank in range(2)], record(0, 1, **alone))
     assert found.get(kind) is True, found
     assert kind not in found_in([record(0), record(1)], record(0, 1))
+
+
+@pytest.mark.parametrize("left", [1.0, 1.47])
+def test_a_factor_is_that_before_the_clipping(left: float) -> None:
+    clips = (("train.py:22", 1.0),)
+    many = step(gradients=times(left), unclipped=times(2), clips=clips, by_trainer=True)
+    ranks = [record(rank, steps=[many]) for rank in range(2)]
+    (found,) = judge("train.py", "2xcpu", ranks, record(0, 1, steps=[step(unclipped=times(1), clips=clips)])).findings
+    assert found.kind == "gradient times a number" and "is 2 times that of one process" in found.evidence
+    assert "accepts_loss_kwargs = False" in found.instead
+    (found,) = judge("train.py", "2xcpu", [replace(each, steps=[step(gradients=times(2))]) for each in ranks],
+                     record(0, 1)).findings  # fmt: skip
+    assert "DistributedDataParallel" in found.instead
+
+
+def test_a_gradient_is_kept_as_it_was_before_the_clipping() -> None:
+    def script() -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(3, 2)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    (made,) = watch_plain(script, 1, 0, None, 0).steps
+    assert [float(g.norm()) for g in made.before_clipping.gradients.values()] == pytest.approx([18**0.5, 3])
+    assert made.gradients["bias"].item() == pytest.approx(0.1 * 3 / 27**0.5, rel=1e-5) and not made.by_trainer
 
 
 def test_what_differs_by_design_is_not_wrong() -> None:

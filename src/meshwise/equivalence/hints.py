@@ -14,7 +14,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from meshwise.equivalence.model_state import local_sum
 from meshwise.equivalence.model_tracer import LooksOn, ModelTracer
 from meshwise.guards.unsummed import drops
 from meshwise.slips.divided_validation import Evaluated, divided_evaluation, evaluated_here
-from meshwise.spec.user_code import is_users, place, user_place
+from meshwise.spec.user_code import is_called_from, is_users, place, user_place
 from meshwise.spec.words import some
 
 DROPOUT = (
@@ -45,6 +44,7 @@ UNUSED = "{place}: what {name}.apply gives is not used, so its backward never ru
 DROPS = {"bernoulli_", "native_dropout"}
 """Operators that draw dropout masks."""
 OF_STATISTICS = "torch/optim/swa_utils.py"
+"""Recomputes the statistics of batch norms, which needs training mode."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Hints:
 
     def _call_ends(self, root: nn.Module, *_: object) -> None:
         """Check, when a call of a model without gradients ends, whether dropout was active in an evaluation."""
-        if torch.is_grad_enabled() or _remakes_statistics():
+        if torch.is_grad_enabled() or is_called_from(OF_STATISTICS):
             return
         active, where = [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)], user_place()
         if self.tracer is not None and self.tracer.in_forward:
@@ -173,14 +173,6 @@ class Hints:
                 stack.enter_context(_told(holder, "zero_grad", zeroed))
             stack.enter_context(noting_unused(self._say))
             yield
-
-
-def _remakes_statistics() -> bool:
-    """Return whether the caller recomputes batch-norm statistics (swa_utils), for which models are in training mode."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.endswith(OF_STATISTICS):
-        frame = frame.f_back
-    return frame is not None
 
 
 def _is_active(module: nn.Module) -> bool:

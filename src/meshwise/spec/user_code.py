@@ -32,6 +32,14 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
     return frame
 
 
+def is_called_from(file: str) -> bool:
+    """Check whether the caller runs inside of a function of a file whose path ends so."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(file):
+        frame = frame.f_back
+    return frame is not None
+
+
 def place(filename: str, line: int | None) -> str:
     """Format a source line as `train.py:31`, relative to the current folder if the file is inside it."""
     path = Path(filename)

@@ -16,12 +16,22 @@ from meshwise.equivalence.plain.findings import Finding, PlainProof
 from meshwise.equivalence.plain.record import Record, Step
 from meshwise.equivalence.tolerance import LIMIT
 
+MEANS = "DistributedDataParallel takes the mean over the ranks: the loss of a rank must be a mean."
+COUNTS = (
+    "Divide a rank's sum by the count of all ranks and multiply by their number, or mw.backward(loss, weight=count)."
+)
+OF_TRAINER = (
+    "Divide a sum by num_items_in_batch, in compute_loss_func= or in the model's forward. Of a model whose forward has "
+    "**kwargs, and whose loss is a mean over as many items on each rank, say accepts_loss_kwargs = False in its class."
+)
+
 
 def judge(script: str, devices: str, ranks: Sequence[Record], one: Record) -> PlainProof:
     """Compare ranks with one process. ranks: what each did; one: a process that repeated it, or why it could not."""
     not_judged = list(_not_judged(ranks, one))
     pairs = _pairs(ranks[0].steps, one.steps)
-    largest = max((_apart(b, a)[0] for a, b in pairs), default=0.0)
+    clipped = [(a.before_clipping, b.before_clipping) for a, b in pairs if a.clips]
+    largest = max((_apart(b, a)[0] for a, b in [*pairs, *clipped]), default=0.0)
     between = [*_unreduced(ranks), *_clips(ranks)]
     shown = list(counts.shown(ranks[0], one, devices))
     found = [
@@ -79,66 +89,63 @@ def _apart(first: Step, other: Step) -> tuple[float, str]:
 def _unreduced(ranks: Sequence[Record]) -> Iterator[Finding]:
     starts = [[step.start for step in record.steps[1:]] for record in ranks]
     averaged = any(max(each) - min(each) <= LIMIT * max(each) for each in zip(*starts, strict=False))
-    for steps in zip(*(record.steps for record in ranks), strict=False):
-        first = steps[0]
-        for other in steps[1:]:
-            apart, name = _apart(first, other)
-            if apart > LIMIT:
-                why = f": {first.unreduced}" if first.unreduced else ""
-                if averaged:
-                    why = f"the ranks step with other gradients of {name}, and later have the same parameters again."
-                    yield Finding("local steps between averages", False, first.places, why)
-                    return
-                why = f"the ranks step with other gradients of {name}{why}."
-                instead = "Call the DistributedDataParallel, and run the last backward of a step outside of no_sync()."
-                yield Finding("gradients not reduced", True, first.places, why, instead)
-                return
+    steps = zip(*(record.steps for record in ranks), strict=False)
+    sides = ((first, *_apart(first, other)) for first, *others in steps for other in others)
+    for first, name in [(first, name) for first, apart, name in sides if apart > LIMIT][:1]:
+        said = f"the ranks step with other gradients of {name}"
+        if averaged:
+            said += ", and later have the same parameters again."
+            yield Finding("local steps between averages", False, first.places, said)
+        else:
+            said += f": {first.unreduced}." if first.unreduced else "."
+            instead = "Call the DistributedDataParallel, and run the last backward of a step outside of no_sync()."
+            yield Finding("gradients not reduced", True, first.places, said, instead)
 
 
 def _clips(ranks: Sequence[Record]) -> Iterator[Finding]:
-    for steps in zip(*(record.steps for record in ranks), strict=False):
-        if any(_apart(steps[0], other)[0] > LIMIT for other in steps[1:]):
+    for first, *others in zip(*(record.steps for record in ranks), strict=False):
+        if any(_apart(first, other)[0] > LIMIT for other in others):
             return
-        for clips in zip(*(step.clips for step in steps), strict=False):
+        for clips in zip(first.clips, *(step.clips for step in others), strict=False):
             norms = [norm for _, norm in clips]
             if max(norms) - min(norms) > LIMIT * max(norms):
-                why = f"the ranks clip gradients of the norms {', '.join(f'{norm:.4g}' for norm in norms)}."
+                said = f"the ranks clip gradients of the norms {', '.join(f'{norm:.4g}' for norm in norms)}."
                 instead = "Clip once, after the last backward of a step (accelerate: if accelerator.sync_gradients)."
-                yield Finding("clipping before the reduction", True, (clips[0][0],), why, instead)
+                yield Finding("clipping before the reduction", True, (clips[0][0],), said, instead)
                 return
 
 
 def _gradients(ranks: Sequence[Record], pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
+    """Yield why gradients differ in the first step in which they do; those that are clipped, as they were before it."""
     for number, (many, one) in enumerate(pairs):
-        apart, name = _apart(one, many)
-        if apart <= LIMIT:
-            continue
-        losses = [record.steps[number].loss for record in ranks if number < len(record.steps)]
-        mean = statistics.fmean(losses)
-        size = f"step {number + 1}: the gradient of {name} differs by {apart:.2g} of the size of all"
-        factor = _factor(one.gradients, many.gradients)
-        where = tuple(dict.fromkeys((many.places[1], many.places[0])))
-        if factor is not None:
-            why = f"step {number + 1}: every gradient is {factor:.6g} times that of one process on the same samples."
-            instead = "DistributedDataParallel takes the mean over the ranks: the loss of a rank must be a mean."
-            yield Finding("gradient times a number", True, where, why, instead)
-        elif abs(mean - one.loss) > LIMIT * max(abs(one.loss), abs(mean)):
-            yield Finding(
-                "mean over unequal counts",
-                True,
-                where,
-                f"{size}; the mean of the ranks' losses is {mean:.6g}, and one process has {one.loss:.6g}: a rank's "
-                "loss is a mean over another count (tokens, samples) than the next rank's.",
-                "Divide a rank's sum by the count of all ranks and multiply by their number, or "
-                "mw.backward(loss, weight=count).",
-            )
-        elif many.hooks:
-            why = f"{size}, though the losses agree: a hook changes each rank's gradient before the mean."
-            instead = "Change the gradients after the backward."
-            yield Finding("a hook before the reduction", True, many.hooks, why, instead)
-        else:
-            yield Finding("other gradients", True, where, f"{size}, though the losses agree.")
-        return
+        sides = [(many.before_clipping, one.before_clipping)] if many.clips else []
+        for pair in [*sides, (many, one)]:
+            if _apart(*pair)[0] > LIMIT:
+                yield _of_gradients(number, [record.steps[number : number + 1] for record in ranks], *pair)
+                return
+
+
+def _of_gradients(number: int, ranks: Sequence[Sequence[Step]], many: Step, one: Step) -> Finding:
+    apart, name = _apart(one, many)
+    mean = statistics.fmean(step.loss for steps in ranks for step in steps)
+    factor = _factor(one.gradients, many.gradients)
+    where = tuple(dict.fromkeys((many.places[1], many.places[0])))
+    size = f"step {number + 1}: the gradient of {name} differs by {apart:.2g} of the size of all"
+    if factor is not None:
+        size = f"step {number + 1}: every gradient is {factor:.6g} times that of one process on the same samples."
+        return Finding("gradient times a number", True, where, size, OF_TRAINER if many.by_trainer else MEANS)
+    if abs(mean - one.loss) > LIMIT * max(abs(one.loss), abs(mean)):
+        size += (
+            f"; the mean of the ranks' losses is {mean:.6g}, and one process has {one.loss:.6g}: a rank's loss is a "
+            "mean over another count (tokens, samples) than the next rank's."
+        )
+        return Finding("mean over unequal counts", True, where, size, OF_TRAINER if many.by_trainer else COUNTS)
+    size += ", though the losses agree"
+    if many.hooks:
+        size += ": a hook changes each rank's gradient before the mean."
+        instead = "Change the gradients after the backward."
+        return Finding("a hook before the reduction", True, many.hooks, size, instead)
+    return Finding("other gradients", True, where, f"{size}.")
 
 
 def _factor(one: dict[str, Tensor], many: dict[str, Tensor]) -> float | None:
@@ -152,10 +159,9 @@ def _factor(one: dict[str, Tensor], many: dict[str, Tensor]) -> float | None:
 
 def _scales(ranks: Sequence[Record]) -> Iterator[Finding]:
     whole = max((len(step.scales) for step in ranks[0].steps), default=0)  # the last step of an epoch may have fewer
-    for step in ranks[0].steps:
-        count, product = len(step.scales), step.scales[-1] if step.scales else 1.0
-        if count == whole > 1 and abs(product * count * count - 1) < 1e-6:
-            why = f"each of {count} losses of a step is multiplied by {product:.6g}, which is 1/{count * count}."
+    for step in [each for each in ranks[0].steps if len(each.scales) == whole > 1]:
+        if abs(step.scales[-1] * whole * whole - 1) < 1e-6:
+            said = f"each of {whole} losses of a step is multiplied by {step.scales[-1]:.6g}, or 1/{whole * whole}."
             instead = "Divide once: accelerator.backward divides by gradient_accumulation_steps itself."
-            yield Finding("loss divided by the accumulation twice", True, (step.places[1],), why, instead)
+            yield Finding("loss divided by the accumulation twice", True, (step.places[1],), said, instead)
             return

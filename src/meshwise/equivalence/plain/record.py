@@ -6,7 +6,7 @@ Tested in tests/equivalence/test_plain_scripts.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -49,6 +49,7 @@ class Step:
     gradients: by parameter, before the step. parameters: after it. losses: of its backwards. scales: the final factor
     of each. ticks: scheduler steps since the last optimizer step. unreduced: why its gradients may not be those of all
     ranks. hooks: lines of hooks on the gradients. clips: lines that clip, and the norm before.
+    unclipped: gradients before they were clipped. by_trainer: whether transformers' Trainer called its last backward.
     draws: whether random numbers were drawn between a batch and its backward. start: the sum of the parameters' norms
     before the step.
     """
@@ -64,6 +65,8 @@ class Step:
     unreduced: str = ""
     hooks: tuple[str, ...] = ()
     clips: tuple[tuple[str, float], ...] = ()
+    unclipped: dict[str, Tensor] = field(default_factory=dict)
+    by_trainer: bool = False
     draws: bool = False
     start: float = 0.0
 
@@ -71,6 +74,11 @@ class Step:
     def loss(self) -> float:
         """The sum of its losses."""
         return sum(self.losses)
+
+    @property
+    def before_clipping(self) -> Step:
+        """The step as it was before its gradients were clipped."""
+        return replace(self, gradients=self.gradients | self.unclipped)
 
 
 @dataclass

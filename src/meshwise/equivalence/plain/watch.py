@@ -35,11 +35,12 @@ from meshwise.machine.memory import free_bytes
 from meshwise.parallel.step_hooks import Order, subscribe
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text
-from meshwise.spec.user_code import place_of, user_place
+from meshwise.spec.user_code import is_called_from, place_of, user_place
 
 MOST_BACKWARDS = 40
 """The most backwards in a compared step; a script that makes more is ended."""
 NOT_REPLICAS = "its parameters are sharded (FSDP, DTensor): check compares replicas, as DDP and accelerate have them"
+TRAINER = "transformers/trainer.py"
 OUTSIDE = "its forward does not go through the DistributedDataParallel"
 
 
@@ -92,6 +93,7 @@ class _Watcher:
 
     def _fresh(self) -> None:
         self._since = {"losses": [], "scales": [], "clips": [], "backward": "", "draws": False, "why": ""}
+        self._since |= {"unclipped": {}, "trainer": False}
         self._wrapped_forward = False
 
     def ended(self) -> Record:
@@ -166,7 +168,7 @@ class _Watcher:
             if losses and losses[0].numel() == 1:
                 self._since["losses"].append(float(losses[0].detach()))
                 self._since["scales"].append(scale_of(losses[0]))
-            self._since["backward"] = user_place()
+            self._since["backward"], self._since["trainer"] = user_place(), is_called_from(TRAINER)
             self._since["draws"] |= self.reads.backward()
             no_sync = [each for each in self._parallel if not each.require_backward_grad_sync]
             self._since["why"] = "its backward is inside no_sync()" if no_sync else ""
@@ -178,8 +180,10 @@ class _Watcher:
         @functools.wraps(plain)
         def clip(parameters: Any, *arguments: Any, **named: Any) -> Any:
             held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            norms = [float(p.grad.detach().norm()) for p in held if p.grad is not None]
+            gradients = {self._name(p): p.grad.detach().to("cpu", copy=True) for p in held if p.grad is not None}
+            norms = [float(gradient.norm()) for gradient in gradients.values()]
             self._since["clips"].append((user_place(), float(numpy.linalg.norm(norms)) if norms else 0.0))
+            self._since["unclipped"] = gradients | self._since["unclipped"]
             return plain(held, *arguments, **named)
 
         return clip
@@ -207,6 +211,8 @@ class _Watcher:
             ticks=self.record.ticks,
             hooks=hooks,
             clips=tuple(since["clips"]),
+            unclipped=since["unclipped"],
+            by_trainer=since["trainer"],
             draws=since["draws"],
             start=sum(float(p.detach().norm()) for p in held),
             unreduced=since["why"] or ("" if self._wrapped_forward else OUTSIDE),
