@@ -1,4 +1,4 @@
-"""Reach private parts of Lightning's Trainer: signals, logging, step closure.
+"""Reach private parts of Lightning's Trainer: signals, logging, step closure, an epoch's end.
 
 Read in Lightning 2.6. Nothing of it is imported. Tested in tests/script/test_lightning.py.
 """
@@ -33,3 +33,13 @@ def accumulates(trainer: Any) -> bool:
 def run_closure(plugin: Any, module: Any, optimizer: Any, closure: Any) -> Any:
     """Run the closure of an optimizer step: forward, backward, and gradient clipping."""
     return plugin._wrap_closure(module, optimizer, closure)
+
+
+def end_epoch(loop: Any) -> None:
+    """End an epoch that was cut short as Lightning ends a whole one: with its schedulers and its validation."""
+    loop.batch_progress.is_last_batch = True
+    loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+    if loop._should_check_val_epoch():
+        loop.trainer.validating = True
+        loop.val_loop.run()
+        loop.trainer.training = True

@@ -5,7 +5,10 @@ Tested in tests/script/test_trainer.py and test_lightning.py.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+from meshwise.engine.engine import Engine
 
 REFUSED = "mw.distribute(trainer) on {ranks} devices: {what} is refused: {instead}."
 
@@ -20,3 +23,21 @@ def in_front(front: type, thing: Any, ranks: Any) -> None:
     cls = type(thing)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "meshwise": ranks}
     thing.__class__ = type(cls.__name__, (front, cls), names)
+
+
+@dataclass(eq=False)
+class OfTrainer:
+    """The state that our classes in front of a Trainer's share."""
+
+    engine: Engine
+    trainer: Any
+
+    @property
+    def alone(self) -> bool:
+        return self.engine.world.size == 1
+
+    @property
+    def samples(self) -> int:
+        """Samples of this rank's part of the batch; 1 outside of loops."""
+        part = self.engine.part
+        return 1 if part is None else part.samples

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwise.compat.lightning_parts import logs_with, take_place
+from meshwise.compat.lightning_parts import end_epoch, logs_with, take_place
 from meshwise.engine.engine import Engine
 from meshwise.script.in_front import in_front, is_made_from
 from meshwise.script.lightning_strategy import PrecisionOnRanks, StrategyOnRanks, refuse
@@ -71,6 +71,7 @@ def distribute_lightning(
     in_front(StrategyOnRanks, strategy, ranks)
     in_front(PrecisionOnRanks, strategy.precision_plugin, ranks)
     in_front(ConnectorOnRanks, connector, ranks)
+    in_front(EpochOnRanks, trainer.fit_loop.epoch_loop, ranks)
     in_front(LoopOnRanks, trainer.fit_loop.epoch_loop.automatic_optimization, ranks)
     for results in kept:
         in_front(ResultsOnRanks, results, ranks)
@@ -79,34 +80,28 @@ def distribute_lightning(
     return trainer
 
 
+def _on_ranks(name: str) -> Callable[..., Any]:
+    """Make a Trainer's method in which a stop agreed on by all ranks stays as it was raised: Lightning would exit with
+    code 1."""
+
+    def run(self: TrainerOnRanks, *args: Any, **options: Any) -> Any:
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            return getattr(super(TrainerOnRanks, self), name)(*args, **options)
+        except SystemExit as left:
+            if self.meshwise.engine.stopped and isinstance(left.__context__, KeyboardInterrupt):
+                signal.signal(signal.SIGINT, handler)
+                raise left.__context__ from None
+            raise
+
+    return run
+
+
 class TrainerOnRanks:
     """Put in front of the Trainer's own class."""
 
     meshwise: Ranks
-
-    def fit(self, *args: Any, **options: Any) -> Any:
-        return _run(self.meshwise, super().fit, *args, **options)  # type: ignore[misc]
-
-    def validate(self, *args: Any, **options: Any) -> Any:
-        return _run(self.meshwise, super().validate, *args, **options)  # type: ignore[misc]
-
-    def test(self, *args: Any, **options: Any) -> Any:
-        return _run(self.meshwise, super().test, *args, **options)  # type: ignore[misc]
-
-    def predict(self, *args: Any, **options: Any) -> Any:
-        return _run(self.meshwise, super().predict, *args, **options)  # type: ignore[misc]
-
-
-def _run(ranks: Ranks, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run a function so that a stop agreed on by all ranks stays as it was raised: Lightning would exit with code 1."""
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        return function(*args, **options)
-    except SystemExit as left:
-        if ranks.engine.stopped and isinstance(left.__context__, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, handler)
-            raise left.__context__ from None
-        raise
+    fit, validate, test, predict = map(_on_ranks, ("fit", "validate", "test", "predict"))
 
 
 class LoopOnRanks:
@@ -121,6 +116,17 @@ class LoopOnRanks:
         if ranks.loss is not None and "loss" in result:
             result["loss"] = ranks.loss.to(result["loss"])
         return result
+
+
+class EpochOnRanks:
+    """Put in front of the class of Lightning's loop over an epoch, which a check cuts short."""
+
+    meshwise: Ranks
+
+    def run(self: Any, *args: Any, **options: Any) -> None:
+        super().run(*args, **options)  # type: ignore[misc]
+        if self.meshwise.engine.watcher is not None and not self.done:
+            end_epoch(self)
 
 
 class ConnectorOnRanks:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.compat.tree import tensors_in
 from meshwise.script.in_front import in_front, is_made_from
 from meshwise.script.lightning_values import Ranks, extreme
-from meshwise.script.over_ranks import joined, rows_of_all
+from meshwise.script.over_ranks import joined, reduced, rows_of_all
 from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
 
@@ -58,6 +59,12 @@ class MetricOnRanks:
             super().update(*args, **options)  # type: ignore[misc]
         finally:
             ranks.inside = False
+
+    def compute(self) -> Any:
+        value = super().compute()  # type: ignore[misc]
+        for each in tensors_in(value):
+            joined(self.meshwise.engine, each)
+        return value
 
     def forward(self, *args: Any, **options: Any) -> Any:
         value = super().forward(*args, **options)  # type: ignore[misc]
@@ -116,4 +123,5 @@ def _rows(ranks: Ranks, tensor: Tensor, what: str) -> Tensor:
     if any(other != shape for _, other in told):
         raise UsageError(SHAPES.format(what=what, shape=tuple(mine.shape[1:])))
     counts = torch.tensor([[count] for count, _ in told])
-    return joined(ranks.engine, rows_of_all(mine, counts, ranks.engine.world.rank, of=what))
+    reduced(ranks.engine)
+    return rows_of_all(mine, counts, ranks.engine.world.rank, of=what)

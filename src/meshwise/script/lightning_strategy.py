@@ -91,7 +91,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         ranks, model = self.meshwise, super()._setup_model(model)  # type: ignore[misc]
         ranks.add([model])
         ranks.kind = None
-        if not ranks.alone:
+        if not ranks.alone or ranks.engine.watcher is not None:  # a check compares their values
             see_all_rows(ranks, model)
         return model
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshwise.autograd.loss_graph import adds_rows, cross_entropy_means, is_of_items, summed_loss
 from meshwise.compat import compiling
-from meshwise.engine.engine import Engine
+from meshwise.script.in_front import OfTrainer
 from meshwise.script.lightning_kinds import MAX, MEAN, MIN, OTHER, SUM, Kinds
 from meshwise.script.over_ranks import joined
 from meshwise.spec.errors import UsageError
@@ -66,8 +66,8 @@ class Logged:
 
 
 @dataclass(eq=False)
-class Ranks:
-    """The state that our classes in front of Lightning's share.
+class Ranks(OfTrainer):
+    """Of Lightning's Trainer.
 
     add, share: see `distribute_lightning`. loss: over all ranks, of the newest backward. kind: of losses. said: weight
     and reduction of the newest. open: loops over loaders, in training or not. states: of loaders, from a checkpoint.
@@ -76,8 +76,6 @@ class Ranks:
     being updated.
     """
 
-    engine: Engine
-    trainer: Any
     add: Callable[[list[nn.Module]], None]
     share: Callable[[Any], Any]
     loss: Tensor | None = None
@@ -97,18 +95,8 @@ class Ranks:
         self.told: list[Tensor] = []  # what was logged alone
 
     @property
-    def alone(self) -> bool:
-        return self.engine.world.size == 1
-
-    @property
     def divided(self) -> bool:
         return self.engine.plan.parameters_divided or self.engine.plan.state_divided
-
-    @property
-    def samples(self) -> int:
-        """Samples of this rank's part of the batch; 1 outside of loops."""
-        part = self.engine.part
-        return 1 if part is None else part.samples
 
     @property
     def rows(self) -> int:

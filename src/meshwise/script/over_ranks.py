@@ -199,8 +199,13 @@ def rows_of_all(rows: Tensor, table: Tensor, rank: int, *, of: str) -> Tensor:
 
 def joined(engine: Engine, value: Number) -> Number:
     """Tell observers which value was reduced over the ranks."""
-    if (loops := engine.events.find(UnsummedLoops)) is not None:
-        loops.reduced()
+    reduced(engine)
     if engine.watcher is not None:
         engine.watcher.summed(value)
     return value
+
+
+def reduced(engine: Engine) -> None:
+    """Note that something was reduced over the ranks: the loops until here are evaluated together."""
+    if (loops := engine.events.find(UnsummedLoops)) is not None:
+        loops.reduced()

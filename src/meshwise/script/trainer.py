@@ -68,7 +68,7 @@ def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: C
     masks = world.size > 1 and any(getattr(trainer.data_collator, name, False) for name in ("mlm", "plm_probability"))
     if world.size > 1:
         _refuse(trainer, world.size, masks and engine.draws is not None)
-    ranks = Ranks(engine, plan, share, trainer)
+    ranks = Ranks(engine, trainer, plan, share)
     make = trainer.create_accelerator_and_postprocess
     trainer.args.distributed_state = be_alone(world.rank, world.local_rank, world.device, make)
     accelerator = trainer.accelerator

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from meshwise.compat.accelerate_states import seed_order
 from meshwise.compat.tree import all_leaves, map_tensors
-from meshwise.guards.unsummed import UnsummedLoops
+from meshwise.script.over_ranks import reduced
 from meshwise.script.trainer_loader import TrainerLoader
 from meshwise.script.trainer_loss import Ranks
 from meshwise.script.verbs import accumulate
@@ -90,8 +90,7 @@ def _rows(ranks: Ranks, most: int | None, tensor: Tensor) -> Tensor:
     """Return the rows of all ranks, at most so many of each, in the order of the loader; a number becomes one row per
     rank. Collective."""
     mine = tensor.detach()[:most] if tensor.ndim else tensor.detach()
-    if (loops := ranks.engine.events.find(UnsummedLoops)) is not None:
-        loops.reduced()
+    reduced(ranks.engine)
     if ranks.alone:
         return mine
     mine = mine if mine.ndim else mine.reshape(1)[: ranks.samples]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwise.autograd.loss_graph import count_of_sum, cross_entropy_means, is_of_items
 from meshwise.engine import steps
-from meshwise.engine.engine import Engine
+from meshwise.script.in_front import OfTrainer
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.transfer import collectives
@@ -26,17 +26,15 @@ MIXED = "a sum over num_items_in_batch and more"
 
 
 @dataclass(eq=False)
-class Ranks:
-    """The state that a Trainer and its Accelerator share. share: `mw.distribute` of one thing.
+class Ranks(OfTrainer):
+    """Of transformers' Trainer and its Accelerator. share: `mw.distribute` of one thing.
 
     loss: over all ranks, of the newest backward. weight: number of items the newest loss is a mean over. computed:
     whether Trainer's `compute_loss` returned it, and items: with `num_items_in_batch`. kinds: of losses, by `items`.
     """
 
-    engine: Engine
     plan: Plan | None
     share: Callable[[Any], Any]
-    trainer: Any
     loss: Tensor | None = None
     weight: Tensor | None = None
     computed: bool = False
@@ -46,25 +44,13 @@ class Ranks:
         self.kinds: dict[bool, str] = {}
 
     @property
-    def alone(self) -> bool:
-        return self.engine.world.size == 1
-
-    @property
     def kind(self) -> str:
         return self.kinds.get(self.items, MEAN)
 
-    @property
-    def samples(self) -> int:
-        """Samples of this rank's part of the batch; 1 outside of loops."""
-        part = self.engine.part
-        return 1 if part is None else part.samples
-
     def backward(self, loss: Tensor) -> None:
         """Run `mw.backward` on a loss of this rank's part of the batch."""
-        if self.kind == SUM:
-            self.loss = steps.backward(self.engine, loss, None, "sum")
-        else:
-            self.loss = steps.backward(self.engine, loss, self.weight if self.kind == ITEMS else None, "mean")
+        weight = self.weight if self.kind == ITEMS else None
+        self.loss = steps.backward(self.engine, loss, weight, "sum" if self.kind == SUM else "mean")
 
     def whole_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of a whole evaluation batch from that of this rank's part. Collective."""
