@@ -1,4 +1,4 @@
-"""Reach private parts of Lightning's Trainer: signals, logging, step closure, an epoch's end.
+"""Reach private parts of Lightning's Trainer: signals, logging, step closure, epoch's end.
 
 Read in Lightning 2.6. Nothing of it is imported. Tested in tests/script/test_lightning.py.
 """
