@@ -1,9 +1,9 @@
 """Record forward and backward spans of the model's blocks.
 
-MESHWISE_BLOCKS or `--blocks` asks for them.
+MESHWISE_BLOCKS or `--blocks` asks for these spans.
 
-The backward of a block begins with the node that made its output, and ends where the next block's begins; that of a
-block whose inputs need no gradient ends with the gradients of its parameters. The graph stays as it is.
+A block's backward begins at the autograd node that made the block's output, and ends where the next block's backward
+begins. If the block's inputs need no gradient, it ends with the gradients of the parameters. The graph is not changed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def record_blocks(model: nn.Module) -> None:
 
 @dataclass
 class _Backward:
-    """The block whose backward is running, and since when."""
+    """The block whose backward is running (`name`), and since when (`began`)."""
 
     name: str = ""
     began: Mark | None = None
 
     def turn_to(self, name: str) -> None:
-        """End the running span and begin that of `name`; an empty name begins nothing."""
+        """End the running span and begin the span of block `name`; "" begins none."""
         recorder = current()
         now = recorder.mark()
         if self.began is not None:

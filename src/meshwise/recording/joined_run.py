@@ -1,11 +1,11 @@
 """Record a run whose ranks srun, torchrun or mpirun started.
 
-Nobody looks at these ranks from outside. So rank 0 opens the run folder and keeps its run.json, what each rank prints
-goes into its log there too, and each says at its end how it ended, in a store that all reach before there is a process
-group. A rank that has lost the others learns there whether one of them failed, or has disappeared.
+No process watches these ranks from outside. So rank 0 opens the run folder and writes its run.json, what each rank
+prints also goes to the rank's log there, and each rank reports how it ended, in a store that all reach before there is
+a process group. A rank that lost the others learns there whether one of them failed or disappeared.
 
-What is not there without a launcher of ours: restarts inside, the naming of a rank that hangs, what libraries print
-past Python. Tested in tests/workers/test_launchers.py and, on a real Slurm, in tests/workers/test_slurm.py.
+Without a launcher of ours, there are no restarts, no naming of a rank that hangs, and no logging of what libraries
+print past Python. Tested in tests/workers/test_launchers.py and, on a real Slurm, in tests/workers/test_slurm.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAIT, ROUND = 5.0, 0.1  # seconds in which the others come to their ends, and be
 
 
 class JoinedRun:
-    """This rank's part in the records. attempt: of the run, from 1."""
+    """This rank's part in recording the run. attempt: number of the run's attempt, from 1."""
 
     def __init__(self, folder: Path, attempt: int, store: Any) -> None:
         self.folder, self.attempt, self._store, self._over = folder, attempt, store, False
@@ -46,8 +46,8 @@ class JoinedRun:
             sys.stdout, sys.stderr = _Both(sys.stdout, log), _Both(sys.stderr, log)
 
     def ends(self, error: BaseException | None) -> Failure | None:
-        """Report how this rank ended; on rank 0 record how the run did. Returns the failure that ended it, if any:
-        another rank's, if this one has only lost its connection."""
+        """Report how this rank ended; on rank 0, record how the run ended. Return the failure that ended the run, if
+        any; if this rank only lost its connection, that is another rank's failure."""
         if self._over:
             return None
         self._over, gate = True, rank_context().gate
@@ -71,7 +71,7 @@ class JoinedRun:
                 self._store.set(f"{ENDED}/{self._rank}", json.dumps(None if mine is None else asdict(mine)))
 
     def _chosen(self, mine: Failure | None) -> Failure | None:
-        """Return the failure that ended the run, as the ranks report it; waits for missing reports where it matters."""
+        """Return the failure that ended the run, from the ranks' reports; waits up to WAIT seconds for missing ones."""
         if self._store is None or (mine is None and self._rank > 0):
             return mine
         told: dict[int, Failure | None] = {self._rank: mine}
@@ -98,7 +98,7 @@ class JoinedRun:
                 yield rank, None if facts is None else Failure(**facts)
 
     def _by_record(self, mine: Failure | None) -> Failure | None:
-        """Check, after the store is gone with rank 0, whether rank 0 has recorded why."""
+        """After the store is gone with rank 0: return `mine` if rank 0 recorded its end, else that it disappeared."""
         with contextlib.suppress(UsageError):  # a folder that this machine does not share
             last = names.read_run(self.folder)["sessions"][-1]
             if last.get("kind") or last.get("status") in ("finished", "stopped"):
@@ -107,9 +107,9 @@ class JoinedRun:
 
 
 def begin(open_run: Callable[[], tuple[Path, int]]) -> JoinedRun:
-    """Open the run on rank 0, by `open_run`, which returns its folder and attempt; the others receive them. Collective.
+    """On rank 0, open the run by `open_run`, which returns folder and attempt; other ranks receive both. Collective.
 
-    Raises the error of `open_run`, on rank 0; the other ranks leave with its exit code.
+    If `open_run` raises, rank 0 raises that error, and the other ranks exit with its exit code.
     """
     world = rank_context().world
     store = store_of_ranks() if world.size > 1 else None

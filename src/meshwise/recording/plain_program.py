@@ -1,18 +1,18 @@
 """Record a program that uses none of our verbs.
 
-It may be plain PyTorch, DDP or FSDP2 on a process group of its own, or a Trainer.
+The program may use plain PyTorch, DDP or FSDP2 on a process group that it makes itself, or a Trainer.
 
-What it does is seen from where it calls torch: the next batch of a DataLoader, a backward, an optimizer's step, a
-collective. Nothing of it is changed, and its records begin with its first backward.
+What the program does is seen from its calls of torch: the next batch of a DataLoader, a backward, an optimizer's step,
+a collective. The program is not changed, and its records begin with its first backward.
 
 next batch asked for .. given                            data
 batch given, or step ended .. backward                   forward: whatever the program does there
-batch given .. next batch asked for, without a backward  evaluate; so is what lies between model.eval() and .train()
-optimizer.step                                           optimizer; a step ends with it
+batch given .. next batch asked for, without a backward  evaluate; also the time between model.eval() and .train()
+optimizer.step                                           optimizer; ends a step
 
-Not known: samples and losses; a backward by `torch.autograd.grad`; steps of optimizers that are not torch's; processes
-that the program starts itself. A step is a batch with all optimizers' steps on it; without a DataLoader, each step of
-an optimizer is one. What never steps an optimizer has a step a batch, after its first 64 backwards.
+Not recorded: samples and losses; a backward by `torch.autograd.grad`; steps of optimizers that are not torch's;
+processes that the program starts itself. A step is a batch with all optimizers' steps on it; without a DataLoader, each
+optimizer step is a step. If no optimizer steps in the first 64 backwards, each batch is a step from then on.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from meshwise.workers.join import made_process_group, rank_context
 
 PATIENCE = timedelta(seconds=10)  # for rank 0's clock: without it the records go on
 MOST_ACCUMULATED = 64
-"""After so many backwards without an optimizer step, each batch (without a loader: each backward) counts as a step."""
+"""After this many backwards without an optimizer step, each batch (without a loader, each backward) is a step."""
 UNSEEN = 1.0
-"""Seconds that child processes must compute before they are reported."""
+"""Child processes are reported if they have computed for at least this many seconds."""
 BETWEEN_RANKS = ("send", "receive")
 _programs: list[PlainProgram] = []
 """The program of this process, until it uses one of our verbs."""
 
 
 def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = None) -> None:
-    """Watch this process from now on. say: takes a line for the user. own_group: called when the program makes a
-    process group, which only programs without our verbs do."""
+    """Watch this process from now on. say: prints a line for the user. own_group: called when the program makes a
+    process group itself, which only programs without our verbs do."""
     context = rank_context()
     context.gate.interrupts = True
     if context.gate.stopped:  # while this process started
@@ -59,13 +59,13 @@ def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = Non
 
 
 def end() -> Recording | None:
-    """Stop watching, because the program uses our verbs. Returns its records, if they have begun."""
+    """Stop watching, because the program uses our verbs. Return its Recording, if that has begun."""
     return _programs.pop().close() if _programs else None
 
 
 def tell_what_is_missing(script: str) -> None:
-    """Report, at the end, that nothing of a program was recorded although its child processes have computed, or that
-    its workers have each trained alone."""
+    """At the end, report if nothing of a program was recorded although its child processes computed, or if its workers
+    trained separate models."""
     theirs = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     for program in _programs:
         size = program.world.size
@@ -84,12 +84,12 @@ def tell_what_is_missing(script: str) -> None:
 
 
 class PlainProgram:
-    """A process that is watched from outside, and where its loop is."""
+    """A process whose calls of torch are watched, and the state of its loop."""
 
     def __init__(self, world: World, own_group: Callable[[], None] | None, say: Callable[[str], None]) -> None:
         self.world, self._own_group, self.say = world, own_group, say
         self.exchanges = world.size == 1
-        """Whether ranks have exchanged values, as far as is seen."""
+        """Whether ranks have exchanged values, as far as it can be seen."""
         self._by_reducer: list[str] = []
         self._everyone = f"{','.join(map(str, range(world.size)))}/{heartbeat.PLAIN}"
         self._recorder = Recorder(world.device, on=False)
@@ -100,10 +100,10 @@ class PlainProgram:
         self._inside = False
         self._asked: Mark = 0
         self._since: Mark | None = None
-        """When the program began what it now does between two known calls."""
+        """When the program began its present work between two watched calls; None inside one."""
         self._read = self._trained = self._stepped = self._evaluates = False
-        """Whether it has a batch; has run a backward since then, or since model.eval(); a step since then; and has
-        called model.eval()."""
+        """Whether the program has read a batch; has run a backward since then, or since model.eval(); has ended a step
+        since the last began; and has called model.eval()."""
         self._optimizer: Mark | None = None
         self._optimizers_known = False
         self._backwards = 0
@@ -118,7 +118,7 @@ class PlainProgram:
         ]
 
     def close(self) -> Recording | None:
-        """Stop watching. Returns the records, if they have begun: they continue."""
+        """Stop watching. Return the Recording, which continues, if it has begun."""
         while self._ends:
             self._ends.pop()()
         if self.recording is None and current() is self._recorder:
@@ -210,7 +210,7 @@ class PlainProgram:
 
     @contextlib.contextmanager
     def _train(self) -> Iterator[None]:
-        """Note the first `module.train()` after an evaluation."""
+        """Record the end of an evaluation at the first `module.train()` after it."""
         if not self._is_inside():
             self._ends.pop()()
             recorder = self._recorder
@@ -220,19 +220,19 @@ class PlainProgram:
         yield
 
     def _new_step(self) -> None:
-        """Begin a step, if the previous one has ended."""
+        """Begin a new step if the previous one has ended."""
         if self._stepped:
             self._recorder.begin_step(self._recorder.step + 1)
             self._stepped = False
 
     def _pass_gate(self) -> None:
-        """Stop the program here, if the run was asked to stop."""
+        """Raise an exception that stops the program here, if the run was asked to stop."""
         gate = rank_context().gate
         if not gate.begin():
             raise gate.stop(max(0, self._recorder.step - (not self._stepped)))
 
     def _is_inside(self) -> bool:
-        """Check whether the current call is inside another one that is watched, or in another thread."""
+        """Check whether the current call is inside another watched call, or in another thread than the loop's."""
         return self._inside or threading.get_ident() != self._thread
 
     @contextlib.contextmanager
@@ -246,7 +246,7 @@ class PlainProgram:
     # The records.
 
     def _begin(self) -> None:
-        """Begin the records at the first backward, or step with gradients, including the batch that was read for it."""
+        """Begin the Recording at the first backward or step with gradients, with the batch that was read for it."""
         if self.recording is not None:
             return
         self.recording = record_script(
@@ -262,7 +262,7 @@ class PlainProgram:
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[None]:
-        """Note that the process group is made: by the program, or by us where it uses our verbs."""
+        """Around the making of a process group: if the program made one itself, watch its collectives from now on."""
         was = dist.is_initialized()
         yield
         if was or made_process_group() or not dist.is_initialized() or self._clocks is not None:
@@ -303,7 +303,7 @@ class PlainProgram:
         return ended
 
     def _waits(self) -> Ended | None:
-        """Note that the program waits for an asynchronous collective, which is no computing."""
+        """Record the computing until a wait for an asynchronous collective begins; the wait itself is no computing."""
         recorder, since = self._recorder, self._since
         if since is None or self._is_inside():
             return None

@@ -1,6 +1,6 @@
 """Begin and end a rank's recording: recorder, log, clock.
 
-The clock is compared with rank 0's.
+The rank's clock is compared with rank 0's.
 
 Tested with whole runs in tests/cli/test_run_folder.py and tests/timeline.
 """
@@ -40,8 +40,8 @@ _numbers = count(1)  # of the recordings of this process: ranks begin them toget
 
 
 class Clocks:
-    """Compares this rank's clock with rank 0's. Collective: rank 0 serves its own, and puts the address into the store
-    of the process group."""
+    """Compares this rank's clock with rank 0's. Collective: rank 0 serves its clock, and puts the address into the
+    process group's store."""
 
     def __init__(
         self, world: World, clock: Callable[[], int] = time.perf_counter_ns, patience: timedelta = PATIENCE
@@ -59,18 +59,18 @@ class Clocks:
             self._probe = ClockProbe(address, bytes.fromhex(secret), clock)
 
     def sample(self, rounds: int) -> Sequence[tuple[int, int, int]]:
-        """Measure round trips to rank 0's clock, see `SampleClock`; none on rank 0."""
+        """Measure `rounds` round trips to rank 0's clock (see `SampleClock`); on rank 0, return none."""
         return () if self._probe is None else self._probe.sample(rounds)
 
     def close(self) -> None:
-        """End the server, or the connection to it."""
+        """Close the clock server (on rank 0), or the connection to it."""
         for end in (self._probe, self._server):
             if end is not None:
                 end.close()
 
 
 class Recording:
-    """The process's own recorder, with its log in a run folder. `close` ends both."""
+    """The recorder of this process, with its log in a run folder. `close` ends both."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Recording:
         recorder: Recorder | None = None,
         clocks: Clocks | None = None,
     ) -> None:
-        """folder: the run folder; None records nothing. Collective where there are several ranks and a folder, except
-        for a program recorded from outside, which passes a recorder and perhaps clocks."""
+        """folder: the run folder; None records nothing. Collective if there are several ranks and a folder, except for
+        a program that uses none of our verbs, for which a recorder and perhaps clocks are passed."""
         self.recorder = recorder or Recorder(world.device, on=folder is not None, clock=clock)
         faults.watch(self.recorder)
         self.recorder.pulse = heartbeat.beat
@@ -111,7 +111,7 @@ class Recording:
         self._log = SpanLog(path, self.recorder, head, sample_clock=sample, failed=say)
 
     def close(self, status: str = "finished") -> None:
-        """Write what is left. Later spans of this process go to the previous recorder."""
+        """Write the remaining records and close the log. Later spans of this process go to the previous recorder."""
         if self._log is not None:
             self._log.close(status)
             self._log = None
@@ -132,8 +132,8 @@ def record_script(
     recorder: Recorder | None = None,
     clocks: Clocks | None = None,
 ) -> Recording | None:
-    """Record a script with its own loop until its process ends, if the run has a folder: our launcher names it, under a
-    foreign one MESHWISE_RUN does, and rank 0 keeps run.json. recorder, clocks: see Recording."""
+    """Record a script with its own loop until its process ends, if MESHWISE_RUN names a run folder. Our launcher sets
+    it; under another one (`foreign`) the user may, and rank 0 then keeps run.json. recorder, clocks: see Recording."""
     named = os.environ.get(RUN_FOLDER)
     if named is None:
         return None
@@ -154,6 +154,6 @@ def _opened(folder: Path, world: World) -> tuple[Path, int]:
 
 
 def _last_error() -> BaseException | None:
-    """Return the uncaught error, which Python keeps."""
+    """Return the uncaught error of this process (`sys.last_value`), if any."""
     error: BaseException | None = getattr(sys, "last_value", None)
     return error
