@@ -1,6 +1,6 @@
 """Decide when to save, at one step for all ranks.
 
-Saves are due by steps or by time.
+Saves are due after a number of steps, or after a time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from meshwise.transfer import collectives
 
 
 class SaveClock:
-    """Decides at which steps the state is saved.
+    """Decides after which steps the state is saved.
 
-    For intervals in time, rank 0's clock decides. The ranks ask it together, but not at every step: each time after
-    half of the steps expected until the save, so a few times between two saves.
+    For an interval of time, rank 0's clock decides. The ranks ask it together, but not after every step: each time
+    after half of the steps that remain until the expected save, so a few times between two saves.
     """
 
     def __init__(self, saves: Saves, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,7 +27,7 @@ class SaveClock:
         """The next step at which `is_due` needs to be called."""
 
     def is_due(self, step: int) -> bool:
-        """Check whether to save after this step. Collective at some steps: every rank asks after each."""
+        """Check whether to save after this step. Every rank must call it after each step: some calls are collective."""
         if self._saves.seconds is None:
             every = self._saves.steps or 0
             self.look = step - step % every + every if every else math.inf

@@ -1,9 +1,9 @@
 """Collect a sharded state on rank 0's host, as one device would.
 
-What ranks hold in parts becomes whole.
+Sharded tensors become whole tensors.
 
-Parts of tensors are gathered in buckets. Of a divided optimizer each rank holds the state of its own
-parameters; what rank 0 is missing is sent to it.
+Parts of tensors are gathered in buckets. If an optimizer is divided, each rank holds the state of some
+parameters only; the owners send rank 0 what it is missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwise.transfer.sharded import full_tensor, full_tensors
 
 @dataclass(frozen=True)
 class _Shape:
-    """Stands for a tensor that another rank holds."""
+    """Describes a tensor that another rank holds."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class _Shape:
 
 
 def collected(thing: Any) -> Any:
-    """Return `thing` (a state_dict, or a tree of such) with whole tensors on rank 0's CPU; elsewhere None. Collective.
+    """Return `thing` (a state_dict, or a tree of them) with whole CPU tensors on rank 0, else None. Collective.
 
     Every rank passes a tree of the same form; optimizers' states may have entries on some ranks only.
     """
@@ -42,15 +42,15 @@ def collected(thing: Any) -> Any:
 
 
 def held_of(model: nn.Module) -> dict[str, Any]:
-    """Return the part of the model's state_dict, with its parameters themselves, that this rank holds and does not
-    leave to another pipeline stage."""
+    """Return the entries of the model's state_dict, with the parameters themselves (not detached), that this rank's
+    pipeline stage holds; without a pipeline, all of them."""
     lacking = stages.lacks(model)
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in lacking}
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state_dict with its parameters themselves; the first pipeline stage receives missing entries
-    from the first stage that has them. Collective."""
+    """Return the model's state_dict with the parameters themselves (not detached). The first pipeline stage receives
+    the entries that it lacks from the first stage that has them. Collective."""
     state, pipe = model.state_dict(keep_vars=True), stages.pipe()
     if pipe is None or pipe.size == 1:
         return state
@@ -78,7 +78,7 @@ def _is_state_of_optimizer(thing: Any) -> bool:
 
 
 def _joined(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state_dict, complete on rank 0: joined over pipeline stages, then over the ranks."""
+    """Return an optimizer's state_dict, completed on rank 0 from the pipeline's stages, then from all ranks."""
     pipe = stages.pipe()
     return _joined_over(_joined_over(optimizer, pipe.group) if pipe is not None else optimizer)
 

@@ -1,6 +1,6 @@
 """Check that a user's state is finite before save, after restore.
 
-What was never finite (a parameter that begins as -inf, a value that a foreign optimizer keeps as inf) is the program's.
+Values that are not finite on purpose do not count: a parameter that begins as -inf, inf in a foreign optimizer's state.
 
 Tested in tests/script/test_lost_in_a_loop.py.
 """
@@ -26,29 +26,29 @@ GO_ON_BEFORE = "Remove that folder, to go on from the state before it, or use an
 
 
 def not_finite_names(models: Mapping[str, nn.Module]) -> frozenset[str]:
-    """Return the parameters of which this rank holds values that are not finite."""
+    """Return the names of those parameters of which this rank holds non-finite values."""
     return frozenset(name for name, _ in _bad([(n, t, True) for n, t in _parameters(models)]))
 
 
 def not_finite_in(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]
 ) -> tuple[str, str]:
-    """Return the first entry of the state that is not finite, and `rank 0` or `ranks 0, 2` that hold such; empty if
-    none is. Collective. known: parameters that never were finite."""
+    """Return the first entry of the state with a non-finite value, and the ranks that hold one, as `rank 0` or
+    `ranks 0, 2`; ("", "") if there is none. Collective. known: names of parameters that were never finite."""
     every = collectives.gather_objects(not_finite_here(models, optimizers, known), collectives.everyone())
     ranks = [rank for rank, name in enumerate(every) if name]
     return (every[ranks[0]], ranks_text(ranks)) if ranks else ("", "")
 
 
 def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]) -> str:
-    """Return this rank's first entry that is not finite; empty if all are finite."""
+    """Return this rank's first entry of the state with a non-finite value; "" if there is none."""
     parameters = [(name, tensor, True) for name, tensor in _parameters(models) if name not in known]
     return next(_bad([*parameters, *_kept(models, optimizers)]), ("", None))[0]
 
 
 def not_finite_in_tree(tree: Any, models: Mapping[str, nn.Module], known: frozenset[str]) -> str:
-    """Return the first entry of the state_dicts in `tree` with the name of a parameter of these models that is not
-    finite; empty if all are finite."""
+    """Return the first entry with a non-finite value in the state_dicts in `tree`, of those entries that are named like
+    a parameter of these models; "" if there is none."""
     held = {
         name for of, model in models.items() for name, _ in model.named_parameters() if _name(name, of) not in known
     }
@@ -69,7 +69,7 @@ def _name(name: str, of: str) -> str:
 
 
 def not_saved(what: str, newest: int | None, folder: Path) -> str:
-    """Say that a state is not saved. newest: step of the newest saved one."""
+    """Return the message that a state is not saved. what: why. newest: step of the newest saved state, None without."""
     before = "None was saved before."
     if newest is not None:
         before = f"The newest is that of step {newest}, in {folder}: the same command goes on from there."
@@ -86,7 +86,7 @@ def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]
 
 
 def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield what optimizers keep for the parameters that this rank holds, and whether inf is wrong there too."""
+    """Yield name and tensor of optimizer state for this rank's parameters, and whether inf is wrong in it as NaN is."""
     names: dict[Tensor, str] = {p: name for model in models.values() for name, p in model.named_parameters()}
     lacking = {p for model in models.values() for p in stages.absent_parameters(model)}
     for optimizer in optimizers.values():
@@ -100,8 +100,8 @@ def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) 
 
 
 def _bad(named: list[tuple[str, Tensor, bool]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield floating-point tensors that hold NaN or, where that is wrong, inf. A sum is 17 times faster than a look at
-    each value; only where the sum is not finite, which can also be an overflow, each value is looked at."""
+    """Yield floating-point tensors that hold NaN or, if `strict` (the third value) is set, inf. A sum is 17 times
+    faster than a check of each value; each value is only checked if the sum is not finite, which may be an overflow."""
     floats = [
         each
         for each in named

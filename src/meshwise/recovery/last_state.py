@@ -1,13 +1,13 @@
 """Write this rank's latest state where it outlives the rank.
 
-The place is described in records/left_parts.py.
+The memory is described in records/left_parts.py.
 
-    note     after each step: which tensors are the state, and a copy of what a forward changes
-    write    copy it; no collective, and so also where a step has failed, as long as the state is that after the last
-             step still: until the optimizer changes it
+    note     after each step: remember which tensors are the state, and copy those that a forward changes
+    write    copy the state into the memory; without a collective, so also after a step has failed, as long as the
+             state is still that after the last step, that is, until the optimizer changes it
 
-What is kept is laid out once. Where every value of the state is found again at its place in the model's modules and in
-the optimizer's state, a step costs a look at those; else the state is asked for anew each time.
+The layout is made once. If every value of the state can be found again at its place in the model's modules and in the
+optimizer's state, a step only looks up these places; else the state is collected anew each time.
 Tested in tests/recovery/test_last_state.py.
 """
 
@@ -42,10 +42,10 @@ PAGE, ROOM = 4096, 1 << 16  # bytes: what begins at a multiple of it; of the fac
 
 @dataclass(frozen=True)
 class Among:
-    """The ranks that keep one state. same: how many of them hold what this one does, of which it is number `own`.
+    """The ranks that keep one state. same: how many ranks hold the same as this one, which is number `own` of them.
 
-    divided: whether each still has its own part of the optimizer's state. whole: whether each holds all of
-    the state, so that one of them writes it alone.
+    divided: whether these ranks still hold different parts of the optimizer's state. whole: whether each rank
+    holds the whole state, so that one of them writes it alone.
     """
 
     world: int
@@ -60,9 +60,9 @@ class Among:
 class _Laid:
     """How the state is laid out in the memory.
 
-    key: identifies the layout. found: where each tensor is found from step to step; empty if unknown. divided: whether
-    some are parts of others. changing, copies: numbers of the tensors that a forward changes, and their copies. kept:
-    what this rank writes: the number of a tensor, and the box where it holds several.
+    key: identifies the layout. found: where each tensor is found from step to step; [] if unknown. divided: whether
+    some tensors are DTensors, of which this rank holds parts. changing, copies: numbers of the tensors that a forward
+    changes, and their copies. kept: what this rank writes: a tensor's number, and a box if it holds several of it.
     """
 
     key: str
@@ -78,7 +78,7 @@ class LastState:
     """The state after the last step, on this rank."""
 
     def __init__(self, path: Path, state: RunState, among: Among, facts: Mapping[str, Any]) -> None:
-        """path: the memory. facts: of the run, for a checkpoint."""
+        """path: where the memory is opened. facts: facts of the run, for a checkpoint's manifest."""
         first = next(iter(state.model.parameters()), None)
         side = SideCopies(first.device) if first is not None and has_streams(first.device) else None
         self._memory, self._side = LeftMemory(path, among.attempt, side), side
@@ -96,17 +96,17 @@ class LastState:
 
     @property
     def size(self) -> int:
-        """Bytes of the tensors that a step writes."""
+        """Number of bytes of tensors that `write` writes for a step."""
         return self._memory.size
 
     @property
     def found_again(self) -> bool:
-        """Whether all tensors are in known places, so that noting a step is cheap."""
+        """Whether all tensors are in known places, so that `note` is cheap."""
         return self._laid is not None and bool(self._laid.found)
 
     @torch.no_grad()
     def note(self) -> None:
-        """Note the state after a step and all that belongs to it."""
+        """Remember which tensors and values are the state after this step, for `write`."""
         laid = self._laid
         if laid is None or not laid.found or not self._look(laid):
             laid = self._lay_out()
@@ -118,7 +118,7 @@ class LastState:
         self.noted = self._state.step
 
     def is_whole(self) -> bool:
-        """Check whether the state is still that of the noted step, apart from copied tensors."""
+        """Check whether the state is still that of the noted step, apart from tensors that `note` copied."""
         changing = set() if self._laid is None else set(self._laid.changing)
         now = enumerate(zip(versions(self._locals), self._versions, strict=True))
         same = all(number in changing or is_now == before for number, (is_now, before) in now)
@@ -126,7 +126,7 @@ class LastState:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the noted state, if that was not done. Raises OSError where there is no memory for it."""
+        """Write the noted state, unless it was written. Raises OSError if there is no memory for it."""
         laid = self._laid
         if laid is None or self._memory.step == self.noted:
             return
@@ -137,7 +137,7 @@ class LastState:
         self._memory.write(self.noted, json.dumps(facts, separators=(",", ":")).encode(), sources)
 
     def leave(self) -> bool:
-        """Write the noted state after a step has failed, if the state is still the same; return whether it was."""
+        """After a step has failed, write the noted state if it is unchanged; return whether it was."""
         if not self.is_whole():
             return False
         self.write()
@@ -147,7 +147,7 @@ class LastState:
         return False
 
     def settle(self) -> None:
-        """Wait for the copies, before the optimizer changes the tensors that are being copied."""
+        """Make the current stream wait for the copies, before the optimizer changes the copied tensors."""
         if self._side is not None:
             self._side.hold_back()
 
@@ -208,8 +208,8 @@ class LastState:
         return mine
 
     def _find(self, values: Any, objects: Sequence[Tensor]) -> list[tuple[dict[Any, Any], Any]]:
-        """Return where each tensor is found from step to step; nothing where that is unknown for some, or other values
-        of the state may change."""
+        """Return where each tensor is found from step to step, as (dict, key); [] if that is unknown for one of them,
+        or if other values of the state may change."""
         optimizer, places = self._state.optimizer, dict[int, tuple[dict[Any, Any], Any]]()
         for module in self._modules:
             for owner in (parameters_in(module), buffers_in(module)):
@@ -231,7 +231,7 @@ class LastState:
     # Noting.
 
     def _look(self, laid: _Laid) -> bool:
-        """Fetch the tensors from their places; return whether the layout still holds."""
+        """Fetch the tensors from their places; return False if the layout no longer holds."""
         held = self._state.optimizer.state
         if self._of_optimizer != (len(held), sum(map(len, held.values()))):
             return False
@@ -248,7 +248,7 @@ class LastState:
         return True
 
     def _take(self, found: list[Tensor], laid: _Laid) -> bool:
-        """Accept other tensors in the same places; return whether their shapes are the same."""
+        """Accept other tensors found in the same places, if their shapes are the same; return whether they are."""
         if any(tensor is None for tensor in found) or [t.shape for t in locals_of(found)] != laid.shapes:
             return False
         self._objects = found
@@ -276,7 +276,7 @@ class LastState:
 
 
 def _entries(values: Mapping[str, Any]) -> list[Any]:
-    """Return the values of a dict that `encoded` has written."""
+    """Return the values of a dict in the form that `encoded` returns."""
     word = next(iter(values), "")
     return [value for _, value in values[word]] if word.startswith("$") else list(values.values())
 

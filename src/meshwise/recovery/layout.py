@@ -1,9 +1,9 @@
 """Divide a state among ranks for writing: every element once.
 
-The parts are equal by bytes.
+The ranks' parts are about equal in bytes.
 
-What one rank alone holds it writes itself. What several hold is dealt out: small things, buffers among them, to the
-first, others to the one that writes least so far; large ones are divided among all that hold them.
+What only one rank holds, that rank writes. What several hold is dealt out: a small tensor, such as most buffers, to the
+first of them, other tensors to the one that writes least so far; large tensors are divided among all that hold them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALL, LARGE = 64 << 10, 1 << 20  # bytes of what the first holder writes, and o
 
 @dataclass(frozen=True)
 class Held:
-    """The part of a tensor that a rank holds, as boxes of the whole tensor."""
+    """The part of a tensor that a rank holds. shape: of the whole tensor. boxes: the parts' positions in it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,13 +36,13 @@ class Held:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the whole tensor, in bytes."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
 @dataclass(frozen=True)
 class WriteItem:
-    """A piece for a rank to write: `box` of a tensor, which lies within `held`, one of the boxes that it holds."""
+    """A piece of tensor `name` for a rank to write: `box`, which lies within `held`, a box that the rank holds."""
 
     name: str
     held: Box
@@ -50,20 +50,20 @@ class WriteItem:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of an element."""
+    """Return the size of an element of a dtype, in bytes."""
     kind: torch.dtype = getattr(torch, dtype)
     return kind.itemsize
 
 
 def plainly_held(tensor: Tensor) -> Tensor:
-    """Return `tensor`, gathered to a whole if torch holds it as partial sums. Collective for such."""
+    """Return `tensor`, gathered to a whole one if it is a DTensor of partial sums (collective then)."""
     if isinstance(tensor, DTensor) and any(division(p) is None and not p.is_replicate() for p in tensor.placements):
         return full_tensor(tensor)
     return tensor
 
 
 def held(tensor: Tensor) -> Held:
-    """Return what this rank holds of `tensor`."""
+    """Return the part of `tensor` that this rank holds."""
     shape = tuple(tensor.shape)
     boxes = tuple(local_boxes(tensor)[0]) if isinstance(tensor, DTensor) else (tuple([(0, n) for n in shape]),)
     return Held(_name(tensor.dtype), shape, boxes)
@@ -75,7 +75,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def views(tensor: Tensor) -> dict[Box, Tensor]:
-    """Return the elements of each box that this rank holds of `tensor`, as views of its memory."""
+    """Return, for each box of `tensor` that this rank holds, a view of the memory with the box's elements."""
     boxes, dim = local_boxes(tensor)
     local, at, found = local_of(tensor).detach(), 0, {}
     for box in boxes:
@@ -86,12 +86,12 @@ def views(tensor: Tensor) -> dict[Box, Tensor]:
 
 
 def view_of(tensor: Tensor, box: Box) -> Tensor:
-    """Return the elements of one of the boxes that this rank holds."""
+    """Return a view of the elements of `box`, one of the boxes of `tensor` that this rank holds."""
     return views(tensor)[box] if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
-    """Decide what each rank writes, from what each holds. Raises CheckpointError where no rank holds some element."""
+    """Decide what each rank writes. ranks: what each holds. Raises CheckpointError if no rank holds some element."""
     shapes: dict[str, Held] = {}
     holders: dict[str, dict[Box, list[int]]] = {}
     for rank, every in enumerate(ranks):
@@ -128,7 +128,7 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
 
 
 def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:
-    """Choose boxes that cover the tensor, every element once: the largest first, then those beside them."""
+    """Choose boxes that cover the tensor, every element once, the largest first. Raises CheckpointError if none do."""
     chosen = disjoint(boxes)
     if not cover(chosen, shape):
         found = sum(map(volume, chosen))
@@ -137,7 +137,7 @@ def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[B
 
 
 def _divided(box: Box, count: int) -> list[Box]:
-    """Divide `box` into up to `count` equal parts along its first dim that is long enough, else its longest."""
+    """Divide `box` into up to `count` about equal parts, along its first dim that is long enough, else its longest."""
     lengths = [end - begin for begin, end in box]
     dim = next((dim for dim, length in enumerate(lengths) if length >= count), lengths.index(max(lengths)))
     (begin, _), parts = box[dim], min(count, lengths[dim])
@@ -146,18 +146,18 @@ def _divided(box: Box, count: int) -> list[Box]:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes of a tensor."""
+    """Return the intersection of two boxes of a tensor; None if they have none."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(begin < end for begin, end in both) else None
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the slices of `outer` in which `box` lies."""
+    """Return the slices that select `box` from a tensor of the elements of `outer`."""
     return tuple(slice(b - o, e - o) for (b, e), (o, _) in zip(box, outer, strict=True))
 
 
 def rows(box: Box, outer: Box) -> tuple[int, int]:
-    """Return the first element of `outer`, in file order, that `box` needs, and how many up to the last."""
+    """Return the index, in file order, of the first element of `outer` in `box`, and the count up to the last one."""
     strides, step = list[int](), 1
     for begin, end in reversed(outer):
         strides.insert(0, step)
@@ -168,13 +168,13 @@ def rows(box: Box, outer: Box) -> tuple[int, int]:
 
 
 def described(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> list[tuple[WriteItem, int]]:
-    """Return the parts in file order, with their bytes: wide elements first, so that all are aligned."""
+    """Return the parts in file order, each with its size in bytes: wide elements first, so that all are aligned."""
     order = sorted(parts, key=lambda part: -itemsize(shapes[part.name].dtype))
     return [(part, volume(part.box) * itemsize(shapes[part.name].dtype)) for part in order]
 
 
 def key_of(part: WriteItem, shape: Sequence[int]) -> str:
-    """Return the name of a part in its file: the tensor's, followed by the part's position if it is a piece."""
+    """Return a part's name in its file: the tensor's name, then the part's position if it is not the whole tensor."""
     whole = all(bounds == (0, length) for bounds, length in zip(part.box, shape, strict=True))
     place: Any = [f"{begin}:{end}" for begin, end in part.box]
     return part.name if whole else f"{part.name}[{','.join(place)}]"

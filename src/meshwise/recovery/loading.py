@@ -1,9 +1,9 @@
 """Load the newest checkpoint that is whole.
 
-All ranks verify it first, together; then each reads what it needs.
+All ranks first verify it together; then each reads what it needs.
 
-A damaged one is reported in a line, and the one before it is used. States of format 1 (`latest.json` and one
-`step-….pt`) are read too.
+A damaged checkpoint is reported in a line, and the one before it is used. States of format 1 (`latest.json` and one
+`step-….pt`) can be read too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Stored:
 
     @property
     def held(self) -> Held:
-        """The `Held` of a rank with the whole tensor."""
+        """The `Held` of a rank that holds the whole tensor."""
         stored = self.files.tensors[self.name]
         return Held(stored.dtype, stored.shape, (tuple((0, length) for length in stored.shape),))
 
@@ -58,7 +58,7 @@ class Stored:
         return self.files.read(self.name)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Read the tensor laid out like `tensor`: only this rank's part, if that is sharded and of the same shape."""
+        """Read the tensor, sharded as `tensor` is. Only this rank's part is read, if the shapes are the same."""
         if not isinstance(tensor, DTensor):
             return self.whole()
         if self.shape != tuple(tensor.shape):
@@ -69,7 +69,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was verified. tree: the state, with `Stored` or tensors; None without a checkpoint."""
+    """A checkpoint that was verified. tree: the state, with `Stored` or tensors as leaves. facts: of its manifest."""
 
     saved: Checkpoint
     tree: Any
@@ -77,21 +77,21 @@ class Loaded:
 
 
 def whole(tree: Any) -> Any:
-    """Return `tree` with all its tensors read."""
+    """Return `tree` with each `Stored` read as a whole tensor."""
     return map_kind(Stored, Stored.whole, tree)
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Check whether anything was saved in `folder`, as rank 0 sees it. Collective."""
+    """Check whether rank 0 sees a checkpoint in `folder`. Collective."""
     every = collectives.everyone()
     return bool(collectives.broadcast_object(bool(files.checkpoints_in(folder)), every))
 
 
 def load(folder: Path, world: World, say: Callable[[str], None], only: str | None = None, again: str = AGAIN) -> Loaded:
-    """Load the newest whole checkpoint in `folder`, on every rank. Collective. Raises CheckpointError without one.
+    """Load the newest undamaged checkpoint in `folder`, on every rank. Collective. Raises CheckpointError without one.
 
-    say: takes a line about each that is damaged. only: the name of the one to take, and no other. again: how to start
-    anew, for the error.
+    say: prints a line about each damaged checkpoint. only: name of the one checkpoint to consider. again: how to start
+    anew, for the error's message.
     """
     every = collectives.everyone()
     first = world.rank == 0
@@ -138,7 +138,7 @@ def _read_manifest(saved: Checkpoint) -> tuple[Manifest | None, str]:
 
 
 def _tree(saved: Checkpoint, manifest: Manifest, shared: bool, first: bool) -> Any:
-    """Return the state; if the other ranks do not see the files, rank 0 sends it, collectively."""
+    """Return the state. If not all ranks see the files (`shared`), rank 0 reads and broadcasts it. Collective then."""
     if not shared:
         tree = whole(_stored(saved, manifest)) if first else None
         return collectives.broadcast_object(tree, collectives.everyone())
@@ -154,7 +154,7 @@ def _stored(saved: Checkpoint, manifest: Manifest) -> Any:
 
 
 def open_newest(folder: Path, say: Callable[[str], None] = lambda text: None, only: str | None = None) -> Loaded:
-    """Load like `load`, but in this process alone."""
+    """Load the newest undamaged checkpoint, as `load` does, but in this process alone."""
     wrong = []
     for saved in _candidates(folder, only):
         told = files.verified(saved)
@@ -181,7 +181,7 @@ def _load_old(folder: Path, shared: bool, first: bool) -> Loaded:
 
 
 def _verified_old(folder: Path) -> tuple[Path, int]:
-    """Return the newest state's file and its size, after its digest was verified."""
+    """Return the newest state's file and size, after verifying the file's digest."""
     try:
         facts = json.loads((folder / LATEST).read_text())
         path, expected = folder / facts["file"], facts["sha256"]

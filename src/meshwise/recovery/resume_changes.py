@@ -1,7 +1,7 @@
 """Apply settings that differ on resume, with a note, or reject.
 
-A checkpoint holds what the optimizer was made with, the seed of a job, the batch and how many samples there are. torch
-takes the optimizer's saved settings over those of the program, silently.
+A checkpoint holds the settings of the optimizer, the seed of a job, the batch size and the number of samples. Without
+this module, torch would silently replace the program's optimizer settings by the saved ones.
 Tested in tests/recovery/test_resume_changes.py, and for users' loops in tests/script/test_state_folder.py.
 """
 
@@ -17,7 +17,7 @@ from meshwise.spec.errors import UsageError
 
 _PLAIN = (bool, int, float, str, type(None), tuple, list)
 _OF_TORCH = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
-"""Entries of a parameter group that are no settings of the program, or do not affect the numbers."""
+"""Entries of a parameter group that are no settings of the program, or do not affect the results."""
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -29,8 +29,8 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def loop_made_with(loader: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """Return the settings of a user's loop, as its states keep them: plain values, None where unknown. loader:
-    the training loader, or None."""
+    """Return the settings of a user's loop that a saved state keeps: plain values, None if unknown. loader: the
+    training loader, or None."""
     data = None if loader is None else loader.dataset
     return {
         "batch_size": None if loader is None else loader.batch_size,
@@ -48,16 +48,16 @@ def honour_loop(
     index: int,
     scheduled: bool,
 ) -> None:
-    """Apply changed settings like `honour`, for a user's loop. index: finished samples of the epoch. scheduled: whether
-    a scheduler was restored too."""
+    """Apply changed settings as `honour` does, for a user's loop. index: number of samples of the epoch that are done.
+    scheduled: whether a scheduler was restored too."""
     _honour_data(before, now, index, say)
     for name, optimizer in optimizers.items():
         _honour_groups(optimizer, before["optimizers"][name], now["optimizers"][name], say, scheduled=scheduled)
 
 
 def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[str], object]) -> None:
-    """Apply the program's current settings to the restored `state` where possible, and say so. before: the settings of
-    the saved run; None for an older checkpoint. Raises UsageError for settings that cannot be applied."""
+    """Apply the program's present settings `now` to the restored `state`, and say so. before: the settings of the saved
+    run; None for an older checkpoint. Raises UsageError for settings that cannot be applied."""
     if not isinstance(before, Mapping):
         return
     if before["seed"] != now["seed"]:
@@ -70,7 +70,7 @@ def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[
 
 
 def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, say: Callable[[str], object]) -> None:
-    """Compare the batch and the data set; `index` samples of the epoch are done. None: unknown."""
+    """Compare batch size and number of samples; None means unknown. index: number of the epoch's samples done."""
     had, has = before["samples"], now["samples"]
     if None not in (had, has) and had != has:
         if index:
@@ -87,7 +87,7 @@ def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, 
 def _honour_groups(
     optimizer: Optimizer, before: Any, now: Any, say: Callable[[str], object], *, scheduled: bool
 ) -> None:
-    """Apply the optimizer settings that the program has changed since."""
+    """Apply the optimizer settings that differ between `before` and `now`."""
     if len(before) != len(now) or len(now) != len(optimizer.param_groups):
         return  # other groups are told where the state is loaded
     for number, (old, new) in enumerate(zip(before, now, strict=True)):

@@ -1,6 +1,6 @@
 """Copy state to pinned host memory on a side stream, during training.
 
-They overlap the forward and the backward of the next step, and its update waits for them.
+The copies overlap the next step's forward and backward; the next optimizer step waits for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwise.compat import copying, driver
 
 
 class SideCopies:
-    """Copies of one device's tensors; one copy runs at a time."""
+    """Copies tensors of one device to the host; one copy runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.Stream(device)
@@ -25,14 +25,14 @@ class SideCopies:
         self._pinned: Tensor | None = None
 
     def pin(self, memory: Tensor) -> None:
-        """Copy into this memory from now on."""
+        """Pin this host memory, into which `copy` writes from now on."""
         self.finish()
         if self._pinned is not None:
             driver.unpin(self._pinned)
         self._pinned = memory if driver.pin(memory) else None
 
     def copy(self, into: Sequence[Tensor], sources: Sequence[Tensor], then: Callable[[], None]) -> None:
-        """Begin to copy, after the current stream's work so far. then: called in a thread when all is copied."""
+        """Begin to copy, after the present work of the current stream. then: called in a thread when all is copied."""
         self.finish()
         self._stream.wait_stream(self._current())
         with self._stream:
@@ -45,7 +45,7 @@ class SideCopies:
         then()
 
     def hold_back(self) -> None:
-        """Make the current stream wait for the copies: afterwards the sources may change."""
+        """Make the current stream wait for the copies, so that work submitted later may change the sources."""
         if self._waiting is not None:
             self._current().wait_event(self._done)
 

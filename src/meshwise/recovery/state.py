@@ -1,7 +1,7 @@
 """Define a run's state, and the value it is saved as.
 
-It does not depend on the plan: a run that was saved under one goes on under another. Random draws and the data order
-are keyed by (seed, epoch, step, index), so no generator's state belongs to it.
+The state does not depend on the plan: a run that was saved under one plan can resume under another. Random draws and
+the data order are derived from (seed, epoch, step, index), so the state holds no generator's state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwise.transfer import stages
 class RunState:
     """All that a run carries from step to step.
 
-    epoch: counted from 0. index: finished samples of this epoch's global order. step: optimizer steps so far.
+    epoch: from 0. index: number of samples of this epoch's global order that are done. step: optimizer steps so far.
     """
 
     model: nn.Module
@@ -41,18 +41,18 @@ class RunState:
     index: int = 0
     step: int = 0
     made_with: Any = None
-    """The program's settings: of the optimizer, and samples of the data set; plain values."""
+    """The program's settings, such as the optimizer's, and the number of samples, as plain values."""
     holds_all: bool = False
     """Whether the optimizer is known to hold all parameters of the model."""
     whole: bool = True
-    """Whether the state is that after a step: not while it is being changed."""
+    """Whether the state is that after a complete step; False while it is being changed."""
     before_change: Callable[[], None] = lambda: None
-    """Called before the state is changed; then `whole` is False until it is whole again."""
+    """Called before the state is changed. (`whole` is then False until the change is complete.)"""
 
 
 def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:
-    """Return the state as a tree of plain values and tensors, as this rank holds it; `collected` makes the same of it
-    under every plan. whole: with what rank 0 lacks of a pipeline's model; collective."""
+    """Return the state as a tree of plain values and tensors, as this rank holds it; `collected` makes of it the same
+    tree under every plan. whole: rank 0 gets the model's entries of other pipeline stages too; collective."""
     own = state_of(state.model) if whole else held_of(state.model)
     return {
         "model": own,
@@ -69,14 +69,14 @@ def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:
 
 
 def pack(state: RunState) -> dict[str, Any] | None:
-    """Return the state with whole tensors on the CPU of rank 0, None on the others. Collective."""
+    """Return the state with whole CPU tensors on rank 0, None on other ranks. Collective."""
     return collected(tree_of(state, whole=True))  # type: ignore[no-any-return]
 
 
 def unpack(state: RunState, saved: dict[str, Any]) -> None:
-    """Load a saved state into `state`, in place, each tensor sharded as its plan says, and read so if `Stored`.
+    """Load a saved state into `state`, in place, sharded as `state` is. Of a `Stored`, only this rank's part is read.
 
-    Raises CheckpointError when it is of another model or optimizer.
+    Raises CheckpointError if the saved state is of another model or optimizer.
     """
     own_kind, other = type(state.optimizer).__name__, saved.get("optimizer_kind")
     compare_states(state.model.state_dict(), saved["model"])
@@ -102,7 +102,7 @@ def unpack(state: RunState, saved: dict[str, Any]) -> None:
 
 
 def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Run `model.load_state_dict` on values that may be `Stored`: each rank reads its parts."""
+    """Run `model.load_state_dict` on values that may be `Stored`, of which each rank reads only its part."""
     own, lacking = model.state_dict(keep_vars=True), stages.lacks(model)
 
     def given(name: str, value: Any) -> Any:
@@ -116,8 +116,8 @@ def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Run `optimizer.load_state_dict` on values that may be `Stored`: they are read after every technique has removed
-    those of other ranks."""
+    """Run `optimizer.load_state_dict` on values that may be `Stored`. These are read only after each technique's hook
+    has removed the entries of other ranks."""
     if not takes_hooks(optimizer):
         optimizer.load_state_dict(stored_whole(saved))
         return
@@ -142,7 +142,7 @@ def _read_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_states(own: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise CheckpointError where a saved model has other tensors than this one."""
+    """Raise CheckpointError if a saved model's state_dict has other names or shapes than this model's."""
     missing, foreign = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     ours, theirs = ({name: getattr(t, "shape", None) for name, t in side.items()} for side in (own, saved))
     other = [name for name in own if name in saved and ours[name] != theirs[name]]

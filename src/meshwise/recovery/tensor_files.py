@@ -1,9 +1,9 @@
 """Write and read safetensors files, a box at a time.
 
-A file is written from one buffer, with its hash.
+A file is written from one buffer, and hashed.
 
-What is read goes straight into the tensor that wants it: nothing is mapped, since pages of a mapped file count as
-memory of the process, and a file that is cut off under a map ends it.
+Reading fills the wanted tensor directly. Files are not mapped into memory, since pages of a mapped file count as memory
+of the process, and if a mapped file is truncated, the process dies.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALIGNED = 64  # bytes to a multiple of which the header is filled up
 
 
 def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[bytes, dict[WriteItem, int], int]:
-    """Return the beginning of a file with these parts, the offset of each in the file, and the file's size."""
+    """Return the header bytes of a file with these parts, the offset of each part in the file, and the file's size."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, places = 0, {}
     for part, size in described(parts, shapes):
@@ -60,7 +60,7 @@ def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[by
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the host."""
+    """Return the memory of a contiguous CPU tensor, as bytes."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -83,7 +83,7 @@ class TensorFiles:
             os.close(self._open.popitem()[1])
 
     def read(self, name: str, box: Sequence[slice] | None = None) -> Tensor:
-        """Read the tensor of this name, or a `box` of it: a slice with its begin and end for each dim."""
+        """Read the tensor of this name, or only a `box` of it, given as a slice with start and stop for each dim."""
         stored = self.tensors[name]
         wanted: Box = tuple((s.start, s.stop) for s in box) if box is not None else tuple((0, n) for n in stored.shape)
         out = torch.empty([end - begin for begin, end in wanted], dtype=getattr(torch, stored.dtype))

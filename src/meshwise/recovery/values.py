@@ -1,10 +1,10 @@
 """Encode state as plain values and named tensors, and decode it.
 
-Nothing in it is code, so nothing is run to read it.
+The encoded state contains no code, so reading it runs none.
 
-JSON has no tuples, no keys but text, no numbers that are not finite: such values are written as an object with one
-entry, `{"$tuple": [...]}`. A tensor is written as `{"$tensor": "model/0.weight"}`; one that stands in two places
-(tied weights) has the name of its first.
+JSON has no tuples, no keys other than text, and no non-finite numbers: such values are written as an object with one
+entry, such as `{"$tuple": [...]}`. A tensor is written as `{"$tensor": "model/0.weight"}`; a tensor that occurs twice
+(tied parameters) has the name of its first occurrence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 
 
 def encoded(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Convert `tree` to JSON values, and its tensors by name. Raises UsageError for anything else in it."""
+    """Return `tree` as JSON values, and its tensors by name. Raises UsageError for other values in it."""
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}
 
@@ -89,7 +89,7 @@ def _encoded_atom(value: Any, kind: type, path: tuple[str, ...], take: Callable[
 
 
 def decoded(values: Any, give: Callable[[str], Any]) -> Any:
-    """Restore the argument of `encoded`. give: returns the tensor of a name, or what stands for it."""
+    """Restore the argument of `encoded` from its JSON values. give: returns the tensor (or a stand-in) for a name."""
     if isinstance(values, list):
         return [decoded(item, give) for item in values]
     if not isinstance(values, dict):

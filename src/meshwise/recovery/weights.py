@@ -1,6 +1,6 @@
 """Write final weights as safetensors.
 
-Plain PyTorch, or anything else, loads them without meshwise.
+Plain PyTorch, or any other program, can load these files without meshwise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST = 5_000_000_000  # bytes of a file, as Hugging Face divides
 
 @dataclass(frozen=True)
 class Written:
-    """What was written: the step of the state, its files, how many tensors, and their bytes."""
+    """What was written. step: of the saved state. tensors: how many. size: their total size in bytes."""
 
     step: int
     files: tuple[str, ...]
@@ -40,10 +40,10 @@ class Written:
 
 
 def save_weights(model: nn.Module, path: Path, header: Mapping[str, str] | None = None) -> None:
-    """Write the model's state_dict on rank 0, whole under any plan. Collective.
+    """Write the model's state_dict, with whole tensors under any plan, on rank 0. Collective.
 
-    header: the file's metadata. Tensors that share memory (tied weights) are written once under each
-    name; complex128, which safetensors lacks, as complex64.
+    header: the file's metadata. Tensors that share memory (tied parameters) are written once under each
+    name; complex128 tensors, which safetensors cannot hold, are written as complex64.
     """
     state = collected(state_of(model))
     if state is not None:
@@ -61,8 +61,8 @@ def export_weights(
 ) -> Written:
     """Write the tensors of a saved model into `folder`, one after the other, in files of at most `most` bytes.
 
-    One file is `model.safetensors`; several have an index beside them, as Hugging Face writes them. say: takes a line
-    about values that are no tensors.
+    A single file is called `model.safetensors`; several get an index beside them, as from Hugging Face. say: prints a
+    line about values that are not tensors. Raises UsageError for a dtype that safetensors lacks.
     """
     other = [name for name, value in model.items() if not isinstance(value, Stored | Tensor)]
     if other:

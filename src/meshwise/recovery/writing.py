@@ -1,13 +1,13 @@
 """Write one save by a protocol that survives any process's death.
 
-It runs in a thread beside the training.
+The protocol runs in a thread beside the training.
 
-Every rank writes its file into `step-….part`, synced, and tells rank 0 its size and hash; rank 0 writes the manifest
-and gives the folder its name. From then on the checkpoint is there. What ranks tell one another meanwhile lies on a
-board, the store of the process group: a thread must not enter collectives.
+Every rank writes its file into `step-….part`, syncs it, and tells rank 0 the file's size and hash; rank 0 writes the
+manifest and gives the folder its final name. From then on the checkpoint exists. The ranks' messages lie on a board,
+the process group's store, since a thread must not enter collectives.
 
-`torch.distributed.checkpoint` is not used: its `.metadata` is a pickle, and what it reads back it does not verify: a
-flipped bit, a hole of zeros and a mixture of two saves all load silently.
+`torch.distributed.checkpoint` is not used: its `.metadata` is a pickle, and it does not verify what it reads, so that a
+flipped bit, a hole of zeros or a mixture of two saves loads silently.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ POLL, SLOWEST = 0.001, 0.05  # seconds between two looks at the board: at first,
 
 
 class Board(Protocol):
-    """Where ranks leave messages for one another."""
+    """A board on which ranks leave messages for one another."""
 
     def put(self, key: str, text: str) -> None:
-        """Leave a message, once."""
+        """Leave a message under a key, which must be new."""
 
     def find(self, key: str) -> str | None:
-        """Return a message, once it is there."""
+        """Return the message under a key; None until it is there."""
 
 
 class StoreBoard:
-    """The store of the process group, over a separate connection: the main thread may be waiting on another."""
+    """The process group's store, over a separate connection, since the main thread may be waiting on another."""
 
     def __init__(self) -> None:
         self._store = default_store().clone()  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ class OwnBoard:
 
 @dataclass(frozen=True)
 class Deal:
-    """Who writes what: the same on every rank, and in every save as long as the ranks hold the same parts."""
+    """Who writes what. It is the same on every rank, and for every save as long as the ranks hold the same parts."""
 
     digests: tuple[int, ...]
     shapes: Mapping[str, Held]
@@ -82,7 +82,7 @@ class Deal:
 
 @dataclass
 class Writing:
-    """One save on one rank: what its thread needs. `said` is its error: "" until it ends, and if it succeeded."""
+    """One save on one rank: what its thread needs. said: the save's error; "" until it ends, and if it succeeds."""
 
     rank: int
     size: int
@@ -97,15 +97,15 @@ class Writing:
     closing: threading.Event = field(default_factory=threading.Event)
     said: str = ""
     room: Path | None = None
-    """The folder of the attempt, if it has claimed one."""
+    """The attempt's room (records/claims.py), if the attempt was claimed."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors of all ranks."""
+        """Total size of all tensors of the state, in bytes."""
         return sum(held.size for held in self.deal.shapes.values())
 
     def run(self) -> None:
-        """Run the thread: write, agree, and set `said`."""
+        """Write this rank's file, agree with the other ranks, and set `said`. Runs in the thread."""
         with contextlib.suppress(OSError, AttributeError):  # Linux knows a priority of each thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
@@ -117,7 +117,7 @@ class Writing:
             self.said = self.said or f"it could not be agreed on: {error}"
 
     def _write(self) -> list[dict[str, Any]] | str:
-        """Write this rank's file; return what was written, or why not."""
+        """Write this rank's file; return its description, or a text on why it could not be written."""
         try:
             make_folder(self.folder)
             name = f"rank{self.rank}.safetensors"
@@ -128,7 +128,7 @@ class Writing:
             return f"{type(error).__name__}: {error}"
 
     def _commit(self) -> str:
-        """On rank 0, once every rank has written: commit the checkpoint, or remove it and say why."""
+        """On rank 0, wait until every rank has written; then commit the checkpoint, or remove it and return why."""
         ranks = [json.loads(self._awaited(f"{self.key}/{rank}")) for rank in range(self.size)]
         wrong = next((f"rank {rank}: {told}" for rank, told in enumerate(ranks) if isinstance(told, str)), "")
         if not wrong:
@@ -161,7 +161,7 @@ class Writing:
 
 
 def why_not(error: OSError, folder: Path, needed: int) -> str:
-    """Say why something could not be written, with the bytes that are free and needed."""
+    """Return a text on why something could not be written, with the free and the needed disk space."""
     free = ""
     with contextlib.suppress(OSError):
         free = f", {bytes_text(shutil.disk_usage(folder).free)} free, {bytes_text(needed)} needed"
