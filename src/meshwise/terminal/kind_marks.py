@@ -14,7 +14,7 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class KindMark:
-    """mark, plain: one character, the second for consoles that know ASCII alone. colour: of rich. word: in a legend."""
+    """mark: one character. plain: the same for ASCII-only consoles. colour: for rich. word: shown in a legend."""
 
     mark: str
     plain: str
@@ -42,18 +42,18 @@ ASCII = str.maketrans({"µ": "u", "·": "|", "±": "~", "…": ".", "×": "x", "
 
 
 def mark_of(kind: str, ascii_only: bool) -> str:
-    """Return the one character of a kind."""
+    """Return the character that marks a kind."""
     return MARKS[kind].plain if ascii_only else MARKS[kind].mark
 
 
 def style_of(kind: str, filled: bool = True) -> str:
-    """Return the style of a kind's mark: its colour as background, or as text for waiting, nothing and thin rows."""
+    """Return the style of a kind's mark: its colour as background; as text colour for waiting, idle and thin rows."""
     colour = MARKS[kind].colour
     return f"black on {colour}" if filled and kind not in NOT_FILLED else colour
 
 
 def legend(kinds: Iterable[str], width: int, ascii_only: bool) -> list[Text]:
-    """Return these kinds' marks with their words, in the order of a step, in lines of at most `width` characters."""
+    """Return lines of at most `width` characters with these kinds' marks and words, in the order of a step."""
     present = set(kinds)
     lines = [Text(no_wrap=True)]
     for kind, mark in MARKS.items():

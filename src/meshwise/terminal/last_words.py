@@ -1,6 +1,6 @@
 """Print a command's last line, after all output of its threads.
 
-Where nobody reads its output, it prints nothing, and ends as it would.
+If nobody reads the output, the command prints nothing, and ends as usual.
 
 Tested in tests/cli/test_refusals.py and tests/cli/test_hard_places.py.
 """
@@ -20,8 +20,8 @@ _watched: list[_Watched] = []
 
 
 class _Watched:
-    """A text file that remembers whether its last line has ended. over: nothing more is written. lost: errors that mean
-    its reader has left, which is not the command's fault; they end it."""
+    """Wraps a text file, and remembers whether its last line has ended. over: nothing more is written. lost: errors
+    which mean that the reader has left, which is not the command's fault; after one, `over` is set."""
 
     def __init__(self, file: Any, lost: type[OSError]) -> None:
         self.file, self.lost, self.ended, self.over = file, lost, True, False
@@ -51,7 +51,7 @@ def watch(out: Any, beside: Any) -> None:
 
 
 def end_lines() -> None:
-    """End the line that a program has begun, on stdout and stderr, and write nothing more there."""
+    """End lines that the program has begun on stdout and stderr; let nothing more be written there."""
     with _lock:
         for each in _watched:
             with contextlib.suppress(OSError, ValueError):  # nobody reads it, or the program has closed it
@@ -61,7 +61,7 @@ def end_lines() -> None:
 
 
 def say_last(*texts: str) -> None:
-    """Print these on stderr, a line each, and nothing more afterwards. Raises OSError where it cannot be written."""
+    """Print these texts on stderr, one per line, and nothing after them. Raises OSError if that fails."""
     with _lock:
         end_lines()
         file = _watched[-1].file

@@ -15,13 +15,13 @@ from rich.console import Console, RenderableType
 
 Value = TypeVar("Value")
 WIDTH = 110
-"""Characters of a line that fit into a notebook's cell."""
+"""Width of a line that fits into a notebook's cell, in characters."""
 FORMAT = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.25">{code}</pre>'
 
 
 @dataclass(frozen=True)
 class Page:
-    """An HTML page as the output of a cell."""
+    """An HTML page as the output of a notebook's cell."""
 
     html: str = field(repr=False)
 
@@ -30,7 +30,7 @@ class Page:
 
 
 def shown_by(kind: type[Value], view: Callable[[Value, int], RenderableType]) -> None:
-    """Let notebooks show values of `kind` by `view(value, width)`, which a terminal prints too."""
+    """Let notebooks show a value of `kind` as `view(value, width)`, the same as a terminal prints."""
 
     def text(value: Value) -> str:
         console = Console(record=True, width=WIDTH, file=io.StringIO(), force_jupyter=False)

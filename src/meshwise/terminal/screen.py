@@ -17,15 +17,15 @@ from meshwise.terminal.table import NO_LIMIT
 
 UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|min|h|B|[KMGTP]iB)(?![^\W_]))")
 LABEL = 10
-"""Width of a column of labels."""
+"""Width of a column of labels, in characters."""
 GLUE = "\ue000"  # stands for a space at which a line must not end
 
 
 @dataclass(frozen=True)
 class Screen:
-    """The console on which lines are drawn. width: of the longest line; height: how many fit, None where all do.
+    """The console on which lines are drawn. width: of the longest line; height: how many lines fit, None if all do.
 
-    table_width: the widest that a table may be. In a file or a pipe a table may be as wide as it needs.
+    table_width: the largest width of a table; in a file or a pipe, a table may be as wide as it needs.
     """
 
     console: Console
@@ -35,11 +35,11 @@ class Screen:
 
     @property
     def height(self) -> int | None:
-        """Lines of a terminal that leave room for a prompt; None for a file or a pipe."""
+        """Number of lines that fit on a terminal and leave room for a prompt; None for a file or a pipe."""
         return self.console.size.height - 1 if self.console.is_terminal else None
 
     def wrap(self, *texts: Text, indent: int = 0) -> list[Text]:
-        """Wrap the texts into lines that keep a number beside its unit. indent: of the second and later lines."""
+        """Wrap the texts into lines, never between a number and its unit. indent: of a text's later lines."""
         return [line for text in texts for line in self._wrapped(text, indent)]
 
     def _wrapped(self, text: Text, indent: int) -> list[Text]:
@@ -55,8 +55,8 @@ class Screen:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Lines that `draw` makes when they are printed, at most `width` characters wide (None: as wide as the console):
-    only the console knows how wide it is, and which characters it can show."""
+    """Lines, at most `width` characters wide (None: as wide as the console), which `draw` makes only when they are
+    printed, since only the console knows how wide it is and which characters it can show."""
 
     draw: Callable[[Screen], Iterable[Text]]
     width: int | None = None
@@ -72,7 +72,7 @@ class Drawn:
 
 
 def spaced(parts: Iterable[list[Text]], height: int | None) -> list[Text]:
-    """Join the parts, with an empty line between two as long as there is room for one."""
+    """Join the parts, with an empty line between two parts as long as `height` leaves room for it."""
     filled = [part for part in parts if part]
     room = len(filled) if height is None else height - sum(map(len, filled))
     lines: list[Text] = []
@@ -85,12 +85,12 @@ def spaced(parts: Iterable[list[Text]], height: int | None) -> list[Text]:
 
 
 def labelled(label: str, text: str, style: str = "dim", width: int = LABEL) -> Text:
-    """Return a line that begins with a label in a column of its own."""
+    """Return a line of a label, in a column of `width` characters, and a text."""
     return Text(f"{label:<{width}}", style).append(text, "default")
 
 
 def fitted(text: str, file: IO[str]) -> str:
-    """Wrap a sentence between words, if it goes to a terminal; a text of several lines keeps them."""
+    """Wrap a one-line text between words if `file` is a terminal; a text of several lines stays as it is."""
     if "\n" in text or not file.isatty():
         return text
     return textwrap.fill(text, shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)

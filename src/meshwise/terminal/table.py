@@ -1,8 +1,8 @@
 """Format aligned columns as lines, by rich.
 
-A view thus knows their height and width.
+So a view knows the height and the width of a table.
 
-No number is ever cut, and no column left out: what is too narrow for a table gets its rows as blocks.
+No number is ever cut, and no column is left out: if the screen is too narrow, each row becomes a block of lines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.text import Text
 
 NO_LIMIT = 10_000
 LEAST_ROOM = 24
-"""The least characters of a cell on one line, however narrow the screen is."""
+"""The least width of a cell in such a block, in characters, however narrow the screen is."""
 Cell = str | Text
 
 
@@ -30,10 +30,10 @@ def table_lines(
     left: Sequence[int] = (0,),
     gap: int = 2,
 ) -> list[Text]:
-    """Return a line of titles and a line per row, with `gap` spaces between columns; those in `left` are aligned left.
+    """Return a line of titles and a line per row, with `gap` spaces between columns. left: columns to align left.
 
-    If that is wider than `width`, each row is a block of its own: each of its cells after its title, on as many
-    lines as it needs.
+    If that is wider than `width`, each row becomes a block: each cell follows its column's title, on as many lines
+    as it needs.
     """
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for at, title in enumerate(titles):
@@ -47,7 +47,7 @@ def table_lines(
 def columns_lines(
     columns: Mapping[str, Sequence[Cell]], width: int, *, left: Sequence[str] = (), less_needed: Sequence[str] = ()
 ) -> list[Text]:
-    """Return a table of columns by title, without the empty ones; those of `less_needed` are dropped in order until it
+    """Return a table of the columns that are not empty. Columns of `less_needed` are dropped in order until the table
     fits into `width`."""
     for without in range(len(less_needed) + 1):
         used = {title: cells for title, cells in columns.items() if any(cells) and title not in less_needed[:without]}
@@ -82,7 +82,7 @@ def _wrapped(cell: Cell, width: int) -> list[Text]:
 
 
 def rendered(what: RenderableType, width: int = NO_LIMIT) -> list[Text]:
-    """Return what rich draws, as lines."""
+    """Return what rich draws for `what`, as lines."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     lines = console.render_lines(what, pad=False)
     texts = [Text.assemble(*((segment.text, segment.style or "") for segment in line)) for line in lines]
@@ -92,5 +92,5 @@ def rendered(what: RenderableType, width: int = NO_LIMIT) -> list[Text]:
 
 
 def width_of(lines: Sequence[Text]) -> int:
-    """Return the characters of the longest line."""
+    """Return the width of the longest line, in characters."""
     return max((cell_len(line.plain) for line in lines), default=0)
