@@ -1,9 +1,9 @@
 """Inject this rank's faults (`--fault`) as its phases come.
 
-Without faults this costs nothing.
+Without faults, this costs nothing.
 
-Told by the launcher with the task, never by the environment or a plan. Each is written into the run folder just before
-it happens, so that a fault that did not happen is known too.
+The launcher passes the faults with the task, never by the environment or a plan. Each fault is recorded in the run
+folder just before it happens, so that faults that did not happen are known too.
 Tested in tests/injection/test_faults.py and tests/faults/test_restarts.py.
 """
 
@@ -44,7 +44,7 @@ class ArmedFaults:
         self._slowed: set[tuple[Fault, int]] = set()
         self._full: tuple[Fault, FullDisk] | None = None
         self.states: Path | None = None
-        """Where the run saves its state."""
+        """The folder in which the run saves its state."""
         self.parameters: Callable[[], Iterable[Tensor]] = tuple
         """Returns the parameters that this rank holds."""
 
@@ -77,7 +77,7 @@ class ArmedFaults:
                 append_lines(self._folder / names.FAULTS, [fact])
 
     def _of_the_machine(self, fault: Fault) -> Callable[[], object] | None:
-        """Return a function that causes a fault of the disk or the link; None where there is nothing to fail."""
+        """Return a function that causes this fault of a disk or link; None if there is no file or link to fail."""
         if fault.kind == "disk-full":
             return partial(self._fill, fault)
         if fault.kind.endswith("link"):
@@ -118,7 +118,7 @@ class ArmedFaults:
 
 
 class FaultyRecorder(Recorder):
-    """A recorder that causes faults as phases begin."""
+    """A recorder that causes the armed faults when phases begin."""
 
     faults: ArmedFaults
 
@@ -138,7 +138,7 @@ class FaultyRecorder(Recorder):
         return super().arrive()
 
     def begin_collective(self, name: str) -> tuple[int, int, Mark]:
-        """Record that this rank begins a collective that overlaps."""
+        """Record that this rank begins a collective that overlaps with computing."""
         self.faults.phase_begins("communication", self.step)
         return super().begin_collective(name)
 
@@ -147,26 +147,26 @@ _armed: ArmedFaults | None = None
 
 
 def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
-    """Arm the faults of this rank in this process."""
+    """Arm, in this process, those of the faults that are of this rank."""
     global _armed
     mine = [fault for fault in faults if fault.rank == rank]
     _armed = ArmedFaults(mine, folder) if mine else None
 
 
 def hold(parameters: Callable[[], Iterable[Tensor]]) -> None:
-    """Set which parameters this rank holds, for faults that change one."""
+    """Set the function that returns this rank's parameters, for faults that change one."""
     if _armed is not None:
         _armed.parameters = parameters
 
 
 def saves_into(folder: Path) -> None:
-    """Set where the state is saved, for faults of its disk."""
+    """Set the folder in which the state is saved, for faults of its disk."""
     if _armed is not None:
         _armed.states = folder
 
 
 def watch(recorder: Recorder) -> None:
-    """Cause the faults at the phases that `recorder` sees."""
+    """Cause the armed faults at the phases of `recorder`, by making it a FaultyRecorder."""
     if _armed is not None:
         phase = recorder.__dict__.pop("phase")
         recorder.__class__ = FaultyRecorder

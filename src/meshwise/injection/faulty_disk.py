@@ -32,7 +32,7 @@ class _FullFile(io.FileIO):
 
 
 class FullDisk:
-    """Until `end`, makes writes with Python's own files into these folders fail as on a full disk.
+    """Until `end`, makes writes by Python's `open` into these folders fail as on a full disk.
 
     Files that were open before still work, and empty files can be created.
     """
@@ -44,7 +44,7 @@ class FullDisk:
 
     @property
     def refused(self) -> bool:
-        """Whether a write has failed."""
+        """Whether a write has failed since this object was made."""
         return _FullFile.refused
 
     def end(self) -> None:
@@ -63,8 +63,8 @@ class FullDisk:
 
 
 def newest_file(folder: Path | None, rank: int) -> Path | None:
-    """Return this rank's file in the newest checkpoint of a folder, else the manifest; None without any. Waits for one
-    that is being written."""
+    """Return this rank's file in the newest checkpoint of a folder, else the checkpoint's manifest; None without any.
+    Waits for a checkpoint that is being written."""
     until = time.monotonic() + PATIENCE
     while folder is not None and any(folder.glob(f"*{PART}")) and time.monotonic() < until:
         time.sleep(0.01)
@@ -74,7 +74,7 @@ def newest_file(folder: Path | None, rank: int) -> Path | None:
 
 
 def flip_bit(path: Path) -> None:
-    """Flip a bit in the middle of the file."""
+    """Flip one bit in the middle of the file."""
     with path.open("r+b") as file:
         middle = path.stat().st_size // 2
         file.seek(middle)

@@ -1,9 +1,9 @@
 """Break a link silently, as when a cable is pulled.
 
-That is `--fault drop-link`. `reset-link` closes the link, so both ends notice.
+`--fault drop-link` does this; `reset-link` closes the link, so that both ends notice.
 
-Of a process's connections to its peers, in each place a socket is put that is connected to nothing; the real one stays
-open, so that the peers do not hear of its end.
+For each of a process's connections to its peers, the file descriptor gets a socket that is connected to nothing. The
+real socket stays open, so that the peers do not notice an end.
 Tested in tests/injection/test_faults.py and tests/faults/test_disks_and_links.py.
 """
 
@@ -22,13 +22,13 @@ FDS = Path("/dev/fd")
 
 
 def connections_to_peers() -> list[int]:
-    """Return the TCP connections of this process, except those to the process group's store and to the launcher."""
+    """Return descriptors of this process's TCP connections, except to the process group's store and the launcher."""
     known = os.environ.get("MASTER_PORT", "0"), os.environ.get(ADDRESS, "").rpartition(":")[2] or "0"
     return [fd for fd, ends in _connections() if not {*map(int, known)} & {*ends}]
 
 
 def _connections() -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield file descriptors of TCP connections, with the ports of their two ends."""
+    """Yield the file descriptor of each TCP connection, with the ports of both ends."""
     for fd in _open_files():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
             if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
@@ -56,7 +56,7 @@ def close(connections: Sequence[int]) -> None:
 
 
 def _polls() -> list[select.epoll]:
-    """Return the epolls of this process, with which a library's own threads wait for connections."""
+    """Return this process's epoll objects, with which threads of libraries wait for connections."""
     found = []
     for fd in _open_files():
         with contextlib.suppress(OSError):
