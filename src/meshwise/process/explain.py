@@ -30,9 +30,9 @@ def explain(
     recorder: Recorder,
     smaller: Callable[[], tuple[Plan, str] | None] = lambda: None,
 ) -> None:
-    """Add to an error what its traceback lacks: rank, step, phase, and for lack of memory how much was used.
+    """Add notes to an error: rank, step and phase, and after running out of memory how much was used and what to do.
 
-    steps: finished ones; None before there is anything to train. smaller: returns a plan that needs less memory.
+    steps: number of finished steps; None before training begins. smaller: returns a plan that needs less memory.
     """
     if isinstance(error, MeshwiseError):
         return
@@ -50,7 +50,7 @@ def explain(
 
 
 def explain_in_script(error: BaseException, world: World, plan: Plan, models: Sequence[nn.Module]) -> None:
-    """Add to an error of a user's loop how much memory there was, and which plan needs less."""
+    """If a user's loop ran out of memory, add a note on how much there was, and which plan needs less."""
     if not is_out_of_memory(error) or not models:
         return
     found = smaller_plan(plan, nn.ModuleList(models), None, world)
@@ -67,7 +67,7 @@ def _memory_text(device: str, advice: str) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Check whether `error` says that a device or this host had no memory left."""
+    """Check whether `error` says that a device or this host ran out of memory."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,8 +1,8 @@
 """Redirect the files of a checked program to the check's folder.
 
-The files that it wrote lie there; all others stay where they are.
+The files that the program wrote lie there; all other files stay where they are.
 
-scratch_files.py puts it in the place of Python's functions. Tested in tests/process/test_scratch_files.py.
+scratch_files.py applies this view to Python's file functions. Tested in tests/process/test_scratch_files.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IN_MEMORY = ("", ":memory:")  # names that sqlite knows, and that are no files
 
 
 def free_folders() -> list[str]:
-    """Return folders without the user's files: the system's, caches, ours; except those we are working in."""
+    """Return folders that hold no user files (of the system, caches, meshwise's), except any that we are working in."""
     found = ["/dev", "/proc", "/sys", *(os.environ[name] for name in CACHES if name in os.environ)]
     found += glob.glob(os.path.expanduser("~/.*/")) + glob.glob(os.path.join(tempfile.gettempdir(), "meshwise-*/"))
     here = os.path.realpath(os.getcwd()) + os.sep
@@ -33,7 +33,7 @@ def free_folders() -> list[str]:
 
 
 class FileView:
-    """The real files, overlaid by those of `folder`. A path is *logical* once links are followed and it is not ours."""
+    """The real files, overlaid by those of `folder`. *Logical*: a path outside `folder`, with links followed."""
 
     def __init__(self, folder: str) -> None:
         self._folder, self.files, self._gone = folder, folder + "/files", folder + "/gone"
@@ -43,7 +43,7 @@ class FileView:
         self._free = (*(each + os.sep for each in free_folders()), folder + os.sep)
 
     def logical(self, path: Any, follow: bool = True, at: int | None = None) -> str | None:
-        """Return the logical path; None where the path is left unchanged."""
+        """Return the logical path of `path`; None if the path is to be used unchanged."""
         if not isinstance(path, str | bytes | os.PathLike) or os.fsdecode(path) in IN_MEMORY:
             return None
         text = os.fsdecode(path)
@@ -64,18 +64,18 @@ class FileView:
         return os.path.join(self._gone, hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest())
 
     def is_real(self, path: str) -> bool:
-        """Check whether the view shows the real file of a logical path, if it has none of its own."""
+        """Check whether a logical path has a real file that the view does not hide."""
         return os.path.lexists(path) and not (
             os.listdir(self._gone) and any(os.path.lexists(self._mark(each)) for each in _parents(path))
         )
 
     def place(self, path: str) -> str:
-        """Return where the file of a logical path lies; the view's place if there is none."""
+        """Return where the file of a logical path lies; the path inside the view's folder if there is no such file."""
         mine = self.files + path
         return path if not os.path.lexists(mine) and self.is_real(path) else mine
 
     def seen(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
-        """Return where a path is read."""
+        """Return the path from which to read `path`."""
         logical = self.logical(path, follow, at)
         if logical is None or not (os.path.lexists(self.files + logical) or os.path.lexists(logical)):
             return path  # the error names the path that was asked for
@@ -83,7 +83,7 @@ class FileView:
         return path if at is None and place == os.path.abspath(os.fsdecode(path)) else place
 
     def written(self, path: Any, follow: bool = True, at: int | None = None, *, keep: bool = False) -> Any:
-        """Return where a path is written. keep: with its contents."""
+        """Return the path at which to write `path`. keep: first copy the file's contents there."""
         logical = self.logical(path, follow, at)
         if logical is None:
             return path
@@ -98,11 +98,11 @@ class FileView:
         return mine
 
     def changed(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
-        """Return where a path is changed in place."""
+        """Return the path at which to change the file of `path` in place; its contents are copied there."""
         return self.written(path, follow, at, keep=True)
 
     def copy(self, path: str, *, inside: bool = False) -> None:
-        """Copy a real file into the view. inside: a folder with everything that the view shows in it."""
+        """Copy a real file into the view. inside: copy a folder with everything that the view shows in it."""
         mine = self.files + path
         if os.path.isdir(self.place(path)) and not os.path.islink(self.place(path)):
             os.makedirs(mine, exist_ok=True)
@@ -122,7 +122,7 @@ class FileView:
             )
 
     def names(self, path: str) -> list[str]:
-        """Return the names in the folder of a logical path."""
+        """Return the names that the view shows in the folder of a logical path."""
         mine = self.files + path
         names = os.listdir(mine) if os.path.isdir(mine) else []
         if self.is_real(path) and os.path.isdir(path):
@@ -131,7 +131,7 @@ class FileView:
         return names
 
     def differs(self, path: str) -> bool:
-        """Check whether a folder, by its logical path, shows other names than the real one."""
+        """Check whether the view may show other names in a folder, by its logical path, than the real folder has."""
         return os.path.isdir(self.place(path)) and (os.path.isdir(self.files + path) or bool(os.listdir(self._gone)))
 
     def hide(self, path: str, is_real: bool) -> None:
@@ -140,6 +140,6 @@ class FileView:
 
 
 def _parents(path: str, itself: bool = True) -> Iterator[str]:
-    """Yield `/a`, `/a/b` and so on of a path."""
+    """Yield the parents of a path, `/a`, `/a/b` and so on. itself: the path itself too."""
     parts = path.split(os.sep)
     return (os.sep.join(parts[:end]) for end in range(2, len(parts) + itself))

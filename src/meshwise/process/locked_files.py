@@ -1,9 +1,9 @@
 """Restrict a process's writes to some folders, by Linux's Landlock.
 
-It holds for all that the process starts, and needs no rights.
+The restriction also holds for processes that this one starts, and needs no privileges.
 
-What goes around the view of scratch_files.py (C++, Rust, other programs) then fails where it would change a file of the
-user's. Interface: docs.kernel.org/userspace-api/landlock.html; tests in tests/process/test_scratch_files.py.
+Code that bypasses the view of scratch_files.py (C++, Rust, other programs) then fails if it would change a file of the
+user. Interface: docs.kernel.org/userspace-api/landlock.html; tests in tests/process/test_scratch_files.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
 _BENEATH = 1  # LANDLOCK_RULE_PATH_BENEATH
 _NO_NEW_PRIVS = 38  # linux/prctl.h
 _RIGHTS = sum(1 << bit for bit in (1, 4, 5, 7, 8, 10, 12, 13, 14))
-"""Write a file, remove a folder or file, make a folder, file, FIFO or link, move between folders, truncate."""
+"""The restricted actions: write or truncate a file, remove or make files, folders and links, move between folders."""
 _OLDEST = 3  # the version that knows all of them, Linux 6.2
 
 
@@ -30,7 +30,7 @@ def can_lock() -> bool:
 
 
 def lock_files(folders: Iterable[str]) -> None:
-    """Let this thread, and threads and processes it starts, only write below `folders` from now on. Irreversible."""
+    """Let this thread, and what it starts, write only below `folders` from now on. This cannot be undone."""
     rules = _system(_CREATE, struct.pack("Q", _RIGHTS), 8, 0)
     for folder in folders:
         with contextlib.suppress(OSError):

@@ -19,9 +19,9 @@ from meshwise.workers.join import rank_context
 
 
 def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
-    """Choose the plan of this script at the first call, and again at the first one after all models were dropped.
+    """Choose this script's plan at the first call of mw.distribute, and anew once all earlier models are gone.
 
-    Raises PlanError for a plan that a user's own training loop cannot have.
+    Raises PlanError for a plan that a user's own training loop cannot have. given: the call's `plan`.
     """
     world, program = rank_context().world, engine.program
     asked = read_plan(given, world.size) if isinstance(given, str | Path) else given
@@ -53,13 +53,13 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
 
 
 def plan_of_run(world: World) -> Plan | None:
-    """Return the plan of the run, which its launcher or the environment names."""
+    """Return the run's plan, whose file MESHWISE_PLAN names; None without one."""
     named = os.environ.get(PLAN_FILE)
     return read_plan(named, world.size) if named else None
 
 
 def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:
-    """Return `plan` for this many devices. On one device its axes are left out, so that `python script.py` runs."""
+    """Return `plan`, checked for this world. On one device its axes are removed, so that `python script.py` runs."""
     if world.size == 1 and plan.devices > 1:
         notify(f"one device: of {plan}, the axes are removed, and what needs them.")
         plan = on_one_device(plan)

@@ -1,6 +1,6 @@
 """Refuse a script on several workers that has distributed nothing.
 
-It would do the same work in each of them.
+Such a script would do the same work in each worker.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from meshwise.workers.join import made_process_group
 
 
 def refuse_same_work(script: str, world: World) -> None:
-    """Stop the script at its first optimizer step with gradients if several workers run it, it has given mw.distribute
-    no model, and has no process group of its own (as DDP, accelerate and Trainer have)."""
+    """Let the script raise UsageError at its first optimizer step with gradients if several workers run it, it has
+    passed no model to mw.distribute, and made no process group itself (as with DDP, accelerate or Trainer)."""
     if world.size == 1:
         return
 

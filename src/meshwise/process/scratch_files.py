@@ -1,14 +1,14 @@
 """Give a checked program a file system that it may change.
 
-The user's files stay as they were.
+The user's files are not changed.
 
     written, made, renamed     in a folder of the check; a file that is changed in place is copied there first
-    removed                    hidden: a mark in that folder, for all ranks
-    read, listed               what lies in that folder, and behind it the real files
+    removed                    hidden, by a mark in that folder, for all ranks
+    read, listed               from that folder, else from the real files
 
-It takes the place of Python's functions of files, so it holds for what is written in Python (numpy, TensorBoard,
-pickle, shutil) and for the libraries in OTHERS. What opens files by itself in C++ or in another program goes around it:
-locked_files.py refuses that. Caches are no files of the user's, and are written as ever.
+Python's file functions are replaced, so this works for code in Python (numpy, TensorBoard, pickle, shutil) and for the
+libraries in OTHERS. Code in C++ or another program that opens files itself bypasses it; locked_files.py stops its
+writes. Caches do not count as files of the user, and are written as usual.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ OTHERS: tuple[tuple[Any, str, int, str], ...] = (
 )
 LISTS = vars(glob).values()  # from Python 3.13 on, pathlib's scandir lies in a class there
 CLASSES = {owner for owner in (*LISTS, *(owner for owner, *_ in OTHERS)) if isinstance(owner, type)}
-"""Classes that own such functions. OTHERS open files in C++ or Rust: owner, name, position of the path, and its use."""
+"""Classes that hold such functions. (OTHERS: owner, name, position of the path argument, method of FileView.)"""
 PATHS = ("f", "filename", "path", "database")  # names of that argument
 
 
 @contextlib.contextmanager
 def scratch_files(folder: Path) -> Iterator[None]:
-    """Redirect this process's writes inside the body into `folder`, which all ranks of a pass share."""
+    """Inside the `with` block, redirect this process's writes to `folder`, which all ranks of a check share."""
     view = FileView(os.path.realpath(folder))
     functions = _Functions(view)
     pairs = [(original, functions.guarded(original, call)) for original, call in functions.all()]
@@ -81,7 +81,7 @@ def scratch_files(folder: Path) -> Iterator[None]:
 
 
 def _replace(functions: dict[int, tuple[Function, Function]]) -> None:
-    """Replace functions wherever a module holds them: for each id, the first by the second."""
+    """Replace functions wherever a module or class holds them. functions: by id, the old and the new one."""
     modules = [module for module in list(sys.modules.values()) if getattr(module, "__name__", "") not in _LEFT]
     for holder in (*modules, *CLASSES):
         for name, value in list(getattr(holder, "__dict__", {}).items()):
@@ -97,15 +97,15 @@ _LEFT = ("posix", "_io", __name__, FileView.__module__)  # imports of modules go
 
 
 class _Functions:
-    """Functions of files, applied to the files of a view."""
+    """Replacements for file functions, which work on the files of a view."""
 
     def __init__(self, view: FileView) -> None:
         self._view, self._inside = view, threading.local()
         self.ended = False
-        """Whether the redirection has ended: somebody may still hold a replaced function."""
+        """Whether the redirection has ended. A replacement that is still held then calls the original."""
 
     def all(self) -> Iterator[tuple[Function, Function]]:
-        """Yield each function that touches files, and the replacement that is called with it and its arguments."""
+        """Yield each function that touches files, and its replacement, which is called with it and its arguments."""
         yield io.open, self._open
         yield os.open, self._os_open
         read, changed = ([vars(os)[name] for name in names if hasattr(os, name)] for names in LINUX)
@@ -123,7 +123,7 @@ class _Functions:
             yield vars(owner)[name], functools.partial(self._other, position, getattr(self._view, use))
 
     def guarded(self, original: Function, instead: Function) -> Function:
-        """Return `instead` for the program, but the original for calls made inside it."""
+        """Return a function that calls `instead`, or the original for calls made inside a replacement."""
 
         @functools.wraps(original, updated=())
         def call(*arguments: Any, **named: Any) -> Any:
@@ -245,7 +245,7 @@ class _Functions:
 
 
 class _Entry:
-    """An `os.DirEntry` in the folder that the program named, wherever its file lies."""
+    """An `os.DirEntry` whose path is in the folder that the program named, wherever its file really lies."""
 
     def __init__(self, entry: os.DirEntry[str], folder: Any) -> None:
         self._entry = entry
@@ -260,7 +260,7 @@ class _Entry:
 
 
 class _Entries:
-    """The result of `os.scandir`: to be iterated, closed, and used with `with`."""
+    """The result of `os.scandir`: an iterator that can be closed and used with `with`."""
 
     def __init__(self, entries: list[_Entry]) -> None:
         self._left = iter(entries)
@@ -278,7 +278,7 @@ class _Entries:
         self.close()
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing, since nothing is open."""
 
 
 def _without_fd(named: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Keep the process's default engine, from `mw.distribute` to the end.
 
-The engine is the one piece of state that scripts share.
+The engine is the only state that a script's verbs share.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from meshwise.workers.environment import EXACT_RANDOM
 from meshwise.workers.join import join, rank_context
 
 engines: list[Engine] = []
-"""The process's own engine, and those of the open sessions inside it. The last one is the default."""
+"""The engine of the process, then those of the open sessions. The last one is the default."""
 
 
 def default_engine() -> Engine:
-    """Return the engine of `mw.distribute` and `mw.backward`. The first call joins the run and begins its records."""
+    """Return the engine of `mw.distribute` and `mw.backward`. The first call joins the run and starts recording."""
     if not engines:
         _begin()
     return engines[-1]
@@ -53,25 +53,25 @@ def _begin() -> None:
 
 
 def show(text: str) -> None:
-    """Tell the watcher the text that the program's current line shows."""
+    """Pass a text that the program's current source line shows to the engine's watcher, if any."""
     watcher = engines[-1].watcher if engines else None
     if watcher is not None:
         watcher.shown(user_place(), text)
 
 
 def process_engine() -> Engine:
-    """Return the engine of the whole process, whichever session is open."""
+    """Return the engine of the whole process, even while a session is open."""
     default_engine()
     return engines[0]
 
 
 def has_begun() -> bool:
-    """Check whether this process has used a verb of an engine."""
+    """Check whether this process has used a verb that needs an engine."""
     return bool(engines)
 
 
 def has_distributed_model() -> bool:
-    """Check whether this process has given `mw.distribute` a model."""
+    """Check whether this process has passed a model to `mw.distribute`."""
     return any(engine.has_applied for engine in engines)
 
 
@@ -82,10 +82,10 @@ def saves() -> bool:
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """End with the with-block what is distributed inside it: its plan, its guards, its hold on gradients.
+    """Limit what is distributed inside the `with` block, its plan, guards and gradient hooks, to the block.
 
-    Use it for a sweep in one process, where each run may have its own plan. Without a session everything belongs to the
-    process. Models are held by weak references in both cases.
+    Use it for a sweep in one process, where each run may have a different plan. Without a session, they last until the
+    process ends. Models are held by weak references in both cases.
     """
     outer, divided = default_engine(), collectives.dividing()
     collectives.divide_among(None)
@@ -108,7 +108,7 @@ def _explain(error: BaseException) -> None:
 
 
 def program_ends() -> None:
-    """Report what can only be known at the end of the program."""
+    """Run the checks that are only possible at the end of the program. Raises LossError."""
     for engine in engines:
         if (loops := engine.events.find(UnsummedLoops)) is not None:
             loops.finish()
@@ -122,7 +122,7 @@ def program_ends() -> None:
 
 
 def _process_ends() -> None:
-    """Call `program_ends` at exit, if nobody has: then an error can no longer be the exit code."""
+    """Call `program_ends` at exit, and only show its error, which can no longer change the exit code."""
     try:
         program_ends()
     except LossError as error:
@@ -130,14 +130,14 @@ def _process_ends() -> None:
 
 
 def _failed() -> bool:
-    """Check whether the program ends by an error, or by an exit code of its own."""
+    """Check whether the program ends by an error or a non-zero exit code."""
     error = sys.exc_info()[1]
     clean = error is None or (isinstance(error, SystemExit) and error.code in (0, None))
     return not clean or hasattr(sys, "last_type")
 
 
 def end_sessions() -> None:
-    """Close the default engine and all sessions inside it: what is distributed afterwards begins anew."""
+    """Close the engine of the process and those of all sessions. A later `mw.distribute` makes a new engine."""
     while engines:
         engines.pop().close()
     collectives.divide_among(None)
@@ -145,7 +145,7 @@ def end_sessions() -> None:
 
 @contextlib.contextmanager
 def apart() -> Iterator[Engine]:
-    """Yield a default engine for a program that is rehearsed in this process, whose own engine is set aside."""
+    """Yield a new default engine for a rehearsed program; this process's engines are set aside meanwhile."""
     before, divided = engines[:], collectives.dividing()
     engines.clear()
     collectives.divide_among(None)
@@ -166,7 +166,7 @@ def _new() -> Engine:
 
 
 def tell(text: str) -> None:
-    """Show the user a line, through the launcher where there is one."""
+    """Show the user a line, through our launcher if there is one, else on stderr."""
     channel = rank_context().channel
     if channel is not None:
         channel.send("note", text=text)

@@ -1,10 +1,10 @@
 """Propose a plan with less memory, after running out of it.
 
-It computes the same numbers. It is for a job whose step ran out of memory.
+The plan computes the same numbers. It is for a job or script whose step ran out of memory.
 
-Halved microbatches first, where a step is known to be a mean over samples: several ranks or microbatches divided it
-already, no batch norm sees a microbatch, and nothing in the model's code draws random numbers, which are drawn for a
-microbatch. Else blocks run again in the backward, with the same draws; on an accelerator, activations on the host.
+First, microbatches are halved, if the step is known to be a mean over samples: it is already divided over ranks or
+microbatches, no batch norm sees a microbatch, and the model draws no random numbers, which depend on the microbatch.
+Else blocks run again in the backward, with the same draws; then, on an accelerator, activations wait on the host.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|noise|sam
 def smaller_plan(
     plan: Plan, model: nn.Module, batch_size: int | None, world: World, *, apart: bool = False
 ) -> tuple[Plan, str] | None:
-    """Return the plan to try next, and what changes; None where nothing is left.
+    """Return the plan to try next, and a text on what changes; None if nothing is left to try.
 
-    batch_size: None for a user's loop, which splits its batches itself. world: those that divide a batch.
-    apart: whether its loss is known to be a mean of terms that each depend on one sample.
+    batch_size: None for a user's loop, which splits its batches itself. world: the ranks that divide a batch.
+    apart: whether the loss is known to be a mean of terms that each depend on one sample.
     """
     rows = 0 if batch_size is None else batch_size // (world.size * plan.accumulate)
     divided = world.size > 1 or plan.accumulate > 1
@@ -49,12 +49,12 @@ def smaller_plan(
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Check whether a sample's result depends on the other samples of its microbatch."""
+    """Check whether the model has a batch norm, so that a sample's result depends on its microbatch."""
     return any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Check whether a forward may draw random numbers, as far as its code tells; in doubt it may."""
+    """Check whether a forward may draw random numbers, judging by the modules' settings and code; True if unsure."""
     kinds = {type(module) for module in model.modules()}
     shares = [getattr(module, name, 0) for module in model.modules() for name in ("p", "dropout")]
     active = any(isinstance(share, int | float) and share > 0 for share in shares)
