@@ -192,7 +192,7 @@ def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
 
 
 def _lifted(name: str, dtype: torch.dtype, takes: frozenset[torch.dtype], default_float: torch.dtype) -> torch.dtype:
-    """Return the dtype in which an operation is calculated. TypeError for a dtype that it does not support."""
+    """Return the dtype in which operation `name` is calculated. TypeError for a dtype that it does not support."""
     if dtype in takes:
         return dtype
     if dtype in WHOLE and not takes & INTEGERS and torch.float64 in takes:

@@ -26,7 +26,7 @@ from meshwise.spec.units import bytes_text
 from meshwise.transfer.comm_log import CommLog, Transfer, comm_log, table
 
 MOST_ARRAYS = 4
-"""All combinations of other placements are tried if there are at most 4 to this power; else none."""
+"""All combinations of other placements are tried if they are at most 4 to the power of this number; else none."""
 
 
 @dataclass(frozen=True)

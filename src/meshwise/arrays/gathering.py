@@ -31,7 +31,7 @@ _told: set[str] = set()
 
 
 class GatherWarning(UserWarning):
-    """An operation without a rule for parts gathers a whole array on one device."""
+    """Warns that an operation without a rule for parts gathers a whole array on one device."""
 
 
 @contextmanager

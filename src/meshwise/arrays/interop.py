@@ -58,7 +58,7 @@ def dlpack_device(x: Array, /) -> Any:
 
 
 def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | None = None) -> Array:
-    """Make an array of an object with `__dlpack__`; no copy, if its device is ours and none is asked for."""
+    """Make an array of an object with `__dlpack__`; no copy, if its device is ours and `copy` is not True."""
     if isinstance(x, Array):
         return asarray(space, x, device=device, copy=copy)
     if not hasattr(type(x), "__dlpack__"):

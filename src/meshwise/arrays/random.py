@@ -103,7 +103,7 @@ class Generator:
     def exponential(
         self, scale: float = 1.0, size: Any = None, dtype: Any = None, *, device: Any = None, sharding: Placement = None
     ) -> Array:
-        """Draw exponential numbers of this mean."""
+        """Draw exponential numbers of mean `scale`."""
         kind = self._float(dtype)
 
         def draw(upper: Tensor, lower: Tensor) -> Tensor:
@@ -253,13 +253,13 @@ class Random(Generator):
         return Generator(self._space, seed)
 
     def rand(self, *shape: int) -> Array:
-        """Draw as `random(shape)`."""
+        """Return `random(shape)`."""
         return self.random(shape)
 
     def randn(self, *shape: int) -> Array:
-        """Draw as `standard_normal(shape)`."""
+        """Return `standard_normal(shape)`."""
         return self.standard_normal(shape)
 
     def randint(self, low: int, high: int | None = None, size: Any = None, dtype: Any = None) -> Array:
-        """Draw as `integers(low, high, size)`."""
+        """Return `integers(low, high, size, dtype)`."""
         return self.integers(low, high, size, dtype)

@@ -142,7 +142,7 @@ def _rows(shape: Shape, group: tuple[int, int], placed: Sharding) -> Rows:
 
 
 def _seen(old: Shape, new: Shape, placed: Sharding) -> tuple[Rows, Rows]:
-    """Return the rows of the array as it is divided now, and in its new shape."""
+    """Describe as `Rows` how the array is divided now, and how it will be in its new shape."""
     assert placed.dim is not None
     group, (first, last) = _groups(old, new, placed.dim)
     places, whole = len(placed.places), old[placed.dim]
@@ -225,7 +225,7 @@ def _boxes(begin: int, end: int, rows: Rows, n: int) -> Iterator[Box]:
 
 
 def _of_line(tensor: Tensor, box: Box, line: Rows, k: int, length: int) -> Tensor:
-    """Read a box of a part with one row, (before, 1, entries, after), as (before, box rows, its entries, after)."""
+    """Read a box from a part of shape (before, 1, entries, after), as (before, rows, entries of a row, after)."""
     at = box.row * length - line.begins[k]
     if box.count == 1:
         return tensor[:, :, at + box.low : at + box.high]

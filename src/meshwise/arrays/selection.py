@@ -26,8 +26,8 @@ FEWEST_A_PART = 8  # so that a round narrows, however many parts there are
 
 
 def order(values: Tensor, dim: int = 0, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Sort values along `dim`, and return where each was. Stable; nan is greater than all. Complex numbers are sorted
-    by real part, then imaginary part."""
+    """Return (sorted values, indices) along `dim`, as torch.sort. Stable; nan is greater than all numbers. Complex
+    numbers are sorted by real part, then imaginary part."""
     if not values.is_complex():
         return torch.sort(values, dim=dim, descending=descending, stable=True)
     at = torch.sort(values.imag, dim=dim, descending=descending, stable=True).indices
@@ -84,9 +84,9 @@ class _Window:
         return range(self.low[part] + self.step - 1, self.high[part], self.step)
 
     def narrow(self, parts: Tensor, step: int) -> None:
-        """Narrow the window. parts: for each sample, in order, the part that it is from.
+        """Narrow the window by the samples that were read. parts: the part of each sample, in sorted order.
 
-        At least t steps of elements lie up to sample t (from 1), and fewer than (parts - 1) steps more.
+        Up to sample t (from 1) lie at least t steps of elements, and fewer than t + (number of parts) - 1 steps.
         """
         count = len(self.low)
         if step == 1:

@@ -138,7 +138,7 @@ def flattened(x: Array, name: str) -> Array:
 
 
 def _lasts(flat: Array, values: Sequence[Tensor], name: str) -> list[Tensor | None]:
-    """Return, for each local part, the last element before it, if any."""
+    """Return, for each local part, the last element of the parts before it, if any."""
     places, sizes = flat.sharding.places, flat.sharding.sizes
     filled = [k for k, size in enumerate(sizes) if size]
     own = {k: part[-1:] for (k, _), part in zip(flat.space.local(flat.sharding), values, strict=True)}

@@ -109,7 +109,7 @@ class Layout:
     weights: tuple[float, ...] | None = None
 
     def of(self, shape: Shape) -> Sharding:
-        """Return the sharding of an array of this shape. UsageError if it does not fit."""
+        """Return the sharding of an array of this shape. UsageError if the layout does not fit the shape."""
         if self.dim is None:
             return sharding(self.places)
         if not -len(shape) <= self.dim < len(shape):

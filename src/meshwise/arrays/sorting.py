@@ -82,7 +82,7 @@ class SortedParts:
 
 
 def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool = False) -> SortedParts:
-    """Sort a split vector. where: also return where elements were."""
+    """Sort a split vector. where: also record where each element came from."""
     space, held = x.space, x.sharding
     local: list[Tensor] = []
     if where:

@@ -63,8 +63,8 @@ def _shifted(a: Tensor, by: Tensor | int) -> Tensor:
 
 
 def _divided(a: Tensor, b: Tensor) -> Tensor:
-    """Divide unsigned integers; division by zero gives 0. Half the dividend fits a signed integer: twice its
-    quotient is too small by at most one. A divisor above half the range goes in once or never."""
+    """Divide unsigned integers; division by zero gives 0. Half the dividend fits a signed integer: twice
+    the quotient of that half is too small by at most one. A divisor above half the range goes in once or never."""
     small = b.clamp(min=1)
     near = torch.div(_shifted(a, 1), small, rounding_mode="trunc") << 1
     near = near + ((a - near * small) ^ LOWEST).ge(small ^ LOWEST)

@@ -113,7 +113,7 @@ def mean_term(loss: Tensor) -> str:
 
 
 def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
-    """Yield each node once, from `node` downwards, with a queue: the loop adds the nodes to visit to it."""
+    """Yield (node, queue) for each node once, from `node` on; the caller adds to the queue the nodes to visit next."""
     open_nodes, seen = deque([node]), {None}
     while open_nodes:
         node = open_nodes.popleft()

@@ -198,7 +198,7 @@ def _then(shares: Iterator[BatchSlice], end: Callable[[], object]) -> Iterator[B
 
 
 def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
-    """Split an iterable data set: read its items one by one, group them to batches, share these, and collate."""
+    """Split an iterable data set: read its items one by one, group them into batches, share these, and collate."""
     size, collate = loader.batch_size or 1, loader.collate_fn
     items: DataLoader[Any] = DataLoader(
         loader.dataset,
