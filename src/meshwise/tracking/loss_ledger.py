@@ -1,9 +1,9 @@
 """Keep a rank's newest losses in a file that outlives it.
 
-It holds what a killed rank had not yet sent to the others.
+The file holds the losses that a killed rank had not yet sent to other ranks.
 
-A row a step: its number, its epoch, the sum of its losses by weight, and the weight. Mapped into memory, so that noting
-one is no system call. Tested in tests/job/test_last_step.py.
+It has one row per step: step, epoch, sum of the losses times their loss weights, sum of the loss weights. It is mapped
+into memory, so that writing a row needs no system call. Tested in tests/job/test_last_step.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ROWS, WIDTH = 4096, 4
 
 
 def ledger_path(folder: Path, rank: int) -> Path:
-    """Return the file in which a rank of the run in `folder` notes its losses."""
+    """Return the file in which a rank of the run in `folder` keeps its losses."""
     return folder / "workers" / f"losses{rank}.bin"
 
 
 class LossLedger:
-    """A rank's end. Entries of an earlier attempt stay until their place is needed."""
+    """The file of one rank, for writing. Rows of an earlier attempt stay until they are overwritten."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         path, size = ledger_path(folder, rank), ROWS * WIDTH * 8
@@ -38,7 +38,7 @@ class LossLedger:
             self._rows = memoryview(mmap.mmap(file.fileno(), size)).cast("d")
 
     def note(self, epoch: int, step: int, losses: Losses) -> None:
-        """Note the losses of a step, which lie on the CPU."""
+        """Write the losses of a step, which must lie on the CPU."""
         at, rows = step % ROWS * WIDTH, self._rows
         rows[at] = 0.0
         (loss, weight), *more = losses
@@ -50,7 +50,7 @@ class LossLedger:
 
 
 def noted(folder: Path, ranks: int, first: int, last: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield the epoch, the number and the losses (ranks, 2) of those steps that every rank has noted."""
+    """Yield epoch, step and sums (ranks, 2) of each step from `first` to `last` that every rank has written."""
     tables = []
     for rank in range(ranks):
         path = ledger_path(folder, rank)

@@ -1,8 +1,8 @@
 """Send losses and metrics to launcher, metrics.jsonl and trackers.
 
-They are sent as they become known.
+Losses and metrics are sent as they become known.
 
-Losses stay on the device until a log step. `sync` then gathers those of all steps since the last one from all ranks.
+Losses stay on the device until a step that logs. `sync` then gathers, from all ranks, the losses since the last `sync`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from meshwise.transfer import collectives
 from meshwise.workers.environment import attempt
 
 Send = Callable[..., None]
-"""`send(kind, **facts)`: sends a message about the run to its display."""
+"""`send(kind, **facts)`: sends a message about the run to the launcher's display."""
 LIVE_EVERY = 0.2  # seconds between messages to the live view
 
 
 class MetricsLog:
-    """Records the losses and metrics that the run reached. Rank 0 writes, for all ranks."""
+    """Records the run's losses and metrics. Rank 0 writes them for all ranks."""
 
     def __init__(
         self,
@@ -46,26 +46,26 @@ class MetricsLog:
         *,
         scaled: bool,
     ) -> None:
-        """folder: of the run; None writes no file. Every folder gets TensorBoard's events where that is installed.
-        scaled: whether a loss scaler skips steps that are not finite."""
+        """folder: the run folder; None writes no file. A folder also gets TensorBoard events if tensorboard is
+        installed. scaled: whether a loss scaler skips steps with non-finite gradients."""
         self._folder, self._send, self._world, self._scaled = folder, send, world, scaled
         self.pending: list[tuple[int, int, Losses]] = []
-        """Epoch, number and losses of the steps since the last `sync`, on their device."""
+        """Epoch, step and losses of each step since the last `sync`; the losses are still on their device."""
         self.note_losses: Callable[[int, int, Losses], None] | None = None
-        """Notes a step's losses before its update, where they outlive this rank: others may still finish it."""
+        """Writes a step's losses, before the optimizer step, where they outlive this rank; others may finish it."""
         self._last_finite: tuple[int, float] | None = None
         self.live_due = math.inf if send is None else 0.0
-        """When the next message to the live view is due, by `time.monotonic`."""
+        """When the next message to the live view is due (`time.monotonic`)."""
         self.last_loss: float | None = None
         self.losses: list[float] = []
         self.evaluated = -1
-        """The newest step whose evaluation is written."""
+        """The newest step whose evaluation was written; -1 before the first."""
         usual = ["tensorboard"] if folder is not None and find_spec("tensorboard") else []
         first = world.rank == 0
         self.tracking = Tracking(folder if first else None, [*usual, *trackers] if first else (), self.note)
 
     def begin(self, step: int) -> None:
-        """Open the trackers of a run that has finished `step`, and remove records of later steps.
+        """Open the trackers of a run that has finished `step`, and remove the records of later steps.
         Collective."""
         if self._folder is not None and self._world.rank == 0:
             names.keep_metrics(self._folder, attempt(), lambda record: record.get("step", 0) <= step)
@@ -78,8 +78,8 @@ class MetricsLog:
             self.evaluated = collectives.broadcast_object(self.evaluated)
 
     def keep_pending(self) -> bool:
-        """Keep the losses waiting for `sync` where they outlive this process: a run that resumes after this step has
-        them. False where the disk has no room for them."""
+        """Keep the losses that wait for `sync` in a file that outlives this process, for a run that resumes. Return
+        False if there is no run folder, or no room on the disk."""
         if self._folder is None:
             return False
         try:
@@ -91,7 +91,7 @@ class MetricsLog:
         return True
 
     def _write_noted(self, folder: Path, step: int) -> None:
-        """Write the losses up to `step` that vanished ranks had noted but not written."""
+        """Write to metrics.jsonl the losses up to `step` that an earlier attempt left only in its ledgers."""
         lines = read_lines(folder / names.METRICS)
         first = max([line["step"] for line in lines if "loss" in line and "step" in line], default=0) + 1
         found = list(noted(folder, self._world.size, first, step))
@@ -99,9 +99,9 @@ class MetricsLog:
             self._write([(epoch, number) for epoch, number, _ in found], [of_ranks for _, _, of_ranks in found])
 
     def sync(self) -> None:
-        """Gather the losses since the last call from all ranks, check and write them. Collective.
+        """Gather the losses since the last call from all ranks; check and write them. Collective.
 
-        Raises LossError for a loss that is not finite, with the step and the ranks where it began.
+        Raises LossError for a non-finite loss, with the step and the ranks that had it.
         """
         if not self.pending:
             return
@@ -111,7 +111,7 @@ class MetricsLog:
         self.last_loss = self.losses[-1]
 
     def _write(self, steps: Sequence[tuple[int, int]], totals: Sequence[Tensor]) -> list[float]:
-        """Write and return the losses of these steps (epoch, number), which are known from all ranks."""
+        """Write and return the losses of these steps (epoch, step). totals: per step, each rank's sums, (ranks, 2)."""
         records: list[Record] = []
         points: list[Point] = []
         found: list[float] = []
@@ -128,7 +128,7 @@ class MetricsLog:
     def add_evaluation(
         self, epoch: int, epochs: int, step: int, metrics: dict[str, float], *, best: bool = False, inside: bool = False
     ) -> None:
-        """Write and send the metrics of an evaluation. inside: in the middle of the epoch."""
+        """Write and send the metrics of an evaluation. inside: whether it was in the middle of the epoch."""
         point = {f"test/{name}": value for name, value in metrics.items()}, step
         self.evaluated = step
         self.tracking.write([{"epoch": epoch + 1, "step": step, "test": metrics}], [point])
@@ -142,16 +142,16 @@ class MetricsLog:
             self._send(kind, **facts)
 
     def note(self, text: str) -> None:
-        """Send a line for the user."""
+        """Send a line to show to the user."""
         self.send("note", text=text)
 
     def tell(self, text: str) -> None:
-        """Send the user a line, once for all ranks, that the run's record and its report keep too."""
+        """Send a line, from rank 0 only, to show to the user and to keep in the run's record and report."""
         if self._world.rank == 0:
             self.send("told", text=text)
 
     def live_is_due(self) -> bool:
-        """Check whether it is time for another message to the live view."""
+        """Check whether another message to the live view is due; if so, set when the next one is."""
         now = time.monotonic()
         if now < self.live_due:
             return False
@@ -159,7 +159,7 @@ class MetricsLog:
         return True
 
     def send_memory(self) -> None:
-        """Send how many bytes this rank uses now."""
+        """Send how many bytes of device memory this rank uses now."""
         self.send("memory", bytes=used_bytes(self._world.device))
 
     def close(self) -> None:
@@ -183,5 +183,5 @@ class MetricsLog:
 
 
 def _gather(losses: list[Losses]) -> list[Tensor]:
-    """Return for each step the weighted loss and the weight of each rank, (ranks, 2)."""
+    """For each step, return each rank's sum of losses times loss weights, and sum of loss weights: (ranks, 2)."""
     return list(collectives.all_gather(totals_of(losses), of="losses").cpu().unbind(1))

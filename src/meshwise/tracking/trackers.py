@@ -1,9 +1,9 @@
 """Open trackers by name: TensorBoard, Weights & Biases, MLflow.
 
-Each keeps its files on this machine.
+By default, each tracker keeps its files on this machine.
 
-A tracker is a function of values by name and a step. A library is imported where it is opened, on rank 0. Nothing is
-sent anywhere unless the user's environment says so: WANDB_MODE=online, MLFLOW_TRACKING_URI=http://...
+A tracker is a function of values by name, and a step. Its library is imported when it is opened, on rank 0. Nothing is
+sent over the network unless the user's environment says so: WANDB_MODE=online, MLFLOW_TRACKING_URI=http://...
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from meshwise.spec.errors import UsageError, check_known
 from meshwise.workers.environment import attempt
 
 Tracker: TypeAlias = Callable[[Mapping[str, float], int], object]
-"""`tracker(values, step)`: keeps numbers of a run."""
+"""`tracker(values, step)`: records numbers of a run, by name."""
 
 
 @dataclass(frozen=True)
 class OpenTracker:
-    """An open tracker, with its name in messages."""
+    """An open tracker. name: as shown in messages."""
 
     name: str
     track: Tracker
@@ -37,7 +37,7 @@ class OpenTracker:
 
 
 def check_trackers(wanted: Sequence[str]) -> None:
-    """Raise UsageError for a name of no tracker, and for one whose library is not installed."""
+    """Raise UsageError if a name is not that of a tracker, or the tracker's library is not installed."""
     for name in wanted:
         check_known("log", name, TRACKERS)
         if find_spec(name) is None:
@@ -46,7 +46,7 @@ def check_trackers(wanted: Sequence[str]) -> None:
 
 
 def open_tracker(wanted: str | Tracker, folder: Path, step: int) -> OpenTracker:
-    """Open a tracker of the run in `folder`, which resumes after `step`."""
+    """Open a tracker for the run in `folder`, which resumes after `step`."""
     if not isinstance(wanted, str):
         return OpenTracker(getattr(wanted, "__name__", type(wanted).__name__), wanted)
     return TRACKERS[wanted](folder, step)
@@ -68,7 +68,7 @@ def _tensorboard(folder: Path, step: int) -> OpenTracker:
 
 
 def _hush(library: str) -> None:
-    """Print no traceback for an error in a thread of this library: it raises the error again at its next call."""
+    """Print no traceback for an error in a thread of this library, which raises the error again at its next call."""
     told = threading.excepthook
 
     def tell(error: threading.ExceptHookArgs) -> None:
@@ -114,7 +114,7 @@ def _mlflow(folder: Path, step: int) -> OpenTracker:
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """Return what was run: the job, its arguments, the given options."""
+    """Return the facts about the run in `folder` for a tracker: job, arguments, options, commit."""
     if not (folder / names.RUN).is_file():
         return {}
     run = names.read_run(folder)
@@ -127,4 +127,4 @@ TRACKERS: Mapping[str, Callable[[Path, int], OpenTracker]] = {
     "wandb": _wandb,
     "mlflow": _mlflow,
 }
-"""How each tracker is opened, by the name of its package."""
+"""The function that opens each tracker, by the name of the tracker's package."""

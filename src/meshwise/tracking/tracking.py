@@ -1,6 +1,6 @@
 """Send a run's numbers to metrics.jsonl and trackers; provide `mw.log`.
 
-Rank 0 sends them.
+Rank 0 sends the numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshwise.workers.environment import LOG, RUN_FOLDER, attempt
 from meshwise.workers.join import rank_context
 
 COMPARED = 3
-"""How many calls of each line of `mw.log` the launcher compares over the ranks."""
+"""How many calls from each source line with `mw.log` the launcher compares between ranks."""
 Point = tuple[Mapping[str, float], int]
 """Values by name, and their step."""
 
@@ -40,19 +40,19 @@ class Tracking:
     """Writes a run's measurements on rank 0. A failing tracker is reported once and then left out."""
 
     def __init__(self, folder: Path | None, trackers: Iterable[str | Tracker], notify: Callable[[str], None]) -> None:
-        """folder: of the run; None keeps no metrics.jsonl, and named trackers write into the working folder."""
+        """folder: of the run; None writes no metrics.jsonl, and trackers given by name write to the working folder."""
         self._folder, self._notify = folder, notify
         self._wanted = list(dict.fromkeys(trackers))
         self._open: list[OpenTracker] = []
         self._unwritten: list[Record] = []
         self.found = self.written = 0
-        """Numbers of lines in metrics.jsonl: of earlier attempts, and its own."""
+        """Numbers of lines in metrics.jsonl: found from earlier attempts, and written by this object."""
         self._held: BinaryIO | None = None
-        """metrics.jsonl as this attempt of the run began it: a later attempt, on other machines, creates it anew."""
+        """metrics.jsonl as this attempt opened it. A later attempt, on other machines, replaces the file."""
         self._over = False
 
     def open(self, step: int) -> None:
-        """Open the trackers. step: the last one that the run has finished."""
+        """Open the trackers. step: the last step that the run has finished."""
         self._hold()
         self._open_now(self._wanted, step)
 
@@ -90,7 +90,7 @@ class Tracking:
                     tracker.track(values, step)
 
     def _write(self, folder: Path | None, records: Sequence[Record]) -> None:
-        """Append to metrics.jsonl; lines that a full disk refuses are written the next time."""
+        """Append to metrics.jsonl; lines that a full disk refuses are tried again at the next call."""
         if folder is None:
             return
         first, records = not self._unwritten, [*self._unwritten, *map(json_value, records)]
@@ -114,14 +114,14 @@ class Tracking:
             self._unwritten = []
 
     def cut(self, lines: int) -> None:
-        """Remove from metrics.jsonl what earlier attempts wrote after its first `lines`."""
+        """Remove from metrics.jsonl the lines that earlier attempts wrote after the first `lines` lines."""
         if self._folder is not None and lines < self.found:
             _cut(self._folder, lines, self.found)
             self.found = lines
             self._hold()
 
     def close(self) -> None:
-        """Close the trackers, and write what is left."""
+        """Close the trackers, and write the lines that are still unwritten."""
         if self._unwritten:
             self._write(self._folder, ())
         if self._unwritten:
@@ -146,7 +146,7 @@ class Tracking:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where `mw.log` writes. step: the current one, None if unknown. kept: whether it writes."""
+    """Where `mw.log` writes. step: returns the current step, None if unknown. kept: whether anything is written."""
 
     tracking: Tracking
     step: Callable[[], int | None]
@@ -154,13 +154,13 @@ class _Target:
 
 
 _targets: list[_Target] = []
-"""The script's target, if it has logged, and those of what runs inside it."""
+"""The script's target, if it has logged, then the targets of nested `log_into`."""
 _calls: Counter[str] = Counter()
 
 
 @contextlib.contextmanager
 def log_into(tracking: Tracking, step: Callable[[], int | None], *, kept: bool = True) -> Iterator[None]:
-    """Let `mw.log` in the with-body write to `tracking`."""
+    """Let `mw.log` inside the `with` block write to `tracking`."""
     target = _Target(tracking, step, kept)
     _targets.append(target)
     try:
@@ -170,7 +170,7 @@ def log_into(tracking: Tracking, step: Callable[[], int | None], *, kept: bool =
 
 
 def nowhere() -> contextlib.AbstractContextManager[None]:
-    """Let `mw.log` in the with-body write nothing."""
+    """Let `mw.log` inside the `with` block write nothing."""
     return log_into(Tracking(None, (), lambda text: None), lambda: None, kept=False)
 
 
@@ -180,15 +180,15 @@ def has_logged() -> bool:
 
 
 def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any) -> None:
-    """Log numbers of the program: `mw.log(loss=loss, lr=lr)`. They go to metrics.jsonl in the run's folder, from there
-    to reports and `meshwise runs`, and to the trackers of `meshwise run --log wandb`.
+    """Log numbers of the program: `mw.log(loss=loss, lr=lr)`. They are written to metrics.jsonl in the run's folder,
+    which reports and `meshwise runs` read, and sent to the trackers of `meshwise run --log wandb`.
 
-    values: numbers by names that are no words of Python: `mw.log({"val/accuracy": accuracy})`. A tensor of one number
-    is read, which waits for its device. Rank 0's are kept; call it on every rank, or under `if mw.is_main():`. Where
-    ranks log different values, a warning says so, once per line: log what `mw.backward` returns, or `mw.mean(value)`.
-    step: by default the current optimizer step, counted from the start of the process: a script that resumes
-    from a saved state gives its own; without mw.distribute the calls of this line. Without a run's folder or a tracker
-    (MESHWISE_RUN, MESHWISE_LOG) nothing is kept. UsageError for anything but numbers.
+    values: numbers whose names are not Python identifiers: `mw.log({"val/accuracy": accuracy})`. A tensor of one number
+    is read, which waits for its device. Only rank 0's values are kept; call it on every rank, or under
+    `if mw.is_main():`. If ranks log different values, a warning says so, once per source line: log what `mw.backward`
+    returns, or `mw.mean(value)`. step: by default, the optimizer step since the process started (a script that resumes
+    from a saved state should pass its own); without mw.distribute, the number of calls from this source line. Without
+    a run folder or tracker (MESHWISE_RUN, MESHWISE_LOG), nothing is kept. Raises UsageError for non-numbers.
     """
     numbers = {name: _number(name, value) for name, value in ({**(values or {}), **named}).items()}
     session.show(", ".join(f"{name} {value!r}" for name, value in numbers.items()))
@@ -206,9 +206,9 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
 def log_to(*trackers: str | Tracker) -> None:
     """Send later values of `mw.log` to these trackers too: `mw.log_to(track)`, `mw.log_to("wandb")`.
 
-    trackers: functions of your own, `track(values, step)`, called on rank 0 with a dict of numbers by name, or
-    `tensorboard`, `wandb`, `mlflow`, as with `meshwise run --log`. Call it on every rank. One that fails is reported
-    once and dropped. UsageError for a name of no tracker, and for one that is not installed.
+    trackers: your functions `track(values, step)`, called on rank 0 with a dict of numbers by name, or the names
+    `tensorboard`, `wandb`, `mlflow`, as with `meshwise run --log`. Call `mw.log_to` on every rank. A tracker that fails
+    is reported once and dropped. Raises UsageError for an unknown name, or if the tracker's library is not installed.
     """
     for tracker in trackers:
         if not (isinstance(tracker, str) or callable(tracker)):
@@ -220,7 +220,7 @@ def log_to(*trackers: str | Tracker) -> None:
 
 
 def logged() -> dict[str, Any]:
-    """Return how many lines metrics.jsonl has, for a state saved now, and the run's folder."""
+    """Return the run's folder and the number of lines in metrics.jsonl, to be kept with a state that is saved now."""
     folder = _folder()
     if folder is None:
         return {}
@@ -229,8 +229,8 @@ def logged() -> dict[str, Any]:
 
 
 def go_on_after(state: Mapping[str, Any]) -> None:
-    """Resume from a state with what `logged` returned then: later lines of metrics.jsonl, whose steps are repeated, are
-    removed. Lines of this process stay."""
+    """Resume from a saved state. state: what `logged` returned then. Later lines of metrics.jsonl are removed, since
+    their steps are repeated; lines of this process stay."""
     folder = _folder()
     if folder is None or rank_context().world.rank != 0 or state.get("run") != str(folder.resolve()):
         return
@@ -261,7 +261,7 @@ def _target() -> _Target:
 
 
 def _of_script(first: bool) -> _Target:
-    """Return where a script's numbers go, from its environment."""
+    """Return where a script's numbers go, as MESHWISE_RUN and MESHWISE_LOG say."""
     wanted = [name for name in os.environ.get(LOG, "").split(",") if name]
     check_trackers(wanted)
     folder = _folder()
