@@ -1,4 +1,4 @@
 """Move bytes between devices and processes; no other room does.
 
-Only this room copies across devices or calls a collective.
+No other package of meshwise copies across devices or calls a collective.
 """

@@ -1,6 +1,6 @@
 """Agree on facts through the key-value store, without a collective.
 
-The store is that of the process group. Without a collective, no rank can hang in one.
+The store is that of the process group. Since no collective is used, no rank can hang in one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MISMATCH = 1 << 40  # added to the counter of a fact by a rank that came with an
 
 
 def agree(key: str, fact: str, ranks: int, seconds: float, gone: Callable[[], bool] = lambda: False) -> str | None:
-    """Compare one fact of all ranks, once per `key`: None if they agree. Otherwise return another rank's fact at once,
-    or "" if some rank has not come after `seconds`, or will not come, as `gone` tells."""
+    """Compare a fact between all ranks, once per `key`; return None if they agree, else another rank's fact at once.
+    Return "" if some rank has not come within `seconds`, or never will, as `gone` tells."""
     store = default_store()
     first = store.compare_set(f"{key}/fact", "", fact).decode()
     if first != fact:
@@ -30,8 +30,8 @@ def agree(key: str, fact: str, ranks: int, seconds: float, gone: Callable[[], bo
 
 
 def wait_for_all(key: str, ranks: int, seconds: float, gone: Callable[[], bool] = lambda: False) -> bool:
-    """Wait until the counter `key` reaches `ranks`; False after `seconds`. Each rank adds 1 beforehand. gone: whether a
-    rank is known not to come, called now and then."""
+    """Wait until the counter `key` reaches `ranks`, to which each rank adds 1 before; return False after `seconds`.
+    gone: called now and then, returns whether some rank will certainly not come."""
     deadline, pause, look = time.monotonic() + seconds, POLL, time.monotonic() + TICK
     while default_store().add(key, 0) < ranks:
         if (now := time.monotonic()) > deadline or (now > look and gone()):

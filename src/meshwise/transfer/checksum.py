@@ -1,10 +1,10 @@
 """Compute a position-dependent checksum of raw bits on the device.
 
-Each block of 256 KiB is the sum, modulo 2^64, of its 32-bit words times a 64-bit odd key of the word's place: the
-multilinear hash of Carter and Wegman (1979). One changed word always changes it, since an odd key times a difference
-below 2^32 is not 0 modulo 2^64; zeros, swapped or shifted words do but for one chance in at least 2^31. Blocks are
-compared one by one, so that a difference is located too. NaNs are bits as any others. No element is moved: only the
-sums are.
+The checksum of each block of 256 KiB is the sum, modulo 2^64, of its 32-bit words, each times a 64-bit odd key that
+depends on the word's position: the multilinear hash of Carter and Wegman (1979). One changed word always changes the
+sum, since an odd key times a difference below 2^32 is not 0 modulo 2^64; zeroed, swapped or shifted words go unnoticed
+with a probability of at most 2^-31. Blocks are compared one by one, which locates a difference. NaNs are compared as
+bits. Only the sums leave the device, no elements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOT_ZERO = signed(GOLDEN)  # added to each sum: when reading the sums themselve
 
 
 def block_sums(tensor: Tensor) -> list[int]:
-    """Return the sum of each block of the tensor's bits, in order of its elements, for any strides. Synchronises."""
+    """Return the checksum of each block of the tensor's bits, in element order, for any strides. Synchronises."""
     raw = _bits(tensor)
     whole = raw.numel() // BLOCK_BYTES
     keys = _keys(raw.device)
@@ -42,8 +42,8 @@ def block_sums(tensor: Tensor) -> list[int]:
 
 
 def sampled_sum(tensor: Tensor) -> Tensor:
-    """Return one sum of a tensor's shape and bits, of evenly chosen elements if it is larger than a block: an int64
-    scalar on its device. Does not synchronise."""
+    """Return one checksum of a tensor's shape and bits, as an int64 scalar on the tensor's device. If the tensor is
+    larger than a block, evenly spaced elements are sampled. Does not synchronise."""
     flat = tensor.detach().reshape(-1)
     step = -(-flat.nbytes // BLOCK_BYTES) or 1
     while step > 1 and math.gcd(step, flat.numel()) > 1:  # else it might choose one column again and again
@@ -54,10 +54,10 @@ def sampled_sum(tensor: Tensor) -> Tensor:
 
 
 def first_difference(tensor: Tensor, other: Tensor) -> int | None:
-    """Return the offset of the first byte that differs between two tensors of one shape and dtype; None if none does.
+    """Return the offset of the first byte that differs between two tensors of equal shape and dtype; None if none does.
 
-    They may lie on different devices: sums are compared, then the bytes of the first differing block on the host. If
-    these are equal, as when reading itself fails, the offset is the block's.
+    The tensors may be on different devices: checksums are compared, then, on the host, the bytes of the first differing
+    block. If these are equal, as when reading itself fails, the block's offset is returned.
     """
     ours, theirs = block_sums(tensor), block_sums(other)
     for number, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
@@ -70,13 +70,13 @@ def first_difference(tensor: Tensor, other: Tensor) -> int | None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the elements' bytes in order, in memory that begins at a whole word."""
+    """Return the elements' bytes in order, in memory that is aligned to 4 bytes."""
     raw = raw_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
     return raw.clone() if raw.storage_offset() % 4 else raw
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory as bytes. Uses as_strided, as one element or none may have any stride."""
+    """Return a contiguous tensor's memory as bytes. (By as_strided, since 0 or 1 elements may have any stride.)"""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

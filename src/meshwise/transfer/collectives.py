@@ -1,18 +1,18 @@
 """Communicate between processes: every collective of our own code.
 
-They run over all ranks or a group. No other file of ours calls one.
+Collectives run over all ranks or a group. No other file of ours calls one.
 
-"All ranks" are those that divide the work on a batch (`divide_among`): under tensor parallelism several ranks work on
-the same samples, and each of them communicates with those that have others. `everyone()` is the whole run.
+"All ranks" are those that divide the work on a batch (`divide_among`): under tensor parallelism, several ranks work on
+the same samples, and "all ranks" of each are itself and ranks with other samples. `everyone()` is the whole run.
 
-Every function is a plain return for a world of one. Otherwise it records a span, with its bytes and with the number
-that a collective over all ranks has on each of them (all enter it in one order; one over a group, a send and a receive
-have none), and a row of each open `comm_log`. `of` says what is sent, for the report: "gradients", "batch norm".
-Tensors of any dtype, layout and size are right, also under gloo (compat/collectives.py says how). Ranks of a group are
-counted within it. Not covered: the broadcast of start values that DDP makes itself.
+In a world of one rank, every function returns at once. Otherwise, it records a span and a row in each open `comm_log`.
+The span has the bytes and, for a collective over all ranks, a number that is equal on all of them, since they enter
+these in one order. `of` says what is sent, for the report: "gradients", "batch norm".
+Tensors of any dtype, layout and size give right results, also under gloo (see compat/collectives.py). Ranks of a group
+are numbered within the group. Not covered: the broadcast of initial values that DDP makes itself.
 
-`direct`: gloo's all-gather (of two ranks), all-to-all, reduce-scatter and broadcast are replaced by sends and receives
-where those reach more of the link's rate; False leaves them to the backend, as DDP and FSDP2 use it.
+`direct`: replace gloo's all-gather (of two ranks), all-to-all, reduce-scatter and broadcast by sends and receives where
+these use more of the link's bandwidth; False leaves them to the backend, as DDP and FSDP2 use it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from meshwise.workers.heartbeat import PEERS, enter, leave
 
 _HOST = torch.device("cpu")
 entered: Counter[str] = Counter()
-"""How many collectives this rank has entered, by `group_key`. Ranks of a group enter them in the same order."""
+"""How many collectives this rank has entered, by `group_key`. All ranks of a group enter them in the same order."""
 
 
 def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, *, of: str = "") -> Tensor:
@@ -65,18 +65,18 @@ def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, *, of: str 
 
 
 def begin_sum(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
-    """Begin to sum `tensor` over all ranks, in place; the future returns it."""
+    """Begin to sum `tensor` over all ranks, in place; the future's value is `tensor`."""
     return _begin_sum(tensor, of, mean=False)
 
 
 def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
-    """Begin to average `tensor` over all ranks, in place; the future returns it. Dividing first keeps fp16 in range."""
+    """Begin to average `tensor` over all ranks, in place; the future's value is `tensor`. Divides first, for fp16."""
     return _begin_sum(tensor, of, mean=True)
 
 
 def mean_now(tensor: Tensor, *, of: str = "") -> None:
-    """Average `tensor` over all ranks, in place. For a thread with nothing to do meanwhile: a sum on the host need not
-    wake it again. `dist.all_reduce` takes as long to reach the group as a small sum takes."""
+    """Average `tensor` over all ranks, in place, and wait for it. On the CPU this calls the group directly, which is
+    faster than `begin_mean` and than `dist.all_reduce`, whose overhead is as long as a small sum."""
     group, name, recorder = DIVIDING[0] or dist.group.WORLD, collective_name("all-reduce", of), current()
     if group is None or foreign.OPEN or OPEN or has_streams(tensor.device) or tensor.dtype not in backend.PLAIN:
         begin_mean(tensor, of=of).wait()
@@ -93,7 +93,7 @@ def mean_now(tensor: Tensor, *, of: str = "") -> None:
 
 
 def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
-    """Begin a sum, whose span ends when the result is there."""
+    """Begin a sum (or mean) over all ranks; its span ends when the result is there."""
     group = DIVIDING[0]
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     if mean:
@@ -128,7 +128,7 @@ def all_reduce_mean(tensor: Tensor, *, of: str = "") -> Tensor:
 def all_gather(
     tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True, of: str = ""
 ) -> Tensor:
-    """Gather `tensor` of every rank, stacked: shape (ranks, *tensor.shape). out: a contiguous tensor for the result."""
+    """Gather every rank's `tensor`, stacked: shape (ranks, *tensor.shape). out: a contiguous tensor for the result."""
     into = _out("all_gather", out, (world_size(group), *tensor.shape), tensor)
     if len(into) == 1:
         return into.copy_(tensor.detach())
@@ -139,7 +139,7 @@ def all_gather(
 def reduce_scatter(
     tensor: Tensor, op: str = "sum", group: Group = None, *, out: Tensor | None = None, direct: bool = True
 ) -> Tensor:
-    """Reduce `tensor` over the ranks; return this rank's part of its first dimension. UsageError for unequal parts."""
+    """Reduce `tensor` over the ranks; return this rank's part along dim 0. Raises UsageError for unequal parts."""
     check_known("op", op, backend.OPS)
     into = _out("reduce_scatter", out, (_rows("reduce_scatter", tensor, group), *tensor.shape[1:]), tensor)
     if world_size(group) == 1:
@@ -157,7 +157,7 @@ def broadcast(tensor: Tensor, source: int = 0, group: Group = None, *, direct: b
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: Group = None) -> None:
-    """Write rank 0's values to `tensors` of every rank, one after the other, as one collective."""
+    """Broadcast rank 0's values of all `tensors`, in place; they are recorded as one collective."""
 
     def each(group: Group) -> None:
         for tensor in tensors:
@@ -168,7 +168,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: Group = None) -> None:
 
 
 def all_to_all(tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True) -> Tensor:
-    """Send part i of the first dimension of `tensor` to rank i; part i of the result comes from rank i."""
+    """Send part i of `tensor` along dim 0 to rank i; part i of the result comes from rank i."""
     _rows("all_to_all", tensor, group)
     into = _out("all_to_all", out, tuple(tensor.shape), tensor)
     if world_size(group) == 1:
@@ -183,7 +183,7 @@ def send(tensor: Tensor, target: int, group: Group = None) -> None:
 
 
 def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[], None]:
-    """Begin to send `tensor` to rank `target`, which calls `receive`; the returned function waits until it is sent."""
+    """Begin to send `tensor` to rank `target`, which calls `receive`; return a function that waits until it is sent."""
     _check_rank("send", "target", target, group)
     with ours():
         await_sent = backend.begin_send(tensor, target, group or dividing())
@@ -197,7 +197,7 @@ def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[],
 
 
 def receive(tensor: Tensor, source: int, group: Group = None) -> Tensor:
-    """Receive from rank `source` into `tensor`, of the same shape and dtype."""
+    """Receive from rank `source` into `tensor`, which has the shape and dtype of the sent tensor, and return it."""
     send_receive([], [(tensor, source)], group, "receive", backend.one_way)
     return tensor
 
@@ -209,9 +209,9 @@ def send_receive(
     kind: str = "send-receive",
     carry: Callable[[Pairs, Pairs, Group], None] = backend.send_receive,
 ) -> None:
-    """Send (tensor, rank) pairs and receive into (tensor, rank) pairs, all at once. carry: the backend's function.
+    """Send and receive all these (tensor, rank) pairs at once. carry: the backend's function.
 
-    Bytes are those that this rank sends, or those that it receives if these are more.
+    The bytes recorded are those that this rank sends, or those that it receives if these are more.
     """
     own = get_rank(group)
     for what, pairs in (("target", sends), ("source", receives)):
@@ -226,12 +226,12 @@ def send_receive(
 
 
 def barrier(group: Group = None) -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called this."""
     _run("barrier", [], group, dist.barrier)
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
-    """Gather `value` of every rank, in rank order; any value that pickle accepts."""
+    """Gather every rank's `value`, in rank order; values may be anything that pickle accepts."""
     parts: list[Any] = [value] * world_size(group)
     if len(parts) > 1:
         with recorded("all-gather", 0, group, "main"):
@@ -240,7 +240,7 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
 
 
 def broadcast_object(value: Any, group: Group = None) -> Any:
-    """Broadcast rank 0's `value`."""
+    """Return rank 0's `value` on every rank."""
     box = [value]
     if world_size(group) > 1:
         with recorded("broadcast", 0, group, "main"):
@@ -252,8 +252,8 @@ def broadcast_object(value: Any, group: Group = None) -> Any:
 def recorded(
     kind: str, size: int, group: Group, lane: str | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[None]:
-    """Record the body of a with-statement as a collective that this rank waits for: on an accelerator in another
-    stream, unless `lane` says otherwise."""
+    """Record the `with` block as a collective for which this rank waits. lane: the span's lane; by default, on an
+    accelerator, that of a separate stream."""
     beat, where = _enter(group, kind), lane or current().overlapped_lane
     with ours(), current().collective(kind, size, where, numbered=_is_of_all(group), dtype=dtype):
         yield
@@ -268,8 +268,8 @@ def _run(
     ends: Ends = EVERYONE,
     of: str = "",
 ) -> None:
-    """Run a collective on these tensors, if there are several ranks, and wait for it: on a CPU until it is done, on an
-    accelerator in its stream."""
+    """If there are several ranks, run a collective on these tensors and wait for it: a CPU until it is done, an
+    accelerator's stream without blocking the host."""
     if world_size(group) == 1:
         return
     size, device = _bytes(moved), moved[0].device if moved else _HOST
@@ -285,12 +285,12 @@ def _run(
 
 
 def _is_of_all(group: Group) -> bool:
-    """Return whether all ranks of the run enter it, each in its own group: its number is then the same on all."""
+    """Check whether all ranks of the run enter a collective over `group`, each in its group of this kind."""
     return group in (None, dividing()) or world_size(group) == world_size(everyone())
 
 
 def _enter(group: Group, kind: str, of: str = "", ends: Ends = EVERYONE) -> int:
-    """Count a collective that this rank enters, and tell its launcher now and when it ends."""
+    """Count a collective that this rank enters, and report it to the launcher; pass the result to `leave`."""
     if not dist.is_initialized():
         return 0
     if None in ends:
@@ -312,7 +312,7 @@ def _check_rank(verb: str, what: str, rank: int, group: Group) -> None:
 
 
 def _rows(verb: str, tensor: Tensor, group: Group) -> int:
-    """Return the number of rows in each rank's part."""
+    """Return the number of rows in each rank's part of `tensor`. Raises UsageError if they cannot be equal."""
     size = world_size(group)
     if tensor.dim() == 0 or len(tensor) % size:
         raise UsageError(

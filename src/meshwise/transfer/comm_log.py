@@ -4,8 +4,8 @@
         copy(there, here)
     print(log)
 
-Without an open log a transfer pays for one look at an empty list. On CUDA the seconds come from events that are read
-when the log is, after the block: nothing waits in the middle, and inside the block they are nan.
+Without an open log, a transfer only costs a look at an empty list. On CUDA, the seconds come from events that are read
+when the log is read, after the block, so nothing waits within the block; inside the block they are nan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwise.transfer.stopwatch import Seconds
 
 @dataclass(frozen=True)
 class Transfer:
-    """One transfer: its operation (`copy`, `all-reduce`), both ends, bytes, path (`peer`, `gloo`), seconds or nan."""
+    """One transfer. operation: `copy`, `all-reduce` ... source, target: devices or ranks. path: `peer`, `gloo` ..."""
 
     operation: str
     source: str
@@ -34,14 +34,14 @@ class Transfer:
 
 
 class CommLog(Sequence[Transfer]):
-    """The transfers of a block in the order in which they began. `print(log)` shows them as a table."""
+    """The transfers of a `with` block, in the order in which they began. `print(log)` shows them as a table."""
 
     def __init__(self) -> None:
         self.running = True
         self._rows: list[tuple[Transfer, Seconds]] = []
 
     def add(self, transfer: Transfer, seconds: Seconds) -> None:
-        """Add a row; seconds may be a function that waits for them."""
+        """Add a row. seconds: a number, or a function that waits for it and returns it."""
         self._rows.append((transfer, seconds))
 
     @overload
@@ -67,12 +67,12 @@ class CommLog(Sequence[Transfer]):
 
 
 OPEN: list[CommLog] = []
-"""The logs of all threads that are open now; if empty, it costs a caller almost nothing."""
+"""The open logs, of all threads. While there are none, a transfer only looks at this empty list."""
 
 
 @contextmanager
 def comm_log() -> Iterator[CommLog]:
-    """List every transfer and collective of meshwise that begins in the block. In nested blocks both logs get all."""
+    """Log every transfer and collective of meshwise that begins in the block. An outer log gets those of inner ones."""
     log = CommLog()
     OPEN.append(log)
     try:
@@ -89,7 +89,7 @@ def note(operation: str, source: str, target: str, bytes: int, path: str, second
 
 
 def totals(moves: Sequence[Transfer]) -> dict[str, tuple[int, int, float]]:
-    """Return (transfers, bytes, seconds) by path. Seconds overlap if transfers did; nan if one of them is unknown."""
+    """Return (transfers, bytes, seconds) by path. seconds: the sum, even of overlapping transfers; nan if one is."""
     found: dict[str, tuple[int, int, float]] = {}
     for move in moves:
         count, size, seconds = found.get(move.path, (0, 0, 0.0))

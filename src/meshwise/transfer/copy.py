@@ -2,11 +2,11 @@
 
 All such copies go through one function, `copy`.
 
-    copy(dst, src)                 a read of dst on its current stream, right after the call, is right
+    copy(dst, src)                 right after the call, dst may be read on its device's current stream
     to(batch, "cuda:1")            the same for every tensor of a tuple, list, dict or module
 
-What crosses two devices goes directly, from peer to peer, or staged through the host (`path.py`), and the log names
-the way. Corruption of such copies is real (pytorch issue 132397: zeros under an IOMMU): `verify=True` sees it.
+A copy between two devices goes directly, from peer to peer, or staged through the host (`path.py`); the log names the
+path. Such copies do get corrupted (pytorch issue 132397: zeros under an IOMMU); `verify=True` detects that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ONE_MEMORY = torch.version.cuda is None and torch.version.hip is None
 
 @dataclass(frozen=True)
 class CopyOptions:
-    """How a copy is made: see `copy` and `to`. ends: names of source and target in the log, if not their devices."""
+    """How a copy is made; see `copy` and `to`. ends: names of source and target in the log; None for their devices."""
 
     links: Machine | None = None
     verify: bool = False
@@ -63,10 +63,10 @@ def copy(
     """Copy `src` to `dst`, on any devices, and return `dst`. dtypes are cast. Shapes must be equal, except for
     additional leading dims of 1 in `dst`.
 
-    src: a tensor, or an array of NumPy, CuPy, JAX or Numba. links: a machine whose measured links choose the path;
-    path: `peer` or `staged` to choose it by hand. verify: compare checksums of both sides, which waits for the copy.
-    stream: copy on this CUDA stream, without waiting; the caller waits for the stream before reading `dst` or writing
-    `src`. Otherwise both may be used at once on their current streams, and by the host. Overlapping memory is copied
+    src: a tensor, or an array of NumPy, CuPy, JAX or Numba. links: a machine by whose measured links the path is
+    chosen; path: `peer` or `staged` to choose it by hand. verify: compare checksums of both sides, which waits for the
+    copy. stream: copy on this CUDA stream, without waiting; wait for that stream before you read `dst` or write `src`.
+    Without `stream`, both may be used at once on their current streams, and by the host. Overlapping memory is copied
     through a temporary. Raises UsageError for an impossible copy, TransferError if `verify` finds a difference.
     """
     if path == AUTO and not (verify or OPEN or OPEN_DEVICES or links or stream):
@@ -94,9 +94,9 @@ def to(
 ) -> Any:
     """Move every tensor in `tree` to `device`: tuples, lists, dicts, modules (in place) and arrays of other libraries.
 
-    A tensor that is there already is returned unchanged. Gradients flow back the same way. non_blocking: from pinned
-    memory to a device the host does not wait; it must not write the source until the device has it. Copies to the host
-    always wait, so that they can be read. The other arguments are as in `copy`.
+    A tensor that is already on `device` is returned unchanged. Gradients flow back the same way. non_blocking: the host
+    does not wait for copies from pinned memory to a device; it must not write the source until they are done. Copies to
+    the host always wait, so that they can be read. The other arguments are as in `copy`.
     """
     target, options = as_device(device), CopyOptions(links, verify, path, non_blocking=non_blocking)
 
@@ -120,7 +120,7 @@ def _is_leaf(item: Any) -> bool:
 def moved_to(
     leaf: Any, target: torch.device, operation: str, options: CopyOptions = DEFAULT, *, own: bool = False
 ) -> Tensor:
-    """Return a tensor or array on `target`; unchanged if it is there, unless `own` memory is wanted."""
+    """Return `leaf` as a tensor on `target`; unchanged if it is there already. own: always copy to new memory."""
     tensor = interop.from_array(leaf)
     if device_of(tensor) == target and not own:
         return tensor
@@ -135,7 +135,7 @@ def moved_to(
 
 
 def move(dst: Tensor, src: Any, operation: str, options: CopyOptions = DEFAULT) -> Tensor:
-    """Copy as `copy` does, under the name of another operation in the log."""
+    """Copy as `copy` does, and log it under the name `operation`."""
     stream = options.stream
     src = _check(dst, interop.from_array(src), stream)
     source, target = device_of(src), device_of(dst)
@@ -157,7 +157,7 @@ def move(dst: Tensor, src: Any, operation: str, options: CopyOptions = DEFAULT) 
 
 
 class _Crossing(torch.autograd.Function):
-    """A copy to another device whose gradient comes back the same way."""
+    """A copy to another device, whose gradient is copied back the same way."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, target: torch.device, operation: str, options: CopyOptions) -> Tensor:
@@ -170,7 +170,7 @@ class _Crossing(torch.autograd.Function):
 
 
 def _check(dst: Any, src: Tensor, stream: torch.Stream | None) -> Tensor:
-    """Return `src` in the shape of `dst`. UsageError if it cannot be copied."""
+    """Return `src` expanded to the shape of `dst`. Raises UsageError if it cannot be copied to `dst`."""
     if not isinstance(dst, Tensor):
         raise UsageError(f"copy into {type(dst).__name__}: dst must be a tensor. Write to(src, device) for a new one.")
     if dst.dim() > src.dim() and dst.shape == (1,) * (dst.dim() - src.dim()) + src.shape:
@@ -215,7 +215,7 @@ def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], opt
 
 
 def _on_stream(dst: Tensor, src: Tensor, stream: torch.Stream | None, non_blocking: bool) -> Seconds:
-    """Use torch's own copy, which makes the current streams of both devices wait for each other; the rest is timing."""
+    """Copy by torch, which makes the current streams of both devices wait for each other, and time it."""
     owner = src.device if has_streams(src.device) else dst.device  # torch copies between devices on the source's stream
     current = torch.get_device_module(owner).current_stream(owner)
     run = stream or current
@@ -233,7 +233,7 @@ def _on_stream(dst: Tensor, src: Tensor, stream: torch.Stream | None, non_blocki
 
 
 def _verify(dst: Tensor, src: Tensor, way: str, what: str) -> None:
-    """Raise TransferError if `dst` has other bits than `src`, cast to its dtype, should have given."""
+    """Raise TransferError if the bits of `dst` are not those of `src`, cast to the dtype of `dst`."""
     expected = src.detach().to(dst.dtype)
     offset = first_difference(dst.detach(), expected)
     if offset is None:
@@ -247,7 +247,7 @@ def _verify(dst: Tensor, src: Tensor, way: str, what: str) -> None:
 
 
 def _move_module(module: nn.Module, moved: Callable[[Tensor], Tensor]) -> None:
-    """Move parameters, their gradients and buffers in place, like torch's own Module.to."""
+    """Move a module's parameters, their gradients and its buffers in place, like torch's Module.to."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.grad is not None:

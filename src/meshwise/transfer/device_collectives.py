@@ -1,9 +1,9 @@
 """Broadcast, scatter, gather and all-reduce over one process's devices.
 
     parts = scatter(batch, ["cuda:0", "cuda:1"])
-    all_reduce(gradients)                      the same bits on every device
+    all_reduce(gradients)                      the result has the same bits on every device
 
-All go through the one copy function, so each leg is in the log, finds its own path and can be verified.
+All of them use the one copy function, so each copy is logged, goes by the best path and can be verified.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Device = str | torch.device | int
 def broadcast(
     tensor: Tensor, devices: Sequence[Device], *, links: Machine | None = None, verify: bool = False
 ) -> list[Tensor]:
-    """Copy `tensor` to each device, in their order, each in memory of its own. The backward sums the gradients."""
+    """Copy `tensor` to each device, in their order, each time to new memory. The backward sums the gradients."""
     options = CopyOptions(links, verify)
     return [moved_to(tensor, device, "broadcast", options, own=True) for device in _devices("broadcast", devices)]
 
@@ -44,10 +44,10 @@ def scatter(
     links: Machine | None = None,
     verify: bool = False,
 ) -> list[Tensor]:
-    """Give each device, in order, a part of `tensor` along `dim`, in memory of its own.
+    """Copy a part of `tensor` along `dim` to each device, in order, each time to new memory.
 
-    Parts differ by at most one and the larger ones come first, as in `torch.tensor_split`, unless `sizes` says how many
-    entries each gets; a part may be empty. Gradients flow back. Raises UsageError for sizes that do not add up.
+    The parts' lengths differ by at most one, and longer parts come first, as in `torch.tensor_split`, unless `sizes`
+    gives the lengths. A part may be empty. Gradients flow back. Raises UsageError for sizes that do not add up.
     """
     places, tensor = _devices("scatter", devices), from_array(tensor)
     dim = _dim("scatter", dim, tensor.dim())
@@ -68,9 +68,9 @@ def scatter(
 def gather(
     tensors: Sequence[Tensor], device: Device, dim: int = 0, *, links: Machine | None = None, verify: bool = False
 ) -> Tensor:
-    """Join the tensors in order along `dim` on `device`. Gradients flow back to where they came from.
+    """Concatenate the tensors, in order, along `dim` on `device`. Gradients flow back to the tensors' devices.
 
-    Raises UsageError if dtypes, or shapes other than along `dim`, differ.
+    Raises UsageError if dtypes differ, or shapes in other dims than `dim`.
     """
     target = as_device(device)
     _check_several("gather", tensors)
@@ -91,12 +91,12 @@ def gather(
 def all_reduce(
     tensors: Sequence[Tensor], op: str = "sum", *, links: Machine | None = None, verify: bool = False
 ) -> list[Tensor]:
-    """Reduce tensors of equal shape, one per device, in place: each then holds the same bits. Returns them as a list.
+    """Reduce tensors of equal shape, one per device, in place; all then hold the same bits. Returns them as a list.
 
-    op: `sum`, `mean`, `product`, `min` or `max`. Each device reduces its slice of the elements in the list's order, in
-    the tensors' dtype, and sends it to all: 2 (n - 1) / n of the bytes leave each of n devices, as in a ring, and the
-    result does not depend on timing. Distinct CUDA devices sum by NCCL unless `verify` or `links` is given; its result
-    is the same on all too, in an order of its own. No gradients.
+    op: `sum`, `mean`, `product`, `min` or `max`. Each device reduces one slice of the elements, in the list's order and
+    the tensors' dtype, and sends the result to all devices: each of n devices sends 2 (n - 1) / n of a tensor's bytes,
+    as in a ring, and the result does not depend on timing. Distinct CUDA devices sum by NCCL, unless `verify` or
+    `links` is given; NCCL's result is also the same on all devices, but NCCL chooses the order. No gradients.
     """
     _check_several("all_reduce", tensors)
     every = _reducible(list(tensors), op)
@@ -173,7 +173,7 @@ def _devices(verb: str, devices: Sequence[Device]) -> list[torch.device]:
 
 
 def _check_several(verb: str, tensors: object) -> None:
-    """Raise UsageError for one tensor, whose rows would be taken for the tensors of several devices."""
+    """Raise UsageError for a single tensor, whose rows would else be taken for the tensors of several devices."""
     if isinstance(tensors, Tensor):
         over = "mw.sum(tensor)" if verb == "all_reduce" else "mw.gather_samples(tensor)"
         raise UsageError(

@@ -1,7 +1,7 @@
 """Name a tensor's place: a real device, host, or virtual device.
 
-A virtual device is a number that is kept for a storage on the host, so `cpu:1` is a place of its own while
-`meshwise.transfer.virtual` has it open. Plain `cpu` is the host.
+A virtual device is a number that is kept for a storage in host memory, so that `cpu:1` counts as a separate device
+while `meshwise.transfer.virtual` has it open. Plain `cpu` is the host.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
 
 UNDECIDED = -1
-"""The place of a tensor made inside an operator or a backward for no particular device: it joins the first it meets."""
+"""The place of a tensor made inside an operator or backward without a device: it gets that of the first it meets."""
 
 Hook = Callable[[Tensor, Tensor, str], object]
-"""(dst, src, path), called after the bytes were moved and before they are checked."""
+"""`hook(dst, src, path)`: called after the bytes were copied and before they are verified."""
 
 
 class VirtualDevices(list[torch.device]):
@@ -30,9 +30,9 @@ class VirtualDevices(list[torch.device]):
 
     paused = False
     on_copy: Hook | None = None
-    """Called as (dst, src, path) at each copy between two places, after it was made and before it is verified.
+    """Called as `on_copy(dst, src, path)` at each copy between two devices, before the copy is verified.
 
-    It may count, wait, or write into `dst`: in it operators are plain ones, without places.
+    The hook may count, wait, or write into `dst`. Inside the hook, operators ignore virtual devices.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -41,7 +41,7 @@ class VirtualDevices(list[torch.device]):
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Inside, operators are plain ones of the host: for the copy itself, and for checking its result."""
+        """Let operators inside the `with` block ignore virtual devices: for a copy, and for checking its result."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -50,7 +50,7 @@ class VirtualDevices(list[torch.device]):
 
 
 OPEN_DEVICES: list[VirtualDevices] = []
-"""The open virtual devices: none, or those of one block."""
+"""The open virtual devices: empty, or those of one block."""
 
 
 def open_devices() -> VirtualDevices | None:
@@ -59,7 +59,7 @@ def open_devices() -> VirtualDevices | None:
 
 
 def plainly() -> AbstractContextManager[None]:
-    """Inside, operators ignore virtual devices, if any are open."""
+    """Return a context manager inside which operators ignore virtual devices, if any are open."""
     return OPEN_DEVICES[-1].quiet() if OPEN_DEVICES else nullcontext()
 
 
@@ -80,7 +80,7 @@ def name_of(device: torch.device) -> str:
 
 
 def as_device(word: str | torch.device | int) -> torch.device:
-    """Return the device that is meant: `cuda` is the current one, `cpu` the host. UsageError for a missing one."""
+    """Return a device: `cuda` means the current one, `cpu` the host. Raises UsageError for one that is missing."""
     try:
         device = torch.device(word)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -1,9 +1,9 @@
 """Detect collectives that the program calls itself.
 
-Tensors that it has reduced are then known as such.
+So meshwise knows that the program may have reduced tensors itself.
 
-Backends count what is begun in them, whoever calls. While a `Foreign` is open, our own collectives note how many of
-those were theirs; while none is (`OPEN` is empty), they pay for one look at it.
+Backends count the collectives begun in them, whoever calls. While a `Foreign` is open, meshwise's collectives count how
+many of these were theirs. While `OPEN` is empty, they only look at that list.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OPEN: list[Foreign] = []
 
 
 class Foreign:
-    """Counts collectives from its creation until `close`."""
+    """Counts the collectives that begin between its creation and `close`."""
 
     def __init__(self) -> None:
         self.ours = 0
@@ -25,14 +25,14 @@ class Foreign:
         OPEN.append(self)
 
     def close(self) -> bool:
-        """Stop, and return whether the program has called a collective of its own meanwhile."""
+        """Stop counting; return whether the program has called a collective itself meanwhile."""
         OPEN.remove(self)
         return begun() - self._begun > self.ours
 
 
 @contextlib.contextmanager
 def ours() -> Iterator[None]:
-    """Count the collectives of the body as our own. Do not nest it."""
+    """Count the collectives inside the `with` block as meshwise's. Do not nest it."""
     before = begun()
     try:
         yield

@@ -20,12 +20,12 @@ DIVIDING: list[Group] = [None]
 
 
 def divide_among(group: Group) -> None:
-    """From now on let "all ranks" mean the ranks of this group; None: all of the run."""
+    """Let "all ranks" mean the ranks of this group from now on; None: all ranks of the run."""
     DIVIDING[0] = group
 
 
 def dividing() -> Group:
-    """Return the group of "all ranks"."""
+    """Return the group that "all ranks" means; None for the whole run."""
     return DIVIDING[0]
 
 
@@ -45,28 +45,28 @@ def everyone() -> Group:
 
 
 def world_size(group: Group = None) -> int:
-    """Return how many ranks divide the work, or are in the group; 1 outside a process group."""
+    """Return the number of ranks in the group (None: of "all ranks"); 1 without a process group."""
     return dist.get_world_size(group or DIVIDING[0]) if dist.is_initialized() else 1
 
 
 def get_rank(group: Group = None) -> int:
-    """Return this process's rank in the group."""
+    """Return this process's rank in the group (None: among "all ranks"); 0 without a process group."""
     return dist.get_rank(group or DIVIDING[0]) if dist.is_initialized() else 0
 
 
 def group_key(group: Group = None) -> str:
-    """Return a text, the same on all ranks of a group: their numbers in the world and its name. Empty outside a process
-    group."""
+    """Return a text that is the same on all ranks of a group: their ranks in the world, and the group's name. ""
+    without a process group."""
     return key_of(group or DIVIDING[0]) if dist.is_initialized() else ""
 
 
 @functools.cache
 def key_of(group: Group) -> str:
-    """Return the `group_key` inside a process group."""
+    """Return the `group_key` of a group, for callers that know that a process group exists."""
     name = "" if group in (None, everyone()) else group.group_name
     return f"{','.join(map(str, dist.get_process_group_ranks(group)))}/{name}"
 
 
 def group_of(ranks: Sequence[int]) -> Group:
-    """Make a group of these ranks, sorted; other ranks get one without being members. Collective over all ranks."""
+    """Make a group of these ranks, in ascending order. All ranks of the run must call this, members or not."""
     return dist.new_group(sorted(set(ranks))) if dist.is_initialized() else None

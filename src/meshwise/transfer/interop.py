@@ -2,9 +2,9 @@
 
 Nothing is copied where the protocols allow it.
 
-DLPack is asked first, since it also orders the two libraries' streams; then `__cuda_array_interface__` (version 3,
-whose `stream` is waited for here, since torch does not). A copy that could not be avoided is in the log. What
-shares memory shares writes: do not write into a tensor that came from JAX, whose arrays never change.
+DLPack is tried first, since it also orders the two libraries' streams; then `__cuda_array_interface__` (version 3,
+whose `stream` is waited for here, since torch does not). A copy that cannot be avoided is logged. A tensor may share
+memory with its array: do not write into a tensor that came from JAX, whose arrays must not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwise.transfer.stopwatch import Stopwatch
 
 
 def is_array(value: Any) -> bool:
-    """Return whether it is an array of another library: NumPy's, or one with either of the two protocols."""
+    """Check whether `value` is an array of another library: NumPy's, or one with one of the two protocols above."""
     kind = type(value)
     return isinstance(value, np.ndarray) or hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__")
 

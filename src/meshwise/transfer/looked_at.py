@@ -1,6 +1,6 @@
 """Log a collective in each open `comm_log`, and mark it ours.
 
-Code that counts the program's collectives leaves ours out.
+Code that counts the program's collectives then leaves meshwise's out.
 
 Tested in tests/transfer/test_comm_log.py.
 """
@@ -22,13 +22,13 @@ from meshwise.transfer.groups import dividing
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
 
 Ends = tuple[int | None, int | None]
-"""The rank of the group that sends the bytes and the one that receives them; None for all of its ranks."""
+"""The sending and the receiving rank, numbered within the group; None for all ranks of the group."""
 EVERYONE: Ends = (None, None)
 _NOTHING = nullcontext()
 
 
 def ours() -> AbstractContextManager[None]:
-    """Count the collectives of the body as our own, if somebody counts."""
+    """Return a context manager that counts collectives inside it as meshwise's, if a `Foreign` is open."""
     return foreign.ours() if foreign.OPEN else _NOTHING
 
 
@@ -42,7 +42,7 @@ def log(kind: str, size: int, device: torch.device, group: Group, seconds: Secon
 
 
 def begin_looked_at(tensor: Tensor, group: Group) -> Future[object]:
-    """Begin a sum of a special dtype or layout, or one that somebody logs."""
+    """Begin a sum of a special dtype or layout, or under an open `comm_log`; return its future."""
     watch, took = Stopwatch(tensor.device) if OPEN else None, list[Seconds]()
     with ours():
         begun = backend.begin_sum(tensor, group)

@@ -1,6 +1,6 @@
 """Check whether elements share memory, within or between tensors.
 
-torch's check is often unsure.
+torch's own check often cannot tell.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def repeats(tensor: Tensor) -> bool:
-    """Return whether elements of the tensor share memory, as in an expanded tensor or overlapping windows."""
+    """Check whether elements of the tensor share memory, as in an expanded tensor or overlapping windows."""
     if tensor.is_contiguous() or tensor.numel() < 2:
         return False
     reach = 0  # the furthest element of the smaller strides so far
@@ -27,8 +27,8 @@ def repeats(tensor: Tensor) -> bool:
 
 
 def overlapping(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors share memory without being the same elements. May be true for interleaved ones, such
-    as x[::2] and x[1::2]: then the copy goes through a temporary without need."""
+    """Check whether two tensors may share memory without being the same view. Also true for some that share none, such
+    as x[::2] and x[1::2]; a copy between them then uses a temporary needlessly."""
     if tensor.numel() == 0 or other.numel() == 0 or _apart(tensor, other) or tensor.is_set_to(other):
         return False
     start, end = _range(tensor)
@@ -37,21 +37,21 @@ def overlapping(tensor: Tensor, other: Tensor) -> bool:
 
 
 def torchs_check_is_sure(dst: Tensor, src: Tensor) -> bool:
-    """Return whether torch's own copy raises for shared memory (it checks contiguous tensors), or none is shared."""
+    """Check whether torch's copy is safe: it raises if memory is shared (as for contiguous tensors), or none is."""
     if dst.is_contiguous():
         return src.is_contiguous() or _apart(dst, src)
     return not repeats(dst) and _apart(dst, src)
 
 
 def _apart(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether their storages have no byte in common."""
+    """Check whether the tensors' storages have no byte in common."""
     ours, its = tensor.untyped_storage(), other.untyped_storage()
     start, first = ours.data_ptr(), its.data_ptr()
     return start + ours.nbytes() <= first or first + its.nbytes() <= start
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first byte and the one behind the last."""
+    """Return the address of the tensor's first byte and the address after its last byte."""
     reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     start = tensor.data_ptr()
     return start, start + (reach + 1) * tensor.element_size()

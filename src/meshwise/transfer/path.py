@@ -1,8 +1,8 @@
 """Choose the path between two devices: direct, peer, or via host.
 
 direct: on one device, or between the host and a device. peer: one device writes into the other's memory. staged: two
-legs through pinned memory of the host, overlapped. With a measured machine the faster of the two at this very size is
-taken; else the link's peer flag decides, and what torch says of the devices where no link is known.
+overlapping copies through pinned host memory. With a measured machine, the faster of peer and staged at the copy's size
+is taken; else the link's peer flag decides or, if no link is known, what torch says about the devices.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PATHS = (AUTO, DIRECT, PEER, STAGED)
 
 
 def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Machine | None = None) -> str:
-    """Choose the path from `source` to `target` (`host`, `cuda:0`) for `size` bytes. UsageError for an impossible one.
+    """Choose the path from `source` to `target` (`host`, `cuda:0`) for `size` bytes. Raises UsageError if impossible.
 
-    wanted: `auto`, or the path to take; links: the machine, described or measured.
+    wanted: `auto`, or the path to take. links: the machine, as described or measured.
     """
     check_known("path", wanted, PATHS)
     if source == target or HOST in (source, target):
@@ -42,7 +42,7 @@ def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Ma
 
 
 def _faster(link: Link | None, size: int) -> str | None:
-    """Return the faster of two measured paths at this size; None if not both were measured."""
+    """Return the faster of peer and staged at this size; None if not both were measured."""
     if link is None or not {PEER, STAGED} <= link.timings.keys() or link.peer is False:
         return None
     peer, staged = (seconds_at(link.timings[path], size) for path in (PEER, STAGED))
@@ -57,5 +57,5 @@ def _reaches(link: Link | None, source: str, target: str) -> bool:
 
 
 def reads_directly(reader: torch.device, owner: torch.device) -> bool:
-    """Return whether a device can read the other's memory without the host."""
+    """Check whether device `reader` can read the memory of `owner` without the host."""
     return bool(torch.get_device_module(reader).can_device_access_peer(reader, owner))

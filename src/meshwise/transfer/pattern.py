@@ -1,9 +1,9 @@
 """Generate data from a key and offset, to verify delivery.
 
-It shows whether bytes arrive where and as they were sent.
+The data shows whether bytes arrive unchanged and at the right position.
 
-A constant would hide a permuted all-gather, and a short period two swapped blocks. So each 8-byte word is a hash of its
-key and index, and every bit of it is compared. Sums are checked with small whole numbers, which add up exactly.
+Constant data would hide a permuted all-gather, and a short period two swapped blocks. So each 8-byte word is a hash of
+its key and index, and every bit is compared. Sums are checked with small whole numbers, which add up exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def fill(tensor: Tensor, key: int) -> Tensor:
 
 
 def first_difference(tensor: Tensor, key: int) -> int | None:
-    """Return the offset of the first byte in a contiguous uint8 tensor that is not the pattern of `key`, or None."""
+    """Return the offset of a contiguous uint8 tensor's first byte that differs from the pattern of `key`, or None."""
     for start, part in _chunks(tensor):
         expected = _bytes(start, part.numel(), key, part.device)
         if not torch.equal(part, expected):
@@ -36,15 +36,15 @@ def first_difference(tensor: Tensor, key: int) -> int | None:
 
 
 def fill_terms(tensor: Tensor, rank: int) -> Tensor:
-    """Write a rank's term of a checked sum to a contiguous floating tensor: whole numbers from 0 to 63."""
+    """Write a rank's terms for a checked sum, whole numbers from 0 to 63, to a contiguous floating-point tensor."""
     for start, part in _chunks(tensor):
         part.copy_(_terms(start, part.numel(), rank, part.device))
     return tensor
 
 
 def first_wrong_sum(tensor: Tensor, ranks: int, first: int = 0) -> int | None:
-    """Return the index of the first element that is not the sum of the terms of ranks `first`, `first + 1` and so on;
-    None if all are. Exact in float32."""
+    """Return the index of the first element that is not the sum of the terms of ranks `first` to `first + ranks - 1`;
+    None if all are right. Exact in float32."""
     for start, part in _chunks(tensor):
         expected = sum(_terms(start, part.numel(), rank, part.device) for rank in range(first, first + ranks))
         wrong = part.to(torch.int64) != expected
@@ -60,7 +60,7 @@ def _chunks(tensor: Tensor) -> list[tuple[int, Tensor]]:
 
 
 def words(first: int, count: int, key: int, device: torch.device) -> Tensor:
-    """Return words `first` to `first + count` of the pattern of `key`, as int64."""
+    """Return `count` words of the pattern of `key`, from index `first` on, as int64."""
     made = torch.arange(first, first + count, dtype=torch.int64, device=device)
     made.add_(1).mul_(_ODD).add_(signed(key * _KEY))
     made.bitwise_xor_(made >> 29).mul_(_ODD)

@@ -1,6 +1,6 @@
 """Move batches to the device ahead of their use.
 
-One batch is moved ahead, through pinned memory, on a side stream.
+One batch is copied ahead, through pinned memory, on a side stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def to_device(batch: Any, device: str) -> Any:
 
 
 def prefetch(batches: Iterable[tuple[Any, Any]], device: str) -> Iterator[tuple[Any, Any]]:
-    """Yield `(batch, facts)` pairs with the batch on `device`. An accelerator gets each while the last is in use."""
+    """Yield `(batch, facts)` pairs with the batch on `device`. For an accelerator, the next is copied during use."""
     if device == "cpu":
         return iter(batches)
     if not has_streams(device):
@@ -47,7 +47,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def _handed_over(batch: Any, stream: torch.Stream, device: str) -> Any:
-    """Make copies of `stream` safe to use on the device's current stream, and keep their memory until that is done."""
+    """Make tensors copied on `stream` safe to use on the device's current stream; keep their memory until then."""
     current = torch.get_device_module(device).current_stream(device)
     current.wait_stream(stream)
     for tensor in tensors_in(batch):

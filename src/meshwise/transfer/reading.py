@@ -1,11 +1,11 @@
 """Read a sharded tensor on all ranks together, or raise.
 
-A rank that reads alone gets an error instead of waiting.
+A rank that reads alone gets an error instead of waiting forever.
 
-Before an exchange, ranks meet in the key-value store: each says what it reads and in which line of the program. A rank
-that does not come may be slow, so waiting is no proof. It is proven when that rank has entered more collectives of a
-group of both than the waiting one: ranks enter them in one order, so it is past this place. A thread on every rank says
-in the store how many it has entered, when no more have come for a while.
+Before an exchange, ranks meet in the key-value store: each says what it reads, and in which source line. A rank that
+does not come may just be slow. But if it has entered more collectives than the waiting rank, in a group of which both
+are members, it is past this line, since all ranks enter collectives in one order. A thread on every rank publishes in
+the store how many the rank has entered, whenever that number has not changed for a while.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _unmet = [False]  # of the whole process: a backward runs in threads of its own
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Inside, this process reads sharded tensors without meeting the others: in our own code, which all ranks run."""
+    """Inside the `with` block, read sharded tensors without `meet`: for meshwise's code, which all ranks run."""
     before, _unmet[0] = _unmet[0], True
     try:
         yield
@@ -52,8 +52,8 @@ def together() -> Iterator[None]:
 
 
 def meet(what: str, sentence: str = SHARDED) -> None:
-    """Wait until every rank has come to read `what` in the same line of the program, in a pipeline every rank of the
-    same stage. Raises UsageError, with this sentence, if a rank reads something else, or cannot come."""
+    """Wait until every rank (in a pipeline, every rank of the same stage) has come to read `what` in the same source
+    line. Raises UsageError, with the text `sentence`, if a rank reads something else or will not come."""
     pipe, rank = stages.pipe(), _own()
     ranks = range(collectives.world_size(collectives.everyone())) if pipe is None else pipe.same_stage
     if _unmet[0] or len(ranks) == 1 or rehearsing():
@@ -93,13 +93,13 @@ def _said(sentence: str, here: str, other: str) -> UsageError:
 
 
 def someone_is_past() -> bool:
-    """Return whether some rank is past the place where this one is, so that it will not come there."""
+    """Check whether some rank is past the collectives that this rank has entered, so that it will not come here."""
     ranks = range(collectives.world_size(collectives.everyone()))
     return any(_past_us(other) is not None for other in ranks if other != _own())
 
 
 def _past_us(other: int) -> str | None:
-    """Say where a rank is that will not come here; None as long as it may."""
+    """Describe where rank `other` is if it will certainly not come here; None as long as it may come."""
     store, key = default_store(), f"{KEY}/at/{other}"
     if not store.check([key]):
         return None
@@ -120,7 +120,7 @@ def _is_member(key: str) -> bool:
 
 
 def look_out() -> None:
-    """Begin to publish in the store where this rank is, and when it has ended."""
+    """Start publishing in the store where this rank is, and later that it has ended."""
     if not rehearsing():
         _look_out()
 

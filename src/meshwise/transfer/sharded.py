@@ -1,6 +1,6 @@
 """Convert between a sharded tensor and the whole one.
 
-The sharded one is a DTensor over the ranks of a mesh.
+The sharded tensor is a DTensor over the ranks of a mesh.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole tensor: the shards of a DTensor are gathered from all ranks. Collective for a DTensor."""
+    """Return the whole tensor, gathering the shards of a DTensor from all ranks. Collective for a DTensor."""
     if not isinstance(tensor, DTensor):
         return tensor
     with together(), foreign.ours():
@@ -34,8 +34,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def full_tensors(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Return `full_tensor` of each, in order; shards are gathered in buckets, since one collective per tensor takes
-    minutes for thousands of small ones. Collective for DTensors."""
+    """Yield `full_tensor` of each tensor, in order. Shards are gathered in buckets, since one collective per tensor
+    would take minutes for thousands of small tensors. Collective for DTensors."""
     waiting: list[DTensor] = []
     held = 0
     for tensor in tensors:
@@ -57,13 +57,13 @@ def _alike(first: Any, tensor: Any) -> bool:
 
 
 def _sharded_axis(tensor: DTensor) -> int | None:
-    """Return the mesh axis over which the first dim is divided, if nothing else is divided."""
+    """Return the mesh axis over which dim 0 is divided, if no other dim or axis divides the tensor; else None."""
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return axes[0] if len(axes) == 1 and sharding.division(tensor.placements[axes[0]]) == (0, 1) else None
 
 
 def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
-    """Gather whole tensors that are divided over one axis of one mesh, by one all-gather of parts of equal length."""
+    """Yield the whole tensors of DTensors divided over one axis of one mesh, by one all-gather of equal parts."""
     if not tensors:
         return
     mesh, axis = tensors[0].device_mesh, _sharded_axis(tensors[0])
@@ -79,9 +79,9 @@ def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
 
 
 def local_part(like: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
-    """Return this rank's shard of a whole tensor, sharded as `like`; all of it if `like` is not sharded.
+    """Return this rank's shard of a whole tensor, sharded as `like` is; all of it if `like` is not sharded.
 
-    read: returns the values in these slices of the whole, one per dim.
+    read: takes one slice per dim, and returns the values of the whole tensor in them.
     """
     boxes, several = local_boxes(like)
     pieces = [read(tuple(slice(*each) for each in box)) for box in boxes]
@@ -89,8 +89,8 @@ def local_part(like: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> Ten
 
 
 def local_boxes(like: Tensor) -> tuple[list[Box], int]:
-    """Return the boxes of the whole tensor that make up this rank's shard, and the dim along which they are joined in
-    it. A tensor that is not sharded is one box."""
+    """Return the boxes of the whole tensor that make up this rank's shard, and the dim along which the shard
+    concatenates them. A tensor that is not sharded is one box."""
     bounds = [[(0, length)] for length in like.shape]
     if isinstance(like, DTensor):
         for axis, dim, sections in sharding.in_order_of_division(like.device_mesh, like.placements):
@@ -112,16 +112,16 @@ def _nth(piece: tuple[int, int], own: int, size: int) -> tuple[int, int]:
 
 
 def placed(p: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Make a DTensor of a parameter equal on all ranks, with the program's attributes on it. Nothing is sent."""
+    """Return a parameter that is equal on all ranks as a DTensor, with its Python attributes. Sends nothing."""
     new = nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None), p.requires_grad)
     new.__dict__.update(p.__dict__)
     return new
 
 
 def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Shard `value`, whole on every rank, as `parameter` is; replicate it if it has another shape.
+    """Shard `value`, which is whole on every rank, as `parameter` is; replicate it if the shapes differ.
 
-    Nothing is sent: each rank keeps its shard.
+    Nothing is sent, since each rank keeps its shard.
     """
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value

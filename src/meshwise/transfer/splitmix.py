@@ -1,6 +1,6 @@
 """Hash whole numbers to random-looking bits with SplitMix64.
 
-The bits depend on the numbers alone (Steele, Lea, Flood, OOPSLA 2014).
+The bits depend only on the numbers (Steele, Lea, Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mixed(*numbers: int) -> int:
-    """Mix `numbers` into one below 2**32, as torch's CPU generator keeps no more of a seed; each of them counts."""
+    """Mix `numbers` into one number below 2**32, since torch's CPU generator uses no more bits of a seed."""
     key = 0
     for number in numbers:
         key = (key + number + GOLDEN) % 2**64
@@ -30,11 +30,11 @@ def mixed_bits(bits: Tensor) -> Tensor:
 
 
 def signed(number: int) -> int:
-    """Return the lower 64 bits of `number` as a signed integer, which torch calculates with."""
+    """Return the lower 64 bits of `number` as a signed integer, as torch's int64 needs."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def shifted(bits: Tensor, by: int) -> Tensor:
-    """Shift to the right, filling with zeros; torch's own shift copies the sign."""
+    """Shift int64 values right by `by` bits, filling with zeros; torch's own shift would copy the sign bit."""
     right: Tensor = (bits >> by) & (2 ** (64 - by) - 1)
     return right

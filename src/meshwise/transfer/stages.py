@@ -1,9 +1,9 @@
 """Define the stages of a pipeline, and what each one lacks.
 
-They are ranks that each hold a part of a model's layers and work on the same samples.
+The stages are ranks that each hold a part of a model's layers and work on the same samples.
 
-What a rank lacks of a model is known by name (`lacks`): it is found on the first stage that has it. Beside the values
-of a forward travels what followed the forward so far (`carried`): how many random numbers were drawn, for instance.
+`lacks` has the names of what a rank lacks of a model; the first stage that does not lack a name provides it. Along with
+the values of a forward, stages pass on what counts along the forward (`carried`), such as the number of random draws.
 
 Tested in tests/parallel/test_pipeline.py.
 """
@@ -26,10 +26,10 @@ from meshwise.transfer import collectives
 
 @dataclass(frozen=True)
 class Pipe:
-    """The ranks of this pipeline, in the order of its stages.
+    """The ranks of this pipeline, in the order of the stages.
 
-    down, up: groups of the same ranks, for data to a higher and to a lower one. So each of two ranks only sends or only
-    receives in a group, and neither waits for the other.
+    down, up: groups of the same ranks, for data to a higher and to a lower rank. So of two ranks, each only sends or
+    only receives in a group, and neither waits for the other.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Pipe:
     down: Group
     up: Group
     same_stage: tuple[int, ...] = ()
-    """The ranks of the run that have the same stages as this one, in all pipelines."""
+    """The ranks of the run, in all pipelines, that have the same stages as this rank."""
 
     def towards(self, source: int, target: int) -> Group:
         """Return the group in which `source` sends to `target`."""
@@ -46,7 +46,7 @@ class Pipe:
 
 
 Mail = dict[tuple[int, int], list[bytes]]
-"""Objects that ranks have sent to each other, pickled as between processes, by (from, to)."""
+"""Pickled objects that simulated ranks have sent to each other, by (source, target)."""
 _mail: list[Mail] = []
 _pipe: list[Pipe | None] = [None]
 _lacks: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
@@ -56,7 +56,7 @@ _left: list[nn.Module | None] = [None]  # the last of them, once it was run
 
 
 def pipe() -> Pipe | None:
-    """Return the pipeline that this rank is in."""
+    """Return the pipeline that this rank is in; None without one."""
     return _pipe[0]
 
 
@@ -78,29 +78,29 @@ def absent_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def now_lacks(model: nn.Module, names: set[str]) -> None:
-    """From now on, treat these as held by other stages only."""
+    """From now on, treat these parameters and buffers of `model` as held by other stages only."""
     _lacks[model] = names
 
 
 def counts(module: nn.Module | None = None) -> bool:
-    """Return whether the output of `module` is now that of one device: inside the layers of this rank's stage it is.
-    Code behind the last of them belongs to the next stage, though this one runs it too."""
+    """Check whether the present output of `module` equals that on one device, which is so inside the layers of this
+    rank's stage. Code after the last of these layers belongs to the next stage, though this rank runs it too."""
     return _in_own_layers[0] and _left[0] in (None, module)
 
 
 def enter_own_layers(inside: bool) -> None:
-    """Note that the forward has come to the layers of this rank, or begins or ends outside of them."""
+    """Record whether the forward is now inside the layers of this rank's stage."""
     _in_own_layers[0], _left[0] = inside, None
 
 
 def leave_own_layers(last: nn.Module) -> None:
-    """Note that the forward has passed the last layer of this rank's stage."""
+    """Record that the forward has passed `last`, the last layer of this rank's stage."""
     _left[0] = last
 
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Ignore module outputs in the body: there the forward runs twice, or for other ranks."""
+    """Inside the `with` block, let `counts` be False, as the forward runs a second time or for other ranks."""
     before = _in_own_layers[0]
     _in_own_layers[0] = False
     try:
@@ -111,7 +111,7 @@ def uncounted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def carried(leave: Callable[[], Any], enter: Callable[[Any], None]) -> Iterator[None]:
-    """During the body, pass what `leave` returns at the end of a stage's layers to `enter` in the next stage."""
+    """Inside the `with` block, pass what `leave` returns after a stage's layers to `enter` in the next stage."""
     _carried.append((leave, enter))
     try:
         yield
@@ -120,20 +120,20 @@ def carried(leave: Callable[[], Any], enter: Callable[[Any], None]) -> Iterator[
 
 
 def take_along() -> list[Any]:
-    """Collect the values that are sent along to the next stage."""
+    """Return the values that `carried` sends along to the next stage."""
     return [leave() for leave, _ in _carried]
 
 
 def put_down(values: list[Any]) -> None:
-    """Restore the values that came along from the stage before."""
+    """Pass the values that came along from the previous stage to the `enter` functions."""
     for (_, enter), value in zip(_carried, values, strict=True):
         enter(value)
 
 
 @contextlib.contextmanager
 def kept(mail: Mail) -> Iterator[None]:
-    """During the body, which runs one rank after the other in one process, keep objects in `mail` until their
-    receiver's turn."""
+    """Inside the `with` block, in which one process runs the ranks one after the other, keep sent objects in `mail`
+    until the receiver's turn."""
     _mail.append(mail)
     try:
         yield
@@ -146,7 +146,7 @@ def _own() -> int:
 
 
 def send_object(value: Any, target: int, group: Group) -> Callable[[], None]:
-    """Begin to send any value that pickle accepts; the returned function waits for it."""
+    """Begin to send any value that pickle accepts; return a function that waits until it is sent."""
     if _mail:
         _mail[-1].setdefault((_own(), collectives.ranks_of(group)[target]), []).append(pickle.dumps(value))
         return lambda: None

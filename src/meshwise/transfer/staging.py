@@ -1,10 +1,10 @@
 """Copy through the host in two overlapping legs.
 
-It takes two pinned buffers and a stream on each device.
+The copy uses two pinned buffers and a stream on each device.
 
-While the second leg carries one chunk from its buffer to the target, the first fills the other buffer. The streams
-wait for each other by events, so the host only launches: a read of the target on its current stream comes after the
-copy, and a write to the source on its current stream too.
+While the second leg copies one chunk from its buffer to the target, the first leg fills the other buffer. The streams
+wait for each other by events, so the host only launches. Both devices' current streams wait for the copy, so that later
+work on them may read the target and write the source.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from meshwise.transfer.checksum import raw_bytes
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
 
 PARTS = 32
-"""Chunks of a large copy. The first chunk of the first leg and the last of the second overlap with nothing, so the
-whole takes (PARTS + 1) / PARTS of the slower leg, 3 % more."""
+"""Number of chunks of a large copy. The first chunk of the first leg and the last of the second overlap with nothing,
+so the copy takes (PARTS + 1) / PARTS times the slower leg's time, 3 % more."""
 SMALLEST, LARGEST = 1 << 20, 32 << 20
-"""Bytes of a chunk: at 25 GB/s (PCIe 4) 1 MiB takes 42 µs, about as long as the host takes to launch its two legs; two
-buffers of 32 MiB for each pair of devices may stay pinned."""
+"""Bounds on the bytes of a chunk: at 25 GB/s (PCIe 4), 1 MiB takes 42 µs, about as long as the host takes to launch
+both legs; two buffers of 32 MiB may stay pinned for each pair of devices."""
 
 
 def chunk_bytes(size: int) -> int:
-    """Return the bytes of each chunk of a staged copy of `size` bytes."""
+    """Return the number of bytes per chunk for a staged copy of `size` bytes."""
     return min(max(size // PARTS, SMALLEST), LARGEST)
 
 
 def staged(dst: Tensor, src: Tensor) -> Seconds:
-    """Copy through the host, any layout and dtype. Returns seconds; on accelerators a function that waits for them."""
+    """Copy through the host, any strides and dtype. Return seconds; on accelerators, a function that awaits them."""
     if src.numel() == 0:
         return 0.0
     dst, src = dst.detach(), src.detach()
@@ -51,7 +51,7 @@ def staged(dst: Tensor, src: Tensor) -> Seconds:
 
 
 def _chunks(dst: Tensor, src: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (number of the buffer, chunk of dst, chunk of src)."""
+    """Yield (index of the buffer, chunk of dst, chunk of src)."""
     step = chunk_bytes(src.numel())
     for number, start in enumerate(range(0, src.numel(), step)):
         yield number % 2, dst[start : start + step], src[start : start + step]
@@ -69,7 +69,7 @@ def _host_legs(dst: Tensor, src: Tensor) -> Seconds:
 
 @dataclass
 class _Lane:
-    """The state of one pair of devices: a stream on each, two buffers, and when each was filled and emptied."""
+    """The state of one pair of devices: a stream on each, two buffers, and events when each was filled and emptied."""
 
     out: torch.Stream
     back: torch.Stream
@@ -114,7 +114,7 @@ def _stream_legs(dst: Tensor, src: Tensor) -> Seconds:
 
 
 def _make_buffers(lane: _Lane, size: int) -> None:
-    """Return two pinned buffers of at least `size` bytes; old ones are freed only when no copy uses them any more."""
+    """Make two pinned buffers of at least `size` bytes in `lane`; wait until no copy uses the old ones."""
     if not lane.buffers or lane.buffers[0].numel() < size:
         for event in lane.emptied:
             event.synchronize()

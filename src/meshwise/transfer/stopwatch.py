@@ -10,11 +10,11 @@ import torch
 from meshwise.spec.devices import has_streams
 
 Seconds = float | Callable[[], float]
-"""A time, or a function that waits for it and returns it."""
+"""Seconds, or a function that waits for them and returns them."""
 
 
 class Stopwatch:
-    """Starts when it is created. device: time is taken on `stream`, else on its current one; None: by the host."""
+    """Starts when it is created. device: times `stream`, or the device's current one; None: uses the host's clock."""
 
     def __init__(self, device: torch.device | None, stream: torch.Stream | None = None) -> None:
         timed = device is not None and has_streams(device)
@@ -24,7 +24,7 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     def stop(self, stream: torch.Stream | None = None) -> Seconds:
-        """Return the seconds since the start; for a stream a function that waits until it is here, and returns them."""
+        """Return the seconds since the start; for a stream, a function that waits for its work and returns them."""
         if not self._events:
             return time.perf_counter() - self._start
         self._events[1].record(stream)

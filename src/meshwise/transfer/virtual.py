@@ -1,16 +1,16 @@
 """Simulate strict CPU devices in one process.
 
-Programs for many devices can thus be tested without any.
+So programs for many devices can be tested without any.
 
     with virtual_devices(4) as devices:
         x = torch.zeros(3, device="cpu:1")       lives on virtual device 1; so does x + 1
         x + torch.zeros(3, device=devices[2])    UsageError: add mixes cpu:1 and cpu:2
         y = to(x, "cpu:2")                       the one function that copies
 
-torch itself takes `cpu:1` for `cpu`. Here each storage has a place; results live where their inputs do, views share
-it, gradients live with their parameter. As in torch, a 0-d tensor of the host may meet any device, and an index may
-be the host's. `x.to`, `x.copy_`, `x[...] = y` and `module.to` between places are routed through `transfer.copy`, so
-that `devices.on_copy` and the log see every byte. What has no place is the host's.
+torch itself takes `cpu:1` for `cpu`. Here each storage has a place, that is, a virtual device. Results live where their
+inputs do, views on the device of their base, gradients on that of their parameter. As in torch, a 0-d host tensor may
+meet any device, and an index may be on the host. `x.to`, `x.copy_`, `x[...] = y` and `module.to` between devices go
+through `transfer.copy`, so that `devices.on_copy` and the log see every byte. A tensor without a place is the host's.
 
 Not covered: streams and speed, tensors without a storage (sparse ones), other threads, `out` memory of C++ code, and
 the gradient of a 0-d parameter of the host used on a device.
@@ -38,7 +38,7 @@ MOST = 1024  # a typing slip must not promise a million devices
 
 @contextmanager
 def virtual_devices(count: int) -> Iterator[VirtualDevices]:
-    """Open `count` strict virtual devices, `cpu:0` and so on, for this thread while the block runs.
+    """Open `count` strict virtual devices, `cpu:0` and so on, for this thread inside the `with` block.
 
     Raises UsageError for an impossible count, or if virtual devices are open already.
     """
@@ -57,14 +57,14 @@ def virtual_devices(count: int) -> Iterator[VirtualDevices]:
 
 
 class _Rules(TorchFunctionMode):
-    """Checks what each operator may do, and tracks where its result lives. As a mode it handles functions in which
-    torch would decide by the device before an operator is called, but cannot tell the devices apart."""
+    """Checks what each operator may do, and tracks where its result lives. As a TorchFunctionMode, it handles functions
+    in which torch looks at the device before it calls an operator, but cannot tell virtual devices apart."""
 
     def __init__(self, devices: VirtualDevices) -> None:
         super().__init__()
         self.devices, self.places = devices, devices.places
         self.maker_is_user = False
-        """The torch function that runs now was called without any tensor of a device."""
+        """Whether the torch function that runs now was called without any tensor of a virtual device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,7 +99,7 @@ class _Rules(TorchFunctionMode):
         return result
 
     def _common_place(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Return where all inputs live; None for the host. Raises UsageError if they live in two places."""
+        """Return the virtual device of all inputs; None for the host. Raises UsageError if there are two."""
         get = self.places.get
         every = list(tensors_in((args, kwargs)))
         if not every:
@@ -125,7 +125,7 @@ class _Rules(TorchFunctionMode):
 
 
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-"""Operators whose indices may be on the host, as in torch."""
+"""Operators whose index tensors may be on the host, as in torch."""
 
 
 def _words(place: int | None) -> str:
@@ -170,7 +170,7 @@ def _set_item(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _made_from_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Handle torch.tensor and its like, whose device never reaches an operator."""
+    """Handle torch.tensor and similar functions, whose device never reaches an operator."""
     asked = kwargs.get("device")
     if asked is None or torch.device(asked).type != "cpu":
         return func(*args, **kwargs)
@@ -194,7 +194,7 @@ def _host_only(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new_tensor(func: Any, args: Any, kwargs: Any) -> Any:
-    """Make a tensor on its own device unless another is asked for; the values never reach an operator."""
+    """Handle tensor.new_tensor: by default on the tensor's device; the values never reach an operator."""
     return _made_from_values(func, args, {"device": device_of(args[0])} | kwargs)
 
 
