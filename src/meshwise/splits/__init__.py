@@ -1,4 +1,4 @@
-"""Split tensors over a mesh axis; plain PyTorch sees them whole.
+"""Split tensors over a mesh axis; plain PyTorch code sees them whole.
 
 Each rank of the axis holds a part along one dim.
 

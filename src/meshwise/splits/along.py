@@ -1,6 +1,6 @@
 """Run operators along dims, on parts where dims are not split.
 
-They may remove the dims; over a split one, sums are added up.
+The operators may remove the dims; partial sums over a split dim are summed over ranks.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
@@ -25,9 +25,9 @@ Kwargs = Mapping[str, Any]
 
 
 def along(at: int, default: Any = None) -> Rule:
-    """Make a rule for operators along one dim or several, which may remove it, without mixing rows of other dims.
+    """Make a rule for operators that work along one or several dims, perhaps remove them, and do not mix other dims.
 
-    at: the position of the dim among the arguments. default: its default.
+    at: the position of `dim` among the arguments. default: the default value of `dim`.
     """
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -54,7 +54,7 @@ def _unbind(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _summed(mean: bool) -> Rule:
-    """Make a rule for a sum or mean: along other dims, or along the split one, whose partial sums are added."""
+    """Make a rule for a sum or mean over dims; if the split dim is among them, partial sums are summed over ranks."""
     other = along(1)
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -72,7 +72,7 @@ def _summed(mean: bool) -> Rule:
 
 
 def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run layer norms over the last dims on parts of the other dims."""
+    """Run layer norms over the last dims on parts of another dim."""
     x = first_split(args)
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     if x.part.dim >= x.dim() - len(shape):
@@ -84,7 +84,7 @@ def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run batch norm on split channels: each rank normalises its own. The running statistics are whole on all ranks."""
+    """Run batch norm if channels are split: each rank normalises its channels. Running statistics stay whole."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training")
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     x, rest = values.pop("input"), args[len(names) :]

@@ -1,10 +1,10 @@
 """Compute attention over split positions, passing keys and values in turn.
 
-Each rank has rows of queries, and every rank's keys and values come by.
+Each rank has rows of queries, and receives the keys and values of every rank in turn.
 
-Keys and values go round in a ring, a rank's at a time, while softmax adds up online (Ring Attention, arXiv:2310.01889);
-in the backward they go round again, with their gradients. A rank keeps its own queries, keys, values and results alone.
-What the ring cannot do (dropout, a mask that is learned) gathers keys and values, and each rank makes its own rows.
+Keys and values are passed around a ring of ranks, while softmax is accumulated (Ring Attention, arXiv:2310.01889); in
+the backward they are passed around again, with their gradients. A rank keeps only its queries, keys, values and
+results. For what a ring cannot do (dropout, a learned mask), keys and values are gathered on each rank.
 
 Shapes: B samples, H heads, K heads of keys, S own positions, T all positions of keys, E width of a head.
 
@@ -63,7 +63,7 @@ def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _within(qkv: Sequence[Tensor], mask: Tensor | None, asked: _Asked, columns: SplitPart) -> Tensor:
-    """Run the ring on the values in memory: if heads or samples are split at an inner level, on this rank's."""
+    """Run the ring on local values; if heads or samples are split at an inner level, on this rank's part of them."""
     level = level_of(asked.rows)
     inner = [parts_of(each, level) for each in qkv]
     if any(part.dim > 1 or not part.is_even for parts in inner for part in parts) or any(
@@ -86,7 +86,7 @@ def _whole_within(tensor: Tensor, level: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The options of an attention call. rows: the positions of this rank's queries."""
+    """The options of an attention call. rows: the part of the positions that this rank's queries have."""
 
     rows: SplitPart
     scale: float
@@ -94,7 +94,7 @@ class _Asked:
 
     @property
     def positions(self) -> Tensor:
-        """The positions of this rank's queries."""
+        """The positions of this rank's queries in the sequence."""
         return _positions(self.rows, self.rows.axis.rank)
 
 
@@ -103,7 +103,7 @@ def _positions(part: SplitPart, rank: int) -> Tensor:
 
 
 def _of_whole_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, asked: _Asked, dropout: float) -> Tensor:
-    """Return this rank's rows (B, H, S, E) of attention to keys and values of all positions, gathered on each rank."""
+    """Return this rank's rows (B, H, S, E) of attention over all positions; gathers keys and values on each rank."""
     axis = asked.rows.axis
     k, v = (enter(gather(each), axis) for each in (k, v))
     if q.shape[-3] != k.shape[-3]:
@@ -117,7 +117,7 @@ def _of_whole_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, asked: 
 
 
 class _Ring(Function):
-    """Attention of this rank's queries (B, H, S, E) to keys and values (B, K, own, E) of which each rank has a part."""
+    """Attention of this rank's queries (B, H, S, E) to keys and values (B, K, own, E), split over all ranks."""
 
     @staticmethod
     def forward(
@@ -154,7 +154,7 @@ class _Ring(Function):
 
 
 def _ring_backward(saved: Sequence[Tensor], asked: _Asked, columns: SplitPart, gradient: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of this rank's queries, keys and values."""
+    """Return the gradients of this rank's queries, keys and values from the gradient of its results."""
     q, k, v, mask, result, log_sum = saved
     wide = log_sum.dtype
     grouped, gradient = (each.to(wide).unflatten(1, (k.shape[1], -1)) for each in (q, gradient))
@@ -182,7 +182,7 @@ def _longest(part: SplitPart) -> int:
 
 
 def _round(k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield keys and values of each rank with its number: this rank's first, then those of the ranks before it."""
+    """Yield the keys and values of each rank, and its number: this rank's first, then those of the ranks before it."""
     axis = columns.axis
     both = functional.pad(torch.cat([k, v], -1), (0, 0, 0, _longest(columns) - k.shape[2]))
     for step in range(axis.size):
@@ -192,7 +192,7 @@ def _round(k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[tuple[Tensor, T
 
 
 def _scores(q: Tensor, k: Tensor, asked: _Asked, hidden: Tensor | None) -> Tensor:
-    """Return scores (B, K, H / K, rows, columns). hidden: values to add, or bools that mark masked entries."""
+    """Return attention scores (B, K, H / K, rows, columns). hidden: values to add, or True at masked entries."""
     scores = q @ k.transpose(-1, -2) * asked.scale
     if hidden is None:
         return scores
@@ -202,7 +202,7 @@ def _scores(q: Tensor, k: Tensor, asked: _Asked, hidden: Tensor | None) -> Tenso
 def _blocks(
     asked: _Asked, columns: SplitPart, owner: int, mask: Tensor | None, grouped: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield blocks of own rows and the owner's columns that see each other, as local slices, and masked entries."""
+    """Yield blocks of this rank's rows and the owner's columns that attend, as local slices, and masked entries."""
     top = 0
     for begin, end in asked.rows.of_rank(asked.rows.axis.rank):
         left = 0
@@ -219,7 +219,7 @@ def _blocks(
 
 
 def _hidden(mask: Tensor | None, rows: slice, columns: slice, grouped: Tensor) -> Tensor | None:
-    """Return a block of a mask (1 or B, 1 or H, 1 or S, 1 or T), with heads grouped as in `grouped`."""
+    """Return a block of a mask (1 or B, 1 or H, 1 or S, 1 or T), with its heads grouped as in `grouped`."""
     if mask is None:
         return None
     block = mask[:, :, rows if mask.shape[2] > 1 else slice(None), columns if mask.shape[3] > 1 else slice(None)]

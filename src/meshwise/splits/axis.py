@@ -18,11 +18,11 @@ from meshwise.transfer import collectives
 from meshwise.transfer.reading import meet
 
 _own: dict[str, MeshAxis] = {}
-"""This rank's axes by name."""
+"""The newest axis of each name, with this rank on it."""
 
 
 class Axis(Protocol):
-    """Ranks that hold the parts of a tensor, and how they exchange them."""
+    """The ranks that hold the parts of a tensor, with the exchanges between them."""
 
     @property
     def name(self) -> str: ...
@@ -35,27 +35,27 @@ class Axis(Protocol):
 
     @property
     def sequence(self) -> bool:
-        """Whether sums over the ranks are split along positions, unless a whole is asked for."""
+        """Whether sums over the ranks stay split along positions, unless the whole is needed."""
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce `tensor` over the ranks, in place."""
+        """Reduce `tensor` over the ranks, in place, and return it."""
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks; return this rank's entry of its first dim, which has one per rank."""
+        """Sum `tensor`, whose first dim has one entry for each rank, over the ranks; return this rank's entry."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gather `tensor` of every rank, stacked."""
+        """Gather `tensor` from every rank, stacked in rank order."""
 
     def pass_on(self, tensor: Tensor) -> Tensor:
-        """Send `tensor` to the next rank, and receive that of the rank before; all have the same shape."""
+        """Send `tensor` to the next rank, and return that of the rank before; all have the same shape."""
 
     def meet(self, what: str) -> None:
-        """Return when all ranks have come to exchange `what`."""
+        """Wait until all ranks have come to exchange `what`."""
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """An axis of the device mesh. group: its ranks, including this one."""
+    """An axis of the device mesh. group: the ranks of the axis that differ from this rank in nothing else."""
 
     name: str
     size: int
@@ -68,16 +68,16 @@ class MeshAxis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, name: str, *, sequence: bool = False) -> MeshAxis:
-        """Return the axis of `mesh` that has this name."""
+        """Return the axis named `name` of `mesh`."""
         one = mesh[name]
         return cls(name, one.size(), one.get_local_rank(), one.get_group(), sequence)
 
     def __deepcopy__(self, memo: Any) -> MeshAxis:
-        """Return the axis itself: a copy of a model has its parts on the same ranks."""
+        """Return the axis itself, as a copied model has its parts on the same ranks."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the axis by name: on another stage it becomes the axis of that name."""
+        """Pickle the axis by its name: on another pipeline stage, it becomes that stage's axis of the name."""
         return _axis_named, (self.name,)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
@@ -108,7 +108,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class SplitPart:
-    """The part of a tensor that a rank holds, along dim `dim` of the whole length `length`.
+    """The part of a tensor that each rank holds along `dim`, whose length in the whole tensor is `length`.
 
     repeats: how many runs follow each other in the dim, each divided alike: such as samples with divided positions,
     after the two dims are merged.
@@ -123,16 +123,16 @@ class SplitPart:
 
     @property
     def run(self) -> int:
-        """The length of a run."""
+        """The length of one run of the dim."""
         return self.length // self.repeats
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a single run, divided as `torch.chunk` divides."""
+        """Whether the dim is a single run, divided as by `torch.chunk`."""
         return self.repeats == 1 and self.pieces is None
 
     def of_rank(self, rank: int) -> tuple[Range, ...]:
-        """Return the ranges of a run that a rank holds, without empty ones."""
+        """Return the ranges of each run that a rank holds, without empty ones."""
         if self.pieces is not None:
             return self.pieces[rank]
         step = -(-self.run // self.axis.size)
@@ -140,12 +140,12 @@ class SplitPart:
         return ((begin, end),) if begin < end else ()
 
     def held(self, rank: int) -> int:
-        """Return how much of a run a rank holds."""
+        """Return how many entries of each run a rank holds."""
         return sum(end - begin for begin, end in self.of_rank(rank))
 
     @property
     def begin(self) -> int:
-        """The beginning of this rank's part of a plain whole."""
+        """Where this rank's part begins in the whole; only for a plain part."""
         return min(self.length, self.axis.rank * -(-self.length // self.axis.size))
 
     @property
@@ -155,28 +155,28 @@ class SplitPart:
 
     @property
     def is_even(self) -> bool:
-        """Whether it is plain, and all parts have the same length."""
+        """Whether the part is plain, and equally long on all ranks."""
         return self.is_plain and self.length % self.axis.size == 0
 
     def alike(self, other: SplitPart) -> bool:
-        """Return whether both divide alike, along any dim."""
+        """Return whether both parts divide a dim in the same way, whichever dim it is."""
         return self == replace(other, dim=self.dim)
 
     def divided(self, pieces: Sequence[Sequence[Range]], length: int) -> SplitPart:
-        """Return the part of a whole of another length, of which ranks hold these pieces."""
+        """Return the part, on the same dim, of a whole of length `length` of which ranks hold `pieces`."""
         new = tuple(tuple(_joined(each)) for each in pieces)
         plain = SplitPart(self.axis, self.dim, length)
         return plain if all(plain.of_rank(r) == new[r] for r in range(self.axis.size)) else replace(plain, pieces=new)
 
     def folded(self) -> SplitPart:
-        """Return a part of two ranges per rank, equally far from the beginning and the end: under a causal mask all
-        ranks have equally much to do."""
+        """Return a part that gives each rank two ranges, equally far from the beginning and the end of the dim: under a
+        causal mask, all ranks then have the same amount of work."""
         ends = [self.length * place // (2 * self.axis.size) for place in range(2 * self.axis.size + 1)]
         pairs = [(rank, 2 * self.axis.size - 1 - rank) for rank in range(self.axis.size)]
         return self.divided([[(ends[n], ends[n + 1]) for n in pair] for pair in pairs], self.length)
 
     def scaled(self, run: int) -> SplitPart | None:
-        """Return the part for another run length, after later dims are merged with it; None if there is none."""
+        """Return the part for runs of length `run`, when later dims are merged; None if rank bounds would not fit."""
         every = [self.of_rank(rank) for rank in range(self.axis.size)]
         if self.run == 0 or any(bound * run % self.run for held in every for each in held for bound in each):
             return None
@@ -185,7 +185,7 @@ class SplitPart:
         return replace(new, length=run * self.repeats, repeats=self.repeats)
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of `whole`, as a view if it is contiguous in it."""
+        """Return this rank's part of `whole`, as a view if the part is contiguous in `whole`."""
         dim = self.dim
         if self.repeats > 1:
             whole, dim = whole.unflatten(dim, (self.repeats, self.run)), dim + 1
@@ -194,7 +194,7 @@ class SplitPart:
         return part.flatten(self.dim, dim) if self.repeats > 1 else part
 
     def summed(self, value: Tensor) -> Tensor:
-        """Sum the whole over all ranks; return this rank's part, which must be plain. Collective."""
+        """Sum a whole tensor over the ranks; return this rank's part of the sum, which must be plain. Collective."""
         size, dim = self.axis.size, self.dim
         step = -(-self.length // size)
         if self.length < size * step:
@@ -203,7 +203,7 @@ class SplitPart:
         return self.axis.reduce_scatter(parts).narrow(dim, 0, self.own)
 
     def gathered(self, local: Tensor) -> Tensor:
-        """Return the whole of which each rank has a part. Collective."""
+        """Gather the parts of all ranks; return the whole tensor. Collective."""
         dim, ranks = self.dim, range(self.axis.size)
         if self.repeats > 1:
             local, dim = local.unflatten(dim, (self.repeats, local.shape[dim] // self.repeats)), dim + 1
@@ -223,7 +223,7 @@ class SplitPart:
 
 
 def _joined(pieces: Sequence[Range]) -> list[Range]:
-    """Sort ranges, drop empty ones, and merge neighbours."""
+    """Sort ranges, drop empty ones, and merge adjacent ones."""
     found: list[Range] = []
     for begin, end in pieces:
         if begin < end:

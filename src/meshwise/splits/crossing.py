@@ -1,8 +1,8 @@
 """Convert whole tensors to split ones and back, with gradients.
 
-Megatron-LM (arXiv:1909.08053) describes them.
+Megatron-LM (arXiv:1909.08053) describes these conversions.
 
-A whole tensor is the same on all ranks of the axis, and so is its gradient. The gradient of a split one is split alike.
+A whole tensor and its gradient are the same on all ranks of the axis. The gradient of a split tensor is split like it.
 
     enter     a whole tensor is about to be used with parts      backward: the ranks' gradients are added
     add_up    the ranks' values are added to a whole             backward: each rank's is that of the whole
@@ -11,7 +11,7 @@ A whole tensor is the same on all ranks of the axis, and so is its gradient. The
     sum apart    the ranks' values are added, each takes a part  backward: spread
     spread       a split tensor is used whole, with parts        backward: sum apart
 
-Each is the other's backward, so that they can be differentiated twice.
+The backward of each conversion is another of them, so that all can be differentiated twice.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
@@ -32,13 +32,13 @@ from meshwise.splits.axis import Axis, SplitPart
 from meshwise.splits.tensor import LEVELS, SplitTensor, at_level, is_split, level_of, parts_of, split, split_again
 
 _entered: list[dict[tuple[int, str, int], tuple[Tensor, Tensor]]] = []
-"""For each open scope, the tensors entered in it, by the whole tensor's id, the axis and the tensor's version."""
+"""For each open `entering_once`, the tensors entered in it, by (id of the whole tensor, axis, tensor's version)."""
 
 
 @contextlib.contextmanager
 def entering_once() -> Iterator[None]:
-    """Inside, enter a tensor that is used several times once: its gradients are summed over the ranks together. A block
-    that runs again in the backward starts anew, so that it does the same again."""
+    """In the with-body, enter a tensor that is used several times only once, so that its gradients are summed over the
+    ranks in one collective. A block that is recomputed in the backward starts anew, and so does the same again."""
     _entered.append({})
     try:
         yield
@@ -47,14 +47,14 @@ def entering_once() -> Iterator[None]:
 
 
 def enter(whole: Tensor, axis: Axis) -> Tensor:
-    """Return `whole` for use with parts; the backward sums its gradients over the ranks."""
+    """Return `whole` for use with parts; the backward sums the gradients of all ranks."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole
     return _once(whole, "enter", axis, axis.name)
 
 
 def spread(tensor: Tensor, axis: Axis) -> Tensor:
-    """Gather a tensor if it is split, and enter it for use with parts of others, in one step."""
+    """Gather a tensor if it is split, and enter it for use with parts of other tensors, in one step."""
     if not is_split(tensor):
         return enter(tensor, axis)
     return _once(tensor, "spread", tensor.part, axis.name)
@@ -70,12 +70,12 @@ def _once(tensor: Tensor, way: str, where: Any, axis: str) -> Tensor:
 
 
 def add_up(value: Tensor, axis: Axis) -> Tensor:
-    """Sum over the ranks; the result is whole."""
+    """Sum `value` over the ranks; the result is whole on each."""
     return _crossed(value, "add up", axis)
 
 
 def add_apart(value: Tensor, axis: Axis) -> Tensor:
-    """Sum over the ranks; the result is split along positions, dim 1, if the axis asks for it."""
+    """Sum `value` over the ranks; the result is split along positions, dim 1, if `axis.sequence` asks for that."""
     if not axis.sequence or value.dim() != 3 or value.shape[1] < axis.size:
         return add_up(value, axis)
     part = SplitPart(axis, 1, value.shape[1])
@@ -83,14 +83,14 @@ def add_apart(value: Tensor, axis: Axis) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the whole of a split tensor; any other unchanged."""
+    """Return the whole of a split tensor; any other tensor unchanged."""
     while is_split(tensor):
         tensor = _crossed(tensor, "gather", tensor.part)
     return tensor
 
 
 def gather_over(axis: str, tensor: Tensor) -> Tensor:
-    """Gather along one axis; along others the tensor stays split."""
+    """Gather a tensor over one axis; it stays split over others."""
     level = LEVELS.index(axis)
     with at_level(level):
         whole = gather(tensor)
@@ -103,7 +103,7 @@ def scatter(whole: Tensor, part: SplitPart) -> SplitTensor:
 
 
 def _crossed(tensor: Tensor, way: str, where: Axis | SplitPart) -> Tensor:
-    """Convert along one axis. Splits at inner levels stay, unless both divide the same dim."""
+    """Convert a tensor over one axis. Its splits at inner levels stay, unless both axes split the same dim."""
     if not isinstance(tensor, SplitTensor):
         return through(_Crossing, tensor, way, where)
     level = LEVELS.index(where.axis.name if isinstance(where, SplitPart) else where.name)
@@ -114,7 +114,7 @@ def _crossed(tensor: Tensor, way: str, where: Axis | SplitPart) -> Tensor:
 
 
 def kept_within(level: int, tensor: Tensor, made: Tensor) -> Tensor:
-    """Return `made`, computed from `tensor` in memory, with the inner splits of `tensor`."""
+    """Return `made`, computed from the local values of `tensor`, with the splits of `tensor` inside `level`."""
     found = split_again(made, parts_of(tensor, level))
     if isinstance(found, SplitTensor) and getattr(tensor, "of_parameter", False):
         found.of_parameter = True  # type: ignore[attr-defined]
@@ -122,14 +122,14 @@ def kept_within(level: int, tensor: Tensor, made: Tensor) -> Tensor:
 
 
 def through(function: Any, *given: Any) -> Tensor:
-    """Apply an autograd function to the values in memory."""
+    """Apply an autograd function to the local values of split tensors."""
     with on_parts():
         made: Tensor = function.apply(*given)
     return made
 
 
 class _Crossing(Function):
-    """Converts in one of `WAYS`. where: an axis, or a part."""
+    """Converts a tensor in one of `_WAYS`. where: the axis or the part of the conversion."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: Tensor, way: str, where: Any) -> Tensor:
@@ -153,4 +153,4 @@ _WAYS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     "sum apart": (lambda value, part: part.summed(value), "spread"),
     "spread": (lambda local, part: part.gathered(local), "sum apart"),
 }
-"""For each way its function, and the way of its backward."""
+"""For each conversion: its function, and the conversion that is its backward."""

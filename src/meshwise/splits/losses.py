@@ -1,8 +1,8 @@
 """Compute softmax and losses over a split dim.
 
-If the vocabulary is split, a few numbers of each row are exchanged; if rows are, only the sum.
+If the vocabulary is split, a few numbers per row are exchanged; if rows are split, only the sum.
 
-As Megatron-LM's vocabulary-parallel cross entropy; with class weights left out, label smoothing and ignored targets in.
+This is Megatron-LM's vocabulary-parallel cross entropy, with label smoothing and ignored targets, but no class weights.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
@@ -37,13 +37,13 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def _as_given(made: Tensor, func: Func, x: Tensor, *rest: Any) -> Tensor:
-    """Cast to the dtype that torch's function gives for `x`, also under autocast. rest: its other arguments."""
+    """Cast a result to the dtype that torch's `func` gives for `x`, also under autocast. rest: further arguments."""
     return made.to(func(x.new_zeros([1] * x.dim()), *rest).dtype) if x.dtype in HALF else made
 
 
 def _log_sum(x: SplitTensor) -> tuple[Tensor, Tensor]:
-    """Return the part minus the maximum of its whole row, and the log of the row's sum of exponentials; the shapes are
-    equal except for the split dim."""
+    """Return x minus the maximum of each whole row, for this rank's part, and the log of the sum of its exponentials
+    over the whole row, where the split dim has length 1."""
     part = x.part
     if x.dtype in HALF:  # as torch, which sums in float32
         x = split(x.to(torch.float32), part)
@@ -97,7 +97,7 @@ def _cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _over_rows(func: Func, values: dict[str, Any]) -> Any:
-    """Compute a loss of split rows: their sums are added, and divided by the total count."""
+    """Compute a loss whose rows are split: sum the ranks' sums, and divide by the total count."""
     x, target, weight = values.pop("input"), values.pop("target"), values.pop("weight", None)
     part, reduction = x.part, values.pop("reduction", "mean")
     rows = moved(part, part.dim - (part.dim > 1))
@@ -118,13 +118,13 @@ def _over_rows(func: Func, values: dict[str, Any]) -> Any:
 
 
 def _counted(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """Return how many targets count, or the sum of their weights."""
+    """Return how many targets count, or the sum of their class weights."""
     counted = target != ignored
     return counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
 
 
 def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Compute losses of the elements at each place."""
+    """Compute losses of one term for each element."""
     options = dict(kwargs)
     reduction = options.pop("reduction", "mean")
     if len(args) > 2 or options.pop("size_average", None) is not None or options.pop("reduce", None) is not None:
@@ -137,7 +137,7 @@ def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _own_targets(rows: Tensor, target: Tensor, x: SplitTensor, classes: int) -> Tensor:
-    """Return the value at the target of each row, if this rank has it; else 0."""
+    """Return each row's value at its target, if this rank holds that class; else 0."""
     own = target - x.part.begin
     elsewhere = (own < 0) | (own >= x.part.own)
     if x.part.own == 0:

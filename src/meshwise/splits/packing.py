@@ -1,9 +1,9 @@
 """Find whether a layer's output packs queries, keys and values.
 
-A trial run shows it.
+A trial run of the layer's parent module shows it.
 
-The module that holds the layer is run, with something in the layer's place whose result notes how it is taken apart. A
-wrong finding costs communication and nothing else: each rank's part is what is declared.
+The module that holds the layer is run with a stand-in for the layer, whose result records how it is taken apart. A
+wrong finding costs only communication: the result is exact for any number of sections.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_models.py.
 """
@@ -24,11 +24,11 @@ from meshwise.compat.torch_function import called, on_parts
 
 
 class _Taken(Exception):
-    """Raised when the result was split into so many sections."""
+    """Raised when the result is split into sections, with their number."""
 
 
 class _Result(Tensor):
-    """The layer's output, which watches how its last dim is sliced."""
+    """The stand-in's output, which records how its last dim is sliced."""
 
     slices: list[tuple[int, int]]
 
@@ -63,7 +63,7 @@ def _watched(result: Tensor, slices: list[tuple[int, int]]) -> Tensor:
 
 
 def sections_of(model: nn.Module, name: str, layer: nn.Module, takes: int, gives: int) -> int:
-    """Return how many equal sections the output of `layer`, of this name, has; 1 if unknown."""
+    """Return how many equal sections the output of `layer` packs; 1 if unknown. takes, gives: the layer's widths."""
     parent = model.get_submodule(name.rpartition(".")[0])
     weight, slices = next(layer.parameters()), list[tuple[int, int]]()
     stand_in = nn.Module()

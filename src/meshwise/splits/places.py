@@ -1,7 +1,7 @@
 """Cut, pick, pad and join along the split dim.
 
-Each rank keeps what it holds, so that nothing is sent; parts become of unequal length. Of parts of several runs
-(`Part.repeats`) only whole runs are taken out.
+Each rank keeps the entries that it holds, so that nothing is sent, and parts may become unequally long. If a part has
+several runs (`SplitPart.repeats`), only whole runs can be cut out.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
@@ -21,7 +21,7 @@ from meshwise.splits.tensor import SplitTensor, is_split, whole_shape
 
 
 def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
-    """Return this rank's part of the places from `begin` to `end`; if the part has several runs, of whole runs only."""
+    """Return this rank's part of the entries from `begin` to `end`; whole runs only, if the part has several runs."""
     part = x.part
     if part.repeats > 1:
         run, held = part.run, part.own // part.repeats
@@ -37,7 +37,7 @@ def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
 
 
 def row(x: SplitTensor, place: int) -> Tensor:
-    """Return the entry at one place, whole, without the split dim."""
+    """Return the entry at one position of the split dim, whole on each rank, without that dim."""
     part = _one_run(x.part)
     if not -part.length <= place < part.length:
         raise NoRule  # torch says so
@@ -46,7 +46,7 @@ def row(x: SplitTensor, place: int) -> Tensor:
 
 
 def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitPart]:
-    """Return this rank's share of constant padding; `at`: where the widths for the split dim stand."""
+    """Return this rank's share of constant padding, and the new part. at: where `pads` has the split dim's widths."""
     before, behind = pads[at : at + 2]
     if _one_run(part).length == 0 or before < 0 or behind < 0:
         raise NoRule
@@ -62,7 +62,7 @@ def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitP
 
 
 def joined(tensors: Sequence[Tensor], like: SplitPart) -> tuple[Tensor, SplitPart]:
-    """Join tensors along the split dim of `like`; of whole tensors each rank takes a part."""
+    """Concatenate tensors along the split dim of `like`; each rank takes its part of whole tensors among them."""
     dim, length, parts = like.dim, 0, []
     pieces: list[list[Range]] = [[] for _ in range(like.axis.size)]
     for each in tensors:

@@ -1,6 +1,6 @@
 """Compute products by the letters of their dims, as einsum does.
 
-The split dim stays in the result, or is summed over.
+The split dim remains in the result, or is summed over.
 
     a letter of the result        each rank makes its part: operands that have it too are divided, others enter whole
     a letter that is summed over  each rank's product is of its part: they are added up
@@ -37,7 +37,7 @@ BATCH = "ABCDEFGHIJKLMNOP"  # letters of leading dims
 def by_letters(
     operands: Sequence[Any], letters: Sequence[str], result: str, call: Callable[..., Tensor], may: str | None = None
 ) -> Any:
-    """Return the result of `call(*parts of operands)`, whose dims have these letters (`.` for a dim that is not split).
+    """Run `call` on parts of `operands`. letters, result: a letter for each dim, `.` for a dim that may not be split.
 
     may: the letters that may be split; by default all.
     """
@@ -58,13 +58,13 @@ def by_letters(
 
 
 def _entered(operand: Tensor, axis: Axis) -> Tensor:
-    """Return an operand whole, for a product with parts."""
+    """Return an operand whole, to be used with parts of others."""
     plain = is_split(operand) and operand.part.is_plain
     return spread(operand, axis) if plain and torch.is_grad_enabled() else enter(gather(operand), axis)
 
 
 def _chosen(operands: Sequence[Any], letters: Sequence[str], may: str | None) -> tuple[str, SplitTensor]:
-    """Return the letter to split, and the operand that decides how: the largest, so that it need not move."""
+    """Return the letter to split, and the operand that decides how: a parameter or the largest, which then stays."""
     found = []
     for operand, own in zip(operands, letters, strict=True):
         if is_split(operand):
@@ -107,7 +107,7 @@ def _linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _with_bias(
     func: Func, operands: Sequence[Any], letters: Sequence[str], result: str, bias: Tensor | None, at: int = -1
 ) -> Any:
-    """Make a rule for products with a bias, which is added after partial sums. at: its letter in the result."""
+    """Compute a product with a bias, which is added after partial sums. at: the position of its dim in the result."""
     chosen, _ = _chosen(operands, letters, None)
     if bias is None:
         return by_letters(operands, letters, result, lambda *parts: func(*parts, None))
@@ -214,7 +214,7 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Compute attention over split heads or samples."""
+    """Compute attention if heads or samples are split."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     q, k, v, mask = (values.pop(name, None) for name in names[:4])
@@ -242,7 +242,7 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _grouped(func: Func, operands: Sequence[Tensor], mask: Any, values: Kwargs, axis: Axis) -> Any:
-    """Handle fewer key heads than query heads: each rank has the queries of its keys."""
+    """Compute attention with fewer key heads than query heads: each rank has the query heads of its key heads."""
     parts = []
     for each in operands:
         first = split_in(operands)[0].part
@@ -256,7 +256,7 @@ def _grouped(func: Func, operands: Sequence[Tensor], mask: Any, values: Kwargs, 
 
 
 def _attended(values: Kwargs, part: SplitPart, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute this rank's heads or samples of an attention whose whole result is divided as `part` says."""
+    """Compute this rank's heads or samples of an attention whose whole result is split as `part` says."""
     dropout = values.get("dropout_p", 0.0)
     if not dropout:
         return functional.scaled_dot_product_attention(q, k, v, mask, **values)
@@ -271,7 +271,7 @@ def _attended(values: Kwargs, part: SplitPart, q: Tensor, k: Tensor, v: Tensor, 
 def dropped(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, part: SplitPart
 ) -> Tensor:
-    """Compute this rank's part of an attention with dropout; the mask is drawn for the whole, as on one device."""
+    """Compute this rank's part of an attention with dropout, whose mask is drawn for the whole, as on one device."""
     scores = q @ k.transpose(-1, -2) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

@@ -16,15 +16,15 @@ from meshwise.splits.crossing import enter, gather, scatter
 from meshwise.splits.tensor import SplitTensor, is_split, split, whole_shape
 
 Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
-"""Runs a function on split tensors. Raises NoRule, before it has done anything, if it cannot handle the call."""
+"""A function that runs an operator on split tensors. Raises NoRule, with nothing changed, for calls it cannot run."""
 
 
 class NoRule(Exception):
-    """The operator must run on whole tensors."""
+    """Raised if an operator must run on whole tensors."""
 
 
 def part_of(thing: Any) -> SplitPart | None:
-    """Return the part of a whole that `thing` is; None if it is whole."""
+    """Return how `thing` is split; None if it is whole."""
     return thing.part if is_split(thing) else None
 
 
@@ -34,45 +34,45 @@ def split_in(things: Sequence[Any]) -> list[SplitTensor]:
 
 
 def numbers(args: Sequence[Any]) -> tuple[int, ...]:
-    """Return sizes or dims that are given one by one or as one tuple."""
+    """Return sizes or dims that are given as separate arguments or as one tuple."""
     one = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
     return tuple(int(each) for each in one)
 
 
 def first_split(args: Sequence[Any]) -> SplitTensor:
-    """Return the first argument. Raises NoRule if it is not split."""
+    """Return the first argument. Raise NoRule if it is not split."""
     if not is_split(args[0]):
         raise NoRule
     return args[0]
 
 
 def positive(dim: Any, dims: int) -> int:
-    """Return a dim, which may be counted from the end, counted from the front."""
+    """Return a dim counted from the front; `dim` may count from the end."""
     if not isinstance(dim, int):
         raise NoRule
     return dim % dims
 
 
 def moved(part: SplitPart, dim: int, length: int | None = None) -> SplitPart:
-    """Return the same part along another dim; a plain one also of another length."""
+    """Return the same part on another dim; a plain part may also get another length."""
     return replace(part, dim=dim, length=part.length if length is None else length)
 
 
 def given(result: Any, part: SplitPart) -> Any:
-    """Return an operator's results on parts as split tensors."""
+    """Return what an operator returned for parts, with its tensors as split tensors."""
     if isinstance(result, Tensor):
         return split(result, part)
     return type(result)([given(each, part) for each in result]) if isinstance(result, tuple | list) else result
 
 
 def only_split(args: Sequence[Any], kwargs: Mapping[str, Any], first: Any) -> None:
-    """Raise NoRule if more than `first` is split."""
+    """Raise NoRule if an argument other than `first` is split."""
     if any(is_split(thing) and thing is not first for thing in (*args, *kwargs.values())):
         raise NoRule
 
 
 def with_parts_of(operand: Any, like: SplitPart, dims: int) -> Any:
-    """Prepare an operand of an elementwise operator whose result, of `dims` dims, is split like `like`."""
+    """Prepare an operand of an elementwise operator whose result has `dims` dims and is split like `like`."""
     if not isinstance(operand, Tensor):
         return operand
     from_end = like.dim - dims

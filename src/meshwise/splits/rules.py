@@ -1,8 +1,8 @@
 """Choose how an operator runs on split tensors: parts, or gather.
 
-A rule gives what the operator gives of the whole, split or not, with right gradients; nothing else decides correctness.
-So a program is right under any placement of its parameters, and rules only spare communication. Each is held against
-the operator itself in tests/splits/test_split_rules.py.
+A rule must give the operator's result for whole tensors, split or not, with right gradients; that alone ensures
+correctness. So a program is right for any placement of its parameters, and rules only save communication.
+tests/splits/test_split_rules.py compares each rule with the operator.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
@@ -29,9 +29,9 @@ RULES: dict[str, Rule] = {
     for room in (elementwise, shapes, along, products, losses, attention)
     for name, rule in room.RULES.items()
 }
-"""Rules by the name of the function, as torch calls it."""
+"""Rules by the name of the function that torch is called with."""
 WRITTEN_OUT = {"multi_head_attention_forward"}
-"""Python functions whose operators have rules."""
+"""Python functions that are run as written, as rules exist for the operators inside."""
 READS = {
     "__bool__",
     "__float__",
@@ -44,11 +44,11 @@ READS = {
     "item",
 }
 READS |= {"item", "numpy", "tolist"}
-"""What takes values out of tensors."""
+"""Functions that read values out of tensors."""
 gathered: Counter[str] = Counter()
-"""How often an operator without a rule got a split tensor, by its name."""
+"""How often an operator without a rule got a split tensor, by the operator's name."""
 _large: set[str] = set()
-"""Those of them that got activations: tensors of three dims or more."""
+"""The names of such operators that got activations, which are tensors with three dims or more."""
 
 
 def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -94,7 +94,7 @@ def _property(name: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Gather split tensors, and call the function. In-place results are written back to the parts."""
+    """Gather split tensors, and call the function on wholes. In-place results are written back to the parts."""
     whole: dict[int, Tensor] = {}
 
     def of(thing: SplitTensor) -> Tensor:
@@ -118,7 +118,7 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
 
 
 def writes_in_place(name: str) -> bool:
-    """Return whether a function of this name writes to its first argument."""
+    """Return whether a function with this name writes to its first argument."""
     dunder = name.startswith("__") and name.endswith("__")
     return (
         name == "__setitem__"
@@ -131,15 +131,15 @@ IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "ia
 
 
 def prepare() -> None:
-    """Prepare for split tensors, before a model has any: from now on the user's autograd functions get whole tensors,
-    and gathers are counted anew."""
+    """Prepare for split tensors, before a model has any: from now on, the user's autograd functions get whole tensors.
+    Also reset the counts of gathers."""
     _give_functions_wholes()
     gathered.clear()
     _large.clear()
 
 
 def said() -> list[str]:
-    """Say which activations of a model were gathered, for the user to read; empty if none were."""
+    """Return a note on which activations of a model were gathered; empty if none were."""
     names = sorted(_large, key=lambda name: (-gathered[name], name))
     text = f"whole on every rank, for lack of a rule for parts: {some(names)}. Exact, and not divided."
     return [text] if names else []
@@ -151,7 +151,7 @@ def _give_functions_wholes() -> None:
 
 
 def _whole_arguments(name: str, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of the user's autograd function as whole tensors."""
+    """Return the arguments of a user's autograd function, with split tensors gathered."""
     if any(is_split(each) for each in args):
         _count(name, args)
     return [gather(each) for each in args]

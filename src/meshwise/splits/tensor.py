@@ -1,11 +1,11 @@
-"""Define the split tensor: whole to plain code, a part in memory.
+"""Define the split tensor: whole to plain code, one part in memory.
 
-Operators find it through `__torch_function__`. Rules (rules.py) run on parts alone, where that is exact; any other
-operator finds the whole. Autograd sees plain operators on the parts: the gradient of a split tensor is split alike.
+Its operators are intercepted by `__torch_function__`. Rules (rules.py) run them on parts, where that is exact; any
+other operator gets the whole. Autograd sees plain operators on parts: the gradient of a split tensor is split like it.
 
-A tensor may be split along several axes, one inside the other (`LEVELS`): what a rank holds of the first is split along
-the next. A rule knows of one level: to it a tensor is a part of that axis' whole, and what it calls on parts is carried
-out by the rule of the next level, which sees those parts whole.
+A tensor may be split over several axes, one inside the other (`LEVELS`): a rank's part on the first axis is split over
+the next. A rule sees one level: a tensor is a part of that axis' whole, and operators that the rule calls on parts run
+by the rules of the next level, to which those parts are wholes.
 
 Tested in tests/splits/test_split_rules.py, tests/parallel/test_split_context.py and tests/splits/test_split_levels.py.
 """
@@ -23,7 +23,7 @@ from meshwise.compat.fake import over
 from meshwise.splits.axis import SplitPart
 
 LEVELS = ("context", "tensor")
-"""The axes along which tensors are split, outermost first."""
+"""The axes over which tensors are split, outermost first."""
 Dispatch = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 _dispatch: list[Dispatch] = []
 
@@ -33,17 +33,17 @@ class _View(threading.local):
 
 
 _view = _View()
-"""The level whose rule is running; -1 outside of rules, where tensors look whole at all levels."""
+"""The level of the rule that is running; -1 outside of rules, where tensors look whole at all levels."""
 
 
 class SplitTensor(Tensor):
-    """A tensor that is split over ranks; see the module. parts: this rank's part at each level."""
+    """A tensor that is split over ranks (see the module's docstring). parts: this rank's part at each level."""
 
     parts: dict[int, SplitPart]
 
     @property
     def part(self) -> SplitPart:
-        """The part at the level of the running rule; outside of rules, at the outermost level."""
+        """How the tensor is split at the level of the running rule; outside of rules, at the outermost level."""
         level = _view.level
         return self.parts[level if level >= 0 else min(self.parts)]
 
@@ -55,12 +55,12 @@ class SplitTensor(Tensor):
 
 
 def is_split(thing: Any) -> TypeGuard[SplitTensor]:
-    """Return whether `thing` is a part at the level of the running rule; outside of rules, at any level."""
+    """Return whether `thing` is split at the level of the running rule; outside of rules, at any level."""
     return isinstance(thing, SplitTensor) and (_view.level < 0 or _view.level in thing.parts)
 
 
 def split(local: Tensor, part: SplitPart) -> SplitTensor:
-    """Make `local` this rank's part of a whole, in place: it becomes a split tensor. Inner splits stay."""
+    """Turn `local`, in place, into a split tensor that is this rank's part of a whole. Inner splits stay."""
     level = level_of(part)
     if isinstance(local, SplitTensor):
         local.parts = {**local.parts, level: part}
@@ -71,19 +71,19 @@ def split(local: Tensor, part: SplitPart) -> SplitTensor:
 
 
 def level_of(part: SplitPart) -> int:
-    """Return the level of a part."""
+    """Return the level of a part: the position of its axis in `LEVELS`."""
     return LEVELS.index(part.axis.name)
 
 
 def parts_of(thing: Any, above: int = -1) -> tuple[SplitPart, ...]:
-    """Return the parts that `thing` is at the levels inside `above`."""
+    """Return how `thing` is split at the levels inside `above`, which is -1 for all levels."""
     if not isinstance(thing, SplitTensor):
         return ()
     return tuple(part for level, part in thing.parts.items() if level > above)
 
 
 def split_again(tensor: Tensor, parts: Sequence[SplitPart]) -> Tensor:
-    """Split a tensor again that was split before autograd saved it, as autograd saves plain tensors only."""
+    """Split a tensor again as before autograd saved it, since autograd saves plain tensors only."""
     if not isinstance(tensor, SplitTensor):
         for part in parts:
             split(tensor, part)
@@ -91,7 +91,7 @@ def split_again(tensor: Tensor, parts: Sequence[SplitPart]) -> Tensor:
 
 
 def levels_below(things: Iterable[Any]) -> list[int]:
-    """Return the levels inside the running rule at which tensors among `things` are split, outermost first."""
+    """Return the levels inside that of the running rule at which any of `things` is split, outermost first."""
     found: set[int] = set()
     _add_levels(things, found)
     return sorted(level for level in found if level > _view.level) if len(found) > 1 or _view.level >= 0 else [*found]
@@ -106,7 +106,7 @@ def _add_levels(things: Iterable[Any], found: set[int]) -> None:
 
 
 class at_level:
-    """Run rules of this level inside."""
+    """Sets the level at which rules run in the with-body."""
 
     def __init__(self, level: int) -> None:
         self._level = level
@@ -119,12 +119,12 @@ class at_level:
 
 
 def dispatch_with(rules: Dispatch) -> None:
-    """Let `rules` run the functions that are called on split tensors."""
+    """Use `rules` to run functions that are called on split tensors."""
     _dispatch[:] = [rules]
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """Return the shape of the whole. For use in rules, which see the shapes of parts."""
+    """Return the shape of the whole tensor. For use in rules, where `.shape` is that of the part."""
     shape = list(tensor.shape)
     if is_split(tensor):
         shape[tensor.part.dim] = tensor.part.length
