@@ -1,4 +1,4 @@
 """Find mistakes that a script's source shows.
 
-Such mistakes are sums, averages and counters of this rank's part alone.
+Such mistakes are sums, averages and counters that cover this rank's part of the data only.
 """

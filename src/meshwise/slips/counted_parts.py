@@ -1,12 +1,12 @@
 """Warn of totals that a loop keeps of this rank's part.
 
-The loop treats them as if they were of all ranks. Warned of at the end of the loop.
+The loop uses them as if they covered all ranks. The warning comes at the end of the loop.
 
     running += loss * len(x)     that no verb adds up over the ranks; so in stats["loss"] or self.total
     buffer.extend(zip(x, y))     in a buffer that lets old samples go, and is trained on
 
-Only what the source tells for certain; what is returned, kept elsewhere or given to other functions of the file may be
-added up there.
+It warns only if the source leaves no doubt: what is returned, kept elsewhere or passed to other functions of the file
+may be summed over ranks there.
 
 Tested in tests/slips/test_slips.py.
 """
@@ -39,9 +39,9 @@ LETS_GO = ("pop", "popleft", "clear")
 
 
 def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iterator[str]:
-    """Yield warnings about the user's loop over a distributed loader that just ended. ended: how often loops of this
-    program did, by their line: it is looked at the 1st, 2nd, 4th, 8th … time, since buffers fill up. uneven: this
-    rank's share of the batches was not always the same."""
+    """Yield warnings about the user's loop over a distributed loader that just ended. ended: counts the loops of this
+    program by their source line; only the 1st, 2nd, 4th, 8th … is checked, as buffers fill up later. uneven: whether
+    this rank's share varied between batches."""
     frame = user_frame()
     if frame is None:
         return
@@ -60,7 +60,7 @@ def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iter
 
 
 def _of_batch(loop: ast.For) -> set[str]:
-    """Return the names of the loop's targets, and of the parts they are split into."""
+    """Return the names of the loop's targets, and of what these are unpacked into."""
     rows = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     for node in inside(loop):
         for name, value in given(node):
@@ -100,7 +100,7 @@ def _factors(value: ast.expr) -> list[ast.expr]:
 
 
 def _counts(node: ast.expr, rows: set[str]) -> bool:
-    """Check whether an expression is `len(x)`, `x.size(0)` or `x.shape[0]` of a batch."""
+    """Return whether an expression is `len(x)`, `x.size(0)` or `x.shape[0]` of a batch."""
     of: ast.expr | None = None
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and node.args:
         of = node.args[0]
@@ -113,7 +113,7 @@ def _counts(node: ast.expr, rows: set[str]) -> bool:
 
 
 def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
-    """Check whether a sum is divided by the length of something that all ranks share."""
+    """Return whether a sum is divided by the length of something, such as a data set, that all ranks share."""
     for node in inside(source.scope):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _uses(node.left, kept):
             right = node.right
@@ -123,13 +123,13 @@ def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
 
 
 def _is_read_behind(source: Source, loop: ast.For, kept: ast.expr) -> bool:
-    """Check whether the function reads a sum after the loop; else other code reads it in a dict or an attribute."""
+    """Return whether the function reads a sum after the loop; if not, other code may read a dict or an attribute."""
     below = [n for n in inside(source.scope) if isinstance(n, ast.stmt) and n.lineno > (loop.end_lineno or 0)]
     return any(_uses(node, kept) for node in below)
 
 
 def _uses(node: ast.AST, kept: ast.expr) -> bool:
-    """Check whether code reads a name, `stats["loss"]` or `self.total`, or the whole object that holds it."""
+    """Return whether code reads a name, `stats["loss"]` or `self.total`, or the whole object that holds it."""
     if isinstance(kept, ast.Name):
         return reads(node, kept.id)
     if not isinstance(kept, ast.Subscript | ast.Attribute):
@@ -150,8 +150,8 @@ def _uses(node: ast.AST, kept: ast.expr) -> bool:
 
 
 def may_be_joined(source: Source, kept: ast.expr, behind: tuple[str, ...] = ()) -> bool:
-    """Check whether a value, its container, or something computed from it, may be reduced over the ranks somewhere, or
-    be known elsewhere."""
+    """Return whether a value, its container, or something computed from it may be reduced over the ranks, or may be
+    used elsewhere."""
     name = kept.id if isinstance(kept, ast.Name) else ""
     functions = {n.name: n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in inside(source.scope):
@@ -180,14 +180,14 @@ def may_be_joined(source: Source, kept: ast.expr, behind: tuple[str, ...] = ()) 
 
 
 def _is_method_of(call: ast.Call, kept: ast.expr) -> bool:
-    """Check whether the method is called on the object that holds `self.total`."""
+    """Return whether a method is called on the object that holds `kept`, such as `self` for `self.total`."""
     if not isinstance(kept, ast.Subscript | ast.Attribute) or not isinstance(call.func, ast.Attribute):
         return False
     return ast.unparse(whole_of(kept)) == ast.unparse(whole_of(call.func))
 
 
 def _joins(part: ast.AST) -> bool:
-    """Check whether code may reduce anything over the ranks."""
+    """Return whether code calls a function that may reduce over the ranks, judging by its name."""
     calls = [node for node in ast.walk(part) if isinstance(node, ast.Call)]
     return any(word in name_of(call).lower() for call in calls for word in JOINS)
 
@@ -207,7 +207,7 @@ def _buffers(source: Source, loop: ast.For, rows: set[str]) -> Iterator[tuple[in
 
 
 def _extended(node: ast.AST, rows: set[str]) -> str:
-    """Return the list to which a statement adds the samples of a batch, one by one."""
+    """Return the name of the list to which a statement appends the samples of a batch; empty if none."""
     if isinstance(node, ast.For) and any(reads(node.iter, name) for name in rows):
         appends = [n for n in ast.walk(node) if _is_call_of(n, "append")]
         return next((n.func.value.id for n in appends if n.args), "")  # type: ignore[attr-defined]
@@ -217,7 +217,7 @@ def _extended(node: ast.AST, rows: set[str]) -> str:
 
 
 def _pushed(node: ast.AST, rows: set[str]) -> str:
-    """Return the object whose method a call passes a batch to, such as `memory.push(x, y)`."""
+    """Return the name of the object to whose method a call passes a batch, as in `memory.push(x, y)`; empty if none."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return ""
     holder, gives = node.func.value, any(reads(each, name) for each in node.args for name in rows)
@@ -225,7 +225,7 @@ def _pushed(node: ast.AST, rows: set[str]) -> str:
 
 
 def _is_full_of_samples(thing: Any, batch: list[Any]) -> bool:
-    """Check whether an object of a user's class has a full deque of single samples of such a batch."""
+    """Return whether an object of a user's class has a full deque of single samples of such a batch."""
     if isinstance(thing, nn.Module | ModuleType):
         return False
     dims = {tensor.dim() for tensor in tensors_in(batch)}
@@ -237,7 +237,7 @@ def _is_full_of_samples(thing: Any, batch: list[Any]) -> bool:
 
 
 def _is_called(loop: ast.For, name: str, word: str) -> bool:
-    """Check whether a method with this word in its name is called on an object."""
+    """Return whether the loop calls a method of the object `name` that has `word` in its name."""
     calls = [n.func for n in inside(loop) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
     return any(word in f.attr and isinstance(f.value, ast.Name) and f.value.id == name for f in calls)
 
@@ -252,7 +252,7 @@ def _is_call_of(node: ast.AST, name: str) -> bool:
 
 
 def _lets_go(loop: ast.For, name: str, value: Any) -> bool:
-    """Check whether old entries of a collection are removed, and some have been."""
+    """Return whether the loop removes old entries of a collection; for a bounded deque, whether it is full."""
     if isinstance(value, deque) and value.maxlen is not None:
         return len(value) == value.maxlen
     for node in inside(loop):
@@ -266,7 +266,7 @@ def _lets_go(loop: ast.For, name: str, value: Any) -> bool:
 
 
 def _is_drawn_from(loop: ast.For, name: str) -> bool:
-    """Check whether entries of a collection are drawn at random."""
+    """Return whether the loop draws entries of a collection at random."""
     for node in inside(loop):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             draws = node.func.attr in ("sample", "choice", "choices", "randint", "randperm", "randrange", "permutation")

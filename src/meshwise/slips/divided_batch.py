@@ -1,7 +1,7 @@
 """Warn of a batch size divided by the number of ranks.
 
-DistributedDataParallel wants the batch size per rank; here it is that of all ranks together. Warned of where the source
-shows it and the numbers agree.
+DistributedDataParallel wants the batch size per rank; meshwise wants that of all ranks together. The warning comes if
+the source shows the division and the numbers agree.
 
 Tested in tests/slips/test_slips.py.
 """
@@ -24,7 +24,7 @@ DEEP = 3  # names behind names
 
 
 def says_divided(size: int | None, ranks: int) -> str:
-    """Return a warning about a loader with batches of this size that `mw.distribute` is given; empty for none."""
+    """Return a warning if `mw.distribute` is given a loader of batch size `size` that was divided by ranks; else ""."""
     frame = user_frame()
     if frame is None or size is None:
         return ""
@@ -42,7 +42,7 @@ def says_divided(size: int | None, ranks: int) -> str:
 
 
 def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Call, Source]]:
-    """Yield the calls that may make an expression's loaders, each with the source where it is."""
+    """Yield the calls that may make the loaders of an expression, each with the source around it."""
     if isinstance(node, ast.Name) and deep:
         for value in source.given_to(node.id):
             yield from _loaders(source, value, deep - 1) if value is not None else ()
@@ -58,7 +58,7 @@ def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Ca
 
 
 def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
-    """Yield the expressions that an expression divides by the number of ranks."""
+    """Yield the dividends of an expression's divisions by the number of ranks."""
     if (
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.FloorDiv | ast.Div)
@@ -75,7 +75,7 @@ def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
 
 
 def _counts(source: Source, node: ast.expr, deep: int) -> bool:
-    """Check whether an expression is the number of ranks."""
+    """Return whether an expression is the number of ranks."""
     if isinstance(node, ast.Name) and deep:
         values = source.given_to(node.id)
         return len(values) == 1 and values[0] is not None and _counts(source, values[0], deep - 1)

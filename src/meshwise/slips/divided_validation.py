@@ -1,10 +1,10 @@
 """Warn of a validation loss divided by the accumulation steps.
 
-Only the training loss should be: it is added up over accumulated backwards.
+Only the training loss should be divided, as it is summed over accumulated backwards.
 
     loss = criterion(model(x), y) / ACCUMULATE      where mw.backward(loss) follows, and in the evaluation too
 
-Said where the source divides both by the same name or number, and a step has as many backwards.
+It warns if the source divides both losses by the same name or number, and a step has that many backwards.
 
 Tested in tests/equivalence/test_hints.py.
 """
@@ -26,14 +26,14 @@ DIVIDED = (
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A loop without a backward, and the source where it ran."""
+    """A loop without a backward, and the source around it."""
 
     source: Source
     loop: ast.For
 
 
 def evaluated_here() -> Evaluated | None:
-    """Return the user's loop that ends in this line; None if the source does not tell."""
+    """Return the user's loop that ends at the running line; None if the source does not show it."""
     frame = user_frame()
     if frame is None:
         return None
@@ -43,7 +43,7 @@ def evaluated_here() -> Evaluated | None:
 
 
 def divided_evaluation(evaluated: Evaluated, count: int) -> Iterator[str]:
-    """Yield a warning about an evaluation, where a step has this many backwards."""
+    """Yield a warning if an evaluation divides by `count`, the number of backwards in a step."""
     source = evaluated.source
     if count < 2:
         return
@@ -55,7 +55,7 @@ def divided_evaluation(evaluated: Evaluated, count: int) -> Iterator[str]:
 
 
 def _of_training(source: Source) -> Iterator[ast.expr]:
-    """Yield the divisors of losses whose backward runs."""
+    """Yield the divisors in losses whose backward runs."""
     scopes: list[Scope] = [source.tree, *(n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef))]
     for scope in scopes:
         nodes = list(inside(scope))
@@ -74,7 +74,7 @@ def _of_training(source: Source) -> Iterator[ast.expr]:
 
 
 def _divisions(loop: ast.For, source: Source) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr]]:
-    """Yield divisions in the loop, and in the return values of functions of the file that it calls."""
+    """Yield divisions in the loop, and in functions of the same file that it calls, each with the divisor."""
     for node in inside(loop):
         yield from _divided(node, deep=False)
         if isinstance(node, ast.Call):
@@ -101,5 +101,5 @@ def _called(value: ast.AST, source: Source) -> Iterator[ast.FunctionDef]:
 
 
 def _is_given_in(loop: ast.For, divisor: ast.expr) -> bool:
-    """Check whether the loop itself computes a divisor."""
+    """Return whether the loop itself computes the divisor."""
     return any(reads(divisor, name) for node in inside(loop) for name, _ in given(node))

@@ -1,6 +1,6 @@
 """Check that a resumed program has asked where it resumed.
 
-One that counts epochs from 0 all the same trains too many.
+A resumed program that counts epochs from 0 trains too many.
 
 Tested in tests/script/test_lost_in_a_loop.py.
 """
@@ -19,20 +19,20 @@ _ONLY_SHOWN = re.compile(r"^\s*(\w+\.)*(print|info|log)\(")
 
 
 class Asked:
-    """Whether the program has asked for the epoch or the step at which it resumes."""
+    """Records whether the program has read the epoch or step at which it resumes."""
 
     def __init__(self) -> None:
         self._read = self._told = False
 
     def note(self) -> None:
-        """Note that the program asks. A line that only shows it does not count."""
+        """Record that the program reads the epoch or step. A line that only prints or logs it does not count."""
         if self._read or (frame := user_frame(sys._getframe(1))) is None:
             return
         self._read = not _ONLY_SHOWN.match(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
 
     def unread(self, epochs: int, extra: Any) -> str:
-        """Return a warning, once, if an epoch begins after a resume that the program ignores. epochs: finished ones.
-        extra: other restored values, which may count epochs themselves."""
+        """Return a warning, once, if an epoch begins after a resume that the program ignores. epochs: how many had
+        finished. extra: other restored values, which may be the program's epoch count."""
         counts = isinstance(extra, dict) and any(re.search("epoch|step", str(name).lower()) for name in extra)
         if self._told or self._read or not epochs or counts:
             return ""

@@ -1,9 +1,9 @@
 """Warn when a rank's own loss is printed after `mw.backward(loss)`.
 
-The same goes for a loss that is logged or compared: `mw.backward` returned the loss of the whole batch, unused. Warned
-of at the first backwards of that line.
+The same goes for a loss that is logged or compared, if the loss of the whole batch, which `mw.backward` returns, is not
+used. The warning comes at the first backwards of that line.
 
-Only what the source tells for certain; what may be added up over the ranks is no slip.
+It warns only if the source leaves no doubt, and the value is not summed over the ranks.
 
 Tested in tests/slips/test_slips.py.
 """
@@ -23,7 +23,7 @@ OWN = (
 
 
 def says_own_loss() -> str:
-    """Return a warning about the user's running `mw.backward`; empty if no mistake is found."""
+    """Return a warning about the `mw.backward` call that the user's code runs now; empty if there is no mistake."""
     return asked(_said, "")
 
 
@@ -37,7 +37,7 @@ def _said(source: Source, call: ast.Call) -> str:
 
 
 def _loss(node: ast.expr) -> str:
-    """Return `loss` for `loss`, `scaler.scale(loss)` and `loss / 4`."""
+    """Return `loss` for the expressions `loss`, `scaler.scale(loss)` and `loss / 4`; empty for others."""
     if isinstance(node, ast.BinOp):
         node = node.left
     if isinstance(node, ast.Call) and name_of(node) == "scale" and node.args:
@@ -46,7 +46,7 @@ def _loss(node: ast.expr) -> str:
 
 
 def _shows(source: Source, name: str) -> Iterator[int]:
-    """Yield lines that print, log or compare a loss's number, or add it to a sum that is shown."""
+    """Yield the lines that print, log or compare the value of a loss, or that show a sum of its values."""
     sums = {
         node.target.id
         for node in inside(source.scope)
@@ -64,13 +64,13 @@ def _shows(source: Source, name: str) -> Iterator[int]:
 
 
 def _is_number(node: ast.expr, name: str) -> bool:
-    """Check whether an expression is the value of a tensor: `loss.item()`, `float(loss)`, `loss.detach()`, its name."""
+    """Return whether an expression is a tensor's value: `loss.item()`, `float(loss)`, `loss.detach()` or `loss`."""
     node = bare(node)
     return isinstance(node, ast.Name) and node.id == name
 
 
 def _is_shown(source: Source, node: ast.AST, name: str) -> bool:
-    """Check whether a loss's number is passed to a call, or formatted in a string."""
+    """Return whether the value of a loss is passed to a call, or formatted in a string."""
     if isinstance(node, ast.FormattedValue):
         return _is_number(node.value, name)
     if not isinstance(node, ast.Call) or source.verb(node) == "backward":
@@ -80,7 +80,7 @@ def _is_shown(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _may_join(source: Source, call: ast.Call) -> bool:
-    """Check whether a call, or one inside it, may reduce over ranks, keep the value for later, or run on one rank."""
+    """Return whether a call, or one inside it, may reduce over ranks, keep the value, or run on one rank only."""
     functions = {n.name for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     called = [name_of(each) for each in ast.walk(call) if isinstance(each, ast.Call)]
     names = [each.id for each in ast.walk(call) if isinstance(each, ast.Name)]

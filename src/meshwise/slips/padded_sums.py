@@ -1,7 +1,7 @@
 """Refuse sums over ranks of values that count padding samples.
 
-Such a value is added up in a loop over batches of which some rank has none, and joined over the ranks after it;
-`over_ranks` would refuse it there. Where the source shows it, it is refused at the start.
+Such a value is summed in a loop over batches that are too small for all ranks, and reduced over ranks after the loop;
+`over_ranks` would refuse that there. If the source shows it, it is refused at the start.
 
 Tested in tests/slips/test_padded_sums.py.
 """
@@ -29,11 +29,11 @@ PADDED = (
 DEEP = 3  # functions within functions
 EACH = "each batch"
 WHOLE = ("enumerate", "tqdm", "track")
-"""Calls around a loader that read all of it."""
+"""Calls around a loader that read all of its batches."""
 
 
 def refuse_padded_sums(objects: Sequence[Any], ranks: int) -> None:
-    """Raise UsageError where the program gives a loader with too small batches to `mw.distribute`, and sums over it."""
+    """Raise UsageError if the program sums over a loader with too small batches among `objects` of `mw.distribute`."""
     fewest = {number: _fewest(each, ranks) for number, each in enumerate(objects)}
     short = {number: each for number, each in fewest.items() if each is not None}
     frame = user_frame() if short else None
@@ -51,7 +51,7 @@ def refuse_padded_sums(objects: Sequence[Any], ranks: int) -> None:
 
 
 def _fewest(loader: Any, ranks: int) -> tuple[str, int] | None:
-    """Return which batch of a loader has fewer samples than ranks exist, and how many; None if that is uncertain."""
+    """Return which batch of a loader has fewer samples than there are ranks, and how many; None if none is known to."""
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:
         return None
     if loader.batch_size < ranks:
@@ -67,8 +67,8 @@ def _fewest(loader: Any, ranks: int) -> tuple[str, int] | None:
 
 
 def loops_of_value(source: Source, call: ast.Call) -> tuple[str, ...]:
-    """Return the lines of the loops that sum up the argument of a later `mw.sum` or `mw.mean` call: loops of the
-    calling function, or of one that returned the value."""
+    """Return the source lines of the loops that sum up the argument of an `mw.sum` or `mw.mean` call after them: in the
+    calling function, or in a function that returned the value."""
     nodes = list(inside(source.scope))
     loops = [n for n in nodes if isinstance(n, ast.For) and _joined(source, call, n, _added(n))]
     given_by = [value for node in nodes for name, value in given(node) if call.args and reads(call.args[0], name)]
@@ -80,7 +80,7 @@ def loops_of_value(source: Source, call: ast.Call) -> tuple[str, ...]:
 
 
 def _is_given_back(function: ast.FunctionDef, loop: ast.For) -> bool:
-    """Check whether a function returns the sum that its loop computed, unchanged."""
+    """Return whether a function returns, unchanged, the sum that its loop computed."""
     behind = [node for node in inside(function) if getattr(node, "lineno", 0) > (loop.end_lineno or 0)]
     anew = {name for node in behind for name, _ in given(node)}
     returned = [node.value for node in behind if isinstance(node, ast.Return) and node.value is not None]
@@ -89,7 +89,7 @@ def _is_given_back(function: ast.FunctionDef, loop: ast.For) -> bool:
 
 
 def _names_of_result(source: Source, call: ast.Call | None, count: int) -> dict[int, str]:
-    """Return the names that are assigned a call's results, by its arguments."""
+    """Return the names that are assigned the results of a call, by the position of the argument."""
     if call is None or len(call.args) != count or any(isinstance(each, ast.Starred) for each in call.args):
         return {}
     for node in inside(source.scope):
@@ -101,8 +101,8 @@ def _names_of_result(source: Source, call: ast.Call | None, count: int) -> dict[
 
 
 def _sums(source: Source, loader: str, deep: int, *, every: bool) -> Iterator[tuple[ast.For, ast.Call, str]]:
-    """Yield loops over a loader of this name, the later calls that reduce their sums, and each sum's name.
-    every: all batches are too small, so a loop that is left early has such a batch too."""
+    """Yield loops over the loader of this name, with the later calls that reduce their sums, and each sum's name.
+    every: whether all batches are too small, so that loops that may end early count too."""
     nodes = list(inside(source.scope))
     for loop in nodes:
         if isinstance(loop, ast.For) and _reads_all(loop.iter, loader) and (every or not _is_left(loop)):
@@ -126,14 +126,14 @@ def _is_left(loop: ast.For) -> bool:
 
 
 def _added(loop: ast.For) -> set[str]:
-    """Return names that a loop adds to: `a += b`, `a = a + b`."""
+    """Return the names that a loop adds to, by `a += b` or `a = a + b`."""
     names = {n.target.id for n in inside(loop) if adds(n) and isinstance(n.target, ast.Name)}
     every = (pair for node in inside(loop) for pair in given(node))
     return names | {name for name, value in every if isinstance(value, ast.BinOp) and reads(value, name)}
 
 
 def _joined(source: Source, call: ast.Call, loop: ast.For, added: set[str]) -> str:
-    """Return the name among `added` that a later call reduces over the ranks unchanged; else empty."""
+    """Return the name among `added` that a later `call` reduces over the ranks, unchanged in between; else ""."""
     if call.lineno <= (loop.end_lineno or 0):
         return ""
     if source.verb(call) not in ("sum", "mean") or not call.args or any(each.arg == "grad" for each in call.keywords):
@@ -146,7 +146,7 @@ def _joined(source: Source, call: ast.Call, loop: ast.For, added: set[str]) -> s
 
 
 def _parameters(tree: ast.Module, call: ast.Call, name: str) -> Iterator[tuple[ast.FunctionDef, str]]:
-    """Yield the functions of the file that a call passes the name to, and their parameter's name."""
+    """Yield the functions of the file to which a call passes the name, each with the parameter that gets it."""
     given_at = {at for at, each in enumerate(call.args) if isinstance(each, ast.Name) and each.id == name}
     by_name = {k.arg for k in call.keywords if isinstance(k.value, ast.Name) and k.value.id == name}
     if not name or not isinstance(call.func, ast.Name) or not (given_at or by_name):

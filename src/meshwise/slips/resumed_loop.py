@@ -1,8 +1,8 @@
 """Warn when a loop resumed inside an epoch counts from 0 again.
 
-These are the program's own counters.
+These are counters and sums that the program keeps.
 
-Its source tells: the numbers of `enumerate(loader)`, and what the body adds to that is empty as it begins.
+The source shows them: the numbers of `enumerate(loader)`, and sums or lists that are empty as the loop begins.
 
 Tested in tests/slips/test_resumed_loop.py.
 """
@@ -23,8 +23,8 @@ from meshwise.spec.words import some
 
 
 def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
-    """Yield warnings about the user's loop that begins after `start` batches, at least one, of its loader's epoch.
-    kept: restored objects."""
+    """Yield warnings about the user's loop that begins inside an epoch, after `start` batches (at least one). kept:
+    objects that were restored."""
     if (frame := user_frame()) is None:
         return
     file, line = frame.f_code.co_filename, frame.f_lineno
@@ -46,7 +46,7 @@ def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
 
 
 def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
-    """Check whether a value that a loop adds to is still empty, or cannot be inspected, and was not restored."""
+    """Return whether a value that a loop adds to was not restored, and is empty or of an unknown kind."""
     if any(value is each for each in kept) or isinstance(value, ModuleType) or "tqdm" in str(type(value)):
         return False
     if isinstance(value, list | tuple | set):
@@ -59,7 +59,7 @@ def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
 
 
 def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
-    """Yield, for each `enumerate(tqdm(loader))` without a start in this line, `tqdm(loader)` and `loader`."""
+    """Yield `tqdm(loader)` and `loader` for each `enumerate(tqdm(loader))` without a start on this line."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and not node.keywords]
     for call in calls:
         here = call.lineno <= line <= (call.end_lineno or 0)
@@ -72,14 +72,14 @@ def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
 
 
 def _loops(tree: ast.Module, line: int) -> Iterator[ast.For]:
-    """Yield the loops whose head ends in this line or spans it."""
+    """Yield the loops whose head includes this line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or 0):
             yield node
 
 
 def _sums(loop: ast.For) -> list[str]:
-    """Return names that the body adds to, and does not reset with each batch: `t += x`, `t = 0.9 * t + x`."""
+    """Return names that the body adds to, but does not reset for each batch: `t += x`, `t = 0.9 * t + x`."""
     nodes = [node for node in ast.walk(loop) if adds(node)]
     added = dict.fromkeys(node.target.id for node in nodes if isinstance(node.target, ast.Name))
     added |= dict.fromkeys(name for node in ast.walk(loop) for name, value in given(node) if reads(value, name))

@@ -1,8 +1,8 @@
 """Detect values summed over ranks twice, and ratios of sums.
 
-The source around the value shows which.
+The source around the call shows them.
 
-A sum of a sum is left as it is, where the ranks do hold the same, with a note. So is the mean of the ranks' ratios.
+A sum of a sum returns its argument, with a note, if the ranks hold the same. A mean of the ranks' ratios gets a note.
 
 Tested in tests/slips/test_slips.py.
 """
@@ -25,22 +25,22 @@ RATIO = (
 
 
 def is_summed() -> bool:
-    """Check whether the argument of the user's running call was already reduced over the ranks, as far as is known."""
+    """Return whether the argument of the user's running call is known to be reduced over the ranks already."""
     return _asked(lambda source, value: _joined(source, value, ()) is True)
 
 
 def is_ratio() -> bool:
-    """Check whether the running call's argument is one sum divided by another, each over whole tensors."""
+    """Return whether the running call's argument is one sum divided by another, each over a whole tensor."""
     return _asked(_ratio)
 
 
 def _asked(question: Callable[[Source, ast.expr], bool]) -> bool:
-    """Ask the question about the argument of the running call."""
+    """Answer a yes-or-no question about the first argument of the running call; False if there is no source."""
     return asked(lambda source, call: bool(call.args) and question(source, call.args[0]), False)
 
 
 def _joined(source: Source, node: ast.expr, behind: tuple[str, ...]) -> bool | None:
-    """Check whether a value comes from our verbs; False for plain numbers only, None if it contains anything else."""
+    """Return whether a value comes from `mw.sum` or `mw.mean`; False for plain numbers only, None for anything else."""
     node = bare(node)
     if isinstance(node, ast.Constant):
         return False
@@ -83,7 +83,7 @@ def _ratio(source: Source, node: ast.expr) -> bool:
 
 
 def _has_sum(node: ast.expr) -> bool:
-    """Check whether an expression consists of sums of whole tensors and plain numbers."""
+    """Return whether an expression consists of sums over whole tensors and of plain numbers."""
     node = bare(node)
     if isinstance(node, ast.BinOp):
         sides = [each for each in (node.left, node.right) if not isinstance(each, ast.Constant)]

@@ -1,6 +1,6 @@
 """Read the source around the user's line: call, names, loops.
 
-Only what is known is told: where there is no source, or a name has a value from elsewhere, that is nothing.
+The functions return only what is certain: nothing, if there is no source or a name gets its value elsewhere.
 
 Tested in tests/slips/test_slips.py and tests/slips/test_resumed_loop.py.
 """
@@ -21,14 +21,14 @@ _Answer = TypeVar("_Answer")
 _answers: dict[tuple[Any, ...], Any] = {}
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 PLAIN = {"item", "float", "double", "long", "int", "cpu", "clone", "detach", "to", "tolist", "tensor", "as_tensor"}
-"""Calls that return the value they are called on, or given."""
+"""Calls that return the value that they are called on, or that they are given."""
 
 ROOMS_OF_VERBS = ("meshwise.script.", "meshwise.process.", "meshwise.tracking.", "meshwise.job.")
 
 
 @dataclass(frozen=True)
 class Source:
-    """The source around a user's frame: its tree, the function that runs there, its names, and the frame's line."""
+    """The source around a user's frame: the file's tree, the function that runs, the values of names, and the line."""
 
     file: str
     tree: ast.Module
@@ -37,11 +37,11 @@ class Source:
     line: int
 
     def place(self, line: int) -> str:
-        """Return `train.py:31`."""
+        """Return a source line as text, such as `train.py:31`."""
         return place(self.file, line)
 
     def verb(self, node: ast.AST) -> str:
-        """Return the verb of ours that is called, such as `sum` for `mw.sum(x)`; empty for any other call."""
+        """Return the meshwise verb that is called, such as `sum` for `mw.sum(x)`; empty for any other node."""
         if not isinstance(node, ast.Call):
             return ""
         if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
@@ -52,7 +52,7 @@ class Source:
         return str(getattr(function, "__name__", "")) if ours else ""
 
     def given_to(self, name: str) -> list[ast.expr | None]:
-        """Return what this function, or else the file, assigns to a name; None for unknown values (an argument)."""
+        """Return what the function, or else the file, assigns to a name; None for unknown values, as of arguments."""
         for scope in dict.fromkeys([self.scope, self.tree]):
             found = [value for each, value in values_of(scope) if each == name]
             if found:
@@ -60,7 +60,7 @@ class Source:
         return []
 
     def number(self, node: ast.expr) -> int | None:
-        """Return the whole number that a constant, a name or an attribute has here."""
+        """Return the integer that a constant, a name or an attribute holds here; None if it is unknown."""
         if isinstance(node, ast.Constant):
             value = node.value
         elif isinstance(node, ast.Name):
@@ -75,14 +75,14 @@ class Source:
 
 
 def source_of(frame: FrameType) -> Source:
-    """Return the source around a user's frame."""
+    """Return the source around the line that a user's frame runs."""
     tree = parsed(frame)
     scope = _scope_of(tree, frame.f_code.co_name, frame.f_lineno)
     return Source(frame.f_code.co_filename, tree, scope, {**frame.f_globals, **frame.f_locals}, frame.f_lineno)
 
 
 def parsed(frame: FrameType) -> ast.Module:
-    """Parse the file of a frame; empty where it has no source."""
+    """Parse the file of a frame; return an empty module if there is no source."""
     return _parsed("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
 
 
@@ -107,15 +107,15 @@ def _scope_of(tree: ast.Module, name: str, line: int) -> Scope:
 
 
 def call_in(frame: FrameType, tree: ast.Module) -> ast.Call | None:
-    """Return the call that is running in a frame."""
+    """Return the call that a frame is running; None if it is not found."""
     where = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return next((n for n in calls if (n.lineno, n.end_lineno, n.col_offset, n.end_col_offset) == where), None)
 
 
 def asked(question: Callable[[Source, ast.Call], _Answer], unknown: _Answer) -> _Answer:
-    """Answer a question about the user's running call, asked once for each call in the source. unknown: the answer
-    where there is no source."""
+    """Answer a question about the meshwise call that the user's code runs now, once for each call in the source.
+    unknown: the answer if there is no source."""
     frame = user_frame()
     if frame is None:
         return unknown
@@ -128,14 +128,14 @@ def asked(question: Callable[[Source, ast.Call], _Answer], unknown: _Answer) -> 
 
 
 def loop_at(source: Source) -> ast.For | None:
-    """Return the innermost loop whose head is the running line."""
+    """Return the innermost `for` loop whose head includes the running line; None if there is none."""
     loops = [n for n in inside(source.scope) if isinstance(n, ast.For)]
     loops = [n for n in loops if n.lineno <= source.line <= (n.iter.end_lineno or 0)]
     return loops[-1] if loops else None
 
 
 def inside(scope: Scope | ast.For) -> Iterator[ast.AST]:
-    """Yield all nodes of a function, or a loop, except those in functions and classes inside it."""
+    """Yield all nodes in a function or a loop, except those inside nested functions and classes."""
     waiting: list[ast.AST] = list(ast.iter_child_nodes(scope))
     while waiting:
         node = waiting.pop()
@@ -145,7 +145,7 @@ def inside(scope: Scope | ast.For) -> Iterator[ast.AST]:
 
 
 def values_of(scope: Scope) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yield each name that a function assigns, with its value; None for unknown values."""
+    """Yield each name that a function assigns, with the value; None for unknown values."""
     if not isinstance(scope, ast.Module):
         every = scope.args
         for argument in (*every.posonlyargs, *every.args, *every.kwonlyargs, every.vararg, every.kwarg):
@@ -162,12 +162,12 @@ def values_of(scope: Scope) -> Iterator[tuple[str, ast.expr | None]]:
 
 
 def adds(node: ast.AST) -> TypeGuard[ast.AugAssign]:
-    """Check whether a statement is `a += b`."""
+    """Return whether a statement is `a += b`."""
     return isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
 
 
 def given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the names that a statement assigns, each with its value: `a = b = 0`, `a, b = 0, 0.0`."""
+    """Yield the names that a statement assigns, each with its value, as in `a = b = 0` or `a, b = 0, 0.0`."""
     if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
         return
     value = node.value
@@ -182,12 +182,12 @@ def given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def reads(node: ast.AST, name: str) -> bool:
-    """Check whether a name occurs in code."""
+    """Return whether a name occurs in code."""
     return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
 
 
 def name_of(call: ast.Call) -> str:
-    """Return `f` for `f(x)` and `a.f(x)`; empty where a call has no name."""
+    """Return `f` for `f(x)` and `a.f(x)`; empty if what is called has no name."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
@@ -199,7 +199,7 @@ def whole_of(node: ast.expr) -> ast.expr:
 
 
 def bare(node: ast.expr) -> ast.expr:
-    """Return `x` for `float(x)`, `x.item()`, `torch.tensor(x)`."""
+    """Return `x` for `float(x)`, `x.item()` and `torch.tensor(x)`."""
     while isinstance(node, ast.Call):
         function = node.func
         if isinstance(function, ast.Attribute) and function.attr in PLAIN:
