@@ -1,8 +1,8 @@
 """Keep the weights of the best evaluation, and stop early.
 
-When no evaluation has been better for long, the training ends.
+When no evaluation was better for `patience` evaluations, the training ends.
 
-The file of the weights says itself which epoch it is of: a resumed run reads from it what the best was.
+The file of the weights records the epoch and the metric, from which a resumed run reads what the best was.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from meshwise.transfer.groups import get_rank
 
 
 class BestEpoch:
-    """Tracks the best epoch so far. Every rank knows the same, since metrics are over all ranks."""
+    """Tracks the best evaluation so far. Every rank has the same result, since metrics cover all ranks."""
 
     def __init__(self, job: Job, folder: Path | None, *, resumed: bool) -> None:
-        """folder: of the run; None keeps no weights. Collective for a run that is resumed.
+        """folder: the run folder; None keeps no weights. Collective if the run is resumed.
 
         Raises UsageError if the resumed run kept the best by another metric.
         """
@@ -44,13 +44,13 @@ class BestEpoch:
             )
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Raise UsageError if the job's metrics lack the one to compare by."""
+        """Raise UsageError if the job's metrics lack the metric of `job.best`."""
         if self._metric not in metrics:
             has = f"{', '.join(metrics)}.{nearest(self._metric, metrics)}"
             raise UsageError(f"job '{self._job.name}': best={self._job.best!r} names none of its metrics: {has}")
 
     def take(self, metrics: Mapping[str, float], epoch: int, step: int, model: nn.Module) -> bool:
-        """Return whether this epoch is the best so far, and keep its weights if so. Collective."""
+        """Return whether this evaluation is the best so far; if so, save its weights. Collective."""
         if not self._metric:
             return False
         value = metrics[self._metric]
@@ -64,13 +64,13 @@ class BestEpoch:
         return True
 
     def is_over(self, state: RunState) -> bool:
-        """Check whether the job's patience has ended."""
+        """Return whether the job's patience has ended."""
         every, unit = self._job.evaluates
         since = getattr(state, unit[:-1]) - (getattr(self.found, unit[:-1]) if self.found is not None else 0)
         return self._job.patience is not None and since >= self._job.patience * every
 
     def why_over(self, state: RunState) -> str:
-        """Say why a run ended before its last epoch; empty if it did not."""
+        """Return why a run ended before its last epoch; empty if it did not."""
         if state.epoch >= self._job.epochs or not self.is_over(state):
             return ""
         after, then = f"epoch {state.epoch} of {self._job.epochs}", f"epoch {self.found.epoch}" if self.found else ""

@@ -29,9 +29,9 @@ _MUST_BE_GIVEN: Any = ...
 class EpochEnd:
     """The argument of a job's callbacks after an epoch, on every rank.
 
-    epoch: from 1. step: optimizer steps so far. loss: of the last step, over all ranks. metrics: of the evaluation
-    after this epoch, empty where there was none. best: whether it was the best so far. model, optimizer: those in
-    training; the model returns to training mode after each callback.
+    epoch: counted from 1. step: optimizer steps so far. loss: that of the last step, over all ranks. metrics: those of
+    the evaluation after this epoch; empty if there was none. best: whether that evaluation was the best so far. model,
+    optimizer: those that train; the model is put into training mode again after each callback.
     """
 
     epoch: int
@@ -48,37 +48,37 @@ class EpochEnd:
 class Job:
     """A training program: model, data, loss and optimizer.
 
-    name: in messages and of the run's folder; default: the variable that it is bound to.
-    model: builds the model; called once on every rank, start values are those of rank 0.
+    name: used in messages and for the run's folder; default: the name of the variable that holds the job.
+    model: builds the model; called once on every rank. All ranks start with the values of rank 0.
     loss: `loss(model, batch)` returns a scalar mean over the samples of `batch`, or `(mean, weight)` where `weight`
         counts what the mean is over (a token mean returns its number of tokens). Gradients are the exact weighted mean
         over the global batch.
-    reduction: `sum` where the loss is a sum over the samples of `batch`: gradients are then those of the sum over the
+    reduction: `sum` if the loss is a sum over the samples of `batch`: gradients are then those of the sum over the
         global batch. Without metrics the test loss is per sample. By default the loss counts as a mean, and on several
         devices a loss known to be a sum is refused; `mean` overrides that check.
     optimizer: makes the optimizer from the parameters.
     data: the training set, or a function that returns it: a map-style dataset, or a tuple or dict of equally long
-        tensors (sliced by batch). A function is called on each rank; a data set is sent to it. A dataset with
+        tensors (sliced by batch). A function is called on each rank; a data set is sent to each. A dataset with
         `batch(indices)` is asked for whole batches; any other is read by torch's DataLoader.
     test: the test set, like `data`. Every sample counts once.
     metrics: `metrics(model, batch)` returns named means like `loss` does, for instance `{"accuracy": ...}`.
     predict: `predict(model, batch)` returns a row for each sample of `batch`: a tensor, a list, or a dict or tuple of
-        them. By default the model's output for the batch (a dict by name, the first entry of a tuple), or its `logits`
-        if it has them. See `mw.predict`.
+        them. By default the model's output for the batch (a dict by name, the first entry of a tuple), or the `logits`
+        in that output. See `mw.predict`.
     scheduler: makes a scheduler from the optimizer; it steps once per optimizer step.
-    collate: joins samples to a batch, as DataLoader's `collate_fn`.
-    batch_size: samples of the *global* batch, on any number of devices.
+    collate: joins samples into a batch, as DataLoader's `collate_fn`.
+    batch_size: the number of samples in the *global* batch, on any number of devices.
     clip_norm: the norm to which the gradient of the whole step is clipped.
-    loader_workers: processes that a DataLoader reads with, on each rank.
+    loader_workers: how many processes the DataLoader of each rank uses.
     validate_every: epochs from one evaluation to the next, or optimizer steps: `"500 steps"`, counted from the start of
-        the run. The end of the training is evaluated too.
-    best: which evaluation is the best, `max accuracy` or `min loss`: its weights are kept as best.safetensors.
-    patience: the training ends after this many evaluations that were no better than the best.
+        the run. The last epoch ends with an evaluation, too.
+    best: which evaluation is the best, such as `max accuracy` or `min loss`; its weights are saved as best.safetensors.
+    patience: the training ends after this many evaluations in a row that were no better than the best so far.
     callbacks: called on every rank after each epoch and its evaluation, with an `EpochEnd`.
     stage_cost: `stage_cost(name, block)` returns the cost of a block of the model, in any unit: a pipeline is split so
-        that its most expensive stage is as cheap as possible. By default the number of parameters.
+        that its most expensive stage is as cheap as possible. By default, the cost is the number of parameters.
     log: where losses and metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, or functions of your
-        own, `track(values, step)`, called on rank 0. `--log` adds to it. A failing one does not end the training.
+        own, `track(values, step)`, called on rank 0. `--log` adds more. A tracker that fails does not end the training.
     """
 
     name: str = ""
@@ -139,17 +139,17 @@ class Job:
 
     @property
     def trackers(self) -> tuple[str | Tracker, ...]:
-        """The trackers that `log` names."""
+        """The trackers in `log`, as a tuple."""
         return (self.log,) if isinstance(self.log, str) or callable(self.log) else tuple(self.log)
 
     @property
     def evaluates(self) -> tuple[int, str]:
-        """`validate_every` as a count and its unit: `(500, "steps")`; a count of 0 means never."""
+        """`validate_every` as a count and a unit, such as `(500, "steps")`; a count of 0 means that it is invalid."""
         whole = isinstance(self.validate_every, int | str) and not isinstance(self.validate_every, bool)
         return _count_and_unit(str(self.validate_every)) if whole else (0, "epochs")
 
     def named(self, name: str = "") -> Job:
-        """Return this job; without a name it gets this one, or that of the program's variable it is bound to."""
+        """Return this job; if it has no name, with `name`, or else with the name of the program's variable for it."""
         if self.name:
             return self
         bound = (key for key, value in vars(sys.modules["__main__"]).items() if value is self and key[0] != "_")
@@ -165,7 +165,7 @@ def _count_and_unit(text: str) -> tuple[int, str]:
 
 
 def _check_best(job: str, best: str, test: Any) -> None:
-    """Raise UsageError if `best` is not `max NAME` or `min NAME`, or there is no test set to compute it from."""
+    """Raise UsageError if `best` is not `max NAME` or `min NAME`, or if there is no test set for that metric."""
     direction, _, metric = best.partition(" ")
     if direction not in ("max", "min") or not metric.strip():
         word = best.split()[-1] if best.split() else "accuracy"
@@ -175,7 +175,7 @@ def _check_best(job: str, best: str, test: Any) -> None:
 
 
 def _is_dataset(given: Any) -> bool:
-    """Check whether this is a data set itself, and not a function or class that returns one."""
+    """Return whether `given` is a data set itself, not a function or class that returns one."""
     return not isinstance(given, type) and hasattr(type(given), "__getitem__")
 
 

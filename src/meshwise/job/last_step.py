@@ -1,9 +1,9 @@
 """Keep a rank's latest state, so that a run survives losing it.
 
-The run then goes on without going back to a save.
+The run then continues without going back to a save.
 
-Where each rank holds all of the state, one of those that are left writes it: nothing is copied before. Else each rank
-copies its part after a step into memory that its launcher holds, so that what a lost rank held is there too:
+If each rank holds all of the state, one of the surviving ranks writes it: nothing is copied before. Else each rank
+copies its part after a step into memory that its launcher holds, which also has the part of a lost rank:
 
     --redundancy 1    after every step
     (default)         after every n-th, with the n that costs at most 1 % of a step, and where memory is plenty
@@ -43,7 +43,7 @@ PATIENCE, LOOK = 5.0, 0.005  # seconds for a step in flight to be whole again, a
 
 
 def among(plan: Plan, world: World) -> Among:
-    """Return how ranks share the keeping of a state under a plan. Replicas are on the outermost axis."""
+    """Return how ranks divide the work of keeping a state under a plan. Replicas are on the outermost axis."""
     attempt = int(os.environ.get(ATTEMPT, "1"))
     divided = plan.parameters_divided or plan.state_divided
     if world.size > 1 and plan.data == world.size and not divided and world.kind == "cpu":
@@ -53,7 +53,7 @@ def among(plan: Plan, world: World) -> Among:
 
 
 class LastStep:
-    """The state of a run after its last step. Call `keep` after each step."""
+    """Keeps the state of a run after its last step. Call `keep` after each step."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class LastStep:
         redundancy: int | None,
         notify: Callable[[str], None],
     ) -> None:
-        """folder: of the run. notify: takes a line for the user, once for all ranks."""
+        """folder: the run folder. notify: prints a line for the user, once for all ranks."""
         self._state, self._world, self._notify = state, world, notify
         who = among(plan, world)
         if redundancy and who.whole:
@@ -79,7 +79,7 @@ class LastStep:
         self._lock = threading.Lock()  # the state is noted by one thread, and left by another
 
     def keep(self) -> None:
-        """Keep the state after a step and all that belongs to it. Collective in the first steps."""
+        """Keep the state, after a step and everything that belongs to the step. Collective in the first steps."""
         began, last, step = time.perf_counter(), self._last, self._state.step
         due = self._every > 0 and step % self._every == 0
         with self._lock:
@@ -94,7 +94,7 @@ class LastStep:
         self._before = began
 
     def _begin(self) -> None:
-        """Check that there is memory to keep the state."""
+        """Check whether there is enough memory to keep the state; if not, say so, and keep none."""
         self._begun = True
         if self._whole:
             return
@@ -118,7 +118,7 @@ class LastStep:
             )
 
     def _measure(self, began: float) -> None:
-        """Decide, after some steps, how often a copy is worth its time."""
+        """After some measured steps, decide how often to copy the state, from the time that a copy takes."""
         if self._before and self._begun:
             self._costs.append((time.perf_counter() - began, began - self._before))
         if len(self._costs) < MEASURED:
@@ -133,7 +133,7 @@ class LastStep:
             )
 
     def leave(self) -> bool:
-        """Write the state after the last step, when a step has failed or hangs; return whether it is written."""
+        """Write the state after the last step, when a step has failed or hangs; return whether it is on disk."""
         with self._lock:
             if not self._last.is_whole():
                 return False
@@ -145,7 +145,7 @@ class LastStep:
         return left
 
     def _is_first(self) -> bool:
-        """Check whether no other rank has begun to write the state: one copy is enough."""
+        """Return whether no other rank has begun to write the state, as one copy is enough."""
         try:
             os.close(os.open(self._mark, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -153,7 +153,7 @@ class LastStep:
         return True
 
     def answer(self, channel: WorkerChannel) -> None:
-        """Leave the state when the launcher asks for it, in the listening thread, even during a step."""
+        """Write the state when the launcher asks for it: in the listening thread, even during a step."""
 
         def leave(message: Mapping[str, Any]) -> None:
             channel.send("rescuing")

@@ -1,12 +1,12 @@
 """Skip batches whose loss or gradient was not finite: `--on-nan back`.
 
-The state that the run goes on from is the newest one without them. As long as the parameters are finite, that is the
-state before the step itself: to go back and to repeat the steps since then would give the same bits. Where they are
-not, the update of the step before, or a fault, has spoiled them: the attempt ends (SpoiledError), the next one begins
-from the newest saved state, and the batch of the step before is left out too.
+The run continues from the newest state without these batches. If the parameters are finite, that is the state before
+the step: going back to a save and repeating the steps since would give the same bits. If not, the previous step's
+update, or a fault, has spoiled them: the attempt ends (SpoiledError), the next one begins from the newest saved state,
+and the batch of the previous step is left out, too.
 
-A batch that is left out is no step: no update, no tick of the schedule, no number. The folder of the run keeps which
-they are, so that no later attempt meets them. Tested in tests/job/test_left_out.py.
+A batch that is left out is no step: no update, no step of the scheduler, no step number. The run folder records these
+batches, so that later attempts skip them. Tested in tests/job/test_left_out.py.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from meshwise.spec.words import ranks_text
 from meshwise.transfer import collectives, stages
 
 Batch = tuple[int, int, int]
-"""A batch: its epoch (from 0), its first sample in that epoch's order, and the index after its last."""
+"""A batch: its epoch (from 0), the index of its first sample in the epoch's order, and the index after its last."""
 
 
 class LeftOut:
-    """The batches that this run leaves out, and how its steps find them. The same on all ranks."""
+    """The batches that this run leaves out, and the check that finds them. The same on all ranks."""
 
     is_step = False
-    """Whether a step without an update counts as a step."""
+    """Whether a step without an update still counts as a step."""
 
     def __init__(self, state: RunState, folder: Path | None, tell: Callable[[str], None], *, scaled: bool) -> None:
-        """folder: of the run; None remembers nothing for a later one. tell: takes a line for the user.
-        scaled: whether a loss scaler handles gradients that are not finite. Collective."""
+        """folder: the run folder; with None, nothing is remembered for later runs. tell: prints a line for the user.
+        scaled: whether a loss scaler handles non-finite gradients. Collective."""
         self._state, self._scaled, self._first = state, scaled, collectives.get_rank(collectives.everyone()) == 0
         self._tell = tell
         self._file = None if folder is None else folder / names.LEFT_OUT
@@ -45,20 +45,20 @@ class LeftOut:
         own = list(_read(self._file)) if self._first else []
         self._every: list[Batch] = collectives.broadcast_object(own, collectives.everyone())
         self.last: deque[Batch] = deque(maxlen=2)
-        """The batches of the previous and the current step."""
+        """The batches of the previous step and of the current one."""
         self.in_a_row = 0
 
     def ranges(self, epoch: int, begin: int = 0) -> list[tuple[int, int]]:
-        """Return the left-out batches of an epoch that end after sample `begin`, as `batch_bounds` takes them."""
+        """Return the left-out batches of an epoch that end after sample `begin`, in the form of `batch_bounds`."""
         return [(first, stop) for of, first, stop in self._every if of == epoch and stop > begin]
 
     def step_begins(self) -> None:
-        """Keep the buffers as they are before the forward."""
+        """Copy the buffers before the forward of a step."""
         self._kept.keep()
 
     def skips(self, step: int, losses: Losses) -> bool:
-        """Return whether this step's batch is left out. Collective. Raises SpoiledError where its parameters are not
-        finite, LossError where too many batches in a row are left out."""
+        """Return whether this step's batch is left out; if so, restore the buffers. Collective. Raise SpoiledError if
+        parameters are not finite, LossError if too many batches in a row are left out."""
         seen = [total_of(losses)[0], *([] if self._scaled else gradients_of(self._state.model))]
         if not agreed(any_not_finite(seen).to(seen[0].device)):
             self.in_a_row = 0
@@ -76,8 +76,8 @@ class LeftOut:
         return True
 
     def refuse_spoiled(self, step: int) -> None:
-        """Raise SpoiledError on all ranks where some parameter is not finite, after leaving out the batch of this step
-        and that of the previous one. Collective."""
+        """Raise SpoiledError on all ranks if a parameter is not finite; first record the batches of this step and of
+        the previous one as left out. Collective."""
         model = self._state.model
         lacking = stages.absent_parameters(model)  # another rank's of a pipeline, which are NaN here
         trained = [local_of(p.detach()) for p in model.parameters() if p.requires_grad and p not in lacking]
@@ -88,7 +88,7 @@ class LeftOut:
             raise SpoiledError(f"step {step}: parameters of {ranks_text(ranks)} are not finite.", ranks=ranks)
 
     def _leave_out(self, step: int, batches: Sequence[Batch]) -> str:
-        """Remember the batches; return a sentence that names them."""
+        """Record that these batches are left out; return a sentence that names them."""
         self._every += batches
         which = " and ".join(f"samples {first} to {stop - 1} of epoch {epoch + 1}" for epoch, first, stop in batches)
         text = f"The order of the data goes on without {which}."
@@ -102,7 +102,7 @@ class LeftOut:
 
 
 def _read(file: Path | None) -> Iterator[Batch]:
-    """Yield the batches that an earlier attempt has left out."""
+    """Yield the batches that earlier attempts have left out."""
     for line in read_lines(file) if file is not None else ():
         found = [number for name in ("epoch", "first", "stop") if isinstance(number := line.get(name), int)]
         if len(found) == 3:

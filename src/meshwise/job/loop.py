@@ -1,8 +1,8 @@
 """Run a job from its first or resumed step to the end.
 
-It runs on every rank.
+The loop runs on every rank.
 
-A short loop on the engine: read the microbatches of a step, compute, update; evaluate after each epoch.
+Its steps: read the microbatches of a step, compute gradients, update; evaluate after epochs.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ from meshwise.workers.join import RankContext, join
 
 
 def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | None = None) -> dict[str, Any]:
-    """Run `job` on this rank. Collective: every rank calls it. Returns the rank's facts of the finished run.
+    """Run `job` on this rank; return this rank's facts on the finished run. Collective: every rank calls it.
 
-    folder: the run folder, which exists; None keeps no records. send: takes the messages of the run; the launcher by
-    default. Raises UsageError for what cannot be run, LossError when the loss is not a finite number.
+    folder: the run folder, which must exist; None keeps no records. send: takes the run's messages; by default, they go
+    to the launcher. Raises UsageError for what cannot be run, LossError if the loss is not finite.
     """
     session = join()
     plan = options.plan_on(session.world.size)
@@ -171,7 +171,7 @@ def _train(run: JobRun) -> None:
 
 
 def _end_epoch(run: JobRun) -> None:
-    """Evaluate, if it is time, and call the job's callbacks."""
+    """Evaluate, if an evaluation is due, and call the job's callbacks."""
     state, job = run.state, run.job
     if run.evaluated[0] != state.step and any(_evaluation_is_due(run, unit) for unit in ("steps", "epochs")):
         _evaluate(run, state.epoch)
@@ -184,7 +184,7 @@ def _end_epoch(run: JobRun) -> None:
 
 
 def _evaluation_is_due(run: JobRun, unit: str) -> bool:
-    """Check whether to evaluate after this step or epoch; always at the end of the training."""
+    """Return whether to evaluate after this step or epoch (see `unit`); always after the last epoch."""
     every, of = run.job.evaluates
     done = run.state.step if unit == "steps" else run.state.epoch
     last = unit == "epochs" and run.state.epoch == run.job.epochs
@@ -192,7 +192,7 @@ def _evaluation_is_due(run: JobRun, unit: str) -> bool:
 
 
 def _evaluate(run: JobRun, epoch: int) -> None:
-    """Evaluate in this epoch (from 1), and keep the best weights. Collective."""
+    """Evaluate in epoch `epoch` (from 1), and save the weights if they are the best. Collective."""
     state, job = run.state, run.job
     assert run.test is not None
     run.metrics = evaluate(run.engine, job, state.model, _test_batches(run, run.test.samples))
@@ -203,7 +203,7 @@ def _evaluate(run: JobRun, epoch: int) -> None:
 
 
 def _train_epoch(run: JobRun) -> bool:
-    """Train from the current state to the end of the epoch. Returns whether all ranks stop before that."""
+    """Train from the current state to the end of the epoch. Return whether all ranks stop before that."""
     state, job, log = run.state, run.job, run.log
     in_epoch = -(-state.index // job.batch_size)
     gaps = run.left_out.ranges(state.epoch, state.index)
@@ -259,7 +259,7 @@ def _train_epoch(run: JobRun) -> bool:
 
 
 def _has_spiked(run: JobRun) -> bool:
-    """Check whether a loss since the last look was a spike, and report it. Collective when a look is due."""
+    """Return whether a loss since the last check was a spike, and report it. Collective when a check is due."""
     step = run.state.step
     if run.spikes is None or not run.spikes.is_due(step):
         return False
@@ -271,7 +271,7 @@ def _has_spiked(run: JobRun) -> bool:
 
 
 def _train_batches(run: JobRun) -> Iterator[Sequence[Microbatch]]:
-    """Yield the microbatches of each step, on the device, while the next ones are loaded."""
+    """Yield the microbatches of each step, on the device, while the next ones are being loaded."""
     state, world, accumulate = run.state, run.engine.world, run.plan.accumulate
     order = epoch_order(state.seed, state.epoch, run.train.samples)
     gaps = run.left_out.ranges(state.epoch)
@@ -281,7 +281,7 @@ def _train_batches(run: JobRun) -> Iterator[Sequence[Microbatch]]:
 
 
 def _test_batches(run: JobRun, samples: int) -> Iterator[Microbatch]:
-    """Yield the first samples of the test set."""
+    """Yield batches of the first `samples` samples of the test set."""
     assert run.test is not None
     slices = sequential_slices(samples, run.job.batch_size, run.engine.world)
     return read_parts(run.test, slices, 0, run.engine.world.device)
@@ -297,8 +297,8 @@ def _send_progress(run: JobRun, kind: str, pace: Pace, in_epoch: int, steps: int
 
 
 def _save(run: JobRun, *, wait: bool = False) -> None:
-    """Save the state: every rank writes its part, while training continues. A state that replicas do not share, or with
-    a loss that is not finite, is not saved. Collective."""
+    """Save the state: every rank writes its part, while training continues. Raise, and save nothing, if replicas
+    differ, or if a loss is not finite. Collective."""
     state = run.state
     run.log.sync()  # what a restart goes on after is in the records too
     run.replicas.compare(state)
@@ -317,7 +317,7 @@ def _save_weights(run: JobRun, path: Path) -> None:
 
 
 def _finish(run: JobRun) -> None:
-    """Save the state and, after a complete run, the weights. Raises SaveError where the state is not saved."""
+    """Save the state and, after a complete run, the weights. Raise SaveError if the last state cannot be saved."""
     saver = run.saver
     if saver is not None:
         saver.settle()

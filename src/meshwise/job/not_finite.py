@@ -1,6 +1,6 @@
 """Handle a step whose gradients are not finite: `--on-nan`.
 
-All ranks decide alike.
+All ranks make the same decision.
 
 stop    the run ends with the step and the ranks where it began (metrics_log.py); nothing is paid for it
 skip    the optimizer does not step, buffers are as before the step, and the next one follows
@@ -30,7 +30,7 @@ MOST_IN_A_ROW = 20  # steps that are skipped before the run is held to be lost
 
 
 def refuse_closures(on_nan: str, optimizer: Optimizer) -> None:
-    """Raise UsageError for an optimizer whose step cannot be skipped."""
+    """Raise UsageError for an optimizer with a closure, whose step cannot be skipped, unless `on_nan` is stop."""
     if on_nan != STOP and needs_closure(optimizer):
         raise UsageError(
             f"--on-nan {on_nan}: {type(optimizer).__name__} changes the parameters several times in a step, which "
@@ -39,54 +39,54 @@ def refuse_closures(on_nan: str, optimizer: Optimizer) -> None:
 
 
 class KeptBuffers:
-    """A model's buffers as they were before a forward."""
+    """Copies of a model's buffers from before a forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def keep(self) -> None:
-        """Copy the buffers as they are now."""
+        """Copy the current values of the buffers."""
         self._before = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
 
     def put_back(self) -> None:
-        """Restore the buffers."""
+        """Restore the copied values."""
         for buffer, before in self._before:
             buffer.detach().copy_(before)
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """Return this rank's parts of a model's gradients."""
+    """Return this rank's parts of the gradients of `model`."""
     return [local_of(p.grad) for p in model.parameters() if p.grad is not None]
 
 
 def any_not_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return whether any value of these tensors is not finite, as 1 or 0 on their device."""
+    """Return, as 1 or 0 on the tensors' device, whether any of their values is not finite."""
     bad = [~torch.isfinite(tensor).all() for tensor in tensors if tensor.numel()]
     return torch.stack(bad).any().float() if bad else torch.zeros(())
 
 
 def agreed(found: Tensor) -> bool:
-    """Check whether some rank has found a non-finite value. Collective."""
+    """Return whether `found` is 1 on some rank. Collective."""
     return bool(float(collectives.all_reduce(found, "max", collectives.everyone(), of="whether gradients are finite")))
 
 
 class SkippedSteps:
-    """Skips steps whose gradients are not finite."""
+    """Decides to skip steps whose gradients are not finite, and counts them."""
 
     is_step = True
-    """Whether a step without an update counts as a step."""
+    """Whether a step without an update still counts as a step."""
 
     def __init__(self, model: nn.Module, notify: Callable[[str], None]) -> None:
         self._model, self._notify, self._kept = model, notify, KeptBuffers(model)
         self.count = self.in_a_row = 0
 
     def step_begins(self) -> None:
-        """Keep the buffers as they are before the forward."""
+        """Copy the buffers before the forward of a step."""
         self._kept.keep()
 
     def skips(self, step: int, losses: Losses) -> bool:
-        """Check whether some rank has a gradient that is not finite; if so, restore the buffers. Collective."""
+        """Return whether some rank has a non-finite gradient; if so, restore the buffers. Collective."""
         device = next(iter(self._model.parameters())).device
         if not agreed(any_not_finite(gradients_of(self._model)).to(device)):
             self.in_a_row = 0
@@ -103,6 +103,6 @@ class SkippedSteps:
         return True
 
     def note(self) -> str:
-        """Say how many steps were skipped, for the summary; empty for none."""
+        """Return a text on how many steps were skipped, for the summary; empty for none."""
         skipped = f"{plural(self.count, 'step')} skipped (--on-nan skip): gradients that are not finite"
         return skipped if self.count else ""

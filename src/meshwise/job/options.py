@@ -1,6 +1,6 @@
 """Declare the options of a run, each once.
 
-The command line, `mw.run`, run.json and a resumed run are made from them.
+The command line, `mw.run`, run.json and resumed runs all use these declarations.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ STOP, SKIP, BACK = ON_NAN = ("stop", "skip", "back")
 RESTARTS = 3
 AUTO = "auto"
 AUTO_OF_A_SCRIPT = "--plan auto is for meshwise run of a job. Save a plan with meshwise plan --save FILE."
-"""As a plan: the one that `meshwise plan` would choose for the devices."""
+"""The message for `--plan auto` with a script, which takes a saved plan only."""
 OF_THE_PLAN = ("accumulate", "precision")
-"""Fields of the plan that have an option of their own, besides `--set`."""
+"""Fields of the plan that have a separate option, besides `--set`."""
 
 
 @dataclass(frozen=True)
 class PlanText:
-    """The text of a plan file. If it names no axis, replicas fill the devices, however many a resumed run has."""
+    """The text of a plan file. If the plan names no axis, replicas fill the devices, even another number on resume."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class RunOptions(NodeOptions):
-    """The options of a run; None, False or an empty tuple where the user gave none."""
+    """The options of a run; None, False or an empty tuple if the user did not give one."""
 
     job: Annotated[
         Job | str | None,
@@ -150,21 +150,21 @@ class RunOptions(NodeOptions):
 
     @property
     def seconds_limit(self) -> float | None:
-        """The time limit in seconds."""
+        """The time limit in seconds; None without a limit."""
         return None if self.time_limit is None else seconds_of(self.time_limit, "--time-limit")
 
     def seconds_left(self, began: float) -> float | None:
-        """Return the rest of the time limit, which counts from `began` (seconds since 1970), before workers start."""
+        """Return the seconds left of the time limit, counted from `began` (seconds since 1970); None for no limit."""
         return None if self.seconds_limit is None else max(0.0, began + self.seconds_limit - time.time())
 
     @property
     def saves(self) -> Saves:
-        """When the state is saved, and how many states are kept."""
+        """When to save the state, and how many saved states to keep."""
         return read_saves(self.save_every, self.keep, self.save_limit)
 
     @property
     def memory_cap(self) -> int | None:
-        """The memory limit in bytes."""
+        """The memory limit in bytes; None without a limit."""
         return None if self.memory_limit is None else int(read_quantity(self.memory_limit, "bytes", "--memory-limit"))
 
     def __post_init__(self) -> None:
@@ -204,11 +204,11 @@ class RunOptions(NodeOptions):
 
     @property
     def gives_plan(self) -> bool:
-        """Whether a plan, or a field of it, is given."""
+        """Whether a plan, or a field of the plan, is given."""
         return self.plan is not None or bool(self.settings)
 
     def plan_on(self, devices: int) -> Plan:
-        """Return the plan on this many devices: the given one, else replicas, changed by settings and options."""
+        """Return the plan for this many devices: the given plan, or replicas, changed by settings and options."""
         if self.plan == AUTO:
             raise UsageError(AUTO_OF_A_SCRIPT)
         own = {name: value for name in OF_THE_PLAN if (value := getattr(self, name)) is not None}
@@ -225,22 +225,22 @@ class RunOptions(NodeOptions):
         return replace(self.plan, **over)
 
     def hang_seconds(self) -> float:
-        """Return the seconds without progress after which a rank ends the run."""
+        """Return after how many seconds without progress a rank ends the run."""
         return HANG_LIMIT if self.hang_limit is None else seconds_of(self.hang_limit, "--hang-limit")
 
     def override(self, job: Job) -> Job:
-        """Return `job` with the epochs, the batch size and the seed given here."""
+        """Return `job` with the epochs, the batch size and the seed of these options, if given."""
         given = {name: getattr(self, name) for name in ("epochs", "batch_size", "seed")}
         return replace(job, **{name: value for name, value in given.items() if value is not None})
 
     def record(self) -> dict[str, Any]:
-        """Return the options as plain values, as run.json keeps them; `resumed` reads them back."""
+        """Return the options as plain values for run.json; `resumed` reads them back."""
         return {name: _plain(getattr(self, name)) for name, _, option in options_of(RunOptions) if option.recorded}
 
     def resumed(self, run: Mapping[str, Any]) -> RunOptions:
-        """Return these options, completed by those in an earlier run's record.
+        """Return these options, completed by the options in `run`, the record of an earlier run.
 
-        Raises UsageError for the record of another job.
+        Raises UsageError if the record is that of another job or of a script.
         """
         earlier, job = run.get("request"), _plain(self.job)
         if earlier is None:
@@ -260,7 +260,7 @@ class RunOptions(NodeOptions):
 
 
 def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any]:
-    """Return the recorded options that `given` does not replace, not even by another way to set the same plan field."""
+    """Return the recorded options that `given` does not replace, even by another option for the same plan field."""
     known = {name for name, _, option in options_of(RunOptions) if option.recorded}
     left = {name: value for name, value in earlier.items() if name in known and value is not None}
     left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}
@@ -278,7 +278,7 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
 
 
 def _is_of(value: Any, annotation: Any) -> bool:
-    """Check whether a recorded value is of one of the types of an option."""
+    """Return whether a recorded value has one of the types of an option."""
     several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     kinds = [get_origin(kind) or kind for kind in several]
     if isinstance(value, tuple):
@@ -291,7 +291,7 @@ def _field(setting: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value for JSON."""
+    """Convert an option's value for JSON."""
     if isinstance(value, Plan):
         return plan_to_toml(value)
     if isinstance(value, Job | PlanText):

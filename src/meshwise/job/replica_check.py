@@ -1,11 +1,11 @@
 """Compare hashes of replicas every N steps and before a save.
 
-Replicas must be equal, bit for bit.
+Replicas must be bitwise equal.
 
-A bit that a device or its memory has flipped changes no loss that anybody would notice, and spreads to every replica
-with the next gradients. Compared are parameters, the optimizer's state where replicas hold the same, and those buffers
-that were alike when they were first compared. A hash is torch's XOR of all elements (`torch.hash_tensor`), so that any
-one flipped bit shows: 2.3 GB/s on one core of a Xeon.
+A bit flipped by a device or its memory hardly changes the loss, and spreads to all replicas with the next gradients.
+Compared are parameters, the optimizer's state if all replicas hold it, and those buffers that were equal at the first
+comparison. A hash is torch's XOR of all elements (`torch.hash_tensor`), which any single flipped bit changes: 2.3 GB/s
+on one core of a Xeon.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from meshwise.transfer import collectives
 
 
 class ReplicaCheck:
-    """Compares the replicas of a run under `plan`. every: steps between comparisons; 0 means never."""
+    """Compares the replicas of a run under `plan`. every: the number of steps between comparisons; 0 means never."""
 
     def __init__(self, plan: Plan, every: int) -> None:
         self._every = every if plan.data > 1 else 0
         self.look: float = 0 if self._every else math.inf
-        """The next step at which `is_due` needs to be called."""
+        """The next step after which `is_due` must be called."""
         self._apart = plan.devices // plan.data  # ranks of one replica; the axis of the replicas is the outermost
         self._state_too = not plan.state_divided
         self._own: set[str] | None = None  # buffers of which each replica has its own
         self._compared = -1
 
     def is_due(self, step: int) -> bool:
-        """Check whether to compare after this step."""
+        """Return whether to compare after this step."""
         self.look = step - step % self._every + self._every if self._every else math.inf
         return self._every > 0 and step % self._every == 0
 
     def compare(self, state: RunState) -> None:
-        """Raise ReplicaError on all ranks where replicas have diverged, with the ranks and the tensors. Collective."""
+        """Raise ReplicaError on all ranks, with the ranks and the tensors, if replicas have diverged. Collective."""
         if self._every == 0 or self._compared == state.step:
             return
         self._compared = state.step
@@ -81,7 +81,7 @@ class ReplicaCheck:
 
 
 def minority(values: Sequence[object]) -> list[int]:
-    """Return the indices whose value is not that of the majority; all of them without a majority."""
+    """Return the indices of values that differ from the majority's; all indices if there is no majority."""
     (value, count), *others = Counter(values).most_common()
     if not others:
         return []

@@ -52,13 +52,13 @@ NARROW_WEIGHTS = "safetensors has no complex128: weights.safetensors has complex
 def make_engine(
     session: RankContext, plan: Plan, notify: Callable[[str], None] = lambda text: None, *, exact_random: bool = False
 ) -> Engine:
-    """Make an engine for a job under `plan`. notify: takes the notes on its plan."""
+    """Make the engine of a job under `plan`. notify: prints the notes on the plan."""
     draws = ExactDraws() if exact_random else None
     return attach(Engine(divide_work(plan, session.world), session.gate, notify, draws=draws))
 
 
 def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
-    """Return the state of a run before its first step: the model of `job` under `plan`, its optimizer. Collective."""
+    """Return the state of a run before its first step: the job's model under `plan` and the optimizer. Collective."""
     seed_all(job.seed)
     model, note = constructed(job.model) if plan.parameters_divided or plan.pipeline > 1 else (job.model(), "")
     if plan.devices == 1:  # what several devices have is placed by the plan
@@ -82,20 +82,20 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
 
 
 def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:
-    """Return a scaler for losses computed in float16; otherwise it changes nothing."""
+    """Return a loss scaler, which is active only if the plan computes in float16."""
     return Scaler(device.split(":")[0], enabled=plan.dtypes.scaled)
 
 
 @dataclass(frozen=True)
 class Data:
-    """A data set of the job, ready to be read."""
+    """A data set of a job, opened for reading."""
 
     samples: int
     read: Reader
 
 
 def open_data(job: Job, data: Any, what: str, engine: Engine | None = None) -> Data:
-    """Open a data set of the job. what: its name in errors. engine: compares the ranks' data, if each has its own."""
+    """Open a data set of a job. what: its name in errors. engine: if given, checks that the ranks' data are equal."""
     settings = LoaderSettings(job.collate, job.loader_workers, job.seed, several=True)
     samples = count_samples(data, f"the {what} of job '{job.name}'")
     if engine is not None:
@@ -104,13 +104,13 @@ def open_data(job: Job, data: Any, what: str, engine: Engine | None = None) -> D
 
 
 def read_parts(data: Data, slices: Iterable[BatchSlice], epoch: int, device: str) -> Iterator[Microbatch]:
-    """Read the microbatches of `slices`, on the device, while the next ones are loaded."""
+    """Read the microbatches of `slices` on to the device, while the next ones are being loaded."""
     pairs = read_slices(data.read, slices, epoch)
     return pairs if device == "cpu" else prefetch(pairs, device)
 
 
 class Pace:
-    """How fast the run is now, and how long it will still take."""
+    """Measures how fast the run is now, and how long it will still take."""
 
     def __init__(self, samples: int, done: int) -> None:
         self._all = samples
@@ -126,7 +126,7 @@ class Pace:
 
 @dataclass
 class JobRun:
-    """One rank's run of a job."""
+    """One rank's run of a job: what the training loop needs, and its results."""
 
     job: Job
     session: RankContext
@@ -148,15 +148,15 @@ class JobRun:
     skipped: SkippedSteps | LeftOut | None = None
     spikes: Spikes | None = None
     last: LastStep | None = None
-    """The state after the last step, where a launcher holds it."""
+    """The state after the last step, if a launcher holds memory for it; else None."""
     evaluated: tuple[int, bool] = (-1, False)
-    """The step of the last evaluation, and whether it was the best."""
+    """The step of the last evaluation, and whether that evaluation was the best."""
     began: dict[str, int] = field(default_factory=dict)
-    """The epochs and steps finished before this session."""
+    """The epoch and the step at which this session began."""
 
 
 def made_with(job: Job, optimizer: Optimizer, samples: int) -> dict[str, Any]:
-    """Return the settings of a run that its checkpoints keep: plain values."""
+    """Return the settings of a run that its checkpoints record, as plain values."""
     return {
         "seed": job.seed,
         "batch_size": job.batch_size,

@@ -3,9 +3,9 @@
 A spike is reported, and the state is saved.
 
 The rule is the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993): the distance from
-the median of the last WINDOW losses, in units of their median absolute deviation, scaled to a standard deviation. They
-call 3.5 an outlier; a run has many thousands of losses, so FAR is more. Losses that hardly differ have a floor.
-Tested in tests/job/test_spikes.py.
+the median of the last WINDOW losses, divided by their median absolute deviation, scaled to a standard deviation. They
+call 3.5 an outlier; FAR is larger, as a run has many thousands of losses. A floor on the deviation covers nearly
+constant losses. Tested in tests/job/test_spikes.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EVERY = 10  # steps between two looks
 
 
 class Spikes:
-    """Looks for spikes in the losses over all ranks; every rank finds the same."""
+    """Looks for spikes in the losses over all ranks; every rank finds the same ones."""
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=WINDOW)
@@ -30,13 +30,13 @@ class Spikes:
         self._high = False
 
     def is_due(self, step: int) -> bool:
-        """Check whether to look after this step."""
+        """Return whether to look for spikes after this step."""
         return step % EVERY == 0
 
     def look(self, losses: Sequence[float], step: int) -> str:
-        """Describe the first spike among the losses since the last look; empty if there is none.
+        """Return a text on the first spike among the losses since the last call; empty if there is none.
 
-        losses: all so far; the last is that of `step`.
+        losses: all losses so far; the last is that of `step`.
         """
         told = ""
         first = step - len(losses) + 1
@@ -48,7 +48,7 @@ class Spikes:
         return told
 
     def _judge(self, loss: float) -> str:
-        """Say why a loss is the first one of a spike; empty if it is not."""
+        """Return why a loss begins a spike; empty if it does not."""
         was_high, self._high, text = self._high, False, ""
         if len(self._before) >= LEAST:
             median = statistics.median(self._before)

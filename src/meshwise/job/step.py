@@ -1,6 +1,6 @@
 """Compute a job's step: microbatches forward and backward, then the optimizer.
 
-Microbatches go one after another, or as the stages of a pipeline take them.
+Microbatches run one after another, or in the order of a pipeline's stages.
 
 Tested in tests/job/test_plans_in_a_loop.py and tests/parallel/test_pipeline.py.
 """
@@ -42,10 +42,10 @@ NOTHING = contextlib.nullcontext()
 
 @dataclass(frozen=True)
 class LossOfJob:
-    """The loss of a job.
+    """A job's loss function, with what a step needs to call it.
 
-    function: returns a microbatch's mean loss, or (mean, weight). where: its name in errors. key: (seed, step), for its
-    random draws. scale: of a loss scaler. reduction: of the loss: a `mean` or a `sum`, if given.
+    function: returns a microbatch's mean loss, or (mean, weight). where: its name in errors. key: (seed, step), the key
+    of its random draws. scale: multiplies a loss as the loss scaler does. reduction: `mean` or `sum`, if given.
     """
 
     function: Callable[[Any], Any]
@@ -56,8 +56,8 @@ class LossOfJob:
 
 
 def compute(engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> Losses:
-    """Leave in `.grad` the gradient of the mean loss over the global batch; `parts` are this rank's microbatches of it.
-    Returns their losses and weights, still on the device."""
+    """Leave in `.grad` the gradient of the mean loss over the global batch. parts: this rank's microbatches of that
+    batch. Return their losses and loss weights, still on the device."""
     engine.program.begin_backward()
     engine.draw_key = loss.key
     microbatches, pipeline = Microbatches(engine, loss, parts), engine.program.pipeline
@@ -73,7 +73,7 @@ def compute(engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> Los
 
 
 class Microbatches:
-    """The microbatches of one step. `in_turn` or `as_stages` leave the gradients of the step."""
+    """Runs the microbatches of one step. `in_turn` or `as_stages` leaves the step's gradients in `.grad`."""
 
     def __init__(self, engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> None:
         self._engine, self._loss, self._parts, self._recorder = engine, loss, parts, current()
@@ -81,7 +81,7 @@ class Microbatches:
         self._weighed = False  # whether the loss has a weight of its own
 
     def in_turn(self) -> Losses:
-        """Run forward and backward of each microbatch, one after the other."""
+        """Run the forward and backward of each microbatch, one microbatch after another."""
         for number in range(len(self._parts)):
             draws = self._begin(number)
             with self._recorder.span("forward"):
@@ -94,7 +94,7 @@ class Microbatches:
         return self._weights.losses
 
     def as_stages(self, pipeline: Pipeline) -> Losses:
-        """Run the microbatches in the order in which the stages of this rank take them."""
+        """Run the microbatches' forwards and backwards in the order of the pipeline's schedule for this rank."""
         actions = pipeline.begin([shapes_of(batch) for batch, _ in self._parts])
         last = max(place for place, action in enumerate(actions) if not action.forward)
         opened: dict[tuple[int, int], tuple[Pass, Tensor | None, KeyedDraws | None]] = {}
@@ -148,7 +148,7 @@ class Microbatches:
             IN_LOSS.pop()
 
     def _scaled(self, number: int, found: Any) -> Tensor:
-        """Return the scaled loss of a microbatch, on which to run the backward."""
+        """Return the loss of a microbatch, scaled by its loss weight and the loss scaler, to call backward on."""
         engine, loss, part = self._engine, self._loss, self._parts[number][1]
         for hear in engine.events.backward_begins:
             hear(found, part, None, loss.reduction, loss.where)
@@ -173,7 +173,7 @@ class Microbatches:
             yield
 
     def _share_losses(self, pipeline: Pipeline) -> None:
-        """Send the last stage's losses and their weights to the other stages. Collective over the pipeline."""
+        """Send the last stage's losses and loss weights to the other stages. Collective over the pipeline."""
         weights, device = self._weights, self._engine.program.device
         wide = torch.float32 if device.startswith("mps") else torch.float64
         table = torch.zeros((len(self._parts) + 1, 2), dtype=wide, device=device)
@@ -190,7 +190,7 @@ class Microbatches:
 
 
 def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a batch's tensors."""
+    """Return the shapes of the tensors in a batch."""
     return tuple(tuple(tensor.shape) for tensor in tensors_in(batch))
 
 
@@ -202,13 +202,13 @@ def train_step(
     skipped: SkippedSteps | LeftOut | None = None,
     known: Callable[[Losses], None] | None = None,
 ) -> Losses:
-    """Do one optimizer step on this rank's microbatches. Returns their losses and weights, still on the device.
+    """Make one optimizer step on this rank's microbatches; return their losses and loss weights, still on the device.
 
-    skipped: skips the update where a gradient is not finite, and counts the step or not. known: called with the losses
-    before the update.
+    skipped: decides whether to skip the update, if values are not finite, and whether the step counts. known: called
+    with the losses before the update.
 
-    An optimizer that needs a closure (LBFGS) computes the loss as often as it needs, each time with the same draws; the
-    returned losses are those before the step.
+    An optimizer that needs a closure (LBFGS) computes the loss as often as it needs, with the same random draws each
+    time; the returned losses are those of the first computation.
     """
     recorder = current()
     recorder.samples += parts[0][1].total
