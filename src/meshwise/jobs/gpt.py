@@ -27,7 +27,7 @@ BYTES = START + 1  # every byte, and the token before a document
 
 @dataclass(frozen=True)
 class GptSize:
-    """The dimensions of a model. `hidden` is the width inside the feed-forward layers."""
+    """The dimensions of a model. hidden: the width inside the feed-forward layers."""
 
     layers: int
     width: int
@@ -51,7 +51,7 @@ TRAINED, HELD_OUT = 8_000, 512  # documents of an epoch, documents of an evaluat
 
 
 class Attention(nn.Module):
-    """Causal attention in which H / K query heads share one key-value head."""
+    """Causal self-attention in which H / K query heads share each key-value head."""
 
     def __init__(self, size: GptSize) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(size.heads * self.head_width, size.width, bias=False)
 
     def forward(self, x_BTD: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """Mix each token with those before it."""
+        """Mix each token with itself and those before it."""
         layers = self.query, self.key, self.value
         q_BHTE, k_BKTE, v_BKTE = (layer(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in layers)
         shared = q_BHTE.shape[1] // k_BKTE.shape[1]
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """The SwiGLU feed-forward layer (arXiv 2002.05202)."""
 
     def __init__(self, size: GptSize) -> None:
         super().__init__()
@@ -82,13 +82,13 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(size.hidden, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each token by itself."""
+        """Transform each token separately."""
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each applied to the normalised residual stream and added to it."""
+    """Attention and feed-forward, each applied to the normalised residual stream, with the result added to it."""
 
     def __init__(self, size: GptSize) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Block(nn.Module):
         self.feed_norm, self.feed = nn.RMSNorm(size.width, eps=1e-5), FeedForward(size)
 
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """Apply the block to the residual stream."""
+        """Apply the block to the residual stream `x`."""
         x = x + self.attention(self.attention_norm(x), turns)
         out: Tensor = x + self.feed(self.feed_norm(x))
         return out
@@ -118,7 +118,7 @@ class Gpt(nn.Module):
                 nn.init.normal_(p, std=0.02 / depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the token that follows each."""
+        """Return the logits of the token that follows each position."""
         x = self.embed(tokens)
         turns = rotary_turns(tokens.shape[1], self.size.width // self.size.heads, self.size.theta, x)
         for block in self.blocks:
@@ -128,7 +128,7 @@ class Gpt(nn.Module):
 
 
 def rotary_turns(length: int, head_width: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (T, E / 2) of the angles by which each position rotates each pair (arXiv 2104.09864)."""
+    """Return cosines and sines (T, E / 2) of the angles by which each position turns each pair (arXiv 2104.09864)."""
     dtype = torch.promote_types(like.dtype, torch.float32)  # bfloat16 cannot tell neighbouring positions apart
     speed = theta ** (-torch.arange(0, head_width, 2, device=like.device, dtype=dtype) / head_width)
     angles = torch.outer(torch.arange(length, device=like.device, dtype=dtype), speed)
@@ -136,14 +136,14 @@ def rotary_turns(length: int, head_width: int, theta: float, like: Tensor) -> tu
 
 
 def rotate(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (i, i + E / 2) of the last dim by their angles."""
+    """Rotate the pairs (i, i + E / 2) of the last dim by the angles of `turns`."""
     cos, sin = turns
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy over a batch's tokens in nats, and their number; padding does not count."""
+    """Return the mean cross entropy of a batch's tokens, in nats, and their number; padding does not count."""
     inputs, targets = batch
     logits = model(inputs).flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -152,7 +152,7 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, 
 
 
 def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
-    """Train a byte model of a named size on text.
+    """Return a job that trains a byte-level model of a named size on text.
 
     data: a folder of text files instead of Python's standard library. Raises UsageError for an unknown size.
     """
@@ -189,7 +189,7 @@ def documents(context: int, data: Path | None) -> tuple[Documents, Documents]:
 
 
 def warm_up_and_decay(step: int, steps: int, warm_up: int = 50) -> float:
-    """Return the factor of the learning rate: linear warm-up, then a cosine down to a tenth, where it stays."""
+    """Return the learning rate's factor at a step: linear warm-up, then a cosine decay to 0.1, which stays."""
     if step < warm_up:
         return (step + 1) / warm_up
     progress = min((step - warm_up) / max(steps - warm_up, 1), 1.0)

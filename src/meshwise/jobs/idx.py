@@ -1,6 +1,6 @@
 """Read images and labels from IDX files.
 
-MNIST, Fashion-MNIST, KMNIST and EMNIST have this format.
+MNIST, Fashion-MNIST, KMNIST and EMNIST use this format.
 
 An IDX file is a big-endian header (two zero bytes, the type of a value, the number of dims, each dim as four bytes),
 then the values. Only unsigned bytes (type 8) are read here, as images (3 dims) or labels (1 dim), gzipped or plain.
@@ -33,7 +33,7 @@ DIMS = {"images": 3, "labels": 1}
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images in memory with their labels, read by sample or, much faster, by batch.
+    """Images and labels in memory, which can be read by sample or, much faster, by batch.
 
     pixels: uint8 of shape (samples, height, width). labels: int64 of shape (samples,).
     """
@@ -45,28 +45,28 @@ class Images:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return one sample: float32 (1, height, width) and its label, like torchvision's MNIST."""
+        """Return one sample, like torchvision's MNIST: float32 (1, height, width), and its label."""
         return normalise(self.pixels[index])[None], int(self.labels[index])
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the samples at `indices` (int64): float32 (batch, 1, height, width) and int64 labels (batch,)."""
+        """Return the samples at `indices` (int64): float32 (batch, 1, height, width), and int64 labels (batch,)."""
         return normalise(self.pixels.index_select(0, indices))[:, None], self.labels.index_select(0, indices)
 
 
 def normalise(pixels: Tensor) -> Tensor:
-    """Convert bytes 0..255 to float32 -1..1: bitwise the result of ToTensor and then Normalize((0.5,), (0.5,)).
+    """Convert bytes 0..255 to float32 -1..1, bitwise as ToTensor and then Normalize((0.5,), (0.5,)) would.
 
-    They compute (x / 255 - 0.5) / 0.5. Scaling by two is exact in floating point, so x / 127.5 - 1 rounds at the same
-    places with half the passes. (A table of 256 entries gives the same bits in twice the time.)
+    These compute (x / 255 - 0.5) / 0.5. Scaling by two is exact in floating point, so x / 127.5 - 1 rounds in the same
+    way with half the passes. (A table of 256 entries gives the same bits in twice the time.)
     """
     return pixels.float().div_(127.5).sub_(1.0)
 
 
 def read_images(where: Path, part: str) -> Images:
-    """Read one part, `train` or `test`, of the set in a folder.
+    """Read one part, `train` or `test`, of a data set in a folder.
 
-    where: a folder with one set, or a folder and the name of one of its sets: `emnist/emnist-letters`.
-    Raises DataError when a file is missing, damaged, cut off or empty, or when images and labels differ in number.
+    where: a folder with one set, or the folder and the name of one of its sets, such as `emnist/emnist-letters`. Raises
+    DataError if a file is missing, damaged, cut off or empty, or if images and labels differ in number.
     """
     image_file, label_file = find_file(where, part, "images"), find_file(where, part, "labels")
     pixels, labels = read_idx(image_file, "images"), read_idx(label_file, "labels")
@@ -79,12 +79,12 @@ def read_images(where: Path, part: str) -> Images:
 
 
 def count_classes(where: Path) -> int:
-    """Count the classes of a set, from 0 to its largest label (27 for EMNIST's letters, 1 to 26). Raises DataError."""
+    """Return the number of classes of a set: its largest label plus 1 (27 for EMNIST's letters). Raise DataError."""
     return 1 + max(int(read_idx(find_file(where, part, "labels"), "labels").max()) for part in PARTS)
 
 
 def find_file(where: Path, part: str, kind: str) -> Path:
-    """Find the file of `images` or `labels` of one part of a set. Raises DataError that names the expected files."""
+    """Return the file of `images` or `labels` of one part of a set. Raise DataError, which names the expected files."""
     folder, name = (where, "") if where.is_dir() else (where.parent, where.name)
     names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     if not any(other.startswith(name) for other in names) and not where.is_dir():
@@ -106,7 +106,7 @@ def find_file(where: Path, part: str, kind: str) -> Path:
 
 
 def read_idx(path: Path, kind: str) -> Tensor:
-    """Read the `images` or `labels` of a plain or gzipped IDX file as uint8, never empty. Raises DataError."""
+    """Read the `images` or `labels` of a plain or gzipped IDX file as uint8, never empty. Raise DataError."""
     content, complete = _unpack(path)
     dims = DIMS[kind]
     magic = bytes((0, 0, UNSIGNED_BYTE, dims))
@@ -126,7 +126,7 @@ def read_idx(path: Path, kind: str) -> Tensor:
 
 
 def _unpack(path: Path) -> tuple[bytearray, bool]:
-    """Return the bytes of a plain or gzipped file, and whether it was complete. Raises DataError when it is damaged."""
+    """Return the bytes of a plain or gzipped file, and whether it was complete. Raise DataError if it is damaged."""
     content = bytearray()
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:

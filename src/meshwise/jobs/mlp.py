@@ -1,8 +1,8 @@
 """Define tutorial 2's network, 1000-1000-1000-10, and its seeded data.
 
-The tutorial trains on pure noise, where there is nothing to learn. Here each class has a centre, and a sample is its
-centre plus noise: a sample alone says little in any one of its 1000 features, and much in all of them together.
-Tested with the other built-in jobs in tests/jobs/test_registry.py and tests/job/test_equal_losses.py.
+The tutorial trains on pure noise, from which nothing can be learned. Here each class has a centre, and a sample is the
+centre of its class plus noise: a single feature tells little of the class, all 1000 together tell much. Tested with the
+other built-in jobs in tests/jobs/test_registry.py and tests/job/test_equal_losses.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CENTRE_SCALE = 0.2  # against noise of 1: with SGD at 1e-3, 10 epochs go from 10
 
 
 def mlp(*, seed: int = 0) -> Job:
-    """Train tutorial 2: three linear layers, SGD at 1e-3, 10 epochs. The test set is drawn after the training set."""
+    """Return tutorial 2's job: three linear layers, SGD at 1e-3, 10 epochs. Test data is drawn after training data."""
 
     return Job(
         name="mlp",
@@ -38,7 +38,7 @@ def mlp(*, seed: int = 0) -> Job:
 
 
 def build_model() -> nn.Module:
-    """Build 1000-1000-1000-10 with ReLU between."""
+    """Build the network 1000-1000-1000-10, with ReLU between layers."""
     return nn.Sequential(
         nn.Linear(FEATURES, 1000),
         nn.ReLU(),
@@ -49,7 +49,7 @@ def build_model() -> nn.Module:
 
 
 def draw_samples(seed: int) -> tuple[Batch, Batch]:
-    """Draw training and test set of a seed, each float32 features (samples, 1000) and int64 labels (samples,)."""
+    """Draw the training and test sets of a seed: float32 features (samples, 1000), int64 labels (samples,)."""
     generator = torch.Generator().manual_seed(seed)
     centres = CENTRE_SCALE * torch.randn(CLASSES, FEATURES, generator=generator)
 

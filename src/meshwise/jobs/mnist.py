@@ -1,6 +1,6 @@
 """Define the tutorials' two networks on MNIST or similar data sets.
 
-Fashion-MNIST, KMNIST and EMNIST have its format.
+Fashion-MNIST, KMNIST and EMNIST have the format of MNIST.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class ConvNet(nn.Module):
 
 
 def mnist_mlp(*, data: Path | None = None, seed: int = 0) -> Job:
-    """Train tutorial 1: 784-128-10, batches of 64, 5 epochs, Adam. Reaches 96 to 97 % of MNIST's test set.
+    """Return tutorial 1's job: 784-128-10, batches of 64, 5 epochs, Adam. Reaches 96 to 97 % on MNIST's test set.
 
-    data: a folder of IDX files instead of the MNIST that ships with meshwise. Raises DataError when it cannot be read.
+    data: a folder of IDX files instead of the MNIST that ships with meshwise. Raises DataError if unreadable.
     """
 
     def model(classes: int) -> nn.Module:
@@ -56,16 +56,16 @@ def mnist_mlp(*, data: Path | None = None, seed: int = 0) -> Job:
 
 
 def mnist_cnn(*, data: Path | None = None, seed: int = 0) -> Job:
-    """Train tutorial 3's convolutional network, with the pooling it needs: 98.5 % of MNIST's test set in 3 epochs.
+    """Return tutorial 3's job: a convolutional network with pooling. Reaches 98.5 % on MNIST's test set in 3 epochs.
 
-    data: a folder of IDX files instead of the MNIST that ships with meshwise. Raises DataError when it cannot be read.
+    data: a folder of IDX files instead of the MNIST that ships with meshwise. Raises DataError if unreadable.
     """
     sgd = partial(optim.SGD, lr=0.05, momentum=0.9)
     return _digits_job(data or MNIST, ConvNet, name="mnist-cnn", optimizer=sgd, batch_size=256, epochs=3, seed=seed)
 
 
 def _digits_job(where: Path, model: Callable[[int], nn.Module], **settings: Any) -> Job:
-    """Classify the images of the set in a folder; `model` makes the network for so many classes. settings: of `Job`."""
+    """Classify the images in a folder. model: makes a network for a number of classes. settings: those of `Job`."""
     classes = count_classes(where)
     return Job(
         model=lambda: model(classes),
@@ -84,13 +84,13 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def accuracy(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the fraction of a batch whose likeliest class is correct."""
+    """Return the fraction of a batch's samples whose most likely class is the right one."""
     inputs, labels = batch
     return {"accuracy": (model(inputs).argmax(dim=1) == labels).float().mean()}
 
 
 def read_digits(where: Path, part: str) -> Images:
-    """Read one part, `train` or `test`, of a set of 28 x 28 images. Raises DataError for another size of image."""
+    """Read one part, `train` or `test`, of a set of 28 x 28 images. Raise DataError for images of another size."""
     images = read_images(where, part)
     height, width = images.pixels.shape[1:]
     if (height, width) != (SIDE, SIDE):

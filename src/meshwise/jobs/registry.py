@@ -1,6 +1,6 @@
 """Find a job by the user's word: a name or `file.py:name`.
 
-A built-in name may have a size.
+A built-in name may be followed by a size.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ BUILT_IN: dict[str, Callable[..., Job]] = {"gpt": gpt, "mlp": mlp, "mnist-cnn": 
 def find_job(
     word: str | Job, *, data: str | Path | None = None, seed: int | None = None, args: Iterable[str] = ()
 ) -> Job:
-    """Find the job named `word`, or return the given one. `data` (a folder) and `seed` go to functions that take them.
+    """Return the job that `word` names, or `word` itself. `data` and `seed` are passed to job functions that take them.
 
-    args: `NAME=VALUE` for each other argument of its function. Raises UsageError when there is no such job, or it does
-    not take what is given.
+    data: a folder. args: `NAME=VALUE` for other parameters of the job's function. Raises UsageError if there is no such
+    job, or if its function does not take what is given.
     """
     texts, folder = tuple(args), None if data is None else Path(data)
     if isinstance(word, Job):
@@ -88,7 +88,7 @@ def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **g
 
 
 def _from_file(path: Path, name: str) -> tuple[str, Any]:
-    """Return the file's object called `name`, or its only job, with the variable that it is bound to."""
+    """Return the name and the value of a file's variable `name`; without a name, of its only job."""
     module = import_file(path)
     jobs = [key for key, value in vars(module).items() if isinstance(value, Job)]
     if not name:
@@ -103,7 +103,7 @@ def _from_file(path: Path, name: str) -> tuple[str, Any]:
 
 
 def find_in_file(path: Path, name: str) -> Any:
-    """Return a Python file's object called `name`. Raises UsageError if it has none."""
+    """Return the object called `name` in a Python file. Raise UsageError if there is none."""
     module = import_file(path)
     if not hasattr(module, name):
         public = [key for key in vars(module) if not key.startswith("_")]
@@ -112,9 +112,9 @@ def find_in_file(path: Path, name: str) -> Any:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a Python file once under its own name, with its folder first on the module path.
+    """Import a Python file, once, as a module named like the file, with its folder first on the module path.
 
-    Raises UsageError with the line that failed.
+    Raises UsageError, with the line that failed, if the file cannot be imported.
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such file. Name a Python file, for instance train.py:job.")

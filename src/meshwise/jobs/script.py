@@ -20,16 +20,16 @@ from meshwise.spec.user_code import name_line
 from meshwise.workers.environment import read_world
 
 VERBS = {"meshwise.api.run", "meshwise.api.check"}
-"""Other modules that may have trained a script's job: they are imported when first used."""
+"""Other modules that may have trained a script's job; each is imported when it is first used."""
 
 
 def is_plain(script: Path) -> bool:
-    """Check whether the script does not mention meshwise: it may be DDP or accelerate."""
+    """Return whether the script does not mention meshwise, so that it may use DDP or accelerate."""
     return "meshwise" not in script.read_text(encoding="utf-8", errors="replace")
 
 
 def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run `script` as `__main__` with these arguments, its folder first on the module path. Returns its variables."""
+    """Run `script` as `__main__` with these arguments, its folder first on the module path. Return its variables."""
     if is_plain(script) and read_world(os.environ).device == "cpu":  # else accelerate and Trainer look for GPUs alone
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     sys.argv = [str(script), *arguments]
@@ -45,7 +45,7 @@ def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def refuse_untrained_job(script: Path, variables: Mapping[str, Any]) -> None:
-    """Raise UsageError when a script has defined a Job, or a function that makes one, and has trained nothing."""
+    """Raise UsageError if a script has defined a Job, or a function that makes one, but has trained nothing."""
     jobs = [name for name, value in variables.items() if isinstance(value, Job) or _makes_job(value)]
     if jobs and not (VERBS & sys.modules.keys() or process.session.has_begun()):
         raise UsageError(

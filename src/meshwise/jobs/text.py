@@ -2,8 +2,8 @@
 
 Every Python installation has these sources.
 
-A document is a run of whole paragraphs (separated by a blank line) of at most `longest` bytes. A file belongs to the
-held-out part by a hash of its name alone, so that the split is the same everywhere and no file is in both parts.
+A document is a sequence of whole paragraphs, separated by blank lines, of at most `longest` bytes. A hash of a file's
+name decides whether the file is held out, so that the split is the same everywhere and no file is in both parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ START = 256  # the token that stands before every document; the others are its b
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents as concatenated bytes: `data` uint8 (all bytes,), `starts` and `lengths` int64 (documents,)."""
+    """Documents, concatenated as bytes: `data` uint8 (all bytes,), `starts` and `lengths` int64 (documents,)."""
 
     data: Tensor
     starts: Tensor
@@ -38,7 +38,7 @@ class Documents:
         return len(self.starts)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, int64 of shape (documents, longest of them). Padding has the target `IGNORED`."""
+        """Return inputs and targets, int64 of shape (documents, longest length). Padding has the target `IGNORED`."""
         lengths = self.lengths[indices].unsqueeze(1)
         place = torch.arange(int(lengths.max()))
         inside = place < lengths
@@ -50,9 +50,9 @@ class Documents:
 
 
 def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
-    """Read training files and held-out files, each sorted by name. `folder` None is the standard library.
+    """Read training files and held-out files, each sorted by name. folder: None for Python's standard library.
 
-    Raises DataError when there are no text files, or too few to hold some out.
+    Raises DataError if there are no text files, or too few to hold some out.
     """
     if folder is None:
         root, pattern, skipped, asked = Path(sysconfig.get_paths()["stdlib"]), "*.py", SKIPPED, "this Python's library"
@@ -74,7 +74,7 @@ def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
 
 
 def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents:
-    """Draw at most `most` documents of at most `longest` bytes from all `files`, the same each time."""
+    """Draw at most `most` documents of at most `longest` bytes each from all `files`; the same ones each time."""
     pieces = [piece for file in files for piece in cut(file, longest)]
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0))[:most].tolist()
     chosen = [pieces[i] for i in order]
@@ -86,7 +86,7 @@ def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents
 
 
 def cut(text: bytes, longest: int) -> Iterator[bytes]:
-    """Split a file into documents: as many whole paragraphs as fit; a paragraph that is too long is split."""
+    """Split a file into documents: each has as many whole paragraphs as fit; a paragraph that is too long is split."""
     held = b""
     for paragraph in text.split(b"\n\n"):
         paragraph += b"\n\n"
