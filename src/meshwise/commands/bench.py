@@ -86,7 +86,7 @@ def bench(options: BenchOptions, nodes: NodeOptions) -> None:
 
 
 def _show(found: Any, target: Path | None, as_json: bool) -> int:
-    """Print and save a Bench; return the exit code."""
+    """Print a bench, save it if `target` is given, and return its exit code."""
     if as_json:
         print(json.dumps(views.bench_dict.bench_dict(found), indent=2))
     else:
@@ -107,7 +107,7 @@ def _compare(old: str, new: str, as_json: bool) -> None:
 
 
 def _writable(path: Path) -> Path:
-    """Return `path`, if a machine file may be written there; nothing else is overwritten. Raises UsageError."""
+    """Return `path` if a machine file can be written there. Raises UsageError, also if another kind of file exists."""
     toml_writer()  # before anything is measured
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(
@@ -125,8 +125,8 @@ def _writable(path: Path) -> Path:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Let SIGTERM and a closed terminal end a bench as Ctrl-C does, with its results kept. Only once: a repeated signal
-    must not interrupt the saving."""
+    """In the block, let SIGTERM and a closed terminal end a bench as Ctrl-C does, with results so far kept. After the
+    first signal, ignore further ones, which would interrupt the saving."""
 
     def stop(number: int, frame: object) -> None:
         for each in before:

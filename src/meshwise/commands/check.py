@@ -26,7 +26,7 @@ from meshwise.workers.fork_server import Forks
 
 LONGEST_NAME = 80
 QUIET_SECONDS = 10
-"""Where nothing can be drawn, steps become lines too after this many seconds without one."""
+"""Without a terminal, progress is printed as a line if this many seconds have passed since the last line."""
 app = typer.Typer(add_completion=False)
 
 
@@ -68,7 +68,7 @@ def check(
 
 @contextmanager
 def _progress_shown(job: str) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """Give two functions: one takes a line, the other the progress, which a terminal shows as a changing line below."""
+    """Yield two functions: one prints a line; one shows the progress, on a terminal as a changing line below."""
     job = job if len(job) <= LONGEST_NAME else f"…{job[-LONGEST_NAME:]}"
     console, last = Console(stderr=True), time.monotonic()
 

@@ -28,12 +28,12 @@ from meshwise.commands.script_options import check_options_behind
 from meshwise.spec.options import Option, option_name, options_of
 
 BEHIND = "meshwise.behind"
-"""Key in a context's meta: all words after a script's name."""
+"""The key in a context's `meta` for all words after a script's name."""
 
 
 def from_dataclass(function: Callable[..., None], hidden: Sequence[str] = ()) -> Callable[..., None]:
-    """Return `function` for typer: a dataclass parameter becomes options with the names of its fields.
-    hidden: fields that the help does not show."""
+    """Make a command for typer of `function`: each parameter that is a dataclass is replaced by one option per field.
+    hidden: names of fields that the help does not show."""
     hints = get_type_hints(function, include_extras=True)
     given = inspect.signature(function).parameters.values()
     kinds: dict[str, type] = {p.name: hints[p.name] for p in given if is_dataclass(hints[p.name])}
@@ -53,7 +53,7 @@ def from_dataclass(function: Callable[..., None], hidden: Sequence[str] = ()) ->
 
 
 def _taken(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Take the fields of a dataclass from the typed values. Options that may be repeated become tuples."""
+    """Remove a dataclass's fields from the typed `values` and return them. Lists (repeated options) become tuples."""
     taken = {name: values.pop(name) for name, _, _ in options_of(kind)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()}
 
@@ -85,7 +85,7 @@ def _declared(name: str, option: Option, default: Any, hidden: bool) -> Any:
 
 
 def _typed(annotation: Any) -> Any:
-    """Return the type that a command line gives: text, where a value may be text, and a list for repeatable options."""
+    """Return the type of an option for typer: a list for a tuple (repeatable), str if the value may be a str."""
     kinds = get_args(annotation)
     for kind in (annotation, *kinds):
         if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
@@ -96,14 +96,14 @@ def _typed(annotation: Any) -> Any:
 
 
 def is_script(word: object) -> bool:
-    """Check whether the word of a job names a user's own script."""
+    """Return whether the word for a job names a user's script: a text that ends in `.py`."""
     return isinstance(word, str) and word.endswith(".py")
 
 
 class ScriptCommand(TyperCommand):
-    """Reads options up to the name of a script, and no further; `context.args` has the script's own arguments.
+    """A command that reads options only up to the name of a script; `context.args` has the words after that name.
 
-    It has an argument `job`; `context_settings={"obj": RunOptions}` gives it the dataclass of its options.
+    It must have an argument `job`. `context_settings={"obj": RunOptions}` tells it the dataclass of its options.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

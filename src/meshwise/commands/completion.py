@@ -21,7 +21,7 @@ def _those(words: Iterable[str], begun: str) -> list[str]:
 
 
 def files(begun: str, ending: str) -> list[str]:
-    """Return files with this ending, and folders that may lead to them."""
+    """Return files with this ending, and all folders, whose paths start with `begun`."""
     folder = Path(begun) if begun.endswith("/") else Path(begun).parent
     try:
         found = [path for path in folder.iterdir() if not path.name.startswith(".")]
@@ -32,32 +32,32 @@ def files(begun: str, ending: str) -> list[str]:
 
 
 def jobs_here(incomplete: str) -> list[str]:
-    """Return built-in jobs, and Python files."""
+    """Return the built-in jobs and the Python files that start with `incomplete`."""
     return _those(BUILT_IN, incomplete) + files(incomplete, ".py")
 
 
 def plan_fields(incomplete: str) -> list[str]:
-    """Return the fields of a plan: `shard=`, `precision=`."""
+    """Return the fields of a plan that start with `incomplete`: `shard=`, `precision=`."""
     return _those((f"{field.name}=" for field in fields(Plan)), incomplete)
 
 
 def devices(incomplete: str) -> list[str]:
-    """Return some possible devices."""
+    """Return some words for devices that start with `incomplete`: `all`, `2xcpu`, `8xcuda`."""
     return _those(("all", *(f"{count}x{kind}" for kind in DEVICE_KINDS[:2] for count in (1, 2, 4, 8))), incomplete)
 
 
 def plan_files(incomplete: str) -> list[str]:
-    """Return files of plans and of machines."""
+    """Return TOML files, such as those of plans and machines, that start with `incomplete`."""
     return files(incomplete, ".toml")
 
 
 def runs_here(incomplete: str) -> list[str]:
-    """Return the names of runs in runs/, the newest first."""
+    """Return the names of the runs in runs/ that start with `incomplete`, newest first."""
     return [path.parent.name for path in sorted(Path("runs").glob(f"{incomplete}*/run.json"), reverse=True)]
 
 
 def run_folders(incomplete: str) -> list[str]:
-    """Return the folders of runs in runs/, the newest first."""
+    """Return the folders of the runs in runs/ that start with `incomplete`, newest first."""
     begun = incomplete.removeprefix("runs/") if incomplete.startswith("runs/") else ""
     return [path for name in runs_here(begun) if (path := f"runs/{name}").startswith(incomplete)]
 
@@ -71,4 +71,4 @@ OF_OPTIONS: dict[str, Callable[[str], list[str]]] = {
     "weights": run_folders,
     "log": lambda incomplete: _those(TRACKERS, incomplete),
 }
-"""The function that completes each option of a run and a check."""
+"""For each option of `meshwise run` and others, by its field: the function that completes its value in a shell."""

@@ -51,7 +51,7 @@ def logs(
 
 
 class _Status:
-    """A line below the others with the run's progress: redrawn on a terminal, printed now and then elsewhere."""
+    """The line with a run's progress: on a terminal redrawn below the other lines, elsewhere printed now and then."""
 
     def __init__(self, line: Callable[[], str]) -> None:
         self._line, self._drawn, self._at = line, "", time.monotonic()

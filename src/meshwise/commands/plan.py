@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 
 
 class PlanCommand(ScriptCommand):
-    """Lets `--explain` without a number mean the first plan."""
+    """A command in which `--explain` without a number means the first plan."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse like click; `ctx` is its Context."""

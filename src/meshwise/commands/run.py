@@ -22,7 +22,7 @@ from meshwise.spec.json_values import json_value
 from meshwise.workers.launchers.find import place_in
 
 SAMPLE = Path(__file__).parents[1] / "jobs" / "data" / "mnist" / "SAMPLE.txt"
-"""A file only in wheels, which carry a sample of MNIST (hatch_build.py): what it is, and how to get the rest."""
+"""A text about the sample of MNIST in wheels (hatch_build.py), and how to get the rest. It exists only in wheels."""
 
 EXIT_CODES = "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in MEANINGS.items()) + "."
 
@@ -63,10 +63,10 @@ def run(
 
 
 def typed() -> float:
-    """Return about when the command was typed: the start of this process in seconds since 1970.
+    """Return about when the command was typed: when this process started, in seconds since 1970.
 
-    Linux counts it from the boot, whose own time it rounds down: with that an attempt could seem to begin up to a
-    second early, before the end of the previous one. So this counts back from now.
+    Linux gives that as a time after boot, and rounds the time of the boot down to a second: an attempt could seem to
+    begin before the end of the previous one. So this computes the age of the process, and subtracts it from now.
     """
     import psutil  # here: the help has no use for it
 
@@ -86,7 +86,7 @@ def _say_starting(options: RunOptions) -> None:
 
 
 def _workers(devices: str | None) -> str:
-    """Return `2 workers`, as far as `--devices` tells: torch finds out later which devices are here."""
+    """Return `2 workers` if `--devices` tells how many, else `the workers`: torch is not asked for devices yet."""
     try:
         request = parse_devices(devices or "all")
     except UsageError:

@@ -82,7 +82,7 @@ def open_page(
 
 
 def _agreed(count: int) -> bool:
-    """Ask whether the user wants to remove this many runs; raises UsageError where nobody can be asked."""
+    """Ask the user whether to remove this many runs. Raises UsageError if stdin is not a terminal."""
     if not sys.stdin.isatty():
         raise UsageError("nobody can be asked here. Write meshwise runs remove --yes NAME.")
     return input(f"Remove {count} run{'s' * (count > 1)}? [y/N] ").strip().lower() in ("y", "yes")

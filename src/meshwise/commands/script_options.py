@@ -20,15 +20,15 @@ from meshwise.spec.words import some
 MOST_FILES = 200
 _IMPORTS = re.compile(r"^[ \t]*(?:from\s+([.\w]+)\s+import\s+([\w, ]+)|import\s+([\w., ]+))", re.MULTILINE)
 _GIVEN_AWAY = re.compile(r"(?<!def )\b(\w+)\(\s*(?:\w*parser\b|sys\.argv\b)")
-"""A function of another library that gets a parser, or all words: it may know the option."""
+"""Matches a call that passes a parser or `sys.argv` on. If the function is a library's, it may know the option."""
 
 
 def check_options_behind(script: str, before: Sequence[str], own: Sequence[str], flags: Mapping[str, bool]) -> None:
-    """Check options of meshwise after a script's name: raise UsageError if the script does not have them; print a note
-    if it may, by a library that it passes its parser to.
+    """Check for options of meshwise after a script's name. Raise UsageError if the script itself has no such option;
+    print a note if it may have one through a library that it passes its parser to.
 
-    before: the command, and the words up to the script's name. own: those behind it. flags: the options, and whether
-    each is a switch.
+    before: the command and the words before the script's name. own: the words after the name. flags: meshwise's
+    options, and whether each is a switch.
     """
     given = [word for word in own if word.startswith("--") and word.partition("=")[0] in flags]
     if not given or not is_readable(Path(script)):  # one that is not there is told where it is run
@@ -54,7 +54,7 @@ def check_options_behind(script: str, before: Sequence[str], own: Sequence[str],
 
 
 def _moved(own: Sequence[str], given: Sequence[str], flags: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Split the words into these options, each with its value, and the others."""
+    """Split words into (the options `given`, each with its value; all others). flags: which options are switches."""
     moved, left, words = list[str](), list[str](), iter(own)
     for word in words:
         if word not in given:
@@ -67,14 +67,14 @@ def _moved(own: Sequence[str], given: Sequence[str], flags: Mapping[str, bool]) 
 
 
 def is_readable(path: Path) -> bool:
-    """Check whether a path is a file; False without permission to look."""
+    """Return whether a path is a file; False if it may not be looked at."""
     with contextlib.suppress(OSError):
         return path.is_file()
     return False
 
 
 def _texts_of(script: Path) -> Iterator[str]:
-    """Yield the text of a script, and of the files beside and below it that it imports."""
+    """Yield the text of a script, and of the files in its folder and below that it imports, directly or not."""
     waiting, seen = [script], set[Path]()
     while waiting and len(seen) < MOST_FILES:
         path = waiting.pop()
@@ -90,15 +90,15 @@ def _texts_of(script: Path) -> Iterator[str]:
 
 
 def _modules_in(text: str) -> Iterator[str]:
-    """Yield the modules that a text imports: `a.b` and `a.b.c` for `from a.b import c`, `a` for `import a`."""
+    """Yield the modules that a source text may import: `a.b` and `a.b.c` for `from a.b import c`."""
     for module, names, modules in _IMPORTS.findall(text):
         yield from re.findall(r"\w[\w.]*", modules) or [module, *(f"{module}.{n}" for n in re.findall(r"\w+", names))]
 
 
 def _declares(text: str, option: str) -> bool:
-    """Check whether a script's text has this option: as a string, or a field or parameter that a library makes one of.
+    """Return whether a source text declares an option: as a string, or as a field or parameter that becomes an option.
 
-    Not as a bare word: the script's docstring may say how meshwise runs it.
+    A bare word does not count: the script's docstring may show how meshwise runs the script.
     """
     field = option.removeprefix("--").replace("-", "_")
     return (

@@ -33,25 +33,25 @@ from meshwise.records.files import atomic_file, write_text, write_with
 from meshwise.spec.errors import UsageError
 
 Outputs = Mapping[str | int, Any]
-"""Rows of several samples: tensors, or lists of values, by name; for a tuple by number; by "" if there is only one."""
+"""Rows of several samples, as tensors or lists, by name; by index if the model returns a tuple; by "" if one output."""
 FACTS = "facts.json"
 
 
 class Store(Protocol):
-    """Stores predictions."""
+    """Stores predictions, in memory or in a file."""
 
     def begin(self, multiple: int) -> int:
-        """Return how many samples exist from an earlier run: a multiple, where that can be determined."""
+        """Return how many samples an earlier run has stored; rows beyond a multiple of `multiple` may be dropped."""
 
     def add(self, first: int, pieces: Sequence[Outputs]) -> None:
-        """Add the rows of the samples from `first` on."""
+        """Add rows, beginning with that of sample `first`."""
 
     def finish(self) -> Any:
-        """Finish after the last sample. Returns the outputs, where they are kept in memory."""
+        """Finish after the last sample. Return the outputs if they are kept in memory, else None."""
 
 
 class InMemory:
-    """Outputs that are returned: tensors with a row a sample, lists of them where their shapes differ."""
+    """Keeps predictions in memory: a tensor with a row per sample, or a list of rows if their shapes differ."""
 
     def __init__(self) -> None:
         self._pieces: list[Outputs] = []
@@ -76,14 +76,14 @@ def _joined(rows: Sequence[Any]) -> Any:
 
 
 class PartialFolder:
-    """`OUT.partial`: locked by one process at a time."""
+    """The folder `OUT.partial` for unfinished predictions. Only one process at a time can open it."""
 
     def __init__(self, out: Path) -> None:
         self.out, self.path = out, out.with_name(f"{out.name}.partial")
         self._lock: BinaryIO | None = None
 
     def open(self, facts: Mapping[str, Any], *, overwrite: bool) -> str:
-        """Make or continue the folder. Returns a note for the user. Raises UsageError if it holds other predictions."""
+        """Make or continue the folder; return a note for the user. Raises UsageError unless its facts are the same."""
         if overwrite:
             shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ class PartialFolder:
         return "the job's file was edited since: the first predictions come from the earlier one" if edited else ""
 
     def _take(self) -> None:
-        """Raise UsageError if another process writes to the folder."""
+        """Lock the folder. Raises UsageError if another process has locked it."""
         try:
             import fcntl
         except ImportError:  # Windows
@@ -118,12 +118,12 @@ class PartialFolder:
             raise UsageError(f"another process writes {self.out} now. Wait for it, or name another --out.") from None
 
     def remove(self) -> None:
-        """Remove the folder, once everything is in its final place."""
+        """Remove the folder, after its content has been moved to the output file."""
         self.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Release the folder."""
+        """Unlock the folder."""
         if self._lock is not None:
             self._lock.close()
 
@@ -134,7 +134,7 @@ def _short(value: Any) -> str:
 
 
 class Lines:
-    """JSON lines: a number, a list or an object a sample. NaN is null, infinity 1e999: JSON has neither."""
+    """Stores JSON lines: one number, list or object per sample. NaN becomes null and infinity 1e999: JSON has none."""
 
     def __init__(self, folder: PartialFolder) -> None:
         self.folder, self._path = folder, folder.path / "outputs.jsonl"
@@ -166,7 +166,7 @@ class Lines:
 
 
 def _lines(piece: Outputs) -> Iterator[str]:
-    """Yield a line for each sample."""
+    """Yield a line of JSON for each sample of a piece."""
     columns = [_texts(rows) for rows in piece.values()]
     if set(piece) == {""}:
         yield from columns[0]
@@ -193,7 +193,7 @@ def _texts(rows: Any) -> list[str]:
 
 
 class Pieces:
-    """Safetensors: one tensor with a row a sample, named `output`; those of a dict by their names."""
+    """Stores safetensors: a tensor `output` with a row per sample; if the model returns a dict, one for each name."""
 
     def __init__(self, folder: PartialFolder) -> None:
         self.folder = folder
@@ -223,7 +223,7 @@ class Pieces:
         write_with(path, lambda file: file.write(save(tensors)))
 
     def _check(self, first: int, tensors: Mapping[str, Any]) -> None:
-        """Raise UsageError for outputs that do not stack."""
+        """Raise UsageError for outputs that are no tensors, or whose shape or dtype differs from earlier ones."""
         for name, rows in tensors.items():
             if not isinstance(rows, Tensor):
                 raise UsageError(
@@ -269,7 +269,7 @@ def _name(key: str | int) -> str:
 
 @contextlib.contextmanager
 def saying_what_is_kept(out: Path | None) -> Iterator[None]:
-    """Turn an error of the disk into one sentence."""
+    """In the block, turn an OSError into a UsageError that says that what was written before is kept."""
     try:
         yield
     except OSError as error:

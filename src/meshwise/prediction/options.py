@@ -25,8 +25,8 @@ FORMATS = (".jsonl", ".safetensors")
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """The options of predictions. predict, collate: for a model that is given without a job, or to replace its
-    job's."""
+    """The options of `meshwise predict` and `mw.predict`. predict, collate: functions for a model without a job, or to
+    replace those of the job."""
 
     job: Annotated[
         Any | str,
@@ -80,7 +80,7 @@ class PredictOptions:
 
     @property
     def run_options(self) -> RunOptions:
-        """The options that predictions share with a run."""
+        """Those of these options that `meshwise run` has too, as its options."""
         given = {
             name: getattr(self, name) for name in ("devices", "plan", "settings", "precision", "batch_size", "seed")
         }

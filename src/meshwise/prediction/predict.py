@@ -48,10 +48,10 @@ SAID = 5  # samples that are named where more have no number
 def run_predict(
     job: Job, options: PredictOptions, origin: Mapping[str, str], send: Send | None = None
 ) -> dict[str, Any]:
-    """Predict on this rank. Collective: every rank calls it. Returns the facts of what was done.
+    """Predict, as one of several ranks. Collective. Return the facts on what was done, with outputs kept in memory.
 
-    origin: digests of the job's source and of the arguments. send: takes notes and progress; the launcher by
-    default. Raises UsageError for what cannot be predicted.
+    origin: digests of the job's source or model. send: called with notes and progress; by default they are sent to the
+    launcher. Raises UsageError for what cannot be predicted.
     """
     session = join()
     plan = options.run_options.plan_on(session.world.size)
@@ -96,17 +96,17 @@ def run_predict(
 
 
 def _nobody(kind: str, **facts: Any) -> None:
-    """Ignore a message."""
+    """Ignore a message: used without a launcher."""
 
 
 def data_of(job: Job, options: PredictOptions) -> Callable[[], Any]:
-    """Return a function that returns the data to predict: the test set, if the job has one."""
+    """Return a function that opens the data to predict: the job's test set if it has one, else its training set."""
     found = job.data if options.train or job.test is None else job.test
     return cast("Callable[[], Any]", found)
 
 
 def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None) -> tuple[nn.Module, Predict]:
-    """Return the model of `job` under `plan` with its weights, in eval mode, and how it is called. Collective."""
+    """Return the job's model under `plan`, with weights, in eval mode, and the function that calls it. Collective."""
     seed_all(job.seed)
     model, note = constructed(job.model) if plan.parameters_divided else (job.model(), "")
     if not isinstance(model, nn.Module):
@@ -125,7 +125,7 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
 
 
 def _load(model: nn.Module, path: Path) -> Path | None:
-    """Load weights of a file, a folder or a finished run; of another run return its states' folder, to load later."""
+    """Load weights from a file, a folder or a finished run. For an unfinished run, return its folder of checkpoints."""
     if not (path / names.RUN).exists():
         load_weights(model, path)
         return None
@@ -138,7 +138,7 @@ def _load(model: nn.Module, path: Path) -> Path | None:
 
 
 def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data: Data, writer: Writer) -> None:
-    """Predict the samples that are not written yet. Collective."""
+    """Predict the samples from `writer.written` on, and pass their rows to the writer. Collective."""
     world, at = engine.world, writer.written
     slices = epoch_slices(torch.arange(data.samples), job.batch_size, world, begin=at)
     batches = read_parts(data, (parts[0] for parts in slices), 0, world.device)
@@ -154,7 +154,7 @@ def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data
 
 
 def _rows(engine: Engine, job: Job, model: nn.Module, call: Predict, batch: Any, part: BatchSlice) -> Outputs:
-    """Return the rows of a batch; in a pipeline the last stage has them. Collective."""
+    """Return the rows of a batch; in a pipeline, only ranks of the last stage have them. Collective."""
     pipeline, cast = engine.program.pipeline, engine.cast(batch)
     if pipeline is None:
         return rows_of(call(model, cast), part, job.name)
@@ -168,7 +168,7 @@ def _rows(engine: Engine, job: Job, model: nn.Module, call: Predict, batch: Any,
 
 @contextlib.contextmanager
 def _stored(first: bool, out: Path | None) -> Iterator[Store]:
-    """Yield the store that rank 0 writes to."""
+    """Yield the store for predictions; on ranks other than the first, one in memory that stays empty."""
     if out is None or not first:
         yield InMemory()
         return
@@ -180,7 +180,7 @@ def _stored(first: bool, out: Path | None) -> Iterator[Store]:
 
 
 def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: int, engine: Engine) -> int:
-    """Return how many samples exist already, on every rank. Collective: what rank 0 finds wrong is raised by all."""
+    """Open the store, and return how many samples it has already. Collective. All ranks raise what rank 0 raises."""
     done, wrong, note = 0, None, ""
     if isinstance(store, Lines | Pieces):
         try:
@@ -197,7 +197,7 @@ def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: 
 
 
 def _facts(job: Job, data: Data, plan: Plan, options: PredictOptions) -> dict[str, Any]:
-    """Return the facts that decide the outputs, besides the program: they must match where a stopped run resumes."""
+    """Return the facts besides the program that decide the outputs. A stopped run continues only with equal facts."""
     ends = torch.tensor([0, data.samples // 2, data.samples - 1])
     weights = None if options.weights is None else digest_of_file(Path(options.weights))
     return {
@@ -223,7 +223,7 @@ def digest_of(leaves: Sequence[Any]) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """Digest 64 places of each file of weights: another training changes all of them, another folder none."""
+    """Return a digest of 64 parts of each weights file. It changes with the training, but not with the folder."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*.safetensors")) or sorted(path.rglob("step-*.pt")) if path.is_dir() else [path]:
         size = file.stat().st_size

@@ -25,9 +25,9 @@ HOW = "Say how: Job(predict=lambda model, batch: model(...)), or mw.predict(...,
 
 
 def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
-    """Return how a model is called by default: with a dict's entries by name, with the first entry of a tuple.
+    """Return a function that calls a model on a batch: with a dict's entries by name, with a tuple's first entries.
 
-    Call it before a plan is applied, which replaces the forwards of modules.
+    Use this before a plan is applied, as that replaces the forwards of modules.
     """
     parameters = list(inspect.signature(model.forward).parameters.values())
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -54,9 +54,9 @@ def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
 
 
 def rows_of(result: Any, part: BatchSlice, job: str) -> Outputs:
-    """Return the rows of this rank's samples, whole and on the host: none for a padding sample. Collective where split.
+    """Return the rows of this rank's samples on the host, without padding samples. Gathers split tensors: collective.
 
-    Raises UsageError for what has no row for each sample.
+    Raises UsageError if `result` does not have a row for each sample.
     """
     size = max(part.samples, 1)
     return {name: _rows(value, size, job)[: part.samples] for name, value in _named(result).items()}

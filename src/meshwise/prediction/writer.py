@@ -29,7 +29,7 @@ WRITE_BYTES = 32 << 20  # of one rank, likewise: what rank 0 holds of each
 
 @dataclass
 class _Waiting:
-    """Rows of this rank that are not written yet, batch by batch."""
+    """The rows of this rank that are not written yet, by batch, and the indices of samples with NaN."""
 
     rows: list[Outputs] = field(default_factory=list)
     nan: list[int] = field(default_factory=list)
@@ -48,9 +48,9 @@ class _Waiting:
 
 
 class Writer:
-    """Gathers the rows of all ranks on rank 0, every so many batches, and writes them there. Collective.
+    """Gathers the rows of all ranks on rank 0, after every few batches, and writes them there. Collective.
 
-    A thread writes them one after the other, while the next batches are computed.
+    A thread writes the rows in order, while the next batches are computed.
     """
 
     def __init__(self, store: Store, out: Path | None, plan: Plan, rank: int, written: int, say: Send) -> None:
@@ -70,13 +70,13 @@ class Writer:
             self._writing.result()
 
     def take(self, rows: Outputs, indices: Tensor, at: int) -> None:
-        """Take the rows of a batch, after which samples up to `at` are complete."""
+        """Take this rank's rows of a batch, with their samples' indices. at: how many samples are then predicted."""
         self._waiting.take(rows, indices)
         if len(self._waiting.rows) >= self._every:
             self.flush(at)
 
     def flush(self, at: int) -> None:
-        """Write the waiting rows."""
+        """Gather and write the rows that wait. at: how many samples are then written. Collective."""
         if not self._waiting.rows:
             return
         now, waiting = time.perf_counter(), self._waiting
@@ -94,7 +94,7 @@ class Writer:
         self.written, self._waiting, self._flushed = at, _Waiting(), time.perf_counter()
 
     def _on_first(self, waiting: _Waiting) -> tuple[list[Outputs], list[int]]:
-        """Return, on rank 0, the rows of all ranks: of each pipeline those of its last stage, then of all pipelines."""
+        """Gather the rows of all ranks on rank 0, and return them there: first in each pipeline, then over these."""
         rows, nan, pipe = waiting.rows, waiting.nan, stages.pipe()
         if self._of_first and pipe is not None:
             rows, nan = gathered(rows, nan, pipe.group)
@@ -109,9 +109,9 @@ class Writer:
 def gathered(
     rows: Sequence[Outputs], nan: Sequence[int], group: collectives.Group = None
 ) -> tuple[list[Outputs], list[int]]:
-    """Gather, on the group's rank 0, the rows of all its ranks, batch by batch, in the order of ranks; and their `nan`.
+    """Gather the rows of all ranks on the group's rank 0, by batch and then by rank, and all indices `nan`.
 
-    Collective. Tensors travel as bytes, whatever their shapes; lists are pickled.
+    Collective; other ranks get empty lists. Tensors of any shapes are sent as bytes, lists are pickled.
     """
     mine = [{name: _form(value) for name, value in each.items()} for each in rows]
     ranks = collectives.gather_objects((mine, nan), group)
@@ -136,7 +136,7 @@ def gathered(
 
 
 def _form(value: Any) -> Any:
-    """Return the description of rows that is sent besides their bytes."""
+    """Return what is sent of rows besides their bytes: shape, dtype and size of a tensor, or a list itself."""
     return (tuple(value.shape), value.dtype, value.nbytes) if isinstance(value, Tensor) else value
 
 

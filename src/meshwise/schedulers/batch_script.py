@@ -25,10 +25,10 @@ _NODES = re.compile(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?")
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A job to run: `words` after `meshwise run`, in `workdir`, with its records in `run`.
+    """A job for a scheduler: `meshwise run WORDS` in the folder `workdir`, with its records in the folder `run`.
 
-    nodes: `4`, or `2-8`. seconds: the time limit; None is the site's. gpus: of a node, 0 for none. options: of sbatch.
-    command: how meshwise is called.
+    nodes: `4`, or `2-8`. seconds: time limit; None: the partition's. gpus: per node; 0: none. command: the words that
+    call meshwise. options: for sbatch.
     """
 
     name: str
@@ -44,7 +44,7 @@ class BatchJob:
 
 
 def nodes_of(text: str) -> tuple[int, int]:
-    """Parse the least and the most nodes from `4` or `2-8`. Raises UsageError for anything else."""
+    """Parse `--nodes 4` or `2-8` as (least, most) nodes. Raises UsageError for anything else."""
     if not _NODES.fullmatch(text):
         raise UsageError(f"--nodes {text}: write a number such as 4, or a range such as 2-8.")
     low, _, high = text.partition("-")
@@ -54,7 +54,7 @@ def nodes_of(text: str) -> tuple[int, int]:
 
 
 def batch_script(job: BatchJob) -> str:
-    """Write the script. Raises UsageError for a value that does not fit in one line."""
+    """Return the text of the job's batch script. Raises UsageError for a value with a line break."""
     low, high = nodes_of(job.nodes)
     lines = ["#!/bin/bash", f"# {_one_line(job.name)}: written by meshwise submit. By hand: sbatch submit.sh"]
     lines += [f"#SBATCH {line}" for line in _options(job, elastic=low != high)]
@@ -67,7 +67,7 @@ def batch_script(job: BatchJob) -> str:
 
 
 def _options(job: BatchJob, *, elastic: bool) -> list[str]:
-    """Return the options of sbatch, one a line; the user's own come last, and override."""
+    """Return the options of sbatch, one per line. Those that the user gives come last, and override the others."""
     site = job.site
     named = {"partition": site.partition, "account": site.account, "qos": site.qos, "mem": site.memory}
     lines = [f"--job-name={_word(job.name)}", f"--nodes={job.nodes}"]
@@ -85,8 +85,8 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
 
 
 def _setup(site: Site) -> list[str]:
-    """Return the site's own lines. The first that fails ends the job, with a message; failures inside a sourced file
-    do not."""
+    """Return the site's setup lines, so that the first line that fails ends the job with a message. A failure inside a
+    sourced file does not."""
     return [_SETUP_FAILED, *site.setup, "trap - ERR"] if site.setup else []
 
 
@@ -148,7 +148,7 @@ exit $code""".splitlines()
 
 
 def slurm_time(seconds: float) -> str:
-    """Write a duration for Slurm, in whole minutes, at least one: `1-04:30:00`."""
+    """Format a duration for Slurm in whole minutes, rounded up: `1-04:30:00`."""
     minutes = max(1, -(-int(seconds) // 60))
     days, minutes = divmod(minutes, 24 * 60)
     clock = f"{minutes // 60:02}:{minutes % 60:02}:00"
@@ -156,12 +156,12 @@ def slurm_time(seconds: float) -> str:
 
 
 def _quoted(word: object) -> str:
-    """Quote a word for the shell."""
+    """Quote a word for the shell. Raises UsageError for a line break."""
     return shlex.quote(_one_line(str(word)))
 
 
 def _word(value: str) -> str:
-    """Write a value for an #SBATCH line, where sbatch takes quotes and no variables, and # begins a comment."""
+    """Format a value for an #SBATCH line, in quotes if needed. Raises UsageError for a quote or backslash in it."""
     text = _one_line(value)
     if not re.search(r"[\s#'\"\\]", text):
         return text

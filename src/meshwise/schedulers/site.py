@@ -29,13 +29,13 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Site:
-    """The defaults of a cluster; "" or an empty tuple where it has none.
+    """The defaults of a cluster. A field is "", 0 or an empty tuple if the cluster has no default.
 
-    machine: one node. network: between nodes. devices: of a node, as `--devices`. gpus: how GPUs are asked for.
-    gpu_type: `h100`. gpus_per_node: 0 is those of the machine. cpus, memory: of a node. command: how meshwise is called
-    there. setup: lines of the shell before the job. container: an image, run by `runtime` with `mounts`. runs: a folder
-    that all nodes see. options: of sbatch. secrets: names of variables that the job needs. file: where it stands.
-    """
+    machine: one node. network: what a node can send. devices: of a node, as for `--devices`. gpus: one of GPU_FORMS,
+    how GPUs are requested. gpu_type: `h100`. gpus_per_node: 0: those of `machine`. cpus, memory: of a node. command:
+    calls meshwise there. setup: shell lines to run before the job. container: an image, which `runtime` runs with
+    `mounts`. runs: a folder that all nodes share. options: for sbatch. secrets: names of environment variables that the
+    job needs. file: the path of the site file."""
 
     machine: str = ""
     network: str = ""
@@ -60,10 +60,10 @@ class Site:
 
 
 def find_site(named: str | Path | None = None, *, beside: Path = Path(), home: Path | None = None) -> Site:
-    """Find the site: the named file; else site.toml here or beside the job, else ~/.config/meshwise/site.toml; else one
-    without defaults.
+    """Read a cluster's defaults: from the named file; else from site.toml here, or in the folder `beside`, or in
+    ~/.config/meshwise. Without any such file, return no defaults.
 
-    Raises UsageError for a file that cannot be read, or has unknown settings.
+    Raises UsageError for a file that cannot be read, or that has unknown or invalid settings.
     """
     if named is not None:
         return read_site(Path(named))
@@ -75,7 +75,7 @@ def find_site(named: str | Path | None = None, *, beside: Path = Path(), home: P
 
 
 def read_site(path: Path) -> Site:
-    """Read the site of a file."""
+    """Read a cluster's defaults from a file. Raises UsageError if it is unreadable or invalid."""
     try:
         if not path.is_file():
             raise UsageError(f"--site {path}: no such file. `meshwise submit --help` says what a site file holds.")

@@ -21,12 +21,12 @@ OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED",
 
 
 class SchedulerError(MeshwiseError):
-    """The scheduler refused, or did not answer."""
+    """A command of the scheduler failed, or did not answer in time."""
 
 
 @dataclass(frozen=True)
 class Queued:
-    """A job in the queue. state: `PENDING`, `RUNNING`. reason: why it waits: `Priority`. partition: of the cluster."""
+    """A job in Slurm's queue. state: `PENDING`, `RUNNING` and so on. reason: why it waits, such as `Priority`."""
 
     job: str
     state: str
@@ -35,24 +35,24 @@ class Queued:
 
 
 def is_here() -> bool:
-    """Check whether jobs can be submitted from this machine."""
+    """Return whether this machine has `sbatch`, to submit jobs."""
     return shutil.which("sbatch") is not None
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Remove Slurm's variables of the step in which this shell runs from the environment: sbatch would pass them on."""
+    """Return the environment without Slurm's variables, if this shell runs in a job: sbatch would pass them on."""
     return {name: value for name, value in environment.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
 
 
 def send(script: Path, options: Sequence[str] = ()) -> str:
-    """Submit a script to the queue; return its job number. Raises SchedulerError with sbatch's message."""
+    """Submit a batch script with sbatch, and return its job number. Raises SchedulerError with sbatch's message."""
     said = _asked(["sbatch", "--parsable", *options, str(script)])
     return said.strip().partition(";")[0]
 
 
 def queue(jobs: Iterable[str]) -> dict[str, Queued]:
-    """Return those of the jobs that wait or run, by number; for an array a running one before those that wait. Empty if
-    the queue cannot be asked."""
+    """Return the queue's entries of these jobs, by job number, if they wait or run. Of an array, a running task comes
+    before waiting ones. Return an empty dict if squeue fails."""
     wanted = set(jobs)
     rows = [line.strip().split("|") for line in _queue().splitlines() if line.count("|") == 3] if wanted else []
     there = [Queued(*row) for row in rows if row[1] not in OVER]
@@ -65,7 +65,7 @@ def _waits(one: Queued) -> bool:
 
 
 def _is_of(row: str, job: str) -> bool:
-    """Check whether a line of the queue belongs to a job: `7`, a task `7_3` of an array, or waiting `7_[0-2,5%4]`."""
+    """Return whether an entry of the queue (`7`, `7_3`, or waiting tasks `7_[0-2,5%4]`) belongs to a job or task."""
     array, _, tasks = row.partition("_")
     if job in (row, array):
         return True
@@ -81,17 +81,17 @@ def _is_of(row: str, job: str) -> bool:
 
 
 def queued(job: str) -> Queued | None:
-    """Return the queue's entry for one job, for an array that of one of its tasks; None if it is not there."""
+    """Return the queue's entry for a job; for an array, that of one of its tasks. None if it is not in the queue."""
     return queue([job]).get(job)
 
 
 def answers() -> bool:
-    """Check whether the queue can be asked here."""
+    """Return whether squeue works here."""
     return bool(_queue())
 
 
 def _queue() -> str:
-    """Return what squeue prints, a head line first; "" where it cannot be asked."""
+    """Return what squeue prints, a head line first; "" if it is missing or fails."""
     if shutil.which("squeue") is None:
         return ""
     try:
@@ -101,17 +101,17 @@ def _queue() -> str:
 
 
 def newest(jobs: Sequence[str]) -> Queued | None:
-    """Return the queue's entry for the last of a run's jobs; None if it has left the queue, or without jobs."""
+    """Return the queue's entry for the last of a run's jobs; None if there is no job, or it has left the queue."""
     return queued(jobs[-1]) if jobs else None
 
 
 def cancel_waiting(job: str) -> None:
-    """Remove a waiting job from the queue for good; for an array the waiting tasks."""
+    """Cancel a job if it waits in the queue; of an array, cancel the waiting tasks."""
     _asked(["scancel", f"--state={PENDING}", job])
 
 
 def tell(job: str, signal: str) -> None:
-    """Send a signal to the steps of a job, not to its script."""
+    """Send a signal to the steps of a running job, not to its batch script. signal: its name, `TERM`."""
     _asked(["scancel", f"--signal={signal}", job])
 
 
