@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from meshwise.job.job import Job
 from meshwise.jobs.script import run_script_file
+from meshwise.machine.words import machine_from_words
+from meshwise.rehearsal.memory_parts import memory_parts
 from meshwise.rehearsal.scripts import Script, known_script, trace_script
 from meshwise.rehearsal.trace import trace
 from meshwise.rehearsal.work import Launch, Operation
@@ -222,6 +224,26 @@ model.train()
     assert len(forwards) == 2 * 2
     assert sum(what.name.startswith("aten._foreach_") for what in launched(work)) > 0
     assert {launch.microbatch for launch in work.launches if launch.phase == "forward"} == {0, 1}
+
+
+@pytest.mark.parametrize("plan", [Plan(data=2), Plan(shard=2)], ids=str)
+@pytest.mark.parametrize("inside", ["every batch", "all but the last", "none"])
+def test_gradients_of_several_batches_are_named_with_what_needs_less(script, plan, inside):
+    """Those that wait in `mw.accumulate()` were called temporary, and what a clip makes, activations."""
+    keeps = {"every batch": "mw.accumulate()", "all but the last": "mw.accumulate() if n % 2 else nullcontext()"}
+    text = SCRIPT.replace("import argparse", "import argparse\nfrom contextlib import nullcontext")
+    text = text.replace("for x, y in loader:", "for n, (x, y) in enumerate(loader, 1):")
+    text = text.replace("    loss = mw", f"    with {keeps.get(inside, 'nullcontext()')}:\n        loss = mw")
+    clips = "if n % 2:\n        continue\n    nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    traced = trace_script(script(text.replace("# changed", clips), "--size", "4096"), plan)[0]
+    found = memory_parts(traced.first, traced.step, machine_from_words("2xH100").devices[0]).phases["forward"]
+    weights = 4 * (8 * 4096 + 4096 + 2 * 4096 + 3 * 4096 + 3)
+    waiting = weights if inside != "none" or plan.shard == 1 else weights / 2
+    assert 0.9 * waiting < found["gradients"] < 2.5 * weights
+    assert found.get("temporary", 0) < weights / 10
+    notes = " ".join(traced.step.notes)
+    assert ("whole on each rank" in notes) == (plan.shard > 1 and inside != "none")
+    assert ("Leave it outside of mw.accumulate()" in notes) == (plan.shard == 1 and inside == "every batch")
 
 
 def test_it_ends_though_it_catches_every_exception(script):

@@ -59,7 +59,7 @@ class Curve:
         at = int(self.total.argmax())
         place = int(self.places[at])
         split = {name: int(size) for name, size in zip(CATEGORIES, self.by_category[at], strict=True) if size}
-        launch = _launch_at(self.work, place)
+        launch = next(iter(next_launches(self.work)[max(place, 0) :]), None)
         where = (launch.phase, launch.module, launch.microbatch) if launch is not None else ("", "", -1)
         return Peak(int(self.total[at]), place, split, *where)
 
@@ -115,8 +115,11 @@ def _memory_events(work: Work) -> Iterator[tuple[int, Allocate | Free]]:
             yield place, event
 
 
-def _launch_at(work: Work, place: int) -> Launch | None:
-    """Return the launch for which an event allocates memory: the next one, or if there is none, the last before."""
-    after = (event for event in work.events[max(place, 0) :] if isinstance(event, Launch))
-    before = (event for event in reversed(work.events[: max(place, 0)]) if isinstance(event, Launch))
-    return next(after, None) or next(before, None)
+def next_launches(work: Work) -> list[Launch | None]:
+    """Return, for each event, the launch that it belongs to: the next one, or the last one if none follows."""
+    found: list[Launch | None] = [None] * len(work.events)
+    last = next((event for event in reversed(work.events) if isinstance(event, Launch)), None)
+    for place in range(len(work.events) - 1, -1, -1):
+        event = work.events[place]
+        last = found[place] = event if isinstance(event, Launch) else last
+    return found

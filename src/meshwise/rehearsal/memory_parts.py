@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from meshwise.rehearsal.allocator import device_total, reserved_on
 from meshwise.rehearsal.explain import operation_words
-from meshwise.rehearsal.memory import Curve, Peak, memory_curve
+from meshwise.rehearsal.memory import Curve, Peak, memory_curve, next_launches
 from meshwise.rehearsal.work import CATEGORIES, Allocate, CollectiveOperation, Free, Launch, Operation, What, Work
 from meshwise.spec.machine import Device
 
@@ -61,7 +61,7 @@ def memory_parts(first: Work, step: Work, device: Device) -> MemoryParts:
         reserved = reserved_on(works, device.part, device.memory)
         outside = {"held by the allocator": reserved - most.peak.bytes}
         outside |= {name: size for name, size in device_total(reserved, step).parts.items() if name != "reserved"}
-    launches = _next_launches(most.work)
+    launches = next_launches(most.work)
     return MemoryParts(
         step.rank,
         most is curves[0],
@@ -71,16 +71,6 @@ def memory_parts(first: Work, step: Work, device: Device) -> MemoryParts:
         {name: size for name, size in outside.items() if size > 0},
         host.split,
     )
-
-
-def _next_launches(work: Work) -> list[Launch | None]:
-    """Return, for each event, the launch that it belongs to: the next one, or the last one if none follows."""
-    found: list[Launch | None] = [None] * len(work.events)
-    last = next((event for event in reversed(work.events) if isinstance(event, Launch)), None)
-    for place in range(len(work.events) - 1, -1, -1):
-        event = work.events[place]
-        last = found[place] = event if isinstance(event, Launch) else last
-    return found
 
 
 def _by_phase(curve: Curve, launches: list[Launch | None]) -> dict[str, dict[str, int]]:

@@ -48,12 +48,12 @@ from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.places import Places
 from meshwise.rehearsal.record import Record
 from meshwise.rehearsal.shorter import Forward
-from meshwise.rehearsal.trace import STEPS, Trace, kinds_of_ranks, rehearsal, state_of, why_not
+from meshwise.rehearsal.trace import STEPS, Trace, kinds_of_ranks, refused, rehearsal, state_of
 from meshwise.rehearsal.work import Launch, Operation, Work
-from meshwise.spec.errors import MeshwiseError, UsageError
+from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
-from meshwise.spec.user_code import is_users, name_line, user_place
+from meshwise.spec.user_code import is_users, user_place
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import Mark, make_current
 from meshwise.tracking.tracking import nowhere
@@ -76,7 +76,14 @@ OF_WORKERS = (
 )
 """Arguments of a DataLoader that concern its worker processes."""
 
-
+WHOLE = (
+    "gradients that wait in mw.accumulate() are whole on each rank. mw.backward outside of it keeps a rank's part, "
+    "which is less memory under shard, and reduces each batch."
+)
+LATE = (
+    "the last batch of a step is in mw.accumulate(): its gradients are reduced after its backward, and those that wait "
+    "are held beside their means. Leave it outside of mw.accumulate(), and they are reduced meanwhile."
+)
 _UNKNOWN = Facts(None, False, 0, 0)
 
 
@@ -140,7 +147,7 @@ class _Loop(Places):
         self._record, self._engine = record, engine
         self._held: Any = ()
         self._asked = self._batch = self._alone = 0
-        self._trained = self._stepped = False
+        self._trained = self._stepped = self._waits = False
         self._known: set[int] = set()
         engine.events.listen(self, When.WATCH, only=("step_begins", "step_ends"))
 
@@ -148,6 +155,11 @@ class _Loop(Places):
         if phase == "data":
             self._asked = len(self._record.events)
         self._trained = self._trained or phase == "backward"
+        if over == "backward":
+            self._record.backward_ends()  # more batches of the step may follow, or who reads a gradient
+            self._waits = self._engine.world.size > 1 and not self._engine.reduce
+            if self._waits and self._engine.plan.shard > 1:
+                self._engine.notify(WHOLE)
         return super().turn(phase, over, since)
 
     def begin_step(self, step: int) -> None:
@@ -175,6 +187,7 @@ class _Loop(Places):
         for model in self._engine.program.models:
             self._record.tell(map(local_of, model.parameters()), "parameters")
             self._record.tell(map(local_of, model.buffers()), "buffers")
+            self._record.tell((local_of(p.grad) for p in model.parameters() if p.grad is not None), "gradients")
             if id(model) not in self._known:
                 self._known.add(id(model))
                 self.follow(model, lambda: self._batch)
@@ -182,6 +195,9 @@ class _Loop(Places):
 
     def step_begins(self, optimizer: Optimizer) -> None:
         self._record.backward_ends()
+        self._look()
+        if self._waits and self._engine.plan.shard == 1:
+            self._engine.notify(LATE)
         self.span("optimizer")
         self.phase = "optimizer"
 
@@ -247,17 +263,9 @@ def _run(script: Script, loop: _Loop, said: io.StringIO) -> None:
             raise UsageError(f"{script.name} ends before its second step: {why or f'exit code {end.code}'}") from None
     except Exception as error:
         if len(loop.works) < STEPS:
-            raise _told(script, error) from error
+            raise refused(script.name, error) from error
     with contextlib.suppress(RehearsalEnds):
         loop.end()
-
-
-def _told(script: Script, error: Exception) -> MeshwiseError:
-    if isinstance(error, MeshwiseError):
-        return error
-    told = UsageError(why_not(script.name, error)).with_traceback(error.__traceback__)
-    name_line(told)
-    return told
 
 
 def _no_step(script: Script, engine: Engine) -> str:

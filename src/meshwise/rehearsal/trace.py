@@ -74,12 +74,8 @@ def trace(job: Job, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = 
     mail: stages.Mail = {}
     try:
         return [_trace_rank(job, plan, kind, rank, mail) for rank in kinds_of_ranks(plan, speeds)]
-    except MeshwiseError:
-        raise
     except Exception as error:  # whatever a program raises
-        told = UsageError(why_not(f"job '{job.name}'", error)).with_traceback(error.__traceback__)
-        name_line(told)
-        raise told from error
+        raise refused(f"job '{job.name}'", error) from error
 
 
 def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
@@ -96,8 +92,16 @@ def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
     return sorted(rank for ranks in found.values() for own in ranks for rank in own)
 
 
-def why_not(what: str, error: Exception) -> str:
-    """Return a sentence on why `what` cannot be rehearsed. error: what it raised."""
+def refused(what: str, error: Exception) -> MeshwiseError:
+    """Return why `what` cannot be rehearsed, with its line, from an error that it raised; one of ours says it."""
+    if isinstance(error, MeshwiseError):
+        return error
+    told = UsageError(_why_not(what, error)).with_traceback(error.__traceback__)
+    name_line(told)
+    return told
+
+
+def _why_not(what: str, error: Exception) -> str:
     first = by_its_name(str(error)).partition("\n")[0].partition(". This could be because")[0]
     if "_pack_padded_sequence" in first:
         return (
