@@ -87,7 +87,7 @@ def test_stages_send_in_a_group_that_the_program_made(python: Any, tmp_path: Pat
 @pytest.mark.parametrize("plan", ["shard=2", "tensor=2"])
 def test_a_check_on_gpus_says_that_the_plan_is_right(meshwise: Any, plan: str) -> None:
     done = meshwise("check", JOB, "--devices", "2xcuda", "--set", plan, "--steps", 2)
-    assert done.stdout.startswith(f"equal: Plan({plan}) computes what one device computes"), done.stdout
+    assert f"\nequal: Plan({plan}) computes what one device computes" in done.stdout, done.stdout
 
 
 @pytest.mark.evidence("what a device lacks is refused with a sentence")

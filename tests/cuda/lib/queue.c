@@ -189,7 +189,7 @@ static void *run(void *nothing) {
       stuck = true;
       pthread_cond_broadcast(&progress);
       pthread_mutex_unlock(&lock);
-      usleep(idle_turns > 400 ? 1000 : 50);
+      usleep(idle_turns > 4000 ? 20000 : idle_turns > 400 ? 1000 : 50); /* waits of minutes leave others the processor */
       pthread_mutex_lock(&lock);
     }
   }
