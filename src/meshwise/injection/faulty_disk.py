@@ -1,4 +1,4 @@
-"""Simulate a full disk and files that rot.
+"""Simulate a full disk and damaged files.
 
 The faults are `disk-full`, `corrupt-checkpoint` and `cut-checkpoint`.
 

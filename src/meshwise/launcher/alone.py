@@ -1,4 +1,4 @@
-"""Decide between two attempts of a run on one machine.
+"""Decide how a run on one machine continues after an attempt.
 
 launcher/several.py does the same for several machines.
 Tested in tests/faults/test_restarts.py.
@@ -34,11 +34,11 @@ class Alone:
 
     @property
     def late(self) -> Mapping[str, Any]:
-        """Empty: no other machine joins."""
+        """Empty, since no other machine joins the run."""
         return {}
 
     def folder_told(self) -> Mapping[str, Any]:
-        """Empty: no other machine has begun the run."""
+        """Return {}, since no other machine has begun the run."""
         return {}
 
     def finds(self, folder: Path, told: Mapping[str, Any]) -> None:

@@ -133,7 +133,7 @@ class Restarts:
         return None
 
     def keep_left(self, error: WorkerFailed) -> str:
-        """Save the state that this attempt's workers left in memory. Returns what went wrong, or ""."""
+        """Save the state that this attempt's workers left in memory. Returns a sentence on an error, or ""."""
         return "" if self.kept is None else keep_left(self.folder, self.kept, self.number, error.failure)
 
     def _is_asked_for(self, failure: Any) -> bool:
@@ -254,7 +254,7 @@ class Restarts:
         return f"rank {fault.rank} reached no {fault.phase} of step {fault.step} there"
 
     def happened(self) -> list[Mapping[str, Any]]:
-        """Return the injected faults of the run that happened."""
+        """Return the records of injected faults that have happened in the run."""
         return list(read_lines(self.folder / names.FAULTS)) if self.faults else []
 
 

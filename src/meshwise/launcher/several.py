@@ -1,4 +1,4 @@
-"""Decide between two attempts of a run on several machines.
+"""Decide how a run on several machines continues after an attempt.
 
 The leader decides, and the other machines do as it says.
 

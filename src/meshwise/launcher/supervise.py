@@ -297,7 +297,7 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
 
 def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[WorkerSlot], folder: Path) -> RunSummary:
     """Summarise what a run did since it was started or resumed. results: the facts that each rank's worker returned.
-    folder: the run's, whose records are read."""
+    folder: the run folder, whose records are read."""
     timeline = read_timeline(folder)
     report, first = report_of(timeline.newest_session(), str(folder)), results[0]
     began, sessions = first["began"], len(timeline.sessions)

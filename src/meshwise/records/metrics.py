@@ -32,7 +32,7 @@ class Metrics:
         self.losses: dict[int, float] = {}
 
     def read_on(self) -> None:
-        """Read new lines; all of them if the file was replaced, as when a run was resumed."""
+        """Read the new lines; if the file was replaced, as when a run is resumed, read all lines."""
         if not self._path.is_file():  # a pipe would be read for ever
             self._forget(0)
             return

@@ -194,7 +194,7 @@ class LastState:
         )
 
     def _dealt(self, shapes: Mapping[str, Held]) -> list[WriteItem]:
-        """Return what this rank writes. Tensors that several hold are dealt out, the largest to the least loaded."""
+        """Return what this rank writes. Tensors that several ranks hold are dealt out, about equally by bytes."""
         same, loads, mine = self._among.same, [0] * self._among.same, list[WriteItem]()
         every = [(name, box) for name, each in shapes.items() for box in each.boxes if volume(box)]
         for name, box in sorted(every, key=lambda each: -volume(each[1]) * itemsize(shapes[each[0]].dtype)):

@@ -146,7 +146,7 @@ def _divided(box: Box, count: int) -> list[Box]:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes of a tensor; None if they have none."""
+    """Return the intersection of two boxes of a tensor; None if they do not intersect."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(begin < end for begin, end in both) else None
 

@@ -1,4 +1,4 @@
-"""Format aligned columns as lines, by rich.
+"""Format aligned columns as lines, with rich.
 
 So a view knows the height and the width of a table.
 

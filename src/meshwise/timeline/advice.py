@@ -1,4 +1,4 @@
-"""Suggest what to try next, by what limited a run.
+"""Suggest what to try next, given what limited a run.
 
 Advice names only what the kind of program has: a script has no `--batch-size`, and a plain program no plan.
 """

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from meshwise.timeline.spans import WIDTH
 
 VERSION = 2
-"""Version of a log's format: how its spans are packed and its other lines written."""
+"""Version of a log's format, that is, of the packing of spans and of all other lines."""
 Rows = NDArray[np.int64]
 """Shape (spans, WIDTH): code, start, end, step, bytes, collective."""
 Column = NDArray[np.int64]
@@ -47,7 +47,7 @@ def pack(rows: Rows) -> str:
 def unpack(text: str, count: int) -> tuple[Column, ...]:
     """Unpack the columns of `count` rows: code, start, end, step, bytes, collective.
 
-    Raises ValueError when the text is damaged.
+    Raises ValueError if the text is damaged.
     """
     try:
         packed = zlib.decompress(base64.b64decode(text, validate=True))

@@ -48,7 +48,7 @@ class Actions:
 
 
 def actions_of(spans: Spans, names: Sequence[str]) -> Actions | None:
-    """Return the actions among a timeline's spans; None where there is no pipeline."""
+    """Return the actions among a timeline's spans; None without a pipeline."""
     places = np.array([stage_and_microbatch(name) or (-1, -1) for name in names], np.int64).reshape(-1, 2)
     found = spans[places[spans["name"], 0] >= 0]
     if not len(found):

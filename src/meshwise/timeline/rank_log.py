@@ -21,7 +21,7 @@ from meshwise.timeline.pack import VERSION, Column, unpack
 MOST = 1 << 60
 """The largest number of ns, steps or bytes accepted in a log, so that their sums fit in 64 bits."""
 MOST_PACKED = 200
-"""The most spans per character of packed text: zlib cannot pack more."""
+"""Upper bound on spans per character of packed text, which zlib cannot exceed."""
 Kind = tuple[str, str, str]
 """Kind, lane and name of a span."""
 
@@ -120,7 +120,7 @@ def place_of(path: Path) -> tuple[int, int]:
 
 
 def _whole(value: Any, most: int = MOST) -> int:
-    """Parse a count or a time. Raises ValueError if it is out of range."""
+    """Parse a count or a time in ns. Raises ValueError if it is out of range."""
     number = int(value)
     if not 0 <= number <= most:
         raise ValueError(f"{number} is out of range")

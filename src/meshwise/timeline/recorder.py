@@ -53,7 +53,7 @@ class Recorder:
         self.phase = "idle"
         self.clock = clock
         self.names: list[tuple[str, str, str]] = []
-        """(kind, lane, name) of each code."""
+        """(kind, lane, name) of each span code, which is the index."""
         self.dtypes: dict[tuple[int, int], Any] = {}
         """The dtype that a collective moved, by the collective's code and bytes, if known."""
         self.dropped = 0

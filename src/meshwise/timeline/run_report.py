@@ -23,7 +23,7 @@ from meshwise.timeline.attempt_report import AttemptReport
 MEMORY = ("allocated", "resident")
 """Counters of the memory that a rank itself uses; the first one that is present stands for the rank's memory."""
 NOT_MEMORY = ("samples", "loss")
-"""Counters that are not in bytes; all others are."""
+"""Counters whose values are not in bytes; those of all other counters are."""
 COMPUTING = ("forward", "backward", "optimizer")
 OUTSIDE_STEPS = ("evaluate", "checkpoint")
 """Kinds of time that are not part of a step."""
@@ -99,7 +99,7 @@ class ClockReport:
 
 @dataclass(frozen=True)
 class GoodputPart:
-    """A part of the run's wall time, averaged over its devices."""
+    """A part of a run's wall time, averaged over the run's devices."""
 
     name: str
     seconds: Seconds
@@ -306,7 +306,7 @@ class Report:
 
     @property
     def chosen_steps(self) -> tuple[int, int] | None:
-        """The first and the last of the chosen steps; None for all."""
+        """The first and the last chosen step; None if no steps were chosen."""
         return next(((view.first_step, view.last_step) for view in self.views if view.name == "chosen"), None)
 
 

@@ -21,7 +21,7 @@ from meshwise.timeline.step_table import StepTable
 from meshwise.timeline.timeline import Spans, Timeline
 
 MOST_BARS = 900
-"""The most bars of a window whose steps the user did not choose."""
+"""The largest number of bars in a window whose steps the user did not choose."""
 WINDOW_STEPS = 5
 
 

@@ -86,7 +86,7 @@ def _left(spans: Spans, arrival: Whole, end: Whole, overlapped: NDArray[np.bool_
 
 
 def _median_of_others(values: NDArray[Any], rank: Whole) -> Seconds:
-    """Return the median over all ranks but `rank`, for each row."""
+    """Return, for each row, the median over all ranks except the row's `rank`."""
     others = np.ones(values.shape, bool)
     others[np.arange(len(values)), rank] = False
     result: Seconds = np.median(values[others].reshape(len(values), -1), axis=1)
@@ -94,7 +94,7 @@ def _median_of_others(values: NDArray[Any], rank: Whole) -> Seconds:
 
 
 def _excess(work: Seconds, rank: Whole) -> Seconds:
-    """Return how much longer `rank` took than the median of the others, for each row."""
+    """Return, for each row, how much longer the row's `rank` took than the median of the other ranks."""
     result: Seconds = work[np.arange(len(work)), rank] - _median_of_others(work, rank)
     return result
 

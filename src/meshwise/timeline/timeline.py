@@ -111,7 +111,7 @@ class Timeline:
         return float(began) if isinstance(began, int | float) else None
 
     def newest_session(self) -> Timeline:
-        """Return the part recorded since the newest session began."""
+        """Return the part of the timeline that was recorded since the newest session began."""
         if len(self.sessions) < 2:
             return self
         newest = self.sessions[-1]

@@ -159,7 +159,7 @@ class MetricsLog:
         return True
 
     def send_memory(self) -> None:
-        """Send how many bytes of device memory this rank uses now."""
+        """Send how many bytes of memory this rank uses now."""
         self.send("memory", bytes=used_bytes(self._world.device))
 
     def close(self) -> None:

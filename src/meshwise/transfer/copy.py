@@ -95,8 +95,8 @@ def to(
     """Move every tensor in `tree` to `device`: tuples, lists, dicts, modules (in place) and arrays of other libraries.
 
     A tensor that is already on `device` is returned unchanged. Gradients flow back the same way. non_blocking: the host
-    does not wait for copies from pinned memory to a device; it must not write the source until they are done. Copies to
-    the host always wait, so that they can be read. The other arguments are as in `copy`.
+    does not wait for copies from pinned memory to a device, and must not write the source until they are done. Copies
+    to the host always wait, so that they can be read. The other arguments are as in `copy`.
     """
     target, options = as_device(device), CopyOptions(links, verify, path, non_blocking=non_blocking)
 

@@ -23,7 +23,7 @@ from meshwise.transfer.stopwatch import Stopwatch
 
 
 def is_array(value: Any) -> bool:
-    """Check whether `value` is an array of another library: NumPy's, or one with one of the two protocols above."""
+    """Check whether `value` is an array of another library: NumPy's, or one with DLPack or the CUDA interface."""
     kind = type(value)
     return isinstance(value, np.ndarray) or hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__")
 

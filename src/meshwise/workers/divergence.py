@@ -53,7 +53,7 @@ class DivergenceWatch:
 
 
 def divergence(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> str:
-    """Describe how the ranks have diverged, in one sentence; empty where no divergence is visible.
+    """Describe how the ranks have diverged, in one sentence; "" if no divergence is visible.
 
     ended: ranks whose program is over, so that they call nothing more.
     """
@@ -68,7 +68,7 @@ def divergence(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -
 
 
 def last_verbs(trails: Mapping[int, VerbTrail | None]) -> str:
-    """Say which verb each rank called last; empty where no rank has called any."""
+    """Say which verb each rank called last; "" if no rank has called any."""
     told: dict[str, list[int]] = {}
     for rank, trail in sorted(trails.items()):
         told.setdefault(_verb(trail, trail.count) if trail else "none", []).append(rank)

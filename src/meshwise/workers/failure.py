@@ -22,7 +22,7 @@ from meshwise.workers import loader_failure, sudden_end
 MORE_MEMORY = "Let the ranks of this machine use less, or give them more memory."
 LINK = "The ranks lost their connections to each other, and all of them are alive: look at the link between them."
 MOST_FRAMES = 20
-"""The most frames shown of a traceback: half from its beginning, half from its end."""
+"""The largest number of frames shown of a traceback: half from the beginning, half from the end."""
 _COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
 CULPRIT_TIMEOUT, VICTIMS_TIMEOUT = 1.0, 10.0
 _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection timed out")

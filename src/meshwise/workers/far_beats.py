@@ -47,7 +47,7 @@ class FarBeats:
             self._nodes.set(f"beats/{self._nodes.node_rank}", {rank: _plain(far) for rank, far in here().items()})
 
     def heard(self) -> dict[int, Far]:
-        """Return the ranks of those other machines that have reported."""
+        """Return the state of each rank of the other machines, as far as these have reported."""
         found, now = dict[int, Far](), time.monotonic()
         for node in self._others():
             told, at = self._heard.get(node, (None, now))

@@ -91,7 +91,7 @@ class StepGate:
             return self._begun
 
     def set_last(self, step: int) -> None:
-        """Set the last step of all ranks."""
+        """Set the step after which all ranks stop."""
         with self._changed:
             self._last = step
             self._changed.notify_all()

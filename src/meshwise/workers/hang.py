@@ -310,7 +310,7 @@ class HangWatch:
 
 
 def _of_stopped(stall: Stall, beats: Mapping[int, Beat], stopped: Sequence[int]) -> Stall:
-    """Blame only the stopped ranks, if every rank is in a collective and some processes are stopped there."""
+    """If all ranks are in collectives, and some of their processes are stopped, blame only these ranks."""
     which = sorted(stall.waiting.keys() & set(stopped)) if stall.inside or stall.crossed else []
     return Stall(which, {rank: at for rank, at in stall.waiting.items() if rank not in which}) if which else stall
 

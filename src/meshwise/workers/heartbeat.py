@@ -33,7 +33,7 @@ LONG = ("evaluate", "checkpoint")
 """Phases between two steps: if one occurs, the time from step to step is not recorded as a step's duration."""
 BETWEEN = ("data", *LONG)
 PEERS = ">"
-"""The name of the group of a send or a receive, which consists of the ranks at the other end."""
+"""Suffix of a group's name for a send or a receive; such a group consists of the ranks at the other end."""
 PLAIN = "plain"
 """Suffix of the name of the group of all ranks in a program that uses none of our verbs, so has hardly any phases."""
 SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
@@ -71,7 +71,7 @@ class Beat:
 
 
 def beat_path(folder: Path, rank: int) -> Path:
-    """Return the file in which the rank beats."""
+    """Return the path of the file to which a rank writes its heartbeat."""
     return folder / f"beats-{rank}"
 
 

@@ -1,4 +1,4 @@
-"""Tell whether a process computes, by its kernel time and children.
+"""Tell whether a process and its children compute, by CPU time.
 
 Tested in tests/workers/test_idle.py.
 """
@@ -21,7 +21,7 @@ class Idleness:
         self._seen: dict[int, tuple[float, float]] = {}
 
     def computes(self, pid: int | None, now: float) -> bool:
-        """Check whether a process has computed in the WINDOW that ends now; False until a WINDOW is over."""
+        """Check whether a process or its children computed since the last check; False if that is under WINDOW ago."""
         if pid is None:
             return False
         used = sum(map(_seconds, (pid, *children_of(pid))))

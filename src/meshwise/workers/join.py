@@ -80,7 +80,7 @@ def standing_for(context: RankContext) -> Iterator[None]:
 
 
 def join() -> RankContext:
-    """Join the process group of all ranks, if there are several; return this process's context. Collective."""
+    """Join the process group of all ranks, which is collective if it must be made; return this process's context."""
     session = rank_context()
     if session.world.size > 1 and not dist.is_initialized():
         enter_process_group(session.world)

@@ -1,4 +1,4 @@
-"""Start one worker a device, watch them, and end them all together.
+"""Start one worker per device, watch them, and end them all together.
 
     prepare    the task file, the side channel, each worker's environment
     start      one process per worker, each leading its own process group

@@ -32,7 +32,7 @@ def said(variable: str, value: str, server: subprocess.Popen[bytes] | None) -> s
 
 
 def _found(wanted: bytes, own: tuple[int, ...]) -> list[tuple[int, str]]:
-    """Return the number and name of each process that was started with the variable."""
+    """Return id and name of each process in whose environment `wanted` is. own: ids to leave out."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -73,7 +73,7 @@ class Store:
             self._heard = {name: at for name, at in self._heard.items() if at > -math.inf}
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving the store to other machines."""
         self.door.close()
 
     def _serve(self, line: Line) -> None:

@@ -66,7 +66,7 @@ class VerbTrail:
         return self._entry(number)[2]
 
     def verb(self, number: int) -> Verb:
-        """Return the verb of this number, from 1."""
+        """Return the rank's verb number `number`, from 1."""
         line, times, _, left, batches = self._entry(number)
         name, _, where = self._lines[line].partition("\t")
         return Verb(name, where, times, _left(self._lines, left, batches))

@@ -62,7 +62,7 @@ class WatchedWorker:
         return time.monotonic() - self.since
 
     def kill(self) -> None:
-        """Kill the worker and everything that it started. A worker leads its own process group."""
+        """Kill the worker and its process group, that is, all processes that it started."""
         pid = self.process.pid
         if pid is not None:
             kill_group(pid)

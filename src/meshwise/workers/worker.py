@@ -42,7 +42,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes that the path of a socket has left for a folder
 
 in_progress: set[str] = set()
-"""Activities that a rank is in the middle of, such as an epoch: leaving now would abandon the other ranks."""
+"""Activities that a rank is in the middle of, such as an epoch. To exit now would abandon the other ranks."""
 
 
 def main() -> int:

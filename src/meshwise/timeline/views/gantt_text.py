@@ -106,7 +106,7 @@ def _line(
 
 
 def _axis(label: int, columns: int, seconds: float, ascii_only: bool) -> Text:
-    """Draw ticks under the columns of round times, each followed by its number."""
+    """Draw an axis: ticks under the columns of round times, each followed by the time."""
     every = _tick(seconds, columns)
     digits = max(0, -math.floor(math.log10(every * 1e3) + 1e-9))
     line = [" "] * columns

@@ -59,7 +59,7 @@ def progress_line(p: TrainingProgress) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """Return a loss as text with four decimals; a very small or large loss as `1,234.5` or `1.234e-05`."""
+    """Return a loss as text with four decimals; very large or small ones as `1,234.5` or `1.234e-05`."""
     if loss == 0 or not math.isfinite(loss) or 1e-3 <= abs(loss) < 1e3:
         return f"{loss:.4f}"
     return f"{loss:,.1f}" if 1e3 <= abs(loss) < 1e6 else f"{loss:.3e}"

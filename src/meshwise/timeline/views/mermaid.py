@@ -62,7 +62,7 @@ def gantt(report: Report, bars: Sequence[Bar]) -> str:
 
 
 def _longest(bars: Sequence[Bar]) -> list[Bar]:
-    """Return the longest bars, at most MOST_BARS, in the order in which they begin."""
+    """Return the longest bars, at most MOST_BARS, by rank and then by start."""
     longest = sorted(bars, key=lambda bar: -bar.seconds)[:MOST_BARS]
     return sorted(longest, key=lambda bar: (bar.rank, bar.start, -bar.seconds))
 

@@ -64,7 +64,7 @@ def _row(difference: TimeDifference, ascii_only: bool) -> list[str | Text]:
 
 
 def _ratio(ratio: float) -> str:
-    """Write a ratio with four digits, or more if it is larger."""
+    """Return a ratio as text with four digits, or more from 10,000 on."""
     return count_text(ratio) if ratio >= 1000 else f"{ratio:.{3 if ratio < 10 else 2 if ratio < 100 else 1}f}"
 
 
