@@ -57,7 +57,7 @@ def _with_queue(entry: RunEntry, known: Mapping[str, slurm.Queued]) -> RunEntry:
 
 
 def to_remove(parent: Path, words: Sequence[str], *, running: bool) -> list[RunEntry]:
-    """Return the runs to remove, by their names. running: also running ones. Raises UsageError if one cannot be."""
+    """Return the runs named by `words`. Raises UsageError for queued ones, for running ones unless `running`."""
     found = with_queue([run_entry(find_run(parent, word)) for word in words])
     entries = {entry.folder: entry for entry in found}
     for entry in entries.values():

@@ -23,8 +23,8 @@ ROUND = 1.0  # seconds between two looks
 
 
 def stop(parent: Path, word: str, say: Callable[[str], object], *, wait: float) -> None:
-    """Ask a run to save and to end, and prevent that it starts again. word: names the run. wait: seconds to wait for
-    its end. say: called with lines for the user.
+    """Ask a run to save and to end, and prevent further starts. word: names the run. wait: seconds to wait for its end.
+    say: called with lines for the user.
     Raises UsageError for a run that is over, or that cannot be reached from this host."""
     folder = find_run(parent, word)
     facts = names.read_run(folder)

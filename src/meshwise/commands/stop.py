@@ -23,7 +23,7 @@ def stop(
     folder: Annotated[str, FOLDER] = "runs",
     wait: Annotated[str, typer.Option(metavar="TIME", help="how long to wait for its end")] = "5min",
 ) -> None:
-    """Let a run save its state and end, and start it no more: queued or running, on Slurm or on this machine.
+    """Let a queued or running run save its state and end, and prevent further starts, on Slurm or this machine.
 
     \b
     meshwise stop 20261121-140502-gpt        by a part of its name

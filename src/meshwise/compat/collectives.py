@@ -82,7 +82,7 @@ def all_reduce(tensor: Tensor, op: str, group: Group) -> None:
 
 
 def begin_sum(tensor: Tensor, group: Group = None) -> torch.futures.Future[object]:
-    """Begin to sum `tensor` in place over the group; return a future. If it must be copied, wait for the sum here."""
+    """Begin to sum `tensor` over the group, in place; return a future. If `tensor` must be copied first, wait here."""
     buffer, op = _reducible(tensor, "sum")
     if not _same_memory(buffer, tensor):
         all_reduce(tensor, "sum", group)
@@ -107,7 +107,7 @@ def all_gather(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) 
 
 
 def reduce_scatter(out: Tensor, tensor: Tensor, op: str, group: Group, direct: bool = False) -> None:
-    """Reduce `tensor` over the group, and write this rank's part of the sum (along dim 0) to the contiguous `out`."""
+    """Reduce `tensor` over the group; write this rank's part of the result (along dim 0) to the contiguous `out`."""
     source = _contiguous(tensor.detach())
     if direct and _carries(tensor, group):
         parts = torch.empty_like(source).view(dist.get_world_size(group), *out.shape)
@@ -163,7 +163,7 @@ def send_receive(sends: Pairs, receives: Pairs, group: Group) -> None:
 
 
 def begin_send(tensor: Tensor, target: int, group: Group) -> Callable[[], None]:
-    """Begin to send to a rank of the group. Return a function that waits until it is sent, and keeps the data alive."""
+    """Begin to send to a rank of the group. Return a function that waits for the end, and keeps the data alive."""
     buffer = as_bytes(tensor)
     work = dist.isend(buffer, group=group, group_dst=target) if buffer.nbytes else None
 

@@ -60,7 +60,7 @@ class FakeTensors(FakeTensorMode):
 
 
 class Call:
-    """A call of an operator on fake tensors, which `call()` runs. alike: then the remembered results of equal calls."""
+    """A call of an operator on fake tensors; `call()` runs it. alike: its results as remembered for equal calls."""
 
     __slots__ = ("alike", "args", "func", "kwargs", "mode", "types")
 
@@ -120,7 +120,7 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
 
 
 def _without_constants(out: Any) -> None:
-    """Move known values of fake tensors from torch's `constant`, on a device that does not exist, to `give_value`."""
+    """Keep known values of fake tensors by `give_value`, not in torch's `constant`: the device does not exist."""
     for tensor in tensors_in(out):
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             give_value(tensor, tensor.constant)

@@ -186,7 +186,7 @@ def fake_device(main: str) -> Iterator[str]:
 
 
 def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap `make` to make tensors of numbers on the host, then move them: torch would write to the device's memory."""
+    """Wrap `make`: make tensors of numbers on the host, then move them to the device, whose memory does not exist."""
 
     @functools.wraps(make)
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -232,7 +232,7 @@ def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
 
 _put_aside: list[BaseException] = []
 _raise_pending = ctypes.pythonapi.Py_IsInitialized
-"""Any call through ctypes raises the pending error. It is looked up here, as a lookup then would replace the error."""
+"""Any call through ctypes raises the pending error. To look up this function only then would replace the error."""
 
 
 @functools.cache

@@ -75,7 +75,7 @@ def node_of_backward() -> str:
 
 @contextlib.contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Report events to `listener` during the body."""
+    """In the block, report events to `listener`."""
     global _listener
     _begin_to_tell()
     changed: list[tuple[Any, str, Callable[[Any], Any]]]

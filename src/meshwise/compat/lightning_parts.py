@@ -36,7 +36,7 @@ def run_closure(plugin: Any, module: Any, optimizer: Any, closure: Any) -> Any:
 
 
 def end_epoch(loop: Any) -> None:
-    """End an epoch that was cut short as Lightning ends a whole one: with its schedulers and its validation."""
+    """End an epoch that was cut short in the way Lightning ends a full one: step schedulers, run the validation."""
     loop.batch_progress.is_last_batch = True
     loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
     if loop._should_check_val_epoch():

@@ -52,5 +52,5 @@ def is_hooks(name: str) -> bool:
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:
-    """Return whether torch can add hooks to the optimizer. A wrapper may lack them, without `Optimizer.__init__`."""
+    """Return whether torch can add hooks to the optimizer: not if a wrapper has skipped `Optimizer.__init__`."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")

@@ -79,7 +79,7 @@ class Perturbed:
         return found
 
     def held(self, name: str, writes: Any, reads: Any, begin: Callable[[Any, Any], Any]) -> Any:
-        """Begin an asynchronous exchange on copies of its tensors; return its handle, or None without one."""
+        """Begin an asynchronous exchange on copies of its tensors; return its handle, None if not in its group."""
         exchange = _Exchange(self, f"{name} at {user_place() or 'meshwise'}", writes, reads)
         work = begin(exchange.hidden, exchange.sent)
         if work is None:  # this rank is in no group of it
@@ -190,7 +190,7 @@ _now: list[Perturbed] = []
 
 @contextlib.contextmanager
 def perturbed(seed: int, rank: int) -> Iterator[Perturbed]:
-    """Perturb the communication of this process in the block; yield what collects the races."""
+    """Perturb the communication of this process in the block; yield the object that collects the races."""
     owner, kept = Perturbed(seed, rank), {n: getattr(dist, n) for n in (*WRITES_AND_READS, "P2POp") if hasattr(dist, n)}
 
     def surrounded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

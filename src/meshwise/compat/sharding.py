@@ -97,7 +97,7 @@ class Group:
         return [_waiting(part) is not None for part in self._group.fsdp_params]
 
     def versions(self) -> int:
-        """Return a number that changes when a gathered parameter is written in place, but not through `p.data`."""
+        """Return a number that changes when a gathered parameter is written in place; not so through `p.data`."""
         whole = [part._unsharded_param for part in self._group.fsdp_params if hasattr(part, "_unsharded_param")]
         return sum(p._version for p in whole if not p.is_inference())
 
@@ -193,7 +193,7 @@ def around_method(
     root: FSDPModule, ran: Callable[[FSDPModule], None], output: list[Any]
 ) -> contextlib.AbstractContextManager[None] | None:
     """Return a context that gathers parameters for another method of a sharded model, as its forward does, and then
-    calls `ran(root)`. The method's `output` must be appended in it. Return None while a forward or backward runs."""
+    calls `ran(root)`. Append the method's result to `output` inside. Return None while a forward or backward runs."""
     state: Any = root._get_fsdp_state()
     if state._training_state != type(state._training_state).IDLE:
         return None

@@ -24,7 +24,7 @@ def on_parts() -> AbstractContextManager[None]:
 
 
 def called(func: Callable[..., Any]) -> str:
-    """Return the name of the function given to `__torch_function__`; for a property that is read, such as `.shape`."""
+    """Return the name of a function that `__torch_function__` gets; `.shape` and the like if a property is read."""
     name: str = getattr(func, "__name__", "")
     if name != "__get__":
         return name
@@ -61,8 +61,8 @@ def determinism_of_parts() -> str:
 
 
 def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequence[Any]]) -> None:
-    """Call the user's autograd functions with `change(name, arguments)`. torch does not report these functions to
-    tensor subclasses: their forward would get wholes and their backward parts. torch's own functions are left alone."""
+    """Let `change(name, arguments)` return the arguments for the user's autograd functions. torch does not report these
+    to tensor subclasses: forward would get wholes and backward parts. torch's own functions are left alone."""
     own = inspect.getattr_static(Function, "apply")  # in Python, or since torch 2.15 in C
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

@@ -94,7 +94,7 @@ def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
 
 
 def under_load(machine: Machine, lanes: Mapping[str, tuple[int | None, int | None]]) -> Machine:
-    """Set generation and lanes of PCIe links to the host to `lanes`, seen under load, by the device's name."""
+    """Replace (generation, lanes) of PCIe links to the host by those seen under load. lanes: by the device's name."""
     links = []
     for link in machine.links:
         seen = next((lanes[end] for end in (link.source, link.target) if end in lanes), None)
@@ -132,7 +132,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _with_copies(machine: Machine, results: Sequence[PathResult]) -> tuple[Link, ...]:
-    """Return the links with timings of copies. A pair without a link gets one, made from the link for any devices."""
+    """Return the links with the timings of copies. A pair without a link of its own gets one."""
     measured: dict[tuple[str, str], Link] = {(link.source, link.target): link for link in machine.links}
     for result in results:
         if result.operation not in COPIES:

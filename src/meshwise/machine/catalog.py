@@ -98,7 +98,7 @@ class CatalogPart:
 
 @dataclass(frozen=True)
 class Reached:
-    """The measured shares of a link's nominal bandwidth, by path. generation: None for any. part: measured on."""
+    """The measured shares of a link's nominal bandwidth, by path. generation None: any. part: where measured."""
 
     kind: str
     generation: int | None

@@ -114,7 +114,7 @@ def _link(name: str, old: Link, new: Link) -> Iterator[Change]:
 
 
 def _lanes(old: Link, new: Link) -> str:
-    """Return whether a link's generation and width became `better` or `worse`; `changed` if one did each."""
+    """Return how a link's generation and width changed: `better`, `worse`, or `changed` if unknown or one of each."""
     before, after = (old.generation, old.width), (new.generation, new.width)
     if old.kind != new.kind or None in before or None in after:
         return "changed"

@@ -110,7 +110,7 @@ def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | No
 
 
 def expected_collective(machine: Machine, collective: Collective) -> Expected:
-    """Return the bus bandwidth that a collective should reach: the share of the slowest link's rate, in a ring."""
+    """Return the bus bandwidth that a collective should reach: that of the slowest link in a ring, times a share."""
     if collective.kind not in FACTORS or collective.ranks < 2:
         return Expected(None, None, f"no rate is known that {collective.kind} should have")
     on_one_host = sum(device.host == 0 for device in machine.devices)

@@ -98,7 +98,7 @@ def _rows(costs: Sequence[Cost]) -> Iterator[Sequence[Cost]]:
 
 
 def _joined(row: Sequence[Cost], ends: Mapping[str, str]) -> Item:
-    """Join operators to one item. late: when the last can end, as each begins after its launch and the one before."""
+    """Join operators to one item. late: when the last can end, as each waits for its launch and the one before."""
     host = late = seconds = 0.0
     for cost in row:
         own = _at(cost.price, ends)

@@ -65,8 +65,8 @@ def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets:
 
 
 class _Row:
-    """A trace as one sequence. For each entry: the event; a number that equal entries share; a number that also entries
-    share which differ by growth; its block or microbatch; the indices of earlier entries that it refers to."""
+    """A trace as one sequence. For each entry: the event; a number that equal entries share; a number shared even if
+    entries differ by growth; its block or microbatch; the indices of earlier entries that it refers to."""
 
     def __init__(self, trace: Trace, read: Read, numbers: dict[Hashable, int]) -> None:
         self.events: list[Event | None] = []

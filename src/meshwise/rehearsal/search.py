@@ -139,7 +139,7 @@ class _Searching:
         return self._over or (bool(self.estimates) and self._clock() - self._begun > self._seconds)
 
     def next(self) -> Plan | None:
-        """Return the likely best plan to rehearse next; None if none is left, likely better, and quick enough."""
+        """Return the plan to rehearse next, the likely best; None if no plan is likely better or none fits the time."""
         for plan in [plan for plan in self._open if self._out_of_bounds(plan)]:
             del self._open[plan]
         left = self._seconds - (self._clock() - self._begun)

@@ -41,8 +41,8 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Device:
-    """One device. name: `cuda:0`, `cpu:1`, as counted on its host. part: the catalog's name for the model, or the
-    driver's.
+    """One device. name: `cuda:0`, `cpu:1`, as counted on its host. part: the product, as the catalog names it, or as
+    the driver does.
     memory: bytes. memory_bandwidth (bytes/s) and peak (dense FLOP/s by dtype): nominal. achievable: the best share of
     the peak that was ever reached, by dtype. memory_rate (bytes/s, read and written), matmuls and launch (seconds per
     kernel): measured on this device. origins: the source of each figure, by field name."""

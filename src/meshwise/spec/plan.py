@@ -42,7 +42,7 @@ _COMPILED = " with compile=True: split tensors are not compiled. Remove compile.
 
 @dataclass(frozen=True)
 class Conflict:
-    """A combination that a field excludes. when: whether a plan has it. message: the error, formatted with `{plan}`."""
+    """A combination that a field excludes. when: whether a plan has it. message: the error; `{plan}` is that plan."""
 
     when: Callable[[Plan], bool]
     message: str

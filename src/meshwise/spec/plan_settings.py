@@ -23,7 +23,7 @@ def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Pl
 
 
 def settings_values(settings: Iterable[str]) -> dict[str, Any]:
-    """Parse `field=value` settings into fields of a plan. Several values have commas: `offload=parameters,optimizer`.
+    """Parse `field=value` settings into fields of a plan. Commas separate values: `offload=parameters,optimizer`.
 
     Raises PlanError for a text that is not a setting.
     """
@@ -57,7 +57,7 @@ def settings_text(plan: Plan) -> str:
 
 
 def plan_on(devices: int, settings: Sequence[str]) -> Plan:
-    """Return the plan of `field=value` settings for this many devices. If `data` is not set, replicas fill them."""
+    """Return the plan of `field=value` settings for this many devices, filled with replicas if `data` is not set."""
     axes = [setting for setting in settings if setting.partition("=")[0].strip() in AXES]
     if any(setting.partition("=")[0].strip() == "data" for setting in axes):
         return plan_from_settings(settings)

@@ -33,7 +33,7 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
 
 
 def is_called_from(file: str) -> bool:
-    """Check whether the caller runs inside of a function of a file whose path ends so."""
+    """Return whether code in a file whose path ends with `file` has called the caller, directly or not."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith(file):
         frame = frame.f_back

@@ -147,7 +147,7 @@ def _device(nvml: _Nvml, handle: Any, sys: Path) -> Accelerator:
 
 
 def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, int]:
-    """Count the NVLinks that are up, by the index of the device at the other end, or `switch`; add `generation`."""
+    """Count the NVLinks that are up, by the index of the device at the other end, or `switch`; and `generation`."""
     found: dict[Any, int] = {}
     for link in range(MOST_NVLINKS):
         state = nvml("DeviceGetNvLinkState", handle, link)
