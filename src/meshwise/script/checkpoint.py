@@ -1,10 +1,10 @@
 """Save and restore the state of a user's loop: `mw.checkpoint`.
 
-It is saved while the loop runs and restored where it starts.
+The state is saved while the loop runs, and restored when the loop starts.
 
-A step is over when the next batch is asked for and `optimizer.step` was called since the last one: there the state is
-saved, with the place in the loader's epoch, the random generators and the count of steps. After an epoch's last step
-that waits for the next epoch: a validation or a scheduler in between belongs to the epoch.
+A step is over when the loop asks for the next batch and has called `optimizer.step` since the last one: then the state
+is saved, with the position in the loader's epoch, the random generators and the number of steps. After an epoch's last
+step, the save waits for the next epoch: a validation or a scheduler in between belongs to the epoch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def checkpoint(
     every: int | str | None = None,
     keep: int | None = None,
 ) -> LoopState:
-    """Restore what was saved in `folder`, if anything was, and save the same from now on, at the ends of steps.
+    """Restore the state saved in `folder`, if there is one, and from now on save the state there at the ends of steps.
 
         saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
         for epoch in range(saved.epoch, 10):
@@ -59,14 +59,14 @@ def checkpoint(
 
     Call it after `mw.distribute`, on every rank. A resumed loop continues in the middle of its epoch, with the numbers
     of a run that never stopped (bitwise on one and two devices, and between two epochs on any), under any plan and
-    number of devices. A loop without such a loader calls `saved.step_done()` after each step; its dropout draws anew.
+    number of devices. A loop without such a loader calls `saved.step_done()` after each step; its dropout differs.
 
-    model, optimizer, scheduler: one, or a list or dict of them. loader: the training loop's, as `mw.distribute`
-    returned it; or a list of it and the loaders that are read beside it, as by `zip`. extra: a dict that the loop keeps
-    (`state["best"]`), updated in place when restored, of plain values, tensors and things with a state_dict (a
-    GradScaler), or one such thing. every: 500 steps, or "10min"; by default after each epoch of the loader. `meshwise
-    run --save-every` overrides it, `--keep` overrides keep. A stopped run saves too. CheckpointError: the state is of
-    another model, or none is whole. UsageError: another program saves there.
+    model, optimizer, scheduler: one, or a list or dict of them. loader: that of the training loop, as `mw.distribute`
+    returned it; or a list of it and further loaders read in the same loop, as by `zip`. extra: a dict that the loop
+    uses (`state["best"]`), updated in place when restored, of plain values, tensors and objects with a state_dict (a
+    GradScaler), or one such object. every: a number of steps, or "10min"; default: each epoch of the loader. `meshwise
+    run --save-every` overrides every, `--keep` overrides keep. A stopped run saves, too. CheckpointError: the state is
+    of another model, or no state is complete. UsageError: another program saves in `folder`.
     """
     came_to("mw.checkpoint")
     engine = default_engine()
@@ -85,7 +85,7 @@ def checkpoint(
 class LoopState:
     """What `mw.checkpoint` returns: where the loop resumes.
 
-    restored: whether a state was found.
+    restored: whether a saved state was found and restored.
     """
 
     def __init__(self, parts: LoopParts, folder: Path, saves: Saves) -> None:
@@ -104,18 +104,18 @@ class LoopState:
 
     @property
     def epoch(self) -> int:
-        """Epochs of the loader that were finished in the restored state."""
+        """How many epochs of the loader were finished in the restored state; 0 if none was restored."""
         self._asked.note()
         return self._epoch
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far."""
+        """How many optimizer steps were made so far, over all restarts."""
         self._asked.note()
         return self._step
 
     def begin(self) -> None:
-        """Restore the state, and start to follow the loop. Collective."""
+        """Restore the saved state, if any, and begin to follow the loop. Collective."""
         world = rank_context().world
         self._never_finite = not_finite_names(self._parts.things["model"])
         held = self._held = hold(self._folder)
@@ -132,7 +132,7 @@ class LoopState:
             channel.send("restores", folder=str(self._folder.resolve()))
 
     def _find(self, held: HeldFolder) -> Checkpoint | None:
-        """Restore the newest state, if there is one, and return it."""
+        """Restore the newest saved state and return it; None if there is none."""
         if not has_checkpoint(self._folder):
             return None
         world = rank_context().world
@@ -150,7 +150,7 @@ class LoopState:
         return not_finite_in(things["model"], things["optimizer"], self._never_finite)
 
     def step_done(self) -> None:
-        """Mark the end of a step, in a loop without a loader of `mw.distribute`. Call it after each step. Collective
+        """Mark the end of a step. Call it after each step, in a loop without a loader of `mw.distribute`. Collective
         when it saves."""
         if self._loader is not None:
             raise UsageError(
@@ -163,7 +163,7 @@ class LoopState:
             self.save()
 
     def save(self) -> None:
-        """Save now, between two steps. Collective. Raises LossError, and saves nothing, if the state is not finite."""
+        """Save now, between two steps. Collective. Raise LossError, and save nothing, if the state is not finite."""
         if self._saver is None:
             return
         self._due = False
@@ -192,13 +192,13 @@ class LoopState:
     # What the engine asks and tells.
 
     def keeps(self) -> list[Any]:
-        """Return the program's objects that it saves."""
+        """Return the program's objects that are saved."""
         extra, things = self._parts.extra, self._parts.things.values()
         given = [each for of_kind in things for each in of_kind.values()]
         return [*given, extra, *(extra.values() if isinstance(extra, dict) else ())]
 
     def step_ends(self, loader: DistributedLoader) -> None:
-        """Handle a request for the next batch of `loader`. After the last one, a due save waits for `epoch_begins`."""
+        """Save, if due, as the next batch of `loader` is requested; after the last one, wait for `epoch_begins`."""
         if loader is not self._loader:
             self._between = self._between and not self._engine.phases.trained  # else the program goes on with that one
             return
@@ -207,7 +207,7 @@ class LoopState:
             self.save()
 
     def epoch_ends(self, loader: DistributedLoader, *, early: bool) -> None:
-        """Handle that `loader` has no further batch in this epoch, or (early) that its loop was left."""
+        """Record that `loader` has no further batch in this epoch, or (early) that the program left its loop."""
         if loader is not self._loader:
             return
         if early:  # the next batch was not asked for
@@ -216,7 +216,7 @@ class LoopState:
         self._between, self._due = True, self._due or self._by_epochs
 
     def _count(self) -> bool:
-        """Count the steps of a batch that is over, in which other loaders may be read; return whether one ended."""
+        """Count steps that ended since the last count, also by batches of other loaders; return whether one did."""
         phases = self._engine.phases
         ended = phases.done > self._counted
         self._step, self._counted = self._step + phases.done - self._counted, phases.done
@@ -224,7 +224,7 @@ class LoopState:
         return ended
 
     def epoch_begins(self, loader: DistributedLoader) -> None:
-        """Handle that a loop over `loader` begins: what the program did between two epochs is saved with the first one,
+        """Save, if due, as a loop over `loader` begins: what the program did between two epochs belongs to the first,
         so a resumed loop begins with the second."""
         self._look_at_program(loader)
         if loader is self._loader and self._between:
@@ -234,7 +234,7 @@ class LoopState:
                 self.save()
 
     def _look_at_program(self, loader: DistributedLoader | None) -> None:
-        """When a loop begins, say once what the saved objects reveal about the program."""
+        """Warn once, when a loop begins, of mistakes that the saved objects reveal."""
         if self._looked_at or loader is not self._loader or self._saver is None:
             return
         self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
@@ -246,16 +246,16 @@ class LoopState:
             say(self._asked.unread(self._epoch, self._parts.extra))
 
     def finishes_epoch(self) -> bool:
-        """Return, when the run was asked to stop, whether the program should first reach its next epoch or its end (or,
-        in another loader's loop inside a batch, the end of that loop). A state saved in between would not record how
-        much of a validation or a scheduler's step is done."""
+        """Return whether the program, when asked to stop, should first reach its next epoch or its end (or, inside a
+        batch of another loader's loop, the end of that loop). A state saved in between would not record how much of a
+        validation or a scheduler's step was done."""
         finishes = self._between or (self._loader is not None and self._loader.in_batch)
         if finishes and (channel := rank_context().channel) is not None:
             channel.send("finishes_epoch")
         return finishes
 
     def stops(self) -> None:
-        """Save if possible: the run was asked to stop, before the same batch on every rank."""
+        """Save if possible, as the run was asked to stop: all ranks are before the same batch."""
         if self._saver is None:
             return
         self._saver.settle()
@@ -272,7 +272,7 @@ class LoopState:
             self._saver.settle()
 
     def close(self) -> None:
-        """Wait, at the end of the program, for what is being written. Raises SaveError where that failed."""
+        """Wait, at the end of the program, until all is written. Raise SaveError if that failed."""
         if self._saver is None:
             return
         if sys.exc_info()[0] is not None or hasattr(sys, "last_type"):  # it failed: nobody waits for long

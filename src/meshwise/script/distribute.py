@@ -6,8 +6,8 @@
         loss = mw.backward(loss)
         optimizer.step(); optimizer.zero_grad()
 
-The objects that come back are the objects that were given; only loaders are new. On one device `backward` is
-`loss.backward()`. On several it leaves in `.grad` what one device would have added for the whole batch.
+`distribute` returns the objects that it was given; only loaders are new. On one device, `backward` is
+`loss.backward()`. On several, it adds to `.grad` what one device would add for the whole batch.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ def distribute(
 def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a TypeVarTuple's names
     *objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole"
 ) -> Any:
-    """Put models, optimizers and loaders on all devices; returns them in the same order (one object, as itself).
+    """Put models, optimizers and loaders on all devices; return them in the same order (a single one by itself).
 
-    Models and optimizers are changed in place: class, hooks and state_dict keys stay; start values are those of rank 0.
-    Loaders are new, with the same `len`; their `batch_size` is global, their order that of torch's own. A loader around
-    a DataLoader, which may read ahead (timm's PrefetchLoader), stays and reads the new one. Schedulers pass through. On
-    one device only the loaders are replaced, so that a resumed loop may use any number of devices. The Trainers of
-    transformers and Lightning are changed in place as a whole: `trainer = mw.distribute(trainer)`, then
-    `trainer.train()` or `trainer.fit(model)`.
+    Models and optimizers are changed in place: class, hooks and state_dict keys stay; all ranks start with rank 0's
+    values. Loaders are new, with the same `len`; their `batch_size` is global, their order that of torch's loaders. A
+    loader that wraps a DataLoader and may read ahead (timm's PrefetchLoader) stays, and reads the new one. Schedulers
+    are returned unchanged. On one device, only loaders are replaced, so that a resumed loop may use any number of
+    devices. The Trainers of transformers and Lightning are changed in place as a whole: `trainer =
+    mw.distribute(trainer)`, then `trainer.train()` or `trainer.fit(model)`.
 
-    plan: a Plan or a plan file; by default that of `meshwise run --plan` or of the file that MESHWISE_PLAN names, else
-    replicas. Optimizers made before it continue with the parameters that the plan makes.
-    streams: how an iterable data set is split: `whole` (every rank reads it all and keeps its slice) or `per-rank`
-    (the data set splits itself by `mw.rank()`). Raises UsageError for objects of any other kind, PlanError for a plan
-    that cannot be applied.
+    plan: a Plan or a plan file; default: that of `meshwise run --plan`, or the file that MESHWISE_PLAN names, else
+    replicas. Optimizers that were made before continue with the parameters that the plan makes. streams: how an
+    iterable data set is split: `whole` (every rank reads all of it and keeps its slice) or `per-rank` (the data set
+    splits itself by `mw.rank()`). Raises UsageError for objects of any other kind, PlanError for a plan that cannot be
+    applied.
     """
     came_to("mw.distribute")
     trainers = [thing for thing in objects if is_trainer(thing)]
@@ -150,17 +150,16 @@ Tree = TypeVar("Tree")
 def backward(
     loss: Tensor, weight: Tensor | float | None = None, reduction: Literal["mean", "sum"] | None = None
 ) -> Tensor:
-    """Add to `.grad` what one device would add for the whole batch of the loader; return the global loss, detached.
+    """Add to `.grad` what one device would add for the loader's whole batch; return the loss of that batch, detached.
 
-    loss: a scalar mean over `weight` items of this rank's slice; by default over its samples, which the loader knows. A
-    token mean passes its number of tokens, a class-weighted mean the sum of its classes' weights
-    (`weight=class_weights[y].sum()`). Collective: every rank calls it once a batch.
-    reduction: `sum` for a loss that is a sum over this rank's samples; then the gradients are those of the sum. By
-    default the loss counts as a mean, and on several devices a loss known to be a sum raises UsageError; `mean`
-    overrides that check.
+    loss: a scalar mean over `weight` items in this rank's slice of the batch. weight: by default the number of samples,
+    which the loader knows; for a token mean the number of tokens, for a class-weighted mean the sum of the targets'
+    class weights (`weight=class_weights[y].sum()`). Collective: every rank calls it once per batch. reduction: `sum`
+    for a loss that is a sum over this rank's samples; gradients are then those of the sum over the batch. By default
+    the loss counts as a mean, and a known sum raises UsageError on several devices, unless `mean`.
 
-    The returned loss is divided like the given one (by the number of accumulation steps, say), but without the scale of
-    a GradScaler: `loss = mw.backward(scaler.scale(loss))` is for people to read.
+    The returned loss is divided like the given one (such as by the number of accumulation steps), but has no GradScaler
+    scale: `loss = mw.backward(scaler.scale(loss))` is a number for people to read.
     """
     came_to("mw.backward")
     return steps.backward(engines[-1] if engines else default_engine(), loss, weight, reduction)
@@ -169,14 +168,14 @@ def backward(
 def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
     """Return this rank's rows of a batch that every rank holds, for programs without a loader: `x, y = mw.split(x, y)`.
 
-    batch: tensors, numpy arrays, or trees of them, with equally many rows; each is returned as its part (one alone, as
-    itself), a view. dim: where the samples lie. `mw.backward` and `mw.sum` then know the batch, as in a loop over a
-    distributed loader. A rank without rows gets one that does not count. On one device nothing is split.
-    whole: a batch that cannot be split by rows (a graph, an episode) is returned whole, and every rank runs all of it.
+    batch: tensors, NumPy arrays, or trees of them, with equally many rows; returned are views of this rank's rows (of a
+    single argument, by itself). dim: the dim of the samples. `mw.backward` and `mw.sum` then know the batch, as in a
+    loop over a distributed loader. A rank without rows gets one that does not count. On one device, nothing is split.
+    whole: if True, the batch is returned whole, and every rank runs all of it, as for a graph or an episode.
 
-    Every rank must give the same batch: a checksum travels with the loss. So random draws outside the models' forward
-    are the same on every rank, for the whole batch; a model's dropout is drawn for its own rank's rows. UsageError for
-    a batch without rows, or with other rows on another rank.
+    Every rank must give the same batch: a checksum is sent along with the loss. So random draws outside the models'
+    forward are the same on every rank, for the whole batch; a model draws dropout masks for this rank's rows.
+    UsageError: the batch has no rows, or differs between ranks.
     """
     came_to("mw.split")
     engine = default_engine()
@@ -192,7 +191,7 @@ def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
 
 
 def _program_begins(engine: Engine) -> None:
-    """Reset for another program in this process: it is checked like the first one, and sees the same notes."""
+    """Reset for another program in this process, which is checked like the first one, and gets the same notices."""
     program, given = engine.program, engine.given
     engine.notify.program_begins()
     given.earlier = weakref.WeakSet([*program.models, *program.optimizers, *given.schedulers])
@@ -206,7 +205,7 @@ def _program_begins(engine: Engine) -> None:
 
 
 def _begin_split(engine: Engine, part: BatchSlice) -> None:
-    """Handle that the program has split a batch itself: outside a loop over batches a step may begin here."""
+    """Record that the program has split a batch by `mw.split`; outside a loop over batches, a step may begin here."""
     engine.part = part
     engine.reads.split(part)
     if engine.generator.in_loop:
@@ -224,28 +223,26 @@ def _begin_split(engine: Engine, part: BatchSlice) -> None:
 
 
 def sum(value: Number, *, grad: bool = False) -> Number:
-    """Add `value` over all ranks, without padding samples. Collective.
+    """Sum `value` over all ranks, without padding samples. Collective.
 
-    In the loop over the loader `value` is of this rank's part of the batch; after it, of all that this rank read. A
-    number is returned as a number, a tensor as a tensor, detached. UsageError after a loop whose values count a padding
-    sample.
-    grad: the tensor keeps its gradient, and is returned on this worker's device: for a loss of the whole batch that
-    is no mean over samples, such as a ratio:
-    `dice = 2 * mw.sum((p * y).sum(), grad=True) / mw.sum((p + y).sum(), grad=True)`, then `mw.backward(1 - dice)`.
-    Every rank's loss depends on it. UsageError with pipeline or accumulate, outside a loop, and in a loss that is given
-    to mw.backward as reduction="sum".
+    value: in the loop over the loader, that of this rank's part of the batch; after it, of all that this rank read. A
+    number is returned as a number, a tensor as a tensor, detached. UsageError after a loop whose values count padding.
+    grad: whether the sum keeps its gradient, for a loss over the whole batch that is no mean over samples, such as
+    `dice = 2 * mw.sum((p * y).sum(), grad=True) / mw.sum((p + y).sum(), grad=True)`, then `mw.backward(1 - dice)`. The
+    sum is on this worker's device; every rank's loss must depend on it. UsageError with pipeline or accumulate, outside
+    a loop, and in a loss given to mw.backward with reduction="sum".
     """
     came_to("mw.sum")
     return sum_in_loss(_engine(), value) if grad else sum_over_ranks(_engine(), value)  # type: ignore[arg-type,return-value]
 
 
 def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = False) -> Real:
-    """Return the mean of `value` over all ranks: the mean that one device would compute. Collective.
+    """Return the mean of `value` over all ranks, as one device would compute it. Collective.
 
-    value: in the loop over the loader a mean over this rank's part of the batch; after it, over all that this rank
-    read. A number is returned as a float, a tensor of any shape as a tensor. weight: how many items that mean is over,
-    such as tokens; by default the samples. UsageError after a loop whose values count a padding sample.
-    grad: the tensor keeps its gradient, for use inside a loss, as with `mw.sum`.
+    value: in the loop over the loader, a mean over this rank's part of the batch; after it, over all that this rank
+    read. A number is returned as a float, a tensor of any shape as a tensor. weight: how many items `value` is a mean
+    over, such as tokens; by default samples. UsageError after a loop whose values count a padding sample. grad: whether
+    the mean keeps its gradient, for use inside a loss, as with `mw.sum`.
     """
     came_to("mw.mean")
     if grad:
@@ -254,16 +251,16 @@ def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = Fals
 
 
 def _engine() -> Engine:
-    """Return the engine of the job whose loss is being computed, else the program's."""
+    """Return the engine of the job whose loss function runs now, else that of the program."""
     return IN_LOSS[-1] if IN_LOSS else default_engine()
 
 
 def gather_samples(values: Tree) -> Tree:
-    """Gather the rows of all ranks, in the loader's order, on every rank: predictions of a whole data set. Collective.
+    """Gather the rows of all ranks on every rank, in the loader's order, such as predictions of a data set. Collective.
 
-    values: tensors, or a tree of them, with a row for each sample: in the loop over the loader those of this rank's
-    part of the batch; after it those of all its batches, joined by torch.cat. Padding is left out. All ranks must give
-    the same dtypes and further dimensions, else UsageError. `mw.gather` is another verb: for parts in one process.
+    values: a tensor, or a tree of them, with a row for each sample: in the loop over the loader, of this rank's part of
+    the batch; after it, of all its batches, concatenated. Padding is left out. UsageError unless all ranks give the
+    same dtypes and further dimensions. (`mw.gather` is another function, for parts of an array in one process.)
     """
     came_to("mw.gather_samples")
     return cast(Tree, gather_over_ranks(default_engine(), values))

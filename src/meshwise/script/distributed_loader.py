@@ -1,6 +1,6 @@
 """Give each rank its share of every batch of a loader.
 
-It keeps track of its place in the epoch, its state and its loop.
+The loader tracks its position in the epoch, its state and its loop.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _loaders = itertools.count(1)  # every rank makes its loaders in the same order
 
 
 class DistributedLoader:
-    """Gives this rank its slice of every batch of the user's loader; `len` and its other attributes are the user's.
+    """Gives this rank its slice of every batch of the user's loader; `len` and other attributes are the user's.
 
-    Its order is the one that torch's own loader would draw at that place of the program, on rank 0.
+    The order is that which torch's loader would draw at this point of the program on rank 0.
     """
 
     def __init__(self, loader: DataLoader[Any], spec: LoaderSpec, seed: int, engine: Engine) -> None:
@@ -43,8 +43,8 @@ class DistributedLoader:
         self._loader, self._spec, self._seed, self._engine = loader, spec, seed, engine
         self._epoch, self._index, self._batches_given, self._running = 0, 0, 0, False
         self.start = 0
-        """Batches of this epoch done before this process: `for i, batch in enumerate(loader, loader.start)`. Only
-        non-zero for the first epoch of a loop that resumes inside it. `len(loader)` is still the whole epoch."""
+        """How many batches of this epoch were done before this process, for `enumerate(loader, loader.start)`. Not 0
+        only in the first epoch of a loop that resumes inside it. `len(loader)` is still that of the whole epoch."""
         self._generators = OrderGenerators(engine.generator, spec.drawn or (TORCH,))
         self._order: States | None = None  # the states in which the order of this epoch began, once it has
         self._keyed = False
@@ -52,13 +52,13 @@ class DistributedLoader:
         own_batches = type(loader.batch_sampler) is not BatchSampler
         self._whole_batches = loader.drop_last or own_batches  # what the program relies on
         self.in_batch = False
-        """Whether the program works on a batch of this loader."""
+        """Whether the program works on a batch of this loader now."""
         self.given_at = -1
         """How many steps had ended when the current batch was given."""
         self._before = (0, 0)  # samples and batches of this epoch that were given out before that one
         engine.given.loaders.add(self)
         self.wrapper: Wrapper | None = None
-        """The wrapper through which the program reads this loader."""
+        """The wrapper through which the program reads this loader, if there is one."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -72,19 +72,19 @@ class DistributedLoader:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Epochs finished, and samples given out in this one."""
+        """How many epochs are finished, and how many samples of the current one were given out."""
         return self._epoch, self._index
 
     @property
     def at_end(self) -> bool:
-        """Whether this epoch has no further batch, if its length is known."""
+        """Whether all batches of this epoch were given out; False if the length is unknown."""
         return self._spec.length == self._batches_given
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader is: the epoch, how many of its samples were given out, and the random generators: as
-        they were where the order of this epoch began, and as they are now.
+        """Return the loader's position: the epoch, how many samples of it were given out, and the states of the random
+        generators when this epoch's order was drawn, and now.
 
-        Any number of devices can resume from it.
+        Any number of devices can resume from this state.
         """
         state: dict[str, Any] = {"epoch": self._epoch, "index": self._index, "batches": self._batches_given}
         if self._keyed:
@@ -93,13 +93,13 @@ class DistributedLoader:
         return state | order | {"generators": packed(self._generators.states())}
 
     def go_to(self, epoch: int, batches: int = 0) -> None:
-        """Start the next loop after this many batches of that epoch, in a newly drawn order."""
+        """Begin the next loop in epoch `epoch` after `batches` batches, in a newly drawn order."""
         self._running, self._order = False, None
         self._epoch, self._index, self._batches_given = epoch, batches * (self.batch_size or 1), batches
 
     def state_beside(self) -> dict[str, Any]:
-        """Return the `state_dict` to save when another loader's loop saves while this one is read in it: a batch given
-        since the last step is trained in the next one, and an epoch that was left is over."""
+        """Return the `state_dict` to save when the loop over another loader saves while this one is read in it: a batch
+        given since the last step is read again, and an epoch that the program left counts as finished."""
         state = self.state_dict()
         if self.in_batch and self.given_at == self._engine.phases.done:
             return state | dict(zip(("index", "batches"), self._before, strict=True))
@@ -109,8 +109,8 @@ class DistributedLoader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state` with the next loop over this loader. The program's random generator resumes from it too,
-        so that later epochs keep their order; a state of version 0.1 has no generator."""
+        """Resume from `state` with the next loop over this loader. The program's random generators are restored too, so
+        that later epochs keep their order; states of version 0.1 have no generators."""
         self._epoch, self._index = int(state["epoch"]), int(state["index"])
         self._batches_given = int(state.get("batches", -(-self._index // (self.batch_size or 1))))
         self.start = self._batches_given
@@ -124,7 +124,7 @@ class DistributedLoader:
         return self.begin_loop() if fed is None else fed
 
     def begin_loop(self) -> Iterator[Any]:
-        """Begin an epoch, or the rest of it."""
+        """Begin an epoch, or the rest of one."""
         self.leave_epoch()
         for state in self._engine.given.loop_states:
             state.epoch_begins(self)
@@ -140,7 +140,7 @@ class DistributedLoader:
         return self._batches(self._read(None) if loader.num_workers or self.wrapper is not None else None)
 
     def leave_epoch(self) -> None:
-        """End the epoch if its loop was left early."""
+        """End the epoch if the program left its loop early."""
         if self._running:
             self._end_epoch()
 
@@ -184,14 +184,14 @@ class DistributedLoader:
         self._over(loop)
 
     def _left(self, loop: LoopRead) -> None:
-        """Handle that the loop was left before its end."""
+        """Record that the program left the loop before its end."""
         self.in_batch, self.start = False, 0
         left_loop(loop.given)
         for state in self._engine.given.loop_states:
             state.epoch_ends(self, early=True)
 
     def _over(self, loop: LoopRead) -> None:
-        """Handle that the loop has ended, or that the run was asked to stop."""
+        """End the epoch, as the loop has ended; or stop, if the run was asked to."""
         engine, states = self._engine, self._engine.given.loop_states
         if engine.stopped:
             for state in states:
@@ -204,7 +204,7 @@ class DistributedLoader:
         self._end_epoch()
 
     def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
-        """Read the rest of the epoch; with `limit` one more batch, of at most so many samples unless all are whole."""
+        """Read the rest of the epoch; with `limit`, one more batch of at most so many samples, or a whole one."""
         if limit == 0:
             return iter(())
         if limit is not None and self._whole_batches:
@@ -215,8 +215,8 @@ class DistributedLoader:
         return pairs if self.wrapper is None else self.wrapper.pairs(pairs)
 
     def _draws(self) -> Draws:
-        """Return how the order of this epoch is drawn; if at random, from rank 0's generators, which is collective the
-        first time in an epoch."""
+        """Return how to draw the order of this epoch. A random order is drawn from rank 0's generators, which is
+        collective the first time in an epoch."""
         if self._order is not None:
             return self._generators.draws(self._order, again=True)
         together = self._spec.drawn and not self._spec.own

@@ -1,9 +1,9 @@
 """Save and restore what else a loop needs: `mw.checkpoint(extra=)`.
 
-Restored values come back to the objects that held them.
+Restored values are written back into the objects that held them.
 
-Tensors, lists, dicts and things with a state_dict are written into, so that names that the loop has for them see what
-was restored. A plain number can only be put into the dict that it was given in.
+Tensors, lists, dicts and objects with a state_dict are updated in place, so that the loop's variables for them have the
+restored values. A plain number can only be put into the dict that it was given in.
 
 Tested in tests/script/test_lost_in_a_loop.py.
 """
@@ -17,14 +17,14 @@ from torch import Tensor
 
 
 def state_of_extra(extra: Any) -> Any:
-    """Return `extra`, with things that have a state_dict replaced by it."""
+    """Return `extra`, with the state_dict of each object that has one in its place."""
     if isinstance(extra, dict):
         return {name: state_of_extra(value) if hasattr(value, "state_dict") else value for name, value in extra.items()}
     return None if extra is None else extra.state_dict()
 
 
 def restore_extra(extra: Any, saved: Any) -> None:
-    """Write the saved values into `extra`; its other entries stay."""
+    """Write the saved values into `extra`; other entries of `extra` stay."""
     if not isinstance(extra, dict):
         if extra is not None and saved is not None:
             extra.load_state_dict(saved)
@@ -34,7 +34,7 @@ def restore_extra(extra: Any, saved: Any) -> None:
 
 
 def _filled(own: Any, value: Any) -> Any:
-    """Return the value; if `own` may be referred to elsewhere, update and return `own` instead."""
+    """Return the value; but if `own` can be updated in place, write the value into `own` and return that."""
     if hasattr(own, "load_state_dict"):
         own.load_state_dict(value)
         return own
@@ -53,8 +53,8 @@ def _filled(own: Any, value: Any) -> Any:
 
 
 def unread_numbers(*, held: int, extra: Any) -> str:
-    """Return a warning about plain numbers in a dict that nothing else holds: nobody can read or change them. held: its
-    `sys.getrefcount`, taken from the attribute before the call, because the argument `extra` holds it too."""
+    """Return a warning if `extra` is a dict with plain numbers that nothing else holds, so that nobody can read or
+    change them. held: `sys.getrefcount` of the dict, taken before the call, as the argument `extra` counts, too."""
     names = [str(n) for n, v in extra.items() if isinstance(v, int | float)] if type(extra) is dict else []
     if not names or held > _HELD_ONCE:
         return ""

@@ -1,9 +1,9 @@
 """Save and load a script's files as one device would.
 
-`save` writes the same under every plan, and `load` reads it.
+`save` writes the same file under every plan, and `load` reads it.
 
-Where a plan divides parameters or the optimizer's state, the parts are gathered on rank 0. Models and optimizers that
-were distributed take whole tensors in their `load_state_dict`.
+If a plan divides parameters or the optimizer's state, the parts are gathered on rank 0. Models and optimizers that were
+distributed accept whole tensors in `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ GRACE = 60.0  # seconds in which all ranks must come to a file
 
 
 def save(thing: Any, path: str | Path) -> None:
-    """Run `torch.save` once: rank 0 writes the file, whole or not at all; the others continue.
+    """Run `torch.save` on rank 0, which writes the file completely or not at all; other ranks continue.
 
-    thing: state_dicts, or anything that holds them. Under a plan that divides them every rank calls it. A whole model
-    is written as the program made it, without hooks of meshwise.
+    thing: state_dicts, or anything that contains them. If the plan divides their values, every rank must call
+    `mw.save`. A whole model is written as the program made it, without hooks of meshwise.
     """
     engine, path = default_engine(), Path(path)
     world = rank_context().world  # each rank counts, also those of one model
@@ -71,15 +71,15 @@ def save(thing: Any, path: str | Path) -> None:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Check whether a hook is this package's: a file with it needs meshwise, and cannot be read as weights only."""
+    """Return whether a hook is meshwise's: a file with it needs meshwise, and cannot be read as weights only."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("meshwise.")
 
 
 def load(path: str | Path) -> Any:
-    """Run `torch.load` onto the CPU. Every rank calls it, and no rank continues before all have read.
+    """Run `torch.load` on to the CPU. Every rank must call it; no rank continues before all have read the file.
 
-    Waits for a `mw.save` to the same path that rank 0 has not finished. CheckpointError for a file that is damaged, or
-    holds more than tensors and plain values.
+    Waits if rank 0 has not finished an `mw.save` to the same path. Raises CheckpointError for a file that is damaged,
+    or that holds more than tensors and plain values.
     """
     came_to("mw.load")
     engine, path = process_engine(), Path(path)
@@ -93,7 +93,7 @@ def load(path: str | Path) -> Any:
 
 
 def _read(path: Path) -> Any:
-    """Read a file of torch's. Raises CheckpointError, with the file's name, where it cannot be read."""
+    """Read a file that torch wrote. Raise CheckpointError, with the file's name, if it cannot be read."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Put a class of ours in front of that of somebody's Trainer.
+"""Put a class of meshwise in front of that of somebody's Trainer.
 
 Tested in tests/script/test_trainer.py and test_lightning.py.
 """
@@ -14,12 +14,12 @@ REFUSED = "mw.distribute(trainer) on {ranks} devices: {what} is refused: {instea
 
 
 def is_made_from(thing: Any, name: str, *modules: str) -> bool:
-    """Check whether an object's class, or a base class, has this name in one of these modules. Imports nothing."""
+    """Return whether an object's class or a base class has this name, in one of these modules. Imports nothing."""
     return any(cls.__name__ == name and cls.__module__ in modules for cls in type(thing).__mro__)
 
 
 def in_front(front: type, thing: Any, ranks: Any) -> None:
-    """Put a class of ours in front of the class of a thing. ranks: the shared state, its attribute `meshwise`."""
+    """Make `front` override the methods of an object's class, in place. ranks: the new class's attribute `meshwise`."""
     cls = type(thing)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "meshwise": ranks}
     thing.__class__ = type(cls.__name__, (front, cls), names)
@@ -27,7 +27,7 @@ def in_front(front: type, thing: Any, ranks: Any) -> None:
 
 @dataclass(eq=False)
 class OfTrainer:
-    """The state that our classes in front of a Trainer's share."""
+    """The state that meshwise's classes in front of those of a Trainer share."""
 
     engine: Engine
     trainer: Any
@@ -38,6 +38,6 @@ class OfTrainer:
 
     @property
     def samples(self) -> int:
-        """Samples of this rank's part of the batch; 1 outside of loops."""
+        """How many samples this rank's part of the batch has; 1 outside of loops."""
         part = self.engine.part
         return 1 if part is None else part.samples

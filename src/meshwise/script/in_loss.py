@@ -1,11 +1,11 @@
 """Sum over ranks inside a loss: `mw.sum(value, grad=True)`.
 
-A ratio of sums, a norm or a correlation needs it. `mw.mean` works too.
+A ratio of sums, a norm or a correlation needs such sums. `mw.mean` works, too.
 
-Each rank's loss is then of sums over the whole batch, and the same on all. In the backward the gradients of such a sum
-are added over the ranks, as what each rank adds to it is in the loss of all; `mw.backward` weighs ranks as ever, so any
-other term beside it is right as well. Such a sum lies on the rank's device, as the sums of the other ranks do: one
-without items may have given a zero of the host, and its collectives, and its loss, would go another way than theirs.
+Each rank's loss then depends on sums over the whole batch, and is the same on all ranks. In the backward, the gradients
+of such a sum are summed over the ranks, as each rank's part of it is in the losses of all; `mw.backward` weighs ranks
+as usual, so other terms of the loss are right as well. The sum is on the rank's device, even if a rank without items
+gave a zero on the host: else its collectives would differ from those of other ranks.
 
 Tested in tests/script/test_in_loss.py.
 """
@@ -39,7 +39,7 @@ NOT_OURS = (
 
 
 def sum_in_loss(engine: Engine, value: Tensor) -> Tensor:
-    """Add `value` over the ranks, and keep its gradient. Collective, in the backward too."""
+    """Sum `value` over the ranks, and keep its gradient. Collective, and so is the backward."""
     part = _begin(engine, "mw.sum", value)
     if part is None:
         return value
@@ -50,7 +50,7 @@ def sum_in_loss(engine: Engine, value: Tensor) -> Tensor:
 
 
 def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -> Tensor:
-    """Return the mean of the ranks' means over `weight` items each, with gradient. Collective, in the backward too."""
+    """Return the mean of the ranks' means over `weight` items each, with gradient. Collective, as is its backward."""
     part = _begin(engine, "mw.mean", value)
     if part is None:
         return value
@@ -63,7 +63,7 @@ def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -
 
 
 def _begin(engine: Engine, verb: str, value: Any) -> Any:
-    """Return this rank's part of the batch; None where its value already covers the whole batch."""
+    """Check a call of `verb`; return this rank's part of the batch, None if `value` is of the whole batch already."""
     if not isinstance(value, Tensor):
         raise UsageError(f"{user_place()}: {verb}(…, grad=True) takes a tensor; this is a {type(value).__name__}.")
     plan, part = engine.plan, engine.part
@@ -89,7 +89,7 @@ def _is_float(value: Tensor) -> bool:
 
 
 def _attached(value: Tensor) -> Tensor:
-    """Return `value` as part of every rank's backward: on some it may be a constant, such as a term without items."""
+    """Return `value`, made part of every rank's backward even if it is a constant, as a term without items may be."""
     whole = gather(value)
     if whole.requires_grad or not _is_float(whole) or not torch.is_grad_enabled():
         return whole

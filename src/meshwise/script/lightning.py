@@ -1,10 +1,10 @@
 """Run Lightning's Trainer on all devices: `mw.distribute(trainer)`.
 
-Call `trainer.fit(model, loader)` afterwards.
+Then call `trainer.fit(model, loader)`.
 
-The Trainer of each rank is told that it is alone, so that all that it does for several processes rests, and batches,
-backwards, logged values and files are meshwise's. A class of ours comes in front of that of its strategy and of what it
-logs with; nothing of Lightning is imported, so `lightning` and `pytorch_lightning` are the same here.
+The Trainer of each rank is told that it is alone, so that it does nothing for several processes, and meshwise handles
+batches, backwards, logged values and files. Classes of meshwise are put in front of those of the Trainer, its strategy
+and its logging; nothing of Lightning is imported, so `lightning` and `pytorch_lightning` both work.
 
     batches     `batch_size` is that of all devices together; each rank reads its rows of every batch
     loss        a mean over samples, or over what its cross entropy counts; a sum where the graph tells that it is one
@@ -43,15 +43,15 @@ WHOLE = "Lightning: the batch_size of each DataLoader is of all {ranks} devices 
 
 
 def is_lightning(thing: Any) -> bool:
-    """Check whether an object is Lightning's Trainer, or of a subclass."""
+    """Return whether an object is Lightning's Trainer, or of a subclass."""
     return is_made_from(thing, "Trainer", *MODULES)
 
 
 def distribute_lightning(
     trainer: Any, engine: Engine, add: Callable[[list[nn.Module]], None], share: Callable[[Any], Any]
 ) -> Any:
-    """Make the Trainer work on all ranks, in place. add: `mw.distribute` of models. share: of any other thing. Raises
-    UsageError for features whose results would differ on several devices."""
+    """Make the Trainer work on all ranks, in place. add: `mw.distribute` for models. share: `mw.distribute` for any
+    other object. Raise UsageError for features whose results would differ on several devices."""
     if isinstance(trainer, TrainerOnRanks):
         return trainer
     world, strategy = rank_context().world, trainer.strategy
@@ -81,8 +81,8 @@ def distribute_lightning(
 
 
 def _on_ranks(name: str) -> Callable[..., Any]:
-    """Make a Trainer's method in which a stop agreed on by all ranks stays as it was raised: Lightning would exit with
-    code 1."""
+    """Make a method of the Trainer that lets a stop agreed on by all ranks through as it was raised; Lightning would
+    exit with code 1."""
 
     def run(self: TrainerOnRanks, *args: Any, **options: Any) -> Any:
         handler = signal.getsignal(signal.SIGINT)
@@ -98,14 +98,14 @@ def _on_ranks(name: str) -> Callable[..., Any]:
 
 
 class TrainerOnRanks:
-    """Put in front of the Trainer's own class."""
+    """Overrides the Trainer's methods that run a program."""
 
     meshwise: Ranks
     fit, validate, test, predict = map(_on_ranks, ("fit", "validate", "test", "predict"))
 
 
 class LoopOnRanks:
-    """Put in front of the class of Lightning's automatic optimisation: callbacks get the loss over all ranks."""
+    """Overrides Lightning's automatic optimisation: callbacks get the loss over all ranks."""
 
     meshwise: Ranks
 
@@ -119,7 +119,7 @@ class LoopOnRanks:
 
 
 class EpochOnRanks:
-    """Put in front of the class of Lightning's loop over an epoch, which a check cuts short."""
+    """Overrides Lightning's loop over an epoch, to end epochs properly that a check cuts short."""
 
     meshwise: Ranks
 
@@ -130,7 +130,7 @@ class EpochOnRanks:
 
 
 class ConnectorOnRanks:
-    """Put in front of the class that passes on logged values."""
+    """Overrides the class that passes on logged values, to reduce them over the ranks first."""
 
     meshwise: Ranks
 

@@ -1,8 +1,8 @@
-"""Tell what a logged value is of the rows of its batch.
+"""Find how a logged value depends on the rows of its batch.
 
-It is a mean, a sum, the largest or smallest, of parameters alone, or something else. Looked at in the first batch
-alone, as torch's functions are called: a step without gradients leaves no graph.
-Tested in tests/script/test_lightning.py.
+It may be a mean, a sum, the largest or smallest value, depend on parameters alone, or be something else. Calls of torch
+functions are watched, in the first batch only, as a step without gradients leaves no graph. Tested in
+tests/script/test_lightning.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ADDED, FACTORS = {"add", "sub", "rsub"}, {"mul", "div", "true_divide"}
 
 
 class Kinds(TorchFunctionMode):
-    """While it is active, it records how every number was computed; `of` tells its kind."""
+    """While active, records how every scalar is computed; `of` returns the kind of a scalar."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class Kinds(TorchFunctionMode):
         return result
 
     def of(self, value: Tensor) -> str:
-        """Return the kind of a number."""
+        """Return the kind of a scalar."""
         made = self._made.get(id(value))
         return SAME if made is None else made[1]
 
     def is_whole(self, value: Tensor) -> None:
-        """Note that a number covers the rows of all ranks."""
+        """Record that a scalar covers the rows of all ranks."""
         self._made[id(value)] = value, SAME
 
     def _keep(self, result: Tensor, func: Any, args: Any, kwargs: Any) -> None:
@@ -108,7 +108,7 @@ def _together(kinds: list[str]) -> str:
 
 
 def _reduction(func: Any, args: Any, kwargs: Any) -> str | None:
-    """Return the reduction of a torch loss function."""
+    """Return the `reduction` of a call of a torch loss function; None for other functions."""
     if not str(getattr(func, "__module__", "")).startswith("torch.nn.functional"):
         return None
     try:

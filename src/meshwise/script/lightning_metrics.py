@@ -1,6 +1,6 @@
 """Join torchmetrics and predictions of a Lightning module over ranks.
 
-A metric sees the rows of all ranks, in the order of the data, and computes alone: whatever it computes is exact.
+A metric gets the rows of all ranks, in the order of the data, and reduces nothing itself: so any metric is exact.
 Tested in tests/script/test_lightning.py.
 """
 
@@ -29,7 +29,7 @@ SHAPES = (
 
 
 def see_all_rows(ranks: Ranks, model: nn.Module) -> None:
-    """Let the metrics of a model see the rows of all ranks."""
+    """Make the metrics of a model get the rows of all ranks."""
     for module in model.modules():
         if is_made_from(module, "Metric", "torchmetrics.metric") and not isinstance(module, MetricOnRanks):
             in_front(MetricOnRanks, module, ranks)
@@ -40,7 +40,7 @@ def see_all_rows(ranks: Ranks, model: nn.Module) -> None:
 
 
 class MetricOnRanks:
-    """Put in front of a metric's class: it sees the rows of all ranks, and so needs no reduction."""
+    """Overrides a metric's methods: the metric gets the rows of all ranks, and so needs no reduction."""
 
     meshwise: Ranks
 
@@ -73,7 +73,7 @@ class MetricOnRanks:
         return value
 
     def sync(self, *args: Any, **options: Any) -> None:
-        """Do nothing: every rank already has all rows."""
+        """Do nothing, as every rank has all rows already."""
 
 
 def _is_number(value: Any) -> bool:
@@ -81,7 +81,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _aggregated(ranks: Ranks, name: str, value: Any, weight: Any = None) -> Tensor:
-    """Reduce a number of this rank's rows, for a metric that aggregates numbers. Collective."""
+    """Reduce a number over the ranks' rows, for a metric that aggregates numbers. Collective."""
     own = torch.as_tensor(value).detach()
     if weight is not None or name not in ("MeanMetric", "SumMetric", "MaxMetric", "MinMetric"):
         raise UsageError(NOT_ROWS.format(what=f"{name}.update", value=value))
@@ -94,7 +94,7 @@ def _aggregated(ranks: Ranks, name: str, value: Any, weight: Any = None) -> Tens
 
 
 def of_all(ranks: Ranks, tree: Any, what: str) -> Any:
-    """Return a tree of rows with those of all ranks, in the loader's order; other values must be equal. Collective."""
+    """Return `tree` with the rows of all ranks, in the loader's order; other values must be equal. Collective."""
     if ranks.alone:
         return tree
     if isinstance(tree, Tensor) and tree.ndim:

@@ -31,17 +31,17 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import rank_context
 
 STATES = "meshwise"
-"""An extra entry of a checkpoint: where its loaders are. Lightning itself can resume from it too."""
+"""An extra entry of a checkpoint: the states of its loaders. Lightning itself can resume from such a checkpoint too."""
 
 
 def refuse(ranks: Ranks, what: str, instead: str) -> None:
-    """Raise UsageError for a feature whose results would differ on several devices."""
+    """Raise UsageError, on several devices, for a feature whose results would differ there."""
     if not ranks.alone:
         raise UsageError(REFUSED.format(ranks=ranks.engine.world.size, what=what, instead=instead))
 
 
 class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
-    """Put in front of the strategy's own class, which is that of a single device."""
+    """Overrides the methods of Lightning's single-device strategy."""
 
     meshwise: Ranks
 
@@ -212,8 +212,8 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
 
 class _Ahead:
-    """A loop over a loader of unknown length: Lightning reads a batch ahead, to know the last one. It gets placeholders
-    of batches, which `PrecisionOnRanks` replaces by batches when they are processed: then each has its own share."""
+    """A loop over a loader of unknown length: Lightning reads one batch ahead, to know the last one. It gets
+    placeholders, which `PrecisionOnRanks` replaces by batches when it is their turn: then each has its own share."""
 
     def __init__(self, batches: Iterator[Any], reader: Reader) -> None:
         self._batches, self._reader, self._given = batches, reader, 0
@@ -228,13 +228,13 @@ class _Ahead:
         return self
 
     def read(self) -> Any:
-        """Read the next batch for a placeholder."""
+        """Read the next batch, in place of a placeholder."""
         self._given -= 1
         return next(self._batches)
 
 
 class PrecisionOnRanks:
-    """Put in front of the class of a precision plugin, which gets each batch first."""
+    """Overrides a precision plugin, which gets each batch first, to replace placeholders by batches."""
 
     meshwise: Ranks
 
@@ -243,7 +243,7 @@ class PrecisionOnRanks:
 
 
 class LoaderOnRanks:
-    """A distributed loader for Lightning: its loops end here, since Lightning leaves them after counting batches."""
+    """A distributed loader for Lightning, which leaves loops after counting batches: `Ranks.close` ends them."""
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
         self._loader, self._ranks, self._reader = loader, ranks, None
@@ -266,7 +266,7 @@ class LoaderOnRanks:
         return batches if self._reader is None else _Ahead(batches, self._reader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position; at the end of an epoch, that is the beginning of the next."""
+        """Return the loader's position; after the last batch, that is the beginning of the next epoch."""
         state, progress = self._loader.state_dict(), self._ranks.trainer.fit_loop.epoch_loop.batch_progress
         if progress.is_last_batch or progress.current.ready >= self._ranks.trainer.num_training_batches:
             state.pop("order", None)
@@ -274,6 +274,6 @@ class LoaderOnRanks:
         return state  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the state."""
+        """Resume from a state."""
         self._loader.load_state_dict(state)
         self._loader.start = 0

@@ -1,7 +1,7 @@
 """Join a Lightning module's logged values and losses over ranks.
 
-What a step has logged is joined at its end, in one collective: from there on Lightning has the values of one device.
-Tested in tests/script/test_lightning.py.
+What a step has logged is reduced over ranks at the end of the step, in one collective: Lightning then has the values of
+one device. Tested in tests/script/test_lightning.py.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from meshwise.transfer import collectives
 
 F = nn.functional
 ITEMS = "meshwise_items"
-"""Attribute of a loss without a graph: how many items its mean is over."""
+"""The attribute of a loss without a graph that holds how many items the loss is a mean over."""
 AT_ONCE = 32
-"""Values per collective, which takes as long for fewer; it also finds a rank that logs other values."""
+"""How many values a collective reduces, as fewer take as long; it also detects a rank that logs other values."""
 OTHERS = (
     "Lightning: the ranks have logged other values in one step ({names}). Log the same on every rank: what depends on "
     "the data of a rank comes as a value, such as 0."
@@ -53,8 +53,8 @@ TWO = (
 
 @dataclass(frozen=True)
 class Logged:
-    """A value of a step. size: its batch_size, and whether the program gave that. weight: number of items its mean is
-    over. logs: hook and name."""
+    """A value that a step logged. size: its batch_size. given: whether the program gave that size. weight: how many
+    items the value is a mean over. logs: the hook and the name."""
 
     results: Any
     key: str
@@ -67,13 +67,13 @@ class Logged:
 
 @dataclass(eq=False)
 class Ranks(OfTrainer):
-    """Of Lightning's Trainer.
+    """The state that meshwise's classes in front of those of Lightning share.
 
-    add, share: see `distribute_lightning`. loss: over all ranks, of the newest backward. kind: of losses. said: weight
-    and reduction of the newest. open: loops over loaders, in training or not. states: of loaders, from a checkpoint.
-    sizes: batch sizes of the loaders. items: how many items the logged value's mean is over; logs: its hook and name;
-    kinds: of all by these. looks: at the first batch of a hook; looked: in which hooks. inside: whether a metric is
-    being updated.
+    add, share: see `distribute_lightning`. loss: that of the newest backward, over all ranks. kind: the kind of losses.
+    said: the weight and reduction of the newest loss. open: loops over loaders, by whether they train. states: loaders'
+    states in a checkpoint. sizes: the loaders' batch sizes. items, logs: of the value being logged, how many items it
+    is a mean over, and its hook and name; kinds: by hook and name, the kinds of all values. looks: watches the first
+    batch of a hook; looked: hooks watched so far. inside: whether a metric is being updated.
     """
 
     add: Callable[[list[nn.Module]], None]
@@ -100,19 +100,19 @@ class Ranks(OfTrainer):
 
     @property
     def rows(self) -> int:
-        """Rows that this rank holds, padding included."""
+        """How many rows this rank's part of the batch has, padding included."""
         part = self.engine.part
         return 1 if part is None else len(part.indices)
 
     def close(self, training: bool | None = None) -> None:
-        """End the loops that Lightning has left."""
+        """End the loops that Lightning has left. training: only loops of training, or only others."""
         for kind in (True, False) if training is None else (training,):
             for batches in list(self.open[kind]):
                 batches.close()
             self.open[kind].clear()
 
     def agree(self, hook: str) -> None:
-        """Agree on the kinds of a hook's values, as seen by the rank with most rows. Collective."""
+        """Use on all ranks the kinds of a hook's values that the rank with the most rows found. Collective."""
         own = {name: kind for (where, name), kind in self.kinds.items() if where == hook}
         _, found = max(collectives.gather_objects((self.rows, own)), key=lambda each: each[0])
         self.kinds.update(((hook, name), kind) for name, kind in found.items())
@@ -120,7 +120,7 @@ class Ranks(OfTrainer):
             self.engine.notify(NO_MEAN.format(name=name))
 
     def joined_by(self, each: Logged) -> str:
-        """Return how the ranks' values are reduced to one."""
+        """Return how the ranks' values are reduced to one: as a mean, a sum, the largest or the smallest."""
         meta, kind = each.results[each.key].meta, self.kinds.get(each.logs)
         if meta.is_mean_reduction:
             return kind if kind in (SUM, MAX, MIN) else MEAN
@@ -166,7 +166,7 @@ class Ranks(OfTrainer):
 
 
 def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
-    """Return what a rank adds: weighted value, weight, size, whether that is its rows, whether it has samples."""
+    """Return a rank's terms of the sums: weighted value, weight, size, whether size is its rows, whether it has any."""
     has = ranks.samples > 0
     fits = each.size == ranks.rows
     of_items = each.given and not fits and each.size not in (*ranks.sizes, getattr(ranks.engine.part, "total", 1))
@@ -179,7 +179,7 @@ def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
 
 
 def extreme(ranks: Ranks, own: Tensor, op: str) -> Tensor:
-    """Return the largest or smallest value of the ranks that have samples. Collective."""
+    """Return the largest or smallest value among the ranks that have samples. Collective."""
     nothing = -float("inf") if op == "max" else float("inf")
     value = own.detach().double().to(ranks.engine.world.device).reshape(())
     return collectives.all_reduce(
@@ -188,7 +188,7 @@ def extreme(ranks: Ranks, own: Tensor, op: str) -> Tensor:
 
 
 class ResultsOnRanks:
-    """Put in front of the class of what a loop of Lightning has logged."""
+    """Overrides the class that collects what a loop of Lightning has logged."""
 
     meshwise: Ranks
 
@@ -213,7 +213,7 @@ class ResultsOnRanks:
             ranks.pending.append(Logged(self, key, value, batch_size, *self._of))
 
     def take(self, key: str, value: Any, batch_size: Any) -> None:
-        """Take the value that one device would have logged."""
+        """Store a value, which is that of one device."""
         super().update_metrics(key, value, batch_size)  # type: ignore[misc]
 
 
@@ -222,7 +222,7 @@ def _as_it_is(value: Any, **_: Any) -> Any:
 
 
 def _outside(ranks: Ranks, meta: Any, value: Tensor) -> Tensor:
-    """Reduce a value that was logged outside of steps, at the end of an epoch. Collective."""
+    """Reduce a value over ranks that was logged outside of steps, at the end of an epoch. Collective."""
     every = collectives.gather_objects(float(value))
     if meta.is_sum_reduction or meta.is_max_reduction or meta.is_min_reduction:
         found = sum(every) if meta.is_sum_reduction else max(every) if meta.is_max_reduction else min(every)
@@ -237,7 +237,7 @@ def _outside(ranks: Ranks, meta: Any, value: Tensor) -> Tensor:
 
 
 def loss_kind(ranks: Ranks, loss: Tensor) -> tuple[Tensor | None, str | None]:
-    """Return the weight and the reduction of a loss; the first loss decides which kind it is, on every rank."""
+    """Return the loss weight and the reduction of a loss; the first loss decides the kind of all, on every rank."""
     if ranks.alone:
         return None, None
     if ranks.kind is None:
@@ -259,7 +259,7 @@ def _items_of(loss: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def logging(ranks: Ranks, module: Any, hook: str) -> Iterator[None]:
-    """Wrap a step of a Lightning module: its logged values are reduced over the ranks at its end."""
+    """Wrap a step of a Lightning module; after it, the logged values are reduced over the ranks."""
     if ranks.alone:
         yield
         ranks.flush()
@@ -282,7 +282,7 @@ def logging(ranks: Ranks, module: Any, hook: str) -> Iterator[None]:
 
 
 def _log(ranks: Ranks, hook: str, log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
-    """Call `self.log` and record how the value depends on its rows, which the logged number no longer shows."""
+    """Call `self.log`, and record how the value depends on the batch's rows, which the logged number does not show."""
     ranks.items = getattr(value, ITEMS, None)  # of a loss without a graph
     if isinstance(value, Tensor) and value.grad_fn is not None and is_of_items(value, ranks.rows):
         ranks.items = _items_of(value)
@@ -296,7 +296,7 @@ def _log(ranks: Ranks, hook: str, log: Callable[..., None], name: str, value: An
 
 
 def _counting(ranks: Ranks, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap torch's cross entropy to keep how many items its mean is over, where those are no samples."""
+    """Wrap torch's cross entropy to record how many items it is a mean over, if these are not samples."""
 
     @functools.wraps(function)
     def cross_entropy(*args: Any, **options: Any) -> Tensor:

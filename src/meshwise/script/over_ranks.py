@@ -1,7 +1,7 @@
 """Join a loop's values over ranks: `mw.sum`, `mw.mean`, `mw.gather_samples`.
 
-Inside a loop a value is of this rank's part of the batch; after it, of all that this rank read in it. A rank that had
-no sample of a batch got one as padding, and what it found there counts for nothing.
+Inside a loop, a value covers this rank's part of the batch; after the loop, all that this rank read in it. A rank
+without samples of a batch gets one as padding, and its value does not count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Number = TypeVar("Number", int, float, Tensor)
 
 
 def sum_over_ranks(engine: Engine, value: Number) -> Number:
-    """Add `value` over all ranks, without padding. See `mw.sum`."""
+    """Sum `value` over all ranks, without padding. See `mw.sum`."""
     total = _sum(engine, value) if engine.world.size > 1 else value
     return joined(engine, total)
 
@@ -52,18 +52,18 @@ def _sum(engine: Engine, value: Number) -> Number:
 
 
 def _here(engine: Engine, value: Tensor) -> Tensor:
-    """Move the value to the rank's device, as on the others: a rank without items may have made a zero on the host."""
+    """Move `value` to the rank's device, as other ranks do: a rank without items may have made a zero on the host."""
     return value.detach().to(engine.world.device)
 
 
 def _adding(engine: Engine, verb: str, value: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context for a collective that adds up `value`, or rows, over the ranks."""
+    """Return a context for a collective that sums `value` over the ranks, or gathers its rows."""
     loops = engine.events.find(UndistributedLoops)
     return contextlib.nullcontext() if loops is None else loops.adding(verb, value)
 
 
 def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
-    """Return the mean of `value` over what all ranks read. See `mw.mean`."""
+    """Return the mean of `value` over all that the ranks read. See `mw.mean`."""
     mean = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
     if engine.world.size > 1:
         here = _here(engine, mean) if isinstance(value, Tensor) else mean
@@ -73,7 +73,7 @@ def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tenso
 
 
 def _is_of_whole_batch(engine: Engine) -> bool:
-    """Check whether every rank's value already covers the whole batch, because the program split it with whole=True."""
+    """Return whether every rank's value covers the whole batch already, as the batch was split with whole=True."""
     splits = engine.given.splits
     return splits is not None and engine.reads.ended is None and splits.is_at(engine.part) and splits.check_sum()
 
@@ -94,7 +94,7 @@ def _mean(engine: Engine, value: Tensor, weight: float | Tensor | None) -> Tenso
 
 
 def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
-    """Return how many samples this rank's value covers; None if no loop tells. UsageError where it counts padding."""
+    """Return how many samples this rank's value covers; None if unknown. Raise UsageError if it counts padding."""
     ended, part = _loop_of_value(engine, weighed) or engine.reads.ended, engine.part
     if ended is None:
         engine.reads.check_one_share(verb, weighed=weighed)
@@ -109,7 +109,7 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
 
 
 def _loop_of_value(engine: Engine, weighed: bool) -> LoopRead | None:
-    """Return the loop that computed this value, if the source code tells: other loops may have run since."""
+    """Return the loop that computed the value, if the source code shows it, as other loops may have run since."""
     over, no_places = engine.reads.by_place, tuple[str, ...]()
     if weighed and not any(read.padded for read in over.values()):
         return None
@@ -118,7 +118,7 @@ def _loop_of_value(engine: Engine, weighed: bool) -> LoopRead | None:
 
 
 def gather_over_ranks(engine: Engine, values: Any) -> Any:
-    """Gather the rows of all ranks in the order of the loader. See `mw.gather_samples`."""
+    """Gather the rows of all ranks, in the loader's order. See `mw.gather_samples`."""
     tensors = list(all_leaves(values))
     strange = next((type(leaf).__name__ for leaf in tensors if not isinstance(leaf, Tensor)), "")
     if strange or not tensors:
@@ -143,9 +143,9 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
 
 
 def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return how many rows of this rank's tensors belong to each batch; None where rows are not samples.
+    """Return how many rows of this rank's tensors belong to each batch; None if rows are not samples.
 
-    After a loop that was left early the rows may be those of its first batches only.
+    After a loop that ended early, the rows may cover only its first batches.
     """
     rows = {len(t) if t.dim() else -1 for t in tensors}
     ended, part = engine.reads.ended, engine.part
@@ -159,7 +159,7 @@ def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def _of_another_loop(engine: Engine) -> str:
-    """Return advice for a value from a loop whose loader is not distributed."""
+    """Return advice for values of a loop over a loader that is not distributed; empty if there was none."""
     whole = engine.reads.whole
     return "" if whole is None else f" For values of the loop at {whole.place}: give its loader to mw.distribute."
 
@@ -167,7 +167,7 @@ def _of_another_loop(engine: Engine) -> str:
 def _check_rows(
     ranks: Sequence[tuple[list[int] | None, Sequence[tuple[tuple[int, ...], torch.dtype]]]], advice: str
 ) -> None:
-    """Check that rows are samples and fit those of other ranks; raises UsageError, on every rank, if not."""
+    """Raise UsageError, on every rank, unless rows are samples and fit those of other ranks."""
     kinds = [[(shape[1:], dtype) for shape, dtype in tensors] for _, tensors in ranks]
     batches = {None if counts is None else len(counts) for counts, _ in ranks}
     if None not in batches and len(batches) == 1 and all(kind == kinds[0] for kind in kinds):
@@ -184,8 +184,8 @@ def _check_rows(
 
 
 def rows_of_all(rows: Tensor, table: Tensor, rank: int, *, of: str) -> Tensor:
-    """Gather the rows of all ranks, batch by batch, each in the order of ranks. table: samples of (ranks, batches). of:
-    what is sent, for the report."""
+    """Gather the rows of all ranks, batch by batch, and within a batch in the order of ranks. table: how many samples
+    each rank has in each batch, shape (ranks, batches). of: what is sent, for reports."""
     if int(table[rank].min()) == 0 and len(rows) == int(table[rank].clamp(min=1).sum()):  # some are padding
         rows = rows[torch.repeat_interleave(table[rank] > 0, table[rank].clamp(min=1)).to(rows.device)]
     most = int(table.sum(1).max())
@@ -198,7 +198,7 @@ def rows_of_all(rows: Tensor, table: Tensor, rank: int, *, of: str) -> Tensor:
 
 
 def joined(engine: Engine, value: Number) -> Number:
-    """Tell observers which value was reduced over the ranks."""
+    """Tell observers that `value` was reduced over the ranks; return it."""
     reduced(engine)
     if engine.watcher is not None:
         engine.watcher.summed(value)
@@ -206,6 +206,6 @@ def joined(engine: Engine, value: Number) -> Number:
 
 
 def reduced(engine: Engine) -> None:
-    """Note that something was reduced over the ranks: the loops until here are evaluated together."""
+    """Tell the guard for evaluations that something was reduced over the ranks, which may cover all loops so far."""
     if (loops := engine.events.find(UnsummedLoops)) is not None:
         loops.reduced()

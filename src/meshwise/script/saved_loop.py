@@ -1,6 +1,6 @@
 """Gather the state of a user's loop, and restore it.
 
-The state is gathered from the loop's objects, and restored into them.
+The state is collected from the loop's objects, and restored into them.
 
 Tested in tests/script/test_checkpoint.py, and what lies beside the loop in tests/script/test_saved_loop.py.
 """
@@ -26,12 +26,12 @@ from meshwise.tracking import tracking
 from meshwise.workers.join import rank_context
 
 Loaders = DistributedLoader | Sequence[DistributedLoader] | None
-"""The loader of the training loop; of several, the first is, and the others are read beside it."""
+"""The loader of the training loop; or several, of which the first is that, and the others are read in the same loop."""
 
 
 @dataclass(frozen=True)
 class LoopParts:
-    """The parts of a loop's state. made_with: settings of the program."""
+    """The parts of a loop's state. made_with: settings of the program, which are compared when it resumes."""
 
     engine: Engine
     things: Mapping[str, dict[str, Any]]
@@ -41,7 +41,7 @@ class LoopParts:
 
 
 def loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
-    """Return the loaders given as `loader=`. Raises UsageError for anything but loaders of `mw.distribute`."""
+    """Return the loaders given as `loader=`. Raise UsageError for anything but a loader of `mw.distribute`."""
     several = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     for each in several:
         if not isinstance(each, DistributedLoader):
@@ -53,7 +53,7 @@ def loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
 
 
 def says_beside(parts: LoopParts) -> str:
-    """Return a warning where a loader missing from `parts` was read in the step that just ended, and is still read."""
+    """Return a warning if a loader missing from `parts` was read in the last step and still is; empty if none was."""
     engine = parts.engine
     read = [each for each in engine.given.loaders if each.in_batch and each.given_at >= engine.phases.done - 1]
     if not parts.loaders or all(each in parts.loaders for each in read):
@@ -71,7 +71,7 @@ def random_of(engine: Engine) -> tuple[Any, ...]:
 
 
 def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...], *, whole: bool) -> dict[str, Any]:
-    """Return the state after `step`, as this rank holds it; whole: the part that rank 0 writes for all."""
+    """Return the state after `step`, as this rank holds it. whole: whether with the part that rank 0 writes for all."""
     of_model, rank = state_of if whole else held_of, rank_context().world.rank
     models, optimizers, schedulers = (parts.things[kind] for kind in ("model", "optimizer", "scheduler"))
     return {
@@ -90,7 +90,7 @@ def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...], *, whole: bool
 
 
 def restore(parts: LoopParts, folder: Path, tree: Mapping[str, Any]) -> int:
-    """Restore everything from `tree`, which was saved in `folder`; return the last finished step."""
+    """Restore everything from `tree`, which was saved in `folder`; return the number of its last step."""
     models, optimizers, schedulers = (parts.things[kind] for kind in ("model", "optimizer", "scheduler"))
     saved = {"": tree["model"]} if tree["models"] == [""] else tree["model"]
     compare(folder, parts.things, {**tree, "model": saved})

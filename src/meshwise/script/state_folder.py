@@ -1,9 +1,9 @@
 """Hold the folder of `mw.checkpoint` for one program at a time.
 
-Each start of a program is told apart from earlier ones.
+Each start of a program can be told apart from earlier ones.
 
-Rank 0 holds `state.lock`, and claims a number for what this start saves (records/claims.py): the claim says who it is.
-Tested in tests/script/test_state_folder.py.
+Rank 0 locks `state.lock`, and claims a number for the states that this start saves (records/claims.py): the claim
+records the program. Tested in tests/script/test_state_folder.py.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from meshwise.workers.launchers.find import place_in
 
 @dataclass(frozen=True)
 class HeldFolder:
-    """A folder that this program saves in. number: of this start, in the names of its states; None where the folder
-    cannot be written. lock: rank 0's."""
+    """A folder in which this program saves. number: that of this start of the program, used in the names of its states;
+    None if the folder cannot be written. lock: held by rank 0, None on others."""
 
     path: Path
     number: int | None
     lock: FolderLock | None
 
     def tell_origin(self, saved: Checkpoint, say: Callable[[str], object]) -> None:
-        """Say where the program resumes, if the state was saved by another run than this one."""
+        """Say from which state the program resumes, if another run has saved it."""
         by, own = claims_of(self.path).get(saved.attempt, {}), _facts()
         if own["run"] and by.get("run") == own["run"]:
             return
@@ -53,13 +53,13 @@ class HeldFolder:
         say(f"{_short(str(self.path))}: goes on from step {saved.step}{told}. Another folder starts from scratch.")
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the lock of the folder."""
         if self.lock is not None:
             self.lock.close()
 
 
 def hold(folder: Path) -> HeldFolder:
-    """Lock the folder for this program. Collective. Raises UsageError where another program has locked it."""
+    """Lock the folder for this program. Collective. Raise UsageError if another program has locked it."""
     lock, number, refusal = _held(folder) if rank_context().world.rank == 0 else (None, None, "")
     number, refusal = collectives.broadcast_object((number, refusal), collectives.everyone())
     if refusal:
@@ -68,7 +68,7 @@ def hold(folder: Path) -> HeldFolder:
 
 
 def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
-    """Return the lock, the number of this start and a refusal. A failing write reports its own error."""
+    """Return the lock, the number of this start, and a refusal. If writing fails, the later save reports the error."""
     lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
 
 
 def _work() -> Work:
-    """Return the owner of the lock: the run of our launcher, else a scheduler's job."""
+    """Return what the lock records as its owner: the run of meshwise's launcher, else a scheduler's job."""
     run = os.environ.get(RUN_FOLDER)
     if run is not None and ATTEMPT in os.environ:
         return Work(str(Path(run).resolve()), attempt())
@@ -105,5 +105,5 @@ def _facts() -> dict[str, Any]:
 
 
 def _short(path: str) -> str:
-    """Return a path as a person would write it here."""
+    """Return a path relative to the current folder, if it is inside."""
     return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path

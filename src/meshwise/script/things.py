@@ -1,6 +1,6 @@
 """Check what `mw.checkpoint` is given against what was distributed.
 
-The loop would silently lose what is missing.
+What is not given would silently be lost on a restart.
 
 Tested in tests/script/test_checkpoint.py and test_lost_in_a_loop.py.
 """
@@ -18,11 +18,11 @@ from meshwise.engine.given import CheckpointedLoop
 from meshwise.spec.errors import CheckpointError, UsageError
 
 Things = Any
-"""One thing, or a list or dict of them."""
+"""One object, or a list or dict of objects."""
 
 
 def named(things: Things) -> dict[str, Any]:
-    """Return things by their names in the state; a single thing has the name ''."""
+    """Return objects by their names in the state; a single object has the name ''."""
     if things is None:
         return {}
     if isinstance(things, list | tuple):
@@ -31,12 +31,12 @@ def named(things: Things) -> dict[str, Any]:
 
 
 def folded(states: dict[str, Any]) -> Any:
-    """Return the state_dict itself if there is only one model."""
+    """Return the state_dict itself if there is only one model, else all by name."""
     return states[""] if list(states) == [""] else states
 
 
 def check(things: Mapping[str, dict[str, Any]]) -> None:
-    """Check that each thing is of its kind; raises UsageError if not."""
+    """Raise UsageError for an object that is not of its kind."""
     for kind, cls in (("model", nn.Module), ("optimizer", Optimizer), ("scheduler", None)):
         for each in things[kind].values():
             fits = isinstance(each, cls) if cls is not None else hasattr(each, "load_state_dict")
@@ -45,7 +45,7 @@ def check(things: Mapping[str, dict[str, Any]]) -> None:
 
 
 def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[str, Any]) -> None:
-    """Check that the things saved in `folder`, by name, are those given here; raises CheckpointError if not."""
+    """Raise CheckpointError unless the objects saved in `folder` have the names of the objects given here."""
     for kind, own in things.items():
         if own.keys() != tree[kind].keys():
             raise CheckpointError(
@@ -69,8 +69,8 @@ def forgotten(
     optimizers: Iterable[Optimizer],
     schedulers: Iterable[Any],
 ) -> str:
-    """Return a sentence about objects that the program trains with and no state saves; empty for none. given: what the
-    states save. things: those of the last state, by kind and name."""
+    """Return a sentence on objects that the program trains with, but that no state saves; empty for none. given: the
+    objects that the states save. things: those of the last state, by kind and name."""
     saved = {id(p) for each in given if isinstance(each, nn.Module) for p in each.parameters()}
     known = {id(each) for each in given}
     lost: dict[str, list[Any]] = {

@@ -1,6 +1,6 @@
 """Run transformers' Trainer on all devices.
 
-`trainer = mw.distribute(trainer)`, then `trainer.train()`.
+Write `trainer = mw.distribute(trainer)`, then `trainer.train()`.
 
 The Trainer of each rank is told that it is alone, so that all that it does for several processes rests, and batches,
 backwards, evaluations and files are meshwise's. Its class, and that of its Accelerator, get a class of ours in front:
@@ -44,24 +44,24 @@ WHOLE = (
 
 
 def is_trainer(thing: Any) -> bool:
-    """Check whether an object is transformers' Trainer, or of a subclass."""
+    """Return whether an object is transformers' Trainer, or of a subclass."""
     return is_made_from(thing, "Trainer", TRAINER)
 
 
 def join_as_trainer() -> None:
-    """Replace the process group that TrainingArguments have opened by ours: theirs may have no backend for the CPU."""
+    """Replace the process group that TrainingArguments opened by meshwise's, as it may have no backend for the CPU."""
     rank_context()
     rejoin()
 
 
 def model_of(trainer: Any) -> list[nn.Module]:
-    """Return the model to apply the plan to now; a model of `model_init` follows when it is made."""
+    """Return the model to which to apply the plan now; one from `model_init` follows when the Trainer makes it."""
     return [trainer.model] if trainer.model_init is None and isinstance(trainer.model, nn.Module) else []
 
 
 def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: Callable[[Any], Any]) -> Any:
-    """Make the Trainer work on all ranks, in place. share: `mw.distribute` of one thing. Raises UsageError for features
-    whose results would differ on several devices."""
+    """Make the Trainer work on all ranks, in place. share: `mw.distribute` for one object. Raise UsageError for
+    features whose results would differ on several devices."""
     if isinstance(trainer, OnRanks):
         return trainer
     world = rank_context().world
@@ -84,7 +84,7 @@ def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: C
 
 
 def _refuse(trainer: Any, ranks: int, masks: bool) -> None:
-    """Raises UsageError for what is not the same on several devices. masks: at random, where draws are to be exact."""
+    """Raise UsageError for what would differ on several devices. masks: random ones, although draws are exact."""
     args = trainer.args
     own = sorted({c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")} - {"_BaseTrainer", SFT})
     reads = not str(type(trainer).get_batch_samples.__module__).startswith("transformers.")

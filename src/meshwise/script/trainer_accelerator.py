@@ -1,6 +1,6 @@
 """Replace a Trainer's Accelerator by one over all ranks.
 
-It distributes what it prepares, and gathers from all ranks.
+That Accelerator distributes what it prepares, and gathers from all ranks.
 
 Tested in tests/script/test_trainer.py.
 """
@@ -25,7 +25,7 @@ from meshwise.transfer import collectives
 
 
 class AcceleratorOnRanks:
-    """Put in front of an Accelerator's own class."""
+    """Overrides the methods of a Trainer's Accelerator."""
 
     meshwise: Ranks
 
@@ -101,7 +101,7 @@ def _rows(ranks: Ranks, most: int | None, tensor: Tensor) -> Tensor:
 
 
 def _padded(own: Tensor, dim: int, value: float, first: bool) -> Tensor:
-    """Pad a dim to the longest length of any rank. Collective."""
+    """Pad a dim of a tensor to the greatest length on any rank. Collective."""
     if dim >= own.ndim:
         return own
     most = int(collectives.all_reduce(torch.tensor(own.shape[dim]), "max"))

@@ -1,4 +1,4 @@
-"""Give a Trainer loaders over ranks: epochs, skipping, look-ahead.
+"""Give a Trainer loaders over ranks, with epochs, skipping and look-ahead.
 
 Tested in tests/script/test_trainer.py.
 """
@@ -19,7 +19,7 @@ Share = tuple[Any, BatchSlice]
 
 
 class _Ahead:
-    """Reads a distributed loader: batches with their shares, which may be looked at before they are used."""
+    """Reads batches of a distributed loader, with this rank's share of each, and can look ahead."""
 
     def __init__(self, pairs: Iterator[Share]) -> None:
         self._pairs, self._waiting = pairs, deque[Share]()
@@ -31,7 +31,7 @@ class _Ahead:
         return self._waiting.popleft() if self._waiting else next(self._pairs)
 
     def look(self, count: int) -> list[Share]:
-        """Look at the next ones. What a data set draws for them is no draw of the batch that is worked on."""
+        """Return the next `count` batches, which stay to be read. Draws for them are not draws of the current batch."""
         with without_interception():
             while len(self._waiting) < count and (pair := next(self._pairs, None)) is not None:
                 self._waiting.append(pair)
@@ -39,13 +39,13 @@ class _Ahead:
 
 
 class Reader:
-    """A `Wrapper` of a distributed loader that lets its Trainer look ahead."""
+    """The `Wrapper` of a distributed loader that lets a Trainer look ahead."""
 
     def __init__(self) -> None:
         self.ahead = _Ahead(iter(()))
 
     def take(self) -> None:
-        """Return None: the loop itself reads."""
+        """Return None, as the loop itself reads."""
 
     def pairs(self, inner: Iterator[Share]) -> Iterator[Share]:
         self.ahead = _Ahead(inner)
@@ -53,12 +53,12 @@ class Reader:
 
 
 class TrainerLoader:
-    """A distributed loader with the methods that Trainer needs: its epoch can be set, and batches skipped."""
+    """A distributed loader with the methods that Trainer needs, to set its epoch and skip batches."""
 
     end_of_dataloader, remainder = False, -1
 
     def __init__(self, loader: DistributedLoader, state: Any) -> None:
-        """state: accelerate's, which knows which loop is at its end."""
+        """state: accelerate's GradientState, which records which loop is at its end."""
         self._loader, self._state, self.skipped = loader, state, 0
         self._reader = loader.wrapper = Reader()  # type: ignore[assignment]
 
@@ -71,7 +71,7 @@ class TrainerLoader:
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the objects that draw the order."""
+        """Set the epoch of the loader and of the objects that draw its order."""
         for each in (self.batch_sampler, self.sampler, self.dataset):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
@@ -83,7 +83,7 @@ class TrainerLoader:
 
 
 class _Epoch:
-    """A loop over a loader."""
+    """One loop over a `TrainerLoader`."""
 
     def __init__(self, loader: TrainerLoader, batches: Iterator[Any], reader: Reader, state: Any) -> None:
         self._loader, self._batches, self._reader, self._state = loader, batches, reader, state
@@ -106,7 +106,7 @@ class _Epoch:
 
 
 def skip_batches(otherwise: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
-    """Skip batches of our loaders, as `otherwise`, accelerate's `skip_first_batches`, does of its own."""
+    """Skip batches of a `TrainerLoader`; call `otherwise`, accelerate's `skip_first_batches`, for other loaders."""
     if not isinstance(loader, TrainerLoader):
         return otherwise(loader, num_batches)
     loader.skipped = num_batches
@@ -114,7 +114,7 @@ def skip_batches(otherwise: Callable[..., Any], loader: Any, num_batches: int = 
 
 
 class Window:
-    """The batches of an optimizer step, each read when it is worked on."""
+    """The batches of one optimizer step, each read only when it is processed."""
 
     def __init__(self, epoch: Iterator[Any], count: int) -> None:
         self._epoch, self._count = epoch, count

@@ -1,6 +1,6 @@
 """Find what a Trainer's loss is a mean over.
 
-The first loss shows it, by its derivative and its graph.
+The derivative and the graph of the first loss show it.
 
 Tested in tests/script/test_trainer.py.
 """
@@ -27,10 +27,10 @@ MIXED = "a sum over num_items_in_batch and more"
 
 @dataclass(eq=False)
 class Ranks(OfTrainer):
-    """Of transformers' Trainer and its Accelerator. share: `mw.distribute` of one thing.
+    """The state of transformers' Trainer and its Accelerator. share: `mw.distribute` for one object.
 
-    loss: over all ranks, of the newest backward. weight: number of items the newest loss is a mean over. computed:
-    whether Trainer's `compute_loss` returned it, and items: with `num_items_in_batch`. kinds: of losses, by `items`.
+    loss: that of the newest backward, over all ranks. weight: how many items the newest loss is a mean over. computed:
+    whether `compute_loss` returned that loss. items: whether it got `num_items_in_batch`. kinds: of losses, by `items`.
     """
 
     plan: Plan | None
@@ -53,7 +53,7 @@ class Ranks(OfTrainer):
         self.loss = steps.backward(self.engine, loss, weight, "sum" if self.kind == SUM else "mean")
 
     def whole_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss of a whole evaluation batch from that of this rank's part. Collective."""
+        """Return the loss of the whole evaluation batch from that of this rank's part. Collective."""
         own = loss.detach().double().reshape(())
         weight = torch.as_tensor(1.0 if self.kind == SUM else self.samples if self.weight is None else self.weight)
         weight = weight.to(own) * (self.samples > 0)
@@ -62,7 +62,7 @@ class Ranks(OfTrainer):
 
 
 def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any, options: dict[str, Any]) -> Any:
-    """Compute the first loss of its kind, and find what it is a mean over from its derivative and graph. Collective."""
+    """Compute the first loss of its kind; find what it is a mean over from its derivative and graph. Collective."""
     if items is not None:
         items = torch.as_tensor(items).detach()
         items = (items if items.is_floating_point() else items.double()).clone().requires_grad_()
@@ -92,13 +92,13 @@ def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any,
 
 
 def loss_of(result: Any) -> Tensor:
-    """Return the loss from the result of `compute_loss`, which may include outputs."""
+    """Return the loss in the result of `compute_loss`, which may include outputs."""
     loss: Tensor = result[0] if isinstance(result, tuple) else result
     return loss
 
 
 def weight_of(ranks: Ranks, loss: Tensor) -> Tensor:
-    """Return what a cross entropy is a mean over, or what a sum is divided by."""
+    """Return how many items a cross entropy is a mean over, or what a sum was divided by."""
     found = count_of_sum(loss) or [over for over, _, _ in cross_entropy_means(loss)]
     if len(found) != 1:
         raise UsageError(

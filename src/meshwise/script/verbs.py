@@ -1,8 +1,8 @@
 """Answer small questions of a program: rank, main process, memory.
 
-It also orders what rank 0 does first or alone.
+It also has verbs for what rank 0 does first or alone.
 
-Each works on one device, without a launcher, and before `mw.distribute`.
+Each verb works on one device, without a launcher, and before `mw.distribute`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from meshwise.workers.verb_log import came_to
 
 
 def rank() -> int:
-    """This process's rank, from 0."""
+    """Return this process's rank, from 0."""
     return rank_context().world.rank
 
 
 def world_size() -> int:
-    """How many ranks the run has."""
+    """Return how many ranks the run has."""
     return rank_context().world.size
 
 
 @contextlib.contextmanager
 def accumulate() -> Iterator[None]:
-    """Let `mw.backward` inside keep its gradients on their rank; the next one outside, `optimizer.step`, or code that
-    reads a gradient before them (clipping, on every rank), reduces all.
+    """Keep the gradients of `mw.backward` calls in the with-body unreduced, on their rank. The next `mw.backward`
+    outside, `optimizer.step`, or code that reads a gradient (clipping, on every rank) reduces all of them.
 
-    A loop with `mw.checkpoint` that counts its windows writes `enumerate(loader, loader.start)`: it resumes inside an
-    epoch. The state is saved where a window ends.
+    In a loop with `mw.checkpoint`, count batches by `enumerate(loader, loader.start)`, as it may resume inside an
+    epoch. The state is saved only after an optimizer step.
     """
     engine = session.default_engine()
     before, engine.reduce = engine.reduce, False
@@ -51,24 +51,24 @@ def accumulate() -> Iterator[None]:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0: for things that are done once, such as a plot, or a line in a file of yours.
+    """Return whether this is rank 0, for things to be done once, such as a plot, or a line in a file.
 
-    Code that all ranks must run together (`mw.backward`, `mw.sum`, a sharded model's forward) does not belong under it.
+    Code that all ranks must run together (`mw.backward`, `mw.sum`, a sharded model's forward) must not depend on it.
     """
     return rank_context().world.rank == 0
 
 
 def barrier() -> None:
-    """Wait until every rank is here. Collective."""
+    """Wait until every rank has reached this call. Collective."""
     came_to("mw.barrier")
     _wait()
 
 
 @contextlib.contextmanager
 def main_first() -> Iterator[None]:
-    """Run the body of the with-statement on rank 0 first, then on the others: a download, a cache that is built once.
+    """Run the with-body on rank 0 first, then on the other ranks, as for a download, or a cache to be built once.
 
-    Collective. Where rank 0 raises, the others wait until the run ends with its error.
+    Collective. If rank 0 raises, the others wait until the run ends with that error.
     """
     came_to("mw.main_first")
     if not is_main():
@@ -87,10 +87,10 @@ def print(*values: Any, **options: Any) -> None:
 
 @dataclass(frozen=True)
 class Memory:
-    """What this process uses of a device's memory, in bytes.
+    """How much of a device's memory this process uses, in bytes.
 
-    allocated: what its tensors take; on a CPU the resident memory of the whole process. reserved: what torch has taken
-    from the driver, tensors included; None on a CPU. peak: the most that was `allocated` so far.
+    allocated: the memory of its tensors; on a CPU, the resident memory of the whole process. reserved: what torch has
+    taken from the driver, including tensors; None on a CPU. peak: the largest `allocated` so far.
     """
 
     device: str
@@ -104,9 +104,9 @@ class Memory:
 
 
 def memory(device: str | torch.device | None = None) -> Memory:
-    """Return the memory that this process uses on a device; on its own one where none is named.
+    """Return the memory that this process uses on `device`; by default, on the device of this rank.
 
-    `mw.print(mw.memory())` shows rank 0's: `cuda:0: 10.2 GiB allocated, 12.0 GiB reserved, peak 11.1 GiB`.
+    `mw.print(mw.memory())` prints that of rank 0: `cuda:0: 10.2 GiB allocated, 12.0 GiB reserved, peak 11.1 GiB`.
     """
     name = str(rank_context().world.device if device is None else device)
     reserved = torch.get_device_module(name).memory_reserved(name) if has_streams(name) else None
@@ -114,9 +114,9 @@ def memory(device: str | torch.device | None = None) -> Memory:
 
 
 def empty_cache() -> None:
-    """Return memory that torch has reserved and no tensor uses to the driver, for other processes on this device.
+    """Give memory that torch has reserved, but no tensor uses, back to the driver, for other processes on this device.
 
-    It makes nothing faster: the next tensors ask the driver again. Does nothing on a CPU.
+    This makes nothing faster, as the next tensors request memory from the driver again. On a CPU, it does nothing.
     """
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
