@@ -98,7 +98,7 @@ class JoinedRun:
                 yield rank, None if facts is None else Failure(**facts)
 
     def _by_record(self, mine: Failure | None) -> Failure | None:
-        """After the store is gone with rank 0: return `mine` if rank 0 recorded its end, else that it disappeared."""
+        """After the store is gone with rank 0: if rank 0 recorded no end, take a victim's failure for its loss."""
         with contextlib.suppress(UsageError):  # a folder that this machine does not share
             last = names.read_run(self.folder)["sessions"][-1]
             if last.get("kind") or last.get("status") in ("finished", "stopped"):

@@ -94,8 +94,8 @@ def name_of(step: int, attempt: int) -> str:
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a run, the oldest first; each was complete when it got its name. An earlier attempt's
-    count only if they existed when the next attempt was claimed: later saves of a machine that was cut off do not."""
+    """Return the checkpoints of a run, the oldest first; each was complete when it got its name. Those of earlier
+    attempts count only if they existed when the next one was claimed, as a machine that was cut off may save later."""
     found = []
     claims = claims_of(claims_folder(folder))
     counts = {number: facts["checkpoints"] for number, facts in claims.items() if "checkpoints" in facts}

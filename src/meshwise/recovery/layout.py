@@ -157,7 +157,7 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def rows(box: Box, outer: Box) -> tuple[int, int]:
-    """Return the index, in file order, of the first element of `outer` in `box`, and the count up to the last one."""
+    """Return, in the file order of `outer`, the index of the first element in `box`, and the count up to the last."""
     strides, step = list[int](), 1
     for begin, end in reversed(outer):
         strides.insert(0, step)

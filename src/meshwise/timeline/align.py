@@ -22,7 +22,7 @@ from meshwise.timeline.timeline import Clock
 
 Times = NDArray[np.int64]
 CLEAR = 3.0
-"""A burst counts as congested when half its shortest round trip is longer than this many times the least of all bursts.
+"""A burst counts as congested when its shortest round trip is longer than this many times that of the best burst.
 Congestion delays one direction, which would look like drift, so such a burst only rules out impossible offsets."""
 DRIFT = 1e-4
 """The most that two clocks are assumed to drift apart between bursts: 100 µs per second, as of a bad quartz."""

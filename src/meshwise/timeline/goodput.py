@@ -1,9 +1,9 @@
 """Compute goodput: what a run's wall time went into.
 
-The parts are means over the run's devices, and add up to the wall time.
-
+The parts are means over the run's devices, and add up to the wall time:
 useful       forward, backward and optimizer of steps that count
-evaluation   evaluating; and, as a part of its own, saving: writing checkpoints
+evaluation   evaluating
+saving       writing checkpoints
 waiting      for data, transfers, exposed communication, stragglers, and between phases
 starting     from the command to the first step of each session, and from the last span to the session's end
 queued       in a scheduler's queue, before each start of its job

@@ -22,7 +22,7 @@ from meshwise.timeline.timeline import Spans
 
 Table = NDArray[np.int64]
 Place = tuple[bool, int, int]
-"""Whether an action is a forward, its stage and its microbatch."""
+"""Identifies an action: whether it is a forward, its stage, its microbatch."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class SyncPoints:
     step: the step of the sync point. overlapped: it is the end of a backward, with which its collectives overlap. rank:
     the rank that would have come last if all had left the previous sync point together, since a rank with a slow link
     leaves later but is no straggler. delay: seconds that this rank took longer than the median of the others. phase:
-    index in KINDS of the phase with the largest delay. cost: by how many seconds the delay made it end later.
+    index in KINDS of the phase with the largest delay. cost: seconds by which the sync point ended later for it.
     """
 
     step: Whole

@@ -52,7 +52,7 @@ class MetricsLog:
         self.pending: list[tuple[int, int, Losses]] = []
         """Epoch, step and losses of each step since the last `sync`; the losses are still on their device."""
         self.note_losses: Callable[[int, int, Losses], None] | None = None
-        """Writes a step's losses, before the optimizer step, where they outlive this rank; others may finish it."""
+        """Writes a step's losses to a file before the optimizer step, as the step may finish without this rank."""
         self._last_finite: tuple[int, float] | None = None
         self.live_due = math.inf if send is None else 0.0
         """When the next message to the live view is due (`time.monotonic`)."""

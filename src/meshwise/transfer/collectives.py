@@ -70,7 +70,7 @@ def begin_sum(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
 
 
 def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
-    """Begin to average `tensor` over all ranks, in place; the future's value is `tensor`. Divides first, for fp16."""
+    """Begin to average `tensor` over all ranks, in place. It divides before it sums, so that fp16 stays in range."""
     return _begin_sum(tensor, of, mean=True)
 
 

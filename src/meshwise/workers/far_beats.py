@@ -40,7 +40,7 @@ class FarBeats:
         self._said: dict[int, Any] = {}
 
     def tell(self, here: Callable[[], Mapping[int, Far]]) -> None:
-        """Tell the other machines about the ranks of this one, at most once in EVERY seconds."""
+        """Tell the other machines about the ranks of this one, at most once per EVERY seconds."""
         now = time.monotonic()
         if self._nodes is not None and now - self._told >= EVERY:
             self._told = now

@@ -56,7 +56,7 @@ def rank_context() -> RankContext:
 
 
 def _world_at(place: Place) -> World:
-    """Return the world of this process, and set its variables; on several machines, rank 0 is first found."""
+    """Return the world of this process, and set its variables; first find rank 0 if no launcher tells where it is."""
     os.environ.update(derived_ranks(os.environ))
     world = read_world(os.environ)
     if place.size > 1 and place.key and place.rendezvous is None:

@@ -86,7 +86,7 @@ class Nodes:
         return None if told is None else json.loads(told)
 
     def get(self, key: str) -> Any:
-        """Wait for the value that some machine sets under `key`, and return it. Raises WorkerFailed if one is lost."""
+        """Wait for the value that some machine sets under `key`, and return it. WorkerFailed if a machine is lost."""
         while (told := self.try_get(key)) is None:
             if lost := self.lost():
                 raise WorkerFailed(lost.message, rank=lost.rank, exit_code=lost.exit_code, failure=lost)

@@ -1,6 +1,6 @@
 """Make temporary folders, and remove those of killed commands.
 
-The next command of the same user removes what a killed one has left.
+The next command of the same user removes the folders that a killed command has left.
 
 Each folder holds a file that its owners keep locked as long as they live. The kernel releases the lock when the last
 owner ends, so process ids, which differ between containers, play no part. A folder gets its name after it is locked.

@@ -69,7 +69,7 @@ def main() -> int:
 
 def main_of_fork() -> int:
     """Run `main` in a forked process. If something, such as a torch plugin, has initialised the accelerator before the
-    fork, so that it cannot be used after it, restart the worker as a new program."""
+    fork, which makes the accelerator unusable, restart the worker as a new program."""
     if DEVICE_KIND in os.environ and lost_by_fork(os.environ[DEVICE_KIND]):
         if LISTENER in os.environ:
             os.set_inheritable(int(os.environ[LISTENER]), True)
