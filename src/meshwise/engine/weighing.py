@@ -1,4 +1,4 @@
-"""Weigh a loss by the number of items that its mean is over.
+"""Weigh a loss by how many items its mean is over.
 
 Means of unequal parts then add up to the mean of the whole.
 """

@@ -69,14 +69,14 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     values. Loaders are new, with the same `len`; their `batch_size` is global, their order that of torch's loaders. A
     loader that wraps a DataLoader and may read ahead (timm's PrefetchLoader) stays, and reads the new one. Schedulers
     are returned unchanged. On one device, only loaders are replaced, so that a resumed loop may use any number of
-    devices. The Trainers of transformers and Lightning are changed in place as a whole: `trainer =
-    mw.distribute(trainer)`, then `trainer.train()` or `trainer.fit(model)`.
+    devices. The Trainers of transformers and Lightning are changed in place as a whole: write
+    `trainer = mw.distribute(trainer)`, then `trainer.train()` or `trainer.fit(model)`.
 
     plan: a Plan or a plan file; default: that of `meshwise run --plan`, or the file that MESHWISE_PLAN names, else
-    replicas. Optimizers that were made before continue with the parameters that the plan makes. streams: how an
-    iterable data set is split: `whole` (every rank reads all of it and keeps its slice) or `per-rank` (the data set
-    splits itself by `mw.rank()`). Raises UsageError for objects of any other kind, PlanError for a plan that cannot be
-    applied.
+    replicas. Optimizers that were made before continue with the parameters that the plan makes.
+    streams: how an iterable data set is split: `whole` (every rank reads all of it and keeps its slice) or `per-rank`
+    (the data set splits itself by `mw.rank()`). Raises UsageError for objects of any other kind, PlanError for a plan
+    that cannot be applied.
     """
     came_to("mw.distribute")
     trainers = [thing for thing in objects if is_trainer(thing)]
@@ -154,9 +154,10 @@ def backward(
 
     loss: a scalar mean over `weight` items in this rank's slice of the batch. weight: by default the number of samples,
     which the loader knows; for a token mean the number of tokens, for a class-weighted mean the sum of the targets'
-    class weights (`weight=class_weights[y].sum()`). Collective: every rank calls it once per batch. reduction: `sum`
-    for a loss that is a sum over this rank's samples; gradients are then those of the sum over the batch. By default
-    the loss counts as a mean, and a known sum raises UsageError on several devices, unless `mean`.
+    class weights (`weight=class_weights[y].sum()`). Collective: every rank calls it once per batch.
+    reduction: `sum` for a loss that is a sum over this rank's samples; gradients are then those of the sum over the
+    whole batch. By default the loss counts as a mean, and a loss known to be a sum raises UsageError on several
+    devices; `mean` overrides that check.
 
     The returned loss is divided like the given one (such as by the number of accumulation steps), but has no GradScaler
     scale: `loss = mw.backward(scaler.scale(loss))` is a number for people to read.
@@ -241,8 +242,8 @@ def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = Fals
 
     value: in the loop over the loader, a mean over this rank's part of the batch; after it, over all that this rank
     read. A number is returned as a float, a tensor of any shape as a tensor. weight: how many items `value` is a mean
-    over, such as tokens; by default samples. UsageError after a loop whose values count a padding sample. grad: whether
-    the mean keeps its gradient, for use inside a loss, as with `mw.sum`.
+    over, such as tokens; by default samples. UsageError after a loop whose values count a padding sample.
+    grad: whether the mean keeps its gradient, for use inside a loss, as with `mw.sum`.
     """
     came_to("mw.mean")
     if grad:
