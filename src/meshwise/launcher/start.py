@@ -125,7 +125,7 @@ def worker_slots(options: RunOptions) -> list[WorkerSlot]:
 
 
 def refuse_restarts(options: RunOptions, where: str) -> None:
-    """Raise UsageError for options of restarts in a start in which meshwise restarts nothing. where: text on it."""
+    """Raise UsageError for options of restarts in a start in which meshwise restarts nothing. where: text on where."""
     for name in ("restarts", "restart_on", "on_failure"):
         if getattr(options, name):
             raise UsageError(

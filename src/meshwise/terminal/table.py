@@ -18,7 +18,7 @@ from rich.text import Text
 
 NO_LIMIT = 10_000
 LEAST_ROOM = 24
-"""The least width of a cell in such a block, in characters, however narrow the screen is."""
+"""The least width of a cell, in characters, if rows become blocks, however narrow the screen is."""
 Cell = str | Text
 
 

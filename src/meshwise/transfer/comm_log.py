@@ -89,7 +89,7 @@ def note(operation: str, source: str, target: str, bytes: int, path: str, second
 
 
 def totals(moves: Sequence[Transfer]) -> dict[str, tuple[int, int, float]]:
-    """Return (transfers, bytes, seconds) by path. seconds: the sum, even of overlapping transfers; nan if one is."""
+    """Return (transfers, bytes, seconds) by path. seconds: a sum, even of overlapping ones; nan if one is unknown."""
     found: dict[str, tuple[int, int, float]] = {}
     for move in moves:
         count, size, seconds = found.get(move.path, (0, 0, 0.0))

@@ -158,7 +158,7 @@ class Guest:
         self._heard, self.since = b"", time.monotonic()
 
     def hear(self, secret: bytes, purpose: str) -> Line | None:
-        """Read what has arrived; return the line once the secret is proven. Raises OSError if it is wrong."""
+        """Read what has arrived; return the line once the secret is proven. Raises OSError on a wrong proof."""
         wanted = ASKS if self.proofs is None else CODE
         part = self.connection.recv(wanted - len(self._heard))
         if not part:

@@ -34,7 +34,7 @@ STATES = {
 class Standing:
     """Where a process stands. state: end of the sentence "process PID …" if the kernel holds the process; else empty.
 
-    place: the innermost source line of the user, else of any code; empty if Python gave no answer. users: the user's.
+    place: the innermost source line of the user, else of any code; empty without an answer. users: it is the user's.
     """
 
     pid: int
