@@ -63,6 +63,24 @@ def test_a_memory_with_its_mask_is_equal(pool: Any) -> None:
     assert found.equal, (found.comparison.first, found.cause)
 
 
+def test_dropout_over_a_shorter_padding_draws_the_numbers_of_one_device(pool: Any) -> None:
+    dropped = ("memory = self.words(ids)", "memory = F.dropout(self.words(ids), 0.5)")
+    found = proof(changed(READS, ("8, 2, batch", "8, 2, dropout=0.5, batch"), dropped), pool)
+    assert found.equal, (found.comparison.first, found.cause)
+
+
+def test_dropout_behind_padding_is_said_to_draw_other_numbers(pool: Any) -> None:
+    dropped = ("memory = self.words(ids)", "memory = nn.functional.dropout(self.words(ids), 0.5)")
+    found = proof(
+        changed(
+            READS, ("batch_first=True)\n    return", 'batch_first=True, padding_side="left")\n    return'), dropped
+        ),
+        pool,
+    )
+    assert not found.equal and found.cause is not None
+    assert PADDED in found.cause.evidence and "where padding stands in front" in found.cause.evidence, found.cause
+
+
 def test_another_fault_where_all_pad_alike_says_nothing_of_padding(pool: Any) -> None:
     alike = ("torch.randint(2, 8, (48,)).tolist()", "[5] * 48")
     found = proof(changed(READS, alike, ("read.mean(1))", "read.mean(1) - read.mean((0, 1)))")), pool)

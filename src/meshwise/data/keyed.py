@@ -7,8 +7,9 @@ Draws are intercepted as operators, whatever code calls these: `nn.Dropout`, att
 
     which call it is    known by a number drawn from torch's generator, which starts alike on every rank; recomputation
                         resets that generator, so that a repeated call gets the same mask
-    which rows          `meshwise check` knows the shape that one device drew for the call: the dim that differs is the
-                        batch. A run takes the first dim, or the second, of as many rows as the rank has samples
+    which rows          `meshwise check` knows the shape that one device drew for the call: the dim that differs as the
+                        rows do is the batch, and others that are shorter end in less padding. A run takes the first
+                        dim, or the second, of as many rows as the rank has samples
 
 Operators that are not in `DRAWS` (randperm, gamma) draw from torch's generator, which is keyed, too: every rank draws
 the same, and the same as one device if the shape is the same. Another shape is reported, and so are draws on DTensors
@@ -155,7 +156,7 @@ class KeyedDraws:
             return values
         size, rows = shape[dim], self._rows
         first = min(rows.first * size // rows.count, whole[dim] - size)  # a padding sample lies behind the last row
-        return values.narrow(dim, first, size)
+        return values.narrow(dim, first, size)[tuple(map(slice, shape))]
 
 
 class ExactDraws:
@@ -183,18 +184,18 @@ def on_one_device(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tup
 
 
 def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
-    """Return a `DrawLayout` that compares with the recorded draws of one device."""
+    """Return a `DrawLayout` that compares with the recorded draws of one device. A rank that pads less, behind what it
+    reads, has the first positions of each row."""
 
     def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
         if call >= len(reference) or reference[call].operator != operator:
             return None
         whole = reference[call].shape
-        if whole == shape:
-            return whole, None
-        other = [d for d in range(len(shape)) if len(whole) == len(shape) and whole[d] != shape[d]]
-        if len(other) == 1 and whole[other[0]] * rows.count == shape[other[0]] * rows.total:
-            return whole, other[0]
-        return None
+        if whole == shape or len(whole) != len(shape):
+            return (whole, None) if whole == shape else None
+        other = [d for d, (size, own) in enumerate(zip(whole, shape, strict=True)) if size != own]
+        batch = [d for d in other if whole[d] * rows.count == shape[d] * rows.total][:1]
+        return (whole, batch[0]) if batch and all(shape[d] < whole[d] for d in other) else None
 
     return layout
 

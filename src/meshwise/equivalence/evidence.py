@@ -72,9 +72,13 @@ class Evidence:
         for one in self.steps[0].outputs:
             lengths = theirs.get(one.key, [])
             if one.shape[1:] and lengths and min(lengths) < one.shape[1] == max(lengths):
+                drawn = " Dropout draws other numbers where padding stands in front." * bool(
+                    self.reference.random_modules
+                )
                 return (
                     f" Or the model reads padding: ranks pad to {some(list(map(str, lengths)), 8)}, and one device to "
-                    f"{one.shape[1]}. Give every attention its mask, that of the memory too, or pad to one length."
+                    f"{one.shape[1]}.{drawn} Give every attention its mask, that of the memory too, or pad to one "
+                    "length."
                 )
         return ""
 
