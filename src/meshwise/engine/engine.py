@@ -117,7 +117,7 @@ class Engine:
     # Models and optimizers.
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
-        """Apply `plan`, in place, to those of these models that are not known yet. Collective."""
+        """Apply `plan`, in place, to those of `models` that the engine does not have yet. Collective."""
         self.program.add_models(models, plan)
         current().held = functools.partial(held_bytes, self.program)
         self.has_applied = self.has_applied or bool(models)

@@ -96,7 +96,7 @@ class Events:
         batches: float = math.inf,
         anew: Callable[[], None] | None = None,
     ) -> None:
-        """Call the methods of `listener` that are named in `only` at these events; for the rest, see `Probation`."""
+        """Call those methods of `listener` that `only` names at their events. For the rest, see `Probation`."""
         kept = tuple(name for name in only if hasattr(listener, name))
         probation = Probation(listener, when, kept, backwards, batches, anew, self._backwards() + backwards)
         self._all.append(probation)

@@ -29,5 +29,5 @@ class Notices:
             self._say(text)
 
     def program_begins(self) -> None:
-        """Forget what was printed, as another program begins in this process, whose user gets every notice anew."""
+        """Forget what was printed, as another program begins in this process, and its user has seen no notices."""
         self._said.clear()

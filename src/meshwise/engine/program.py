@@ -133,7 +133,7 @@ class Program:
         return begins
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
-        """Apply the plan, in place, to those of these models that are not known yet. Collective."""
+        """Apply the plan, in place, to those of `models` that this object does not have yet. Collective."""
         new = [model for model in models if not any(model is known for known in self.models)]
         if not new:
             return
@@ -310,7 +310,7 @@ class Program:
         return ours or own in self._given
 
     def _first_step(self, optimizer: Optimizer, holds: _Holds) -> None:
-        """Check, at the optimizer's first step, what it holds."""
+        """Check, at an optimizer's first step, the parameters that the optimizer holds."""
         plan = self.plan
         if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
             self._notify(WHOLE_STATE)
@@ -327,7 +327,7 @@ class Program:
             raise UsageError(NOT_OURS if none else STEPPED_TWICE)
 
     def holds(self, optimizer: Optimizer) -> _Holds:
-        """Return what the optimizer holds; look it up again if the optimizer or the program has grown."""
+        """Return which parameters the optimizer holds; look it up again if the optimizer or the program has grown."""
         count = 0
         for group in optimizer.param_groups:
             count += len(group["params"])

@@ -166,7 +166,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _rows(batch: tuple[Any, ...], dim: int, whole: bool) -> int:
-    """Return how many rows the batch has. Raise UsageError if it has none, or if its tensors differ in their rows."""
+    """Return how many rows the batch has. Raise UsageError if the batch has none, or if its tensors disagree."""
     if not batch:
         raise UsageError("mw.split() was given nothing. Write x, y = mw.split(x, y).")
     arrays = [leaf for leaf in all_leaves(batch) if _is_array(leaf)]

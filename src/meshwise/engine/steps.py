@@ -66,8 +66,8 @@ def batches(
 ) -> Generator[Batch, None, None]:
     """Yield batches from `source` while all ranks continue; set `engine.stopped` if the run was asked to stop.
 
-    name: what reports say that a rank is in the middle of. size: samples of a batch. limited: returns another source
-    whose next batch has at most the given number of samples. loop: a script's loop, or a job's, which has step numbers.
+    name: what a rank is in the middle of, in reports. size: samples of a batch. limited: returns another source whose
+    next batch has at most the given number of samples. loop: a script's loop, or a job's, which has step numbers.
     """
     watcher, now = engine.watcher, loop or LoopRead()
     pass_by(AS_WRITTEN)  # not what hooks of models call, which is compiled with them
@@ -172,7 +172,7 @@ def _run_backward(
 
 
 def _weighted(engine: Engine, own: Tensor, before: Tensor, weight: Tensor | float, part: BatchSlice) -> Tensor:
-    """Run the backward of a mean over items other than samples, whose number over all ranks it sums meanwhile."""
+    """Run the backward of a mean over items other than samples, whose total over the ranks is summed meanwhile."""
     program, weights = engine.program, StepWeights(engine.world.size, engine.program.coupled_gradients)
     assert program.reduction is not None
     value, _ = unpadded(before.reshape(()), weight, part.samples)

@@ -35,7 +35,7 @@ class Watcher(Protocol):
         """Record which stage and microbatch of a pipeline the next forward or backward belongs to."""
 
     def forward_ends(self) -> None:
-        """Record that the forward of a microbatch in a stage has ended; its backward comes later."""
+        """Record that the forward of a microbatch in a stage has ended; the microbatch's backward comes later."""
 
     def loop_ends(self) -> None:
         """Record that the loop has ended, or that the program left it."""

@@ -108,7 +108,7 @@ def mean_of_sum(total: Tensor, part: BatchSlice, over: int) -> Tensor:
 def split_weight(
     result: Any, part: BatchSlice, where: str, *, summed: int | None = None
 ) -> tuple[Tensor, Tensor | float | None]:
-    """Return the loss and its loss weight from what a job's function returned; None for the number of samples.
+    """Return the loss and the loss weight in what a job's function returned; weight None for the number of samples.
 
     A padding sample has weight 0. summed: the factor `over` of `mean_of_sum`, if the loss is a sum over samples. Raises
     UsageError if the loss or its weight is not one number.

@@ -225,7 +225,7 @@ def _evaluation(reference: Trace, actual: Trace) -> Iterator[Difference]:
 
 
 def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
-    """Return the factor from `mine` to `other` by least squares, and the rest of `other` relative to its norm."""
+    """Return the factor from `mine` to `other` (by least squares), and the relative norm of what the factor leaves."""
     square = float((mine * mine).sum())
     factor = float((mine * other).sum()) / square if square else math.nan
     length = float(other.norm())

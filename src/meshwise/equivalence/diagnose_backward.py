@@ -32,7 +32,7 @@ WRITE = "Write the all_reduce into the backward of a torch.autograd.Function"
 @dataclass(frozen=True)
 class Back:
     """The gradient that reaches a module's output on the ranks. is_part: whether the ranks' gradients add up to that of
-    one device. factor: the ratio to the gradient of one device; 0 if there is none."""
+    one device. factor: the ratio to the gradient of one device; 0 if no single factor fits."""
 
     module: str
     at: int
@@ -41,7 +41,7 @@ class Back:
 
 
 def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
-    """Name a sum over ranks that is missing, or done twice, in the backward of a program with its own collectives."""
+    """Name a sum over ranks that is missing, or done twice, in the backward of a program that exchanges by hand."""
     actual, first = evidence.actual, evidence.first
     if first.step > 1 or not (actual.exchanges or actual.exchanges_backward) or not evidence.steps[1].peers:
         return None

@@ -306,8 +306,8 @@ def _count(evidence: Evidence, column: tuple[int, int]) -> int:
 
 
 def _is_mean(one: list[float], evidence: Evidence) -> bool:
-    """Return whether the weights `one` sum to 1 and, applied to the ranks' losses, give the loss of one device (those
-    of a logarithm of a sum do not)."""
+    """Return whether the weights `one` sum to 1 and, applied to the ranks' losses, give the loss of one device (which
+    the weights for a logarithm of a sum do not)."""
     loss = next(reversed(_numbers(evidence)), None)
     alike = loss is None or len(loss.ranks) < len(one) or near(loss.one.value, loss.weighed(one))
     return near(sum(one), 1) and alike

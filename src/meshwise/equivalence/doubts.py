@@ -24,7 +24,7 @@ from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.words import some
 
 TIMES = 100.0
-"""A plan is doubtful if its rounding is this many times that of one device, or of the precision itself (1.2e-5 in
+"""A plan is doubtful if its rounding is this many times the rounding of one device, or of the precision (1.2e-5 in
 fp32): sums in another order differ by less, a cast to bfloat16 or float16 by more."""
 FIRST_STEP = ("loss", "gradients")
 """Kinds judged in the first step only: later differences depend on updates, and Adam turns noise into updates."""

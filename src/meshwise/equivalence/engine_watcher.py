@@ -177,7 +177,7 @@ class EngineWatcher:
             self.tracer.loss_made(own)
 
     def _begin_forward(self) -> None:
-        """Begin to trace a forward, which the program may run now that it has its batch."""
+        """Begin to trace a forward, which the program may run from now on, as the batch was given."""
         self._end_forward(discard=True)
         if self._batch is not None and self.tracer is not None:
             self._forward = contextlib.ExitStack()
@@ -200,7 +200,7 @@ class EngineWatcher:
         self._place = stage, microbatch
 
     def forward_ends(self) -> None:
-        """Record that the forward of a microbatch in a stage has ended; its backward comes later."""
+        """Record that the forward of a microbatch in a stage has ended; the microbatch's backward comes later."""
         self._end_forward(discard=False)
         if self._place is not None and self._batch is not None and self.tracer is not None:
             self._waiting[self._place] = self._batch, self.tracer.draws

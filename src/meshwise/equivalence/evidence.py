@@ -56,7 +56,7 @@ class Evidence:
         return [d for d in self.of_kind("gradients") if d.fault or largest([values[d.name]]) > noise]
 
     def not_seen(self, before: float = math.inf) -> str:
-        """Return ` that can be compared` and a list of modules whose outputs before position `before` cannot be."""
+        """Return a text that names the modules whose outputs, before position `before`, cannot be compared; else ""."""
         names = [
             each.module or "the model"
             for each in self.comparison.unseen
@@ -88,8 +88,8 @@ class Evidence:
         return f"{module or 'the model'} ({self.comparison.modules.get(module, '')}{f', {at}' if at else ''})"
 
     def exchanges_in(self, module: str, *, sums: bool | None = None) -> list[str]:
-        """Return the lines and names of collectives that the program calls in the forward of `module`, else in that of
-        the nearest module around it. sums: whether to return only sums (True), or all but sums (False)."""
+        """Return lines and names of collectives that the program calls in the forward of `module`, or else in the
+        nearest module around it. sums: True for only sums over ranks, False for only other collectives."""
         return list(dict.fromkeys(each.line for each in self.exchanges(module, sums)))
 
     def exchanges(self, module: str, sums: bool | None = None) -> list[Exchange]:

@@ -42,8 +42,8 @@ class Given:
 
 @dataclass(frozen=True)
 class Number:
-    """A scalar. made_of: the scalars that it is computed from. over: what it is divided by, or the number of elements
-    of its mean; 0 if neither. given: what one of torch's losses got."""
+    """A scalar. made_of: the scalars that it is computed from. over: the divisor, or the number of elements that it is
+    the mean of; 0 if neither. given: the inputs, if it is one of torch's losses."""
 
     value: float
     made_of: tuple[Key, ...]

@@ -33,8 +33,8 @@ def clean(name: str) -> str:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Copy a tensor, if divided as a whole, to the CPU: in float64 if it is floating-point, as real and imaginary parts
-    if it is complex. Callers must not write to the copy."""
+    """Copy a tensor (the whole of a DTensor) to the CPU: in float64 if it is floating-point, as real and imaginary
+    parts if it is complex. Callers must not write to the copy."""
     copy = as_real(full_tensor(tensor.detach()).to(device="cpu", copy=True))
     return copy.to(torch.float64) if copy.is_floating_point() else copy
 

@@ -105,8 +105,8 @@ class ModelTracer:
     ) -> Iterator[None]:
         """Trace, in the with-body, the forward of the step's next microbatch, of which this rank has `rows` in `batch`.
 
-        number: that of the microbatch, if a pipeline chooses the order. alike: whether ranks of a run, unlike a check,
-        draw the same numbers outside of modules.
+        number: the microbatch's number, if a pipeline chooses the order. alike: whether ranks in a run draw the same
+        numbers outside of modules.
         """
         step, newest = self._at
         self._at, self._rows = (step, newest + 1 if number is None else number), rows
@@ -207,7 +207,7 @@ class ModelTracer:
                 self._hooked[p] = p.register_hook(partial(self._keep_own, name))
 
     def _keep_own(self, name: str, gradient: Tensor) -> None:
-        """Keep a parameter's first gradient in a backward; later calls come from what reduces gradients."""
+        """Keep a parameter's first gradient in a backward; later calls of this hook come from the reduction."""
         gradient = local_of(gradient) if is_replicated(gradient) else gradient
         if self._own is not None and name not in self._own and type(gradient) is Tensor:
             with without_interception():

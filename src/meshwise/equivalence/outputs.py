@@ -95,7 +95,7 @@ def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
 
 
 def has_rows_of_samples(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return whether the rows of the output may be those of the samples; then no other layout is tried."""
+    """Return whether the output may have one row for each sample; if so, no other layout is tried."""
     return any(f"{dim}" in one.sketches and _fits(one, ranks, dim) for dim in (0, 1))
 
 

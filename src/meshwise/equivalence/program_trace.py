@@ -13,7 +13,7 @@ from meshwise.spec.plan import Plan
 class ProgramTrace:
     """The trace of a program.
 
-    plan: that of its models; None if it distributed none. trace: None without batches. backwards: how many ran.
+    plan: that of its models; None if no model was distributed. trace: None without batches. backwards: how many ran.
     """
 
     plan: Plan | None = None

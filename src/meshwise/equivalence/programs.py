@@ -44,7 +44,7 @@ RESUMED = 2  # times: the state that a resumed run saves may lack something
 
 def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | None, seed: int) -> ProgramTrace | None:
     """Run `script` in this process, as `python script.py` would, for the steps of `spec`. Collective; only rank 0 gets
-    a trace, of all ranks.
+    the trace, which covers all ranks.
 
     The script runs unchanged, from the same seeds, in float64 if `spec` says so, with its loops cut short (see
     short_loops.py), and ends on all ranks together. draws: random draws to repeat; None on one device.
@@ -125,7 +125,7 @@ class _Run:
 
 
 def watch_job(job: Job, spec: CheckSpec, draws: Draws) -> ProgramTrace | None:
-    """Train `job` under the plan of `spec`, and evaluate it. Collective; only rank 0 gets a trace, of all ranks.
+    """Train `job` under the plan of `spec`, and evaluate it. Collective; only rank 0 gets the trace, of all ranks.
 
     Before the last step, the run is twice saved and resumed, as with `--resume`, and then evaluated. A check of two
     steps does not resume, as a resume could hide what a step leaves behind in memory.

@@ -33,8 +33,8 @@ ALONE = "It counts this rank's samples alone: use mw.sum(total) / mw.sum(count).
 
 def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) -> tuple[list[str], list[str]]:
     """Return sentences on lines that print other numbers on `devices` than on one device: a list for lines that should
-    not differ, and a list for times, memory or devices. again: the lines of one device in another precision; numbers
-    that differ greatly between its two runs are harmless too."""
+    not differ, and a list for times, memory or devices. again: the lines of one device in another precision; a number
+    that differs greatly between the two runs on one device is in the second list."""
     wrong, harmless = list[str](), list[str]()
     ours, theirs, once_more = map(_by_line, (one, many, again))
     for line in sorted(ours.keys() & theirs.keys()):

@@ -68,7 +68,7 @@ class BatchShapes:
 
 
 def shapes_beside_samples(batch: Any, samples: int) -> tuple[tuple[int, ...], ...] | None:
-    """Return the shape of each tensor of a batch without its dimension of samples, its first or second.
+    """Return the shape of each tensor of a batch without the dimension of samples, which is the first or second.
 
     Return None if a tensor has no such dimension, as when rows are nodes of graphs or boxes in pictures, and for lists
     with one tensor for each sample.

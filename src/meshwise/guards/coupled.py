@@ -52,7 +52,7 @@ class CoupledLosses:
         return self._program.joined_at is None and bool(self._found) and all(found is False for found in self._found)
 
     def look(self, found: Any, part: BatchSlice, plan: Plan, where: str) -> str:
-        """Return a note on a loss that couples samples, before its backward; else "". where: "" for this line."""
+        """Return a note on a loss that couples samples; empty if it does not. where: the job's loss; "" in a script."""
         if self._looks == LOOKED_AT or self._program.joined_at is not None:
             return ""
         self._looks += 1

@@ -32,7 +32,7 @@ from meshwise.spec.user_code import user_place
 from meshwise.transfer.agreement import wait_for_all
 
 Settings: TypeAlias = tuple[tuple[str, str, Any], ...]
-"""(name of the setting, what has the setting, value)."""
+"""(name of the setting, description of what has it, value)."""
 NAMES = {"lr": "lr", "momentum": "momentum", "betas": "betas", "weight_decay": "weight decay"}
 PLATEAU = "best value"
 NAMED = {*NAMES.values(), PLATEAU}

@@ -29,7 +29,7 @@ BUILT_IN: dict[str, Callable[..., Job]] = {"gpt": gpt, "mlp": mlp, "mnist-cnn": 
 def find_job(
     word: str | Job, *, data: str | Path | None = None, seed: int | None = None, args: Iterable[str] = ()
 ) -> Job:
-    """Return the job that `word` names, or `word` itself. `data` and `seed` are passed to job functions that take them.
+    """Return the job named `word`, or `word` if it is a Job. A job's function gets `data` and `seed` if it takes them.
 
     data: a folder. args: `NAME=VALUE` for other parameters of the job's function. Raises UsageError if there is no such
     job, or if its function does not take what is given.

@@ -59,7 +59,7 @@ def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[
 
 
 class _JoinedForward(functools.partial[Any]):
-    """A batch norm's forward over all ranks. A copied module keeps it; a pickled module gets its original forward."""
+    """A batch norm's forward over all ranks. A copied module keeps it; a pickled one gets the original forward back."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _JoinedForward:
         return _JoinedForward(self.func, *copy.deepcopy(self.args, memo))

@@ -80,8 +80,8 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def _layout(module: nn.Module) -> str:
-    """Return how the forward takes its rows: "weights", with each token's experts and routing weights; "sizes", sorted
-    by expert, with the number of rows of each; "even", sorted, equally many rows each; empty if none of these."""
+    """Return what the forward takes: "weights": the experts and routing weights of each token; "sizes": rows sorted by
+    expert, and how many each has; "even": rows sorted by expert, equally many each; empty for anything else."""
     names = list(inspect.signature(module.forward).parameters)
     if len(names) > 2 and ("ind" in names[1] or "expert" in names[1]) and "weight" in names[2]:
         return "weights"

@@ -15,7 +15,7 @@ from meshwise.spec.world import World
 
 
 def check_fits(plan: Plan, world: World) -> None:
-    """Raise PlanError if the run's number of devices is not the plan's, or if its devices lack what the plan needs."""
+    """Raise PlanError if the run has another number of devices than the plan, or devices that cannot run the plan."""
     check_devices(plan, world.size)
     if world.kind == "cpu" and plan.dtypes.computed not in ("fp64", "fp32"):  # a launcher leaves GPUs alone
         parallel.computes.check_computes(None, world.device, plan.dtypes)

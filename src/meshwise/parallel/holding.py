@@ -87,7 +87,7 @@ class Holding:
                 module.register_forward_pre_hook(_Notes(self._live_modules, name))
 
     def let_go_again(self) -> None:
-        """Drop the parameters of other stages again, after a deferred model's parameters were made anew."""
+        """Drop the parameters of other stages again, after the parameters of a deferred model were filled."""
         _drop(self.model, stages.lacks(self.model), self._pipe.rank)
 
     def show(self, seen: bool) -> None:
@@ -104,7 +104,7 @@ class Holding:
         return {name for name, p in self.model.named_parameters() if id(p) in reached}
 
     def decide(self) -> None:
-        """Decide, after the first step, which stages hold what lies outside of the blocks. Collective."""
+        """Decide, after the first step, which stages keep each parameter outside of the blocks. Collective."""
         model, own = self.model, self._pipe.rank
         named = dict(model.named_parameters())
         lacking = stages.lacks(model)

@@ -88,7 +88,7 @@ class _SavedTensors:
     known: StorageMap = field(default_factory=StorageMap)
 
     def to_host(self, tensor: Tensor) -> Tensor | _View:
-        """Offload a tensor that autograd would save, and return a view of the copy; views of one storage share it."""
+        """Copy a tensor that autograd would save to the host; return a view of the copy, which views may share."""
         if not _goes(tensor):
             return tensor
         known: weakref.ref[_HostCopy] | None = self.known.get(tensor)
@@ -101,7 +101,7 @@ class _SavedTensors:
         return _View(waiting, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def to_device(self, kept: Tensor | _View) -> Tensor:
-        """Return the tensor for what `to_host` returned, when the backward needs it; fetch it if it is on the host."""
+        """Return the tensor that `to_host` was given, when the backward needs it; fetch it if it is on the host."""
         if isinstance(kept, Tensor):
             return kept
         waiting = kept.of
@@ -138,7 +138,7 @@ class _SavedTensors:
 def offload_activations(model: nn.Module, window: int | None = None) -> None:
     """Keep in host memory what `model` saves for its backward.
 
-    window: how many bytes may be fetched ahead of their use. For a list of models, applies to each model in it.
+    window: how many bytes may be fetched ahead of their use. A list of models is handled model by model.
     """
     for root in called_in(model):
         put_forward(root, functools.partial(_offloaded, root.forward, WINDOW if window is None else window))

@@ -186,7 +186,7 @@ class Pipeline:
         self._passing.finish()
 
     def block_call(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a block in the forward of a stage: skip it, run it, or leave the forward, depending on its stage."""
+        """Run a block in the forward of a stage, skip it, or end the forward, depending on the block's stage."""
         now, again = self._now, self._again
         if now is None and again is not None:  # a checkpoint runs it again
             if number < again.hi:

@@ -181,7 +181,7 @@ def _contexts(kind: str, selective: bool, written: Sequence[tuple[nn.Module, str
 
 
 class _Anew:
-    """A context that is made anew each time it is entered, as a double backward recomputes a block twice."""
+    """A context that is created each time it is entered, as a double backward recomputes a block twice."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._make, self._open = make, list[contextlib.AbstractContextManager[None]]()

@@ -299,7 +299,7 @@ class Sharded:
         self._passed += 1
 
     def _agree(self, what: str) -> None:
-        """Raise PlanError unless all ranks come here with the same fact, before any rank enters a collective for it."""
+        """Raise PlanError unless all ranks come to this point with the same fact, before any enters a collective."""
         self._asked += 1
         key, grace = f"{self._key}/{self._backwards}/{self._asked}", GRACE if self._met else FIRST
         other = agree(key, what, collectives.world_size(), grace, someone_is_past)

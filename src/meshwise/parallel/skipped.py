@@ -70,7 +70,7 @@ def is_of_a_library(kind: Any) -> bool:
 
 
 def skips(kind: type, attribute: str) -> str | None:
-    """Return the line where a class may skip `self.attribute`, or its entries; "" if nowhere; None if unknown."""
+    """Return the line at which a class may skip `self.attribute`, or its entries; "" for none; None if unknown."""
     seen = False
     for code, calls in _calls(kind, attribute):
         if calls.where is not None:

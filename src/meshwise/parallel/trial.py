@@ -102,7 +102,7 @@ def _on_parts(optimizer: Optimizer, dtype: torch.dtype) -> str:
 
 
 def _on_rows(optimizer: Optimizer, dtype: torch.dtype) -> str:
-    """Compare, in a rehearsal, rows stepped with other rows beside them, as its other ranks hold no values."""
+    """Check, in a rehearsal, whose other ranks hold no values, that the step of a row does not depend on other rows."""
     every = [_stepped(optimizer, dtype, place, lambda number: True) for place in (_as_it_is, _among_other_rows)]
     whole, other = ([p[: len(p) // 2] for p in found if p.ndim] for found in every)
     return _difference(whole, other, dtype)

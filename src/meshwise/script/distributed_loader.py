@@ -35,7 +35,7 @@ _loaders = itertools.count(1)  # every rank makes its loaders in the same order
 class DistributedLoader:
     """Gives this rank its slice of every batch of the user's loader; `len` and other attributes are the user's.
 
-    The order is that which torch's loader would draw at this point of the program on rank 0.
+    The order is the one that torch's loader would draw at this point of the program on rank 0.
     """
 
     def __init__(self, loader: DataLoader[Any], spec: LoaderSpec, seed: int, engine: Engine) -> None:
@@ -43,8 +43,8 @@ class DistributedLoader:
         self._loader, self._spec, self._seed, self._engine = loader, spec, seed, engine
         self._epoch, self._index, self._batches_given, self._running = 0, 0, 0, False
         self.start = 0
-        """How many batches of this epoch were done before this process, for `enumerate(loader, loader.start)`. Not 0
-        only in the first epoch of a loop that resumes inside it. `len(loader)` is still that of the whole epoch."""
+        """How many batches of this epoch were done before this process began, as for `enumerate(loader, loader.start)`:
+        only above 0 in the first epoch of a resumed loop. `len(loader)` is still that of the whole epoch."""
         self._generators = OrderGenerators(engine.generator, spec.drawn or (TORCH,))
         self._order: States | None = None  # the states in which the order of this epoch began, once it has
         self._keyed = False

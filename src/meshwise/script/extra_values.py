@@ -34,7 +34,7 @@ def restore_extra(extra: Any, saved: Any) -> None:
 
 
 def _filled(own: Any, value: Any) -> Any:
-    """Return the value; but if `own` can be updated in place, write the value into `own` and return that."""
+    """Return `value`; if `own` can be updated in place, write `value` into `own` and return `own` instead."""
     if hasattr(own, "load_state_dict"):
         own.load_state_dict(value)
         return own

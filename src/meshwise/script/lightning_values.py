@@ -31,7 +31,7 @@ F = nn.functional
 ITEMS = "meshwise_items"
 """The attribute of a loss without a graph that holds how many items the loss is a mean over."""
 AT_ONCE = 32
-"""How many values a collective reduces, as fewer take as long; it also detects a rank that logs other values."""
+"""How many values a collective reduces; fewer take as long. A rank that logs other values is detected, too."""
 OTHERS = (
     "Lightning: the ranks have logged other values in one step ({names}). Log the same on every rank: what depends on "
     "the data of a rank comes as a value, such as 0."
@@ -166,7 +166,7 @@ class Ranks(OfTrainer):
 
 
 def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
-    """Return a rank's terms of the sums: weighted value, weight, size, whether size is its rows, whether it has any."""
+    """Return a rank's terms of the sums: weighted value, weight, size, is size its rows?, has it samples?"""
     has = ranks.samples > 0
     fits = each.size == ranks.rows
     of_items = each.given and not fits and each.size not in (*ranks.sizes, getattr(ranks.engine.part, "total", 1))
@@ -213,7 +213,7 @@ class ResultsOnRanks:
             ranks.pending.append(Logged(self, key, value, batch_size, *self._of))
 
     def take(self, key: str, value: Any, batch_size: Any) -> None:
-        """Store a value, which is that of one device."""
+        """Pass on to Lightning a value that is that of one device."""
         super().update_metrics(key, value, batch_size)  # type: ignore[misc]
 
 

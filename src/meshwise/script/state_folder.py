@@ -32,7 +32,7 @@ from meshwise.workers.launchers.find import place_in
 
 @dataclass(frozen=True)
 class HeldFolder:
-    """A folder in which this program saves. number: that of this start of the program, used in the names of its states;
+    """A folder in which this program saves. number: identifies this start of the program in the names of its states;
     None if the folder cannot be written. lock: held by rank 0, None on others."""
 
     path: Path

@@ -34,7 +34,7 @@ SWEEP = {"what": "hyperparameter_search", "instead": "each rank would try others
 
 
 def own_names(model: Any) -> contextlib.AbstractContextManager[object]:
-    """Save weights under their names in the model, which Trainer expects when it loads: others would be skipped."""
+    """Save weights under the names in the model, which Trainer expects when it loads; it skips other names."""
     save = getattr(model, "save_pretrained", None)
     if save is None or "save_original_format" not in inspect.signature(save).parameters:
         return contextlib.nullcontext()

@@ -123,7 +123,7 @@ def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
 
 
 def _is_read_behind(source: Source, loop: ast.For, kept: ast.expr) -> bool:
-    """Return whether the function reads a sum after the loop; if not, other code may read a dict or an attribute."""
+    """Return whether the function reads, after the loop, a sum in a dict or an attribute; other code may, too."""
     below = [n for n in inside(source.scope) if isinstance(n, ast.stmt) and n.lineno > (loop.end_lineno or 0)]
     return any(_uses(node, kept) for node in below)
 

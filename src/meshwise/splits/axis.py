@@ -77,7 +77,7 @@ class MeshAxis:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the axis by its name: on another pipeline stage, it becomes that stage's axis of the name."""
+        """Pickle the axis by its name: unpickled on another pipeline stage, it is that stage's axis."""
         return _axis_named, (self.name,)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
@@ -110,9 +110,9 @@ Range = tuple[int, int]
 class SplitPart:
     """The part of a tensor that each rank holds along `dim`, whose length in the whole tensor is `length`.
 
-    repeats: how many runs follow each other in the dim, each divided alike: such as samples with divided positions,
-    after the two dims are merged.
-    pieces: what each rank holds of a run, as (begin, end) in rising order. None: as `torch.chunk` divides.
+    repeats: how many runs follow each other in the dim, all divided in the same way, such as samples with divided
+    positions after the two dims are merged. pieces: what each rank holds of a run, as (begin, end) in rising order.
+    None: as `torch.chunk` divides.
     """
 
     axis: Axis

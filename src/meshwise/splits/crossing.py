@@ -38,7 +38,7 @@ _entered: list[dict[tuple[int, str, int], tuple[Tensor, Tensor]]] = []
 @contextlib.contextmanager
 def entering_once() -> Iterator[None]:
     """In the with-body, enter a tensor that is used several times only once, so that its gradients are summed over the
-    ranks in one collective. A block that is recomputed in the backward starts anew, and so does the same again."""
+    ranks in one collective. A block that is recomputed in the backward does the same in its second run."""
     _entered.append({})
     try:
         yield

@@ -42,8 +42,8 @@ def _as_given(made: Tensor, func: Func, x: Tensor, *rest: Any) -> Tensor:
 
 
 def _log_sum(x: SplitTensor) -> tuple[Tensor, Tensor]:
-    """Return x minus the maximum of each whole row, for this rank's part, and the log of the sum of its exponentials
-    over the whole row, where the split dim has length 1."""
+    """Return this rank's part of x minus the maximum of each whole row, and the log of the sum of its exponentials over
+    the whole row, in which the split dim has length 1."""
     part = x.part
     if x.dtype in HALF:  # as torch, which sums in float32
         x = split(x.to(torch.float32), part)

@@ -63,7 +63,7 @@ def _watched(result: Tensor, slices: list[tuple[int, int]]) -> Tensor:
 
 
 def sections_of(model: nn.Module, name: str, layer: nn.Module, takes: int, gives: int) -> int:
-    """Return how many equal sections the output of `layer` packs; 1 if unknown. takes, gives: the layer's widths."""
+    """Return how many equal sections the layer's output packs; 1 if unknown. takes, gives: in and out features."""
     parent = model.get_submodule(name.rpartition(".")[0])
     weight, slices = next(layer.parameters()), list[tuple[int, int]]()
     stand_in = nn.Module()
