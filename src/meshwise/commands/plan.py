@@ -1,6 +1,6 @@
 """List and rank a job's plans on a machine: `meshwise plan`.
 
-They are known before it runs.
+No training run is needed for that.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Observe every collective that this process begins.
 
-DDP's reducer in C++, `fully_shard` and the program may all begin one.
+DDP's reducer in C++, `fully_shard` and the program itself may all begin collectives.
 
-All of them go through one operator each of the namespace `c10d` (`c10d::allreduce_`), which a kernel of ours surrounds:
-at `BackendSelect`, which every call passes, in inference mode and from C++ too. It changes no argument and no result.
-Read in torch 2.11, 2.13 and 2.15: `csrc/distributed/c10d/Ops.cpp`. Where one of the names is missing, `watch` raises
-AttributeError, and nothing is surrounded.
+Each of them calls one operator of the namespace `c10d` (such as `c10d::allreduce_`). A kernel of ours wraps these at
+the dispatch key `BackendSelect`, which every call passes, also in inference mode and from C++. The kernel changes no
+argument and no result. Read in torch 2.11, 2.13 and 2.15: `csrc/distributed/c10d/Ops.cpp`. If one of the operators is
+missing, `watch` raises AttributeError and wraps nothing.
 
-The end of a collective is seen where the program waits for it, else by a thread that waits too. On nccl it is a
-callback of its future, which runs at once and marks a stream; one that blocks is in the current stream already. DDP's
-reducer calls it from a thread of autograd's, which has no frame of Python.
+The end of a collective is observed where the program waits for it, or else by a thread that also waits. With nccl, a
+callback of its future runs at once and records the end on a stream; a blocking one is already in the current stream.
+DDP's reducer calls collectives from an autograd thread, which has no Python frame.
 
-A group of gloo whose collectives were seen is never destroyed: who drops its last reference holds Python's lock and
-waits for gloo's threads, and they want that lock to let go of tensors that Python has seen. The process's end ends it.
+A gloo group whose collectives were observed is never destroyed before the process ends. Dropping its last reference
+would deadlock: the caller holds the GIL and waits for gloo's threads, which need it to free tensors that Python saw.
 
-Not seen: what is coalesced (`batch_isend_irecv` on nccl) or captured in a CUDA graph, and gloo's on tensors of CUDA.
+Not observed: calls that torch coalesces (`batch_isend_irecv` on nccl), CUDA graphs, and gloo's on CUDA tensors.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Give torch's collectives one behaviour on every backend and version.
 
-They take any dtype, any layout, and zero elements too.
+They accept any dtype, any layout and empty tensors.
 
-What is hidden here, with what was found by running torch 2.13 (gloo) and read in 2.11 and 2.15:
+The differences hidden here, as found by running torch 2.13 (gloo) and by reading 2.11 and 2.15:
 
 - `all_gather_into_tensor` and `reduce_scatter_tensor` are called `..._single` since 2.13, and the old names warn.
-- gloo moves only ten dtypes: what is only moved travels as bytes.
-- gloo and nccl add no int16 or uint16, gloo no float8: they are added in a wider dtype. A sum of bools is `or`.
-- gloo takes no non-contiguous tensors in half of its collectives: they are copied before and after.
-- gloo's reduce-scatter sums everything on every rank and keeps a part: half of the link. Its broadcast follows a
-  binomial tree: from three ranks on the source sends the tensor more than once. And between two ranks the receiver's
-  "ready" waits behind the data that it sends itself, since both share one connection: the two directions of an
-  all-gather or an all-to-all often take turns. `direct=True` composes these four of sends and receives instead, with
-  every receive posted before any send, and reaches the link's rate.
+- gloo supports only ten dtypes: tensors that are only moved, not reduced, are sent as bytes.
+- gloo and nccl cannot add int16 or uint16, gloo no float8: they are added in a wider dtype. A sum of bools is `or`.
+- gloo refuses non-contiguous tensors in half of its collectives: they are copied before and after.
+- gloo's reduce-scatter sums everything on every rank and keeps a part, which reaches half of the link's rate. Its
+  broadcast is a binomial tree: with three ranks or more, the source sends the tensor more than once. And between two
+  ranks, the receiver's "ready" waits behind the data that it sends itself on the same connection, so the two
+  directions of an all-gather or an all-to-all often take turns. With `direct=True` these four are composed of sends
+  and receives instead, with every receive posted before any send, and reach the link's rate.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 That is: forks, the driver's count, pinning, a held stream.
 
-`torch.cuda.device_count()` reads CUDA_VISIBLE_DEVICES anew, through NVML, even after the driver has: the count that the
-driver keeps is private, and so is whether a forked process may ask it. `torch.cuda._sleep` is what PyTorch's own tests
-use. Read in torch 2.11, 2.13 and 2.15: `cuda/__init__.py`, `csrc/cuda/Module.cpp`.
+`torch.cuda.device_count()` reads CUDA_VISIBLE_DEVICES again, through NVML, even after the driver has read it. The count
+that the driver keeps is private, and so is whether a forked process may ask it. PyTorch's own tests use
+`torch.cuda._sleep`. Read in torch 2.11, 2.13 and 2.15: `cuda/__init__.py`, `csrc/cuda/Module.cpp`.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """Simulate a GPU: a device `sim` with streams and events.
 
-They tell a listener what waits for what.
+The streams and events report to a listener what waits for what.
 
-Fake tensors on it behave as on CUDA: optimizers take their foreach paths, FSDP2 its streams, attention a fused kernel.
-torch registers it as PrivateUse1, once in a process; it is an accelerator only while a rehearsal has it.
+Fake tensors on it behave as on CUDA: optimizers use foreach, FSDP2 uses streams, attention uses a fused kernel. torch
+registers the device as PrivateUse1, once in a process; it is an accelerator only while a rehearsal uses it.
 Read in torch 2.11, 2.13 and 2.15: `utils/backend_registration.py`, `utils/_device.py`,
 `aten/src/ATen/native/transformers/attention.cpp`.
 """

@@ -1,10 +1,10 @@
 """Track values of small fake tensors during a rehearsal.
 
-They are what a program computes from numbers and from its batch's integers.
+These are the values that a program computes from numbers and from the integers in its batch.
 
-Models look at such values: rates along the depth (`linspace(...).item()`), whether a mask has zeros. A value is a real
-tensor of the CPU beside the fake one; what is computed of values alone is a value too. Real views share memory, so that
-writes in place are seen through all of them; a write that cannot be carried out takes the value from all.
+Models read such values: rates along the depth (`linspace(...).item()`), or whether a mask has zeros. A value is a real
+CPU tensor beside the fake one; what is computed from values alone has a value too. Views share real memory, so each of
+them shows writes in place; if a write cannot be carried out, all of them lose their value.
 Tested in tests/rehearsal/test_values.py.
 """
 

@@ -2,8 +2,8 @@
 
 The scheduler sends it to every process of a task.
 
-torch's worker processes end by SIGTERM, SIGINT, SIGUSR1 and SIGUSR2: the rank then fails in the middle of the step
-after which it would have saved its state. They are ended by their rank, as before. Read in torch 2.11, 2.13 and 2.15:
+SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end torch's worker processes: the rank then fails in the middle of the step
+after which it would have saved its state. Here only their rank ends them, as usual. Read in torch 2.11, 2.13 and 2.15:
 `utils/data/_utils/worker.py` (its handler of SIGTERM is set before `worker_init_fn` is called) and
 `utils/data/dataloader.py`. Tested in tests/faults/test_signals.py.
 """

@@ -1,9 +1,9 @@
 """Recover a loss from before a GradScaler scaled it.
 
-People want to see that value.
+Logs and charts should show the loss without the scale.
 
-`GradScaler.scale` is wrapped, since nothing public tells it. Read in torch 2.13: `amp/grad_scaler.py`,
-whose `scale` gives a new tensor, or the same one where the scaler is off.
+`GradScaler.scale` is wrapped, since nothing public tells the loss. Read in torch 2.13: `amp/grad_scaler.py`,
+whose `scale` returns a new tensor, or the same one if the scaler is disabled.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Perturb communication at random, so that races show.
 
-A quiet run hides them. Ranks and streams are late at random, and a buffer that an exchange writes holds no number until
-that is waited for.
+A quiet run hides races. Here ranks and streams are delayed at random, and a buffer that an exchange writes holds NaN
+until the program has waited for the exchange.
 
-The functions of `torch.distributed` are surrounded, where Python calls them by that name (as `fully_shard` and we do).
-An exchange that runs beside the program (`async_op=True`, `isend`, `irecv`) gets copies of its buffers. What it writes
-is NaN until its `wait` ends, or its future; then the result is copied in. Noted are a buffer that was written or sent
-and changed meanwhile, and an exchange that nobody has waited for.
+The functions of `torch.distributed` are wrapped, where Python calls them by that name (as `fully_shard` and we do).
+An asynchronous exchange (`async_op=True`, `isend`, `irecv`) gets copies of its buffers. What it writes is NaN until its
+`wait` or its future ends; then the result is copied in. Two kinds of mistakes are noted: a buffer that changed while an
+exchange was writing or sending it, and an exchange that nobody has waited for.
 
 Tested in tests/equivalence/test_races.py.
 """

@@ -1,6 +1,6 @@
 """Wrap a program's calls into torch: next batch, backward, `eval()`, process group.
 
-Each is one function that all ways lead to. It is put back by `end`, unless somebody else has put something there since.
+Each of them passes through one function, which is wrapped. `end` restores it, unless it was replaced again since.
 Read in torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`, `autograd/__init__.py`, `distributed/device_mesh.py`.
 """
 

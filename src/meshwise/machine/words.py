@@ -2,9 +2,9 @@
 
 The figures are those of the catalog.
 
-Counts come first: hosts × devices a host, or devices of one host. Behind @ stands what one host can send, one way.
-Parts with + between are devices of one host; with counts of hosts, or a network, they are hosts. A name that may mean
-several parts takes the catalog's first and says so. What is not known stays unknown, with a warning.
+Counts come first: hosts × devices per host, or devices of one host. After @ comes what one host can send, one way.
+Parts joined with + are devices of one host; with counts of hosts, or a network, they are hosts. If a name may mean
+several parts, the catalog's first is taken, with a warning. Unknown figures stay unknown, also with a warning.
 """
 
 from __future__ import annotations

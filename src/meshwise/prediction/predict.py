@@ -1,9 +1,9 @@
 """Predict every sample once, in order, on any number of devices.
 
-Predictions are written as they come. Runs on every rank.
+Predictions are written during the run. This code runs on every rank.
 
-Each global batch is divided over the ranks as an evaluation's is. After a few batches, rank 0 gets the rows of all
-ranks and writes them; how many that are follows from the time and the bytes that they took.
+Each global batch is divided over the ranks as in an evaluation. Every few batches, rank 0 collects the rows of all
+ranks and writes them; how many batches depends on the time and the bytes that the last ones took.
 """
 
 from __future__ import annotations

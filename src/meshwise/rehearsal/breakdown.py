@@ -1,8 +1,8 @@
 """Break a simulated step's time down by rank, kind and phase.
 
-Every moment counts once: computing owns it first, then communication that nothing hides, then copies to and from the
-host, then waiting for other ranks. A gap that ends with something whose launch came too late is the host's; any other
-is idle.
+Every moment is counted once, under the first of these that applies: computing, communication that nothing hides,
+copies to and from the host, waiting for other ranks. A gap counts as the host's if it ends with an operation that was
+launched too late; any other gap is idle.
 
 Tested in tests/rehearsal/test_simulate.py.
 """

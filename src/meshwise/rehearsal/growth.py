@@ -1,9 +1,9 @@
 """Extrapolate a sequence from two that differ by one repetition.
 
-The longer of the two repeats some pieces once more; these pieces are repeated again.
+The longer sequence repeats some pieces once more; these pieces are repeated further.
 
-The pieces are found from the two alone. A piece is one that lies directly behind an equal one: nothing else is taken
-for growth, and what does not come out as equal raises Unlike.
+The pieces are found from the two sequences alone. Only a piece directly behind an equal one counts as growth. If the
+two sequences differ in any other way, Unlike is raised.
 
 Tested in tests/rehearsal/test_replay.py.
 """

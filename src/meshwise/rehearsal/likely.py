@@ -1,8 +1,8 @@
 """Guess a plan's cost, to rehearse the likely best first.
 
-Nobody is told these figures but as a first order. What a block takes is known from a few small traces
-(small_traces.py), or about from one forward of the model; what is sent, pipelines and overlap follow in closed form.
-How far off that was for plans that were rehearsed corrects the guesses of plans like them.
+The guesses decide what is rehearsed, and are shown only as a first order. What a block costs comes from a few small
+traces (small_traces.py), or roughly from one forward of the model; formulas add communication, pipelines and overlap.
+The errors of the guesses for plans already rehearsed correct the guesses for similar plans.
 
 Tested in tests/rehearsal/test_likely.py.
 """

@@ -1,9 +1,9 @@
 """Convert a simulated step to a timeline, for Gantt and report.
 
-They are the same as a measured run's.
+Gantt and report are the same as for a measured run.
 
-Main lane: the phases, a forward or a backward of each microbatch, and receives, which a stage waits in. Communication
-lane: what runs on other streams. Blocks lane: the modules of the main stream.
+The main lane has the phases, the forward and backward of each microbatch, and the receives that a stage waits in. The
+communication lane has what runs on other streams, the blocks lane the modules of the main stream.
 
 Tested in tests/rehearsal/test_predicted.py.
 """

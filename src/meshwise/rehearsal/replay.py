@@ -2,10 +2,10 @@
 
 The blocks or microbatches must be alike; the extended work then equals the real one, event for event.
 
-Two works that differ by one block (or microbatch) are laid beside each other: the longer one has some pieces once more.
-They are put in again until there are as many as asked for. What an event refers to (the memory that it gives back, the
-launches that it waits for) moves with the pieces: forwards along them, or backwards, as from the piece before to the
-next. What does not follow so raises Unlike, and the whole model is traced.
+Two works that differ by one block (or microbatch) are compared: the longer one repeats some pieces once more. These
+are inserted again until there are as many as requested. The references of an event (to the memory that it frees, to the
+launches that it waits for) move with the pieces, forwards or backwards, as they do from one piece to the next. If
+something does not follow this rule, Unlike is raised, and the whole model is traced instead.
 
 Tested in tests/rehearsal/test_replay.py.
 """

@@ -1,10 +1,10 @@
 """Rehearse a script on fake tensors, until its second step ends.
 
-It is a script with the two lines, and runs in this process.
+The script is one with the two lines, and runs in this process.
 
-It stands where a worker of `meshwise run` would stand: the plan, its rank and the world come to it by the same ways.
-What it reads, it reads; what it prints is not shown; afterwards this process is as it was. A number that only a run
-knows (`loss.item()`) is taken for 1 outside of the model, and a note says where; inside of it, it is refused.
+It gets the plan, its rank and the world in the same ways as a worker of `meshwise run`. Its files are really read, its
+output is not shown, and afterwards the state of this process is restored. A number that only a real run knows
+(`loss.item()`) is taken to be 1 outside of the model, and a note says where; inside the model it is refused.
 
 Tested in tests/rehearsal/test_scripts.py.
 """

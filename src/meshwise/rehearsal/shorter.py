@@ -1,11 +1,10 @@
 """Shorten a job's model to few of its repeated blocks.
 
-Where blocks are alike, a step of few says what a step of many takes.
+If blocks are alike, the cost of a step with many of them follows from steps with few.
 
-Blocks are alike whose modules have the same classes, settings, parameters and buffers, but for their own number, and
-whose forwards are the same operators. Of a
-stretch of such blocks (or of groups of them, such as one with full attention after three with windows), all but the
-first few are never built, and hand on what they are given.
+Blocks are alike if their modules have the same classes, settings, parameters and buffers, except for the block's own
+number, and their forwards run the same operators. In a stretch of such blocks (or of groups of them, such as three with
+windowed attention and one with full attention), all but the first few are never built: they return what they are given.
 
 Tested in tests/rehearsal/test_shorter.py.
 """

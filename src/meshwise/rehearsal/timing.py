@@ -1,8 +1,8 @@
 """Time operators on real tensors in a separate process.
 
-What would crash this process crashes that one, and is named.
+An operator that crashes ends only that process, and the crash is reported.
 
-Where several workers share the processor, as many threads do the same at once, since they share its memory too.
+If several workers share the processor, as many threads time the operator at once, since workers share its memory too.
 
 Tested in tests/rehearsal/test_measured.py.
 """

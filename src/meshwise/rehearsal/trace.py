@@ -1,10 +1,10 @@
 """Trace a job's real step on fake tensors, as `Work`.
 
-It runs in a fake process group.
+The step runs in a fake process group.
 
-The same engine, the same techniques, PyTorch's own FSDP2: what they do is what is counted. No memory is taken and
-nothing is computed. One rank of each kind is traced: of a pipeline one of each stage, since ranks that differ in
-another axis do the same.
+The engine, the techniques and PyTorch's own FSDP2 are those of a real run, and what they do is recorded. No memory is
+taken and nothing is computed. One rank of each kind is traced: in a pipeline one of each stage, since ranks that differ
+only in other axes do the same.
 
 Tested in tests/rehearsal/test_trace.py.
 """

@@ -1,6 +1,6 @@
 """Find the part of docs/ that says more of what was refused.
 
-It follows from the module that refused it, or the function: addresses.toml is the table. Tested in
+The table addresses.toml names it by the module or function that raised the error. Tested in
 tests/docs/test_addresses.py.
 """
 

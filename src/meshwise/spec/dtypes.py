@@ -1,7 +1,7 @@
 """Name the dtypes of storage, computation and reduction by short words.
 
-The word `precision` of a plan stands for three of them, and a field of the plan for each may say otherwise. Parameters
-that are stored are the master weights: the optimizer steps them, and keeps its state in their dtype.
+A plan's `precision` is one word for all three; the plan also has a field for each, which takes precedence. The stored
+parameters are the master weights: the optimizer updates them and keeps its state in their dtype.
 """
 
 from __future__ import annotations

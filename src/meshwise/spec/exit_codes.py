@@ -1,6 +1,6 @@
 """Define the exit codes of a run.
 
-They are a contract with whoever starts it again, a scheduler or a person.
+Whoever starts the run again, a scheduler or a person, may rely on them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Write a machine as a TOML file that people can edit.
 
-Each device and each link is a table, with units on its figures.
+Each device and each link is a table, and its figures have units.
 
-Figures of a part stand once under `[part.NAME]`, those that one device alone has at the device; links that follow each
-other and differ only in their ends share a table. Read back by `machine_from_toml` of read.py, it gives the same
-machine. Written by tomli-w, which the `machine` extra installs.
+The figures of a part are written once, under `[part.NAME]`, and those of a single device in its own table. Consecutive
+links that differ only in their ends share a table. `machine_from_toml` of read.py reads the same machine back from the
+file. The text is written by tomli-w, which the `machine` extra installs.
 
 Tested in tests/machine/test_machine_file.py.
 """

@@ -1,10 +1,10 @@
 """Time one path by size, in agreement among a group's ranks.
 
-Every decision is made by all of them from the same numbers.
+All ranks make every decision from the same numbers.
 
-After each timed call the ranks agree on the slowest rank's seconds and on how long they have been at it, in one small
-all-reduce, which is also the barrier before the next call. So a rank that is slow, or whose clock differs, cannot go on
-alone and wait for ever.
+After each timed call, one small all-reduce tells all ranks the slowest rank's seconds and the time spent so far; it is
+also the barrier before the next call. So a rank that is slow, or whose clock differs, cannot continue alone and wait
+forever.
 
 Tested in tests/machine/test_processes.py and test_shaped_links.py.
 """
