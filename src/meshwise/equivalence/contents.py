@@ -81,7 +81,7 @@ def _held(thing: Any, name: str, deep: int = DEPTH) -> str:
 
 
 def contents_of(microbatch: int, batch: Any, rows: int, reading: Reading) -> Contents:
-    """Describe this rank's part of a batch; keep only the tensors of `rows` rows, one for each sample."""
+    """Describe this rank's part of a batch; keep only the tensors with `rows` rows, one row for each sample."""
     fields = {
         name: (tuple(tensor.shape[1:]), row_sketches(tensor.detach()))
         for name, tensor in _tensors(batch)

@@ -138,7 +138,7 @@ class ModelTracer:
         self._calls = dict(calls)
 
     def discard(self) -> None:
-        """Forget the newest microbatch: without a backward, it was none."""
+        """Forget the newest microbatch: it had no backward, so it was not a microbatch."""
         self.trace.evaluation_draws += len(self.draws.log)
         step, number = self._at
         self._at = step, number - 1

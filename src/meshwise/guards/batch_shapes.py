@@ -37,7 +37,7 @@ class BatchShapes:
         self._told = False
 
     def begins(self) -> None:
-        """Allow a new warning, as another program, or a loop at another source line, begins."""
+        """Allow a new warning, when another program or a loop at another source line begins."""
         self._told = False
 
     def batch_given(self, loop: LoopRead, given: tuple[Any, BatchSlice]) -> None:

@@ -43,7 +43,7 @@ class HandUpdates:
         self._compared = self._compared_in_it = 0
 
     def begins(self) -> None:
-        """Count comparisons from zero, as another program, or a loop at another source line, begins."""
+        """Count comparisons from zero again, when another program or a loop at another source line begins."""
         self._compared_in_it = 0
 
     def batch_given(self, loop: LoopRead, batch: object) -> None:

@@ -41,7 +41,7 @@ class CoupledLosses:
         notice_hooks()
 
     def begins(self) -> None:
-        """Check the first losses anew, as another program, or a loop at another source line, begins."""
+        """Start over with the first losses, when another program or a loop at another source line begins."""
         self._looks, self._program.joined_at = 0, None
         self._found.clear()
         self.close()

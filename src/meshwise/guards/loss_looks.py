@@ -31,7 +31,7 @@ class LossLooks:
         self._engine, self.coupled = engine, CoupledLosses(engine.program)
 
     def begins(self) -> None:
-        """Check the first losses anew, as another program, or a loop at another source line, begins."""
+        """Start over with the first losses, when another program or a loop at another source line begins."""
         self.coupled.begins()
 
     def close(self) -> None:

@@ -189,7 +189,7 @@ class UnsummedLoops:
         self._waiting.clear()
 
     def program_begins(self) -> None:
-        """Forget what was seen in training, as another program begins."""
+        """Forget which loops trained and which were reported, when another program begins."""
         self._training.clear()
         self._told.clear()
         for loop in self._waiting:

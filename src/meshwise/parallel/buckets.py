@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: of a DTensor the local one, else the tensor."""
+    """Return the local part of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

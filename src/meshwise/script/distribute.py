@@ -63,7 +63,7 @@ def distribute(
 def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a TypeVarTuple's names
     *objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole"
 ) -> Any:
-    """Put models, optimizers and loaders on all devices; return them in the same order (a single one by itself).
+    """Put models, optimizers and loaders on all devices; return them in the same order (a single one not as a tuple).
 
     Models and optimizers are changed in place: class, hooks and state_dict keys stay; all ranks start with rank 0's
     values. Loaders are new, with the same `len`; their `batch_size` is global, their order that of torch's loaders. A
@@ -169,9 +169,9 @@ def backward(
 def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
     """Return this rank's rows of a batch that every rank holds, for programs without a loader: `x, y = mw.split(x, y)`.
 
-    batch: tensors, NumPy arrays, or trees of them, with equally many rows; returned are views of this rank's rows (of a
-    single argument, by itself). dim: the dim of the samples. `mw.backward` and `mw.sum` then know the batch, as in a
-    loop over a distributed loader. A rank without rows gets one that does not count. On one device, nothing is split.
+    batch: tensors, NumPy arrays, or trees of them, with equally many rows. Returned are views of this rank's rows, a
+    single one not as a tuple. dim: the dim of the samples. `mw.backward` and `mw.sum` then know the batch, as in a loop
+    over a distributed loader. A rank without rows gets one that does not count. On one device, nothing is split.
     whole: if True, the batch is returned whole, and every rank runs all of it, as for a graph or an episode.
 
     Every rank must give the same batch: a checksum is sent along with the loss. So random draws outside the models'

@@ -213,7 +213,7 @@ class ResultsOnRanks:
             ranks.pending.append(Logged(self, key, value, batch_size, *self._of))
 
     def take(self, key: str, value: Any, batch_size: Any) -> None:
-        """Pass on to Lightning a value that is that of one device."""
+        """Pass a value, reduced to that of one device, on to Lightning."""
         super().update_metrics(key, value, batch_size)  # type: ignore[misc]
 
 

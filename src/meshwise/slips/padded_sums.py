@@ -51,7 +51,7 @@ def refuse_padded_sums(objects: Sequence[Any], ranks: int) -> None:
 
 
 def _fewest(loader: Any, ranks: int) -> tuple[str, int] | None:
-    """Return which batch of a loader has fewer samples than there are ranks, and how many; None if none is known to."""
+    """Return which batch of a loader has fewer samples than there are ranks, and how many; None for none or unknown."""
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:
         return None
     if loader.batch_size < ranks:
