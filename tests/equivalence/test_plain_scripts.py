@@ -25,7 +25,7 @@ from meshwise.autograd.loss_scale import scale_of
 from meshwise.equivalence.plain.findings import PlainProof
 from meshwise.equivalence.plain.judge import judge
 from meshwise.equivalence.plain.record import Follow, Pass, Record, Step
-from meshwise.equivalence.plain.schedule import horizon_of
+from meshwise.equivalence.plain.schedule import horizon_of, watch_ticks
 from meshwise.equivalence.plain.watch import watch_plain
 from meshwise.equivalence.views.check_dict import check_dict
 from meshwise.equivalence.views.check_text import check_text
@@ -74,7 +74,7 @@ for epoch in range(9):
     model.train()
     dist.all_reduce(counts)
     if dist.get_rank() == 0:
-        print(f"epoch {epoch} accuracy {counts[0] / counts[1]:.6f} of {counts[1]:.0f}")
+        print(f"epoch {epoch} batches {len(loader)} accuracy {counts[0] / counts[1]:.6f} of {counts[1]:.0f}")
         torch.save(model.state_dict(), "model.pt")
 """
 
@@ -179,7 +179,9 @@ def test_what_is_right_is_equal() -> None:
     assert made.equal and made.largest == 0 and made.steps == 2
     console = Console(record=True, width=200, file=io.StringIO())
     console.print(check_text(made))
-    assert console.export_text().startswith("equal: 2 steps on 2xcpu, beside one process on the same samples")
+    assert console.export_text().startswith(
+        "equal: 2 steps of 1 epoch on 2xcpu, beside one process on the same samples"
+    )
 
 
 def times(number: float) -> dict[str, torch.Tensor]:
@@ -214,6 +216,7 @@ FOUND: dict[str, tuple[Callable[[int], dict[str, object]], dict[str, object]]] =
         lambda rank: {"shown": [("train.py:30", "accuracy 0.50", False)]},
         {"shown": [("train.py:30", "accuracy 0.60", False)]},
     ),
+    "learning rate of one rank": (lambda rank: {"told": [("train.py:33", 0.5 + rank / 100)]}, {}),
 }
 
 
@@ -296,10 +299,14 @@ def test_one_process_reads_what_all_ranks_read() -> None:
     own = read(0, 1, number=5)
     assert follow.unions(own) is None
     assert follow.unions(replace(read(0, 1), samples=None, batches=[])) == [], "of an IterableDataset nothing is known"
+    follow.unions(alone := replace(read(0, 1), batches=[[n] for n in range(16)]))
+    assert alone.counted == len(read(0).batches), "len(loader) is that of the ranks"
     whole = Follow([record(r, passes=[replace(read(r, trained=False), given=[0, 1, 2, 3])]) for r in range(2)])
     assert whole.unions(read(0, 1)) == [[batch] for batch in read(0, 1).batches], (
         "an evaluation, as one process reads it"
     )
+    whole.unions(alone := read(0, 1))
+    assert alone.counted == 0, "or its own"
     cut = Follow([record(r, passes=[replace(read(0, trained=False), given=[0, 3])]) for r in range(2)])
     assert cut.unions(read(0, 1)) == [[read(0).batches[0]], [read(0).batches[3]]], "each sample once"
 
@@ -328,6 +335,64 @@ def test_a_loss_of_the_training_that_stands_beside_a_metric_is_of_one_rank(accur
     ranks = [side(rank, 2, (0.5, 0.7 + rank / 10), "loss 1.4000 acc 0.50") for rank in range(2)]
     found = found_in(ranks, side(0, 1, (0.5, 0.75), f"loss 1.5000 acc {accuracy}"))
     assert {name for name in found if name in ("number of one rank", "metric differs from one device's")} == {kind}
+
+
+def test_a_number_that_is_another_when_one_process_runs_again_is_measured() -> None:
+    """A time beside a loss of the training or a metric; what is a time by its words needs no other run."""
+
+    def side(text: str, line: str = "train.py:30") -> list[tuple[str, str, bool]]:
+        return [("train.py:29", "accuracy 0.5", False), (line, text, False)]
+
+    ranks, runs = [record(rank, shown=side("2.0000 in 17.52")) for rank in range(2)], []
+
+    def found(one: str, again: str) -> list[str]:
+        def repeat() -> list[Record]:
+            runs.append(again)
+            return [record(0, 1, shown=side(again))]
+
+        made = judge("train.py", "2xcpu", ranks, record(0, 1, shown=side(one)), repeat)
+        return [each.kind for each in made.findings]
+
+    assert found("2.0000 in 23.81", "2.0000 in 23.92") == [] and len(runs) == 1
+    assert found("2.1000 in 23.81", "2.1000 in 23.92") == ["metric differs from one device's"]
+    ranks = [record(rank, shown=side("2.0000 in 17.52s")) for rank in range(2)]
+    assert found("2.0000 in 23.81s", "") == [] and len(runs) == 2
+
+
+def test_ranks_that_step_at_other_rates_are_named_and_a_schedule_that_was_not_reached_is_not_judged() -> None:
+    apart = [record(rank, steps=[step(settings=[{"lr": 0.1 + rank}])]) for rank in range(2)]
+    assert found_in(apart, record(0, 1))["learning rate of one rank"]
+    ranks = [record(rank, schedules=["train.py:15"]) for rank in range(2)]
+    assert judge("train.py", "2xcpu", ranks, record(0, 1)).not_judged == (
+        "the schedule of train.py:15: its step() was not reached.",
+    )
+    ticked = [replace(rank, ticked_at=("train.py:20", "train.py:15")) for rank in ranks]
+    assert judge("train.py", "2xcpu", ticked, record(0, 1)).equal
+
+
+def test_what_a_plateau_is_told_is_kept() -> None:
+    seen = record(0)
+    ends = watch_ticks(seen)
+    try:
+        optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        assert len(seen.schedules) == 1 and not seen.ticked_at
+        plateau.step(0.5)
+        plateau.step(metrics=torch.tensor(0.25))
+    finally:
+        for end in ends:
+            end()
+    assert [number for _, number in seen.told] == [0.5, 0.25] and seen.ticks == 2
+
+
+def test_an_evaluation_counts_each_sample_once_by_what_its_library_has() -> None:
+    padded = [
+        record(rank, passes=[replace(read(rank, trained=False), batches=[*read(rank).batches, [0]])], accelerate=by)
+        for by in (False, True)
+        for rank in range(2)
+    ]
+    advice = [judge("train.py", "2xcpu", many, record(0, 1)).findings[0].instead for many in (padded[:2], padded[2:])]
+    assert "all_reduce" in advice[0] and "gather_for_metrics" not in advice[0] and "gather_for_metrics" in advice[1]
 
 
 def test_a_schedule_of_whole_accumulations_is_of_epochs() -> None:

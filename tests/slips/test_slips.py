@@ -107,6 +107,15 @@ def a_loss_that_is_shown_by_a_bar(p: Program) -> None:
         bar.set_postfix(loss=loss.item())  # here
 
 
+@mistake("Write loss = mw.backward(loss / 2, weight=len(x)) * 2")
+def a_loss_that_is_divided_and_has_a_weight(p: Program) -> None:
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        mw.backward(loss / 2, weight=len(x))
+        p.step()
+        print(f"loss {loss.item():.4f}")  # here
+
+
 @mistake(OWN)
 def a_mean_of_losses_that_is_printed(p: Program) -> None:
     total = 0.0
@@ -129,6 +138,15 @@ def the_loss_that_is_given_back(p: Program) -> None:
         print(f"loss {loss.item():.4f}, so far {total}")
         if loss.item() < 0:
             break
+
+
+@right
+def the_loss_that_is_given_back_and_multiplied_again(p: Program) -> None:
+    for x, y in p.loader:
+        loss = F.cross_entropy(p.model(x), y)
+        loss = mw.backward(loss / 2, weight=len(x)) * 2
+        p.step()
+        print(f"loss {loss.item():.4f}")
 
 
 @right

@@ -26,6 +26,7 @@ from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.passes import Passes, say_next_pass
 from meshwise.equivalence.plain.findings import PlainProof
 from meshwise.equivalence.plain.judge import judge
+from meshwise.equivalence.plain.reads import LATER_STEPS
 from meshwise.equivalence.plain.record import Follow, Record
 from meshwise.equivalence.program_trace import ProgramTrace, trace_to_compare
 from meshwise.equivalence.programs import watch_job, watch_script
@@ -48,6 +49,7 @@ from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.plan_file import plan_to_toml, read_plan
 from meshwise.spec.plan_settings import devices_of, plan_from_settings, plan_on, settings_values
+from meshwise.spec.units import plural
 from meshwise.spec.words import error_text
 from meshwise.spec.world import World
 from meshwise.terminal.notebook import shown_by
@@ -153,34 +155,34 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
 def _plain(
     script: Path, options: CheckOptions, slots: Sequence[WorkerSlot], devices: str, forks: Forks | None
 ) -> PlainProof | None:
-    """Check a script that does not use meshwise: compare its ranks with one process that reads the same samples.
-    Return None if the script turns out to call functions of meshwise."""
+    """Check a script that does not use meshwise. Return None where it proves to use our verbs."""
     check_script(str(script), options)
-    passes = Passes(
-        [f"the script on {devices}", "one process, on what they read"], options.steps, options.notify, options.progress
-    )
+    each = f"{plural(options.steps, 'step')} of its first epoch, {min(options.steps, LATER_STEPS)} of its second"
+    says = partial(Passes, steps=options.steps, notify=options.notify, progress=options.progress)
+    passes = says([f"the script on {devices}: {each}", "one process, on what they read"])
     run, by_accelerate = partial(run_script_file, script.resolve(), list(options.arguments)), names_accelerate(script)
     with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK, stays=True)) as forks:
         forks.server(os.environ)
 
-        def launched(follow: Follow | None, slots: Sequence[WorkerSlot], side: str) -> list[Record | None]:
+        def launched(follow: Follow | None, side: str, passes: Passes) -> list[Record | None]:
             watched = partial(watch, run, options.steps, options.seed or 0, follow, by_accelerate)
             call = partial(_in_scratch, folder / side, watched)
             listeners = Listeners(passes.begin(), hang_limit=HANG_LIMIT, idle=True)
-            found: list[Record | None] = launch(call, (), slots, listeners=listeners, preload=forks)
-            return found
+            used = slots if follow is None else slots[:1]
+            return launch(call, (), used, listeners=listeners, preload=forks)
 
-        ranks = launched(None, slots, "many")
+        ranks = launched(None, "many", passes)
         if any(record is None for record in ranks):
             return None
         records = [record for record in ranks if record is not None]
         refuse_unjudged(script.name, records)
         try:
-            (one,) = launched(Follow(records), slots[:1], "one")
+            (one,) = launched(Follow(records), "one", passes)
         except WorkerFailed as failed:  # it may not run on one device: what is counted is told all the same
             one = Record(0, refused=f"it fails there: {str(failed).splitlines()[-1]}")
         assert one is not None
-        return judge(script.name, devices, records, one)
+        once_more = partial(launched, Follow(records), "again", says(["one process again: what differs is measured"]))
+        return judge(script.name, devices, records, one, once_more)
 
 
 def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:

@@ -42,9 +42,8 @@ def refuse_unjudged(name: str, ranks: Sequence[Record]) -> None:
         raise UsageError(f"{name}: {refused}.")
     if not ranks[0].steps:
         raise UsageError(
-            f"{name}: no optimizer of torch's made a step with gradients in the processes that check has started. "
-            "Processes that a script starts itself (mp.spawn) are not seen: let it read RANK and WORLD_SIZE of the "
-            "environment, as under torchrun."
+            f"{name}: no optimizer of torch's made a step with gradients in the processes of the check. It sees none "
+            "that a script starts (mp.spawn): let it read RANK and WORLD_SIZE, as under torchrun."
         )
     if not any(record.wrapped for record in ranks):
         raise UsageError(

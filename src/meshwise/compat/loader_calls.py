@@ -49,6 +49,11 @@ def rest_of(iterator: Any, most: int) -> tuple[list[Any], bool]:
     return list(itertools.islice(iterator._sampler_iter, most)), False
 
 
+def count_batches(count: Callable[[Any], int | None]) -> End:
+    """Let `count(sampler)` say how many batches a DataLoader has; None for its own number."""
+    return put([DataLoader], "__len__", lambda plain: lambda loader: count(loader._index_sampler) or plain(loader))
+
+
 def sampler_of(iterator: Any) -> Any:
     """Return the object that gives the indices: one for all iterators of a loader."""
     return iterator._index_sampler

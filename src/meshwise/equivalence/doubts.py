@@ -47,16 +47,13 @@ def rounding_doubts(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[s
         return
     least = max(torch.finfo(EPS[name]).eps for name in dtypes.by_field.values())
     for kind in FIRST_STEP:
-        one, plan = (_in_first_step(side, kind) for side in rounded)
+        found = ([d.relative for d in side.differences if d.kind == kind and d.step == 1] for side in rounded)
+        one, plan = (max(each, default=0.0) for each in found)
         if plan > TIMES * max(one, least) and not (math.isinf(plan) and dtypes.scaled):  # that skips such a step
             yield (
                 f"rounding of the {kind} in step 1 is {plan:.1e} under the plan and {one:.1e} on one device, in the "
                 "same precision: something is cast to a lower precision under the plan alone, or overflows there."
             )
-
-
-def _in_first_step(side: Comparison, kind: str) -> float:
-    return max((d.relative for d in side.differences if d.kind == kind and d.step == 1), default=0.0)
 
 
 def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:

@@ -67,10 +67,13 @@ def _apart(text: str, other: str) -> list[int]:
     return [n for n, pair in enumerate(zip(numbers, others, strict=True)) if not _close(*map(Decimal, pair))]
 
 
-def numbers_apart(text: str, other: str) -> list[tuple[Decimal, Decimal]]:
-    """Return the pairs of numbers, in the same position of both texts, that differ."""
+def numbers_apart(text: str, other: str, again: str) -> list[tuple[Decimal, Decimal]]:
+    """Return the pairs of numbers, in the same position of both texts, that differ and are not measured. again: the
+    text of the same run once more; numbers that differ there are measured too."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
-    return [(Decimal(numbers[n]), Decimal(others[n])) for n in _apart(text, other)]
+    measured = _apart(text, again)
+    apart = [n for n in _apart(text, other) if n not in measured and not _is_measured(text, n)]
+    return [(Decimal(numbers[n]), Decimal(others[n])) for n in apart]
 
 
 def _close(a: Decimal, b: Decimal) -> bool:

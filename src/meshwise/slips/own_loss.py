@@ -17,7 +17,7 @@ from meshwise.slips.counted_parts import JOINS, may_be_joined
 from meshwise.slips.user_source import Source, adds, asked, bare, given, inside, name_of, reads
 
 OWN = (
-    "{place}: {name} is the loss of this rank's own samples here. Write {name} = mw.backward({given}), which gives the "
+    "{place}: {name} is the loss of this rank's own samples here. Write {name} = {given}, which gives the "
     "loss of the whole batch, the same on every rank."
 )
 
@@ -30,10 +30,13 @@ def says_own_loss() -> str:
 def _said(source: Source, call: ast.Call) -> str:
     name = _loss(call.args[0]) if call.args else ""
     kept = [value for node in inside(source.scope) for each, value in given(node) if each == name]
-    if not name or call in kept or any(source.verb(bare(value)) for value in kept):
+    if not name or any(each is call or source.verb(each) for value in kept for each in ast.walk(value)):
         return ""
+    loss, whole = call.args[0], ast.unparse(call)
+    if isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Div):
+        whole = ast.unparse(ast.BinOp(call, ast.Mult(), loss.right))
     lines = [line for line in _shows(source, name) if line > call.lineno]
-    return OWN.format(place=source.place(lines[0]), name=name, given=ast.unparse(call.args[0])) if lines else ""
+    return OWN.format(place=source.place(lines[0]), name=name, given=whole) if lines else ""
 
 
 def _loss(node: ast.expr) -> str:

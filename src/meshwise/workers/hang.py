@@ -26,7 +26,7 @@ from meshwise.spec.words import ranks_text
 from meshwise.workers.far_beats import Far
 from meshwise.workers.heartbeat import PEERS, PLAIN, Beat, CollectiveCall, beat_path, read_beat, read_beats, stack_path
 from meshwise.workers.idle import Idleness
-from meshwise.workers.stuck import STATES, Standing, standing, state_of, stuck_child
+from meshwise.workers.stuck import STATES, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between two looks
 LOST = 0.5  # of the time between two looks, what counts at most: a launcher that was stopped itself has heard nothing
@@ -83,19 +83,10 @@ def patience(
         ask = 60.0 + before  # the first steps, what is compiled, what is written
         return ask, max(limit, 600.0, 2 * ask)
     if beat.phase in _OF_A_STEP or message:
-        ask = 3 * _percentile_99(beat.steps) + 2.0
+        ask = 3 * sorted(beat.steps)[int(0.99 * (len(beat.steps) - 1) + 0.999)] + 2.0  # of the 99th percentile
         return ask, max(limit, ask)
     ask = min(30.0, limit / 2) + before  # a batch of an evaluation; what the program does between two steps
     return ask, max(limit, 2 * ask)
-
-
-def _patience_of_start(limit: float, *, stopped: bool) -> tuple[float, float]:
-    """Return the same as `patience`, for a rank not forked yet. stopped: the fork server is stopped."""
-    return (OF_STOPPED, max(limit, OF_STOPPED)) if stopped else (60.0, max(limit, 600.0))
-
-
-def _percentile_99(values: Sequence[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1) + 0.999)]
 
 
 def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | None:
@@ -193,7 +184,8 @@ class HangWatch:
         if went_on or not silent:
             return went_on
         if server is not None and (unborn := [rank for rank in silent if pids[rank] is None]):
-            ask, end = _patience_of_start(limit, stopped=state_of(server.pid) == "T")
+            stopped = state_of(server.pid) == "T"
+            ask, end = (OF_STOPPED, max(limit, OF_STOPPED)) if stopped else (60.0, max(limit, 600.0))
             return self._told(unborn[0], ask, end, None, lambda seconds: _not_started(unborn, seconds, server.pid))
         beats = {rank: each.beat for rank, each in far.items()}
         beats |= {rank: read_beat(beat_path(self._folder, rank)) for rank in pids}
@@ -306,7 +298,8 @@ class HangWatch:
         stack = stack_path(self._folder, rank)
         own = standing(pid, stack)
         child = stuck_child(pid, stack) if beat.phase == "data" and not own.state else None
-        return f"{phase} and {own.told()}{_of_child(child)}"
+        beside = "" if child is None else f" (its loader worker, process {child.pid}, {child.told()})"
+        return f"{phase} and {own.told()}{beside}"
 
 
 def _of_stopped(stall: Stall, beats: Mapping[int, Beat], stopped: Sequence[int]) -> Stall:
@@ -320,10 +313,6 @@ def _not_started(ranks: Sequence[int], seconds: float, server: int) -> str:
     does = STATES.get(state_of(server), "still imports what they need").replace("PID", str(server))
     start = f"{ranks_text(ranks)} {verb} not started for {seconds:.1f} s"
     return f"{start}: process {server}, which starts them, {does}."
-
-
-def _of_child(child: Standing | None) -> str:
-    return "" if child is None else f" (its loader worker, process {child.pid}, {child.told()})"
 
 
 def _named(collective: CollectiveCall) -> str:

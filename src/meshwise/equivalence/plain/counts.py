@@ -15,7 +15,11 @@ from decimal import Decimal
 from meshwise.equivalence.plain.findings import Finding
 from meshwise.equivalence.plain.record import Pass, Record, Step
 from meshwise.equivalence.shown import numbers_apart, shown_otherwise
+from meshwise.equivalence.tolerance import LIMIT
 
+ALONE = "in one process on all their samples."
+OF_ACCELERATE = "Use gather_for_metrics, or cut what is gathered to len(dataset)"
+OF_DDP = "Read Subset(data, range(rank, len(data), world)), call model.module, and all_reduce sums and counts"
 TWICE = "samples counted twice in the evaluation"
 
 
@@ -40,7 +44,7 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
         draws_again = any(len(set(p.read)) < len(p.read) for p in alone)  # a sampler with replacement
         shared = len(passes) == len(ranks) > 1 and not has_own_data(ranks)
         if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
-            yield from _shares(passes, trained, agrees)
+            yield from _shares(passes, trained, agrees, OF_ACCELERATE if ranks[0].accelerate else OF_DDP)
         earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]
         again = bool(earlier) and earlier[0].trained and earlier[0].read == first.read
         if trained and first.shuffles and again and not first.endless:
@@ -51,8 +55,8 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
             yield from _batch(passes, alone)
 
 
-def _shares(passes: Sequence[Pass], trained: bool, agrees: bool) -> Iterator[Finding]:
-    """Judge how the samples are shared among ranks."""
+def _shares(passes: Sequence[Pass], trained: bool, agrees: bool, once: str) -> Iterator[Finding]:
+    """Judge how the samples are shared among ranks. once: how an evaluation counts each sample once."""
     first, ranks = passes[0], len(passes)
     every = frozenset[int]().union(*(p.samples or () for p in passes))
     counts = Counter(index for p in passes for index in p.read)
@@ -78,13 +82,8 @@ def _shares(passes: Sequence[Pass], trained: bool, agrees: bool) -> Iterator[Fin
             instead = "Leave drop_last out, and share out the whole data set."
             yield Finding("samples left out of the evaluation", not agrees, first.places, evidence, instead)
         if twice and not any(p.padded_away for p in passes):
-            yield Finding(
-                TWICE,
-                not agrees,
-                first.places,
-                f"{twice} of {size} samples are read twice, so that all {ranks} ranks have as many{ends}",
-                "Use gather_for_metrics, or cut what is gathered to len(dataset); with mw.distribute nothing repeats.",
-            )
+            evidence = f"{twice} of {size} samples are read twice, so that all {ranks} ranks have as many{ends}"
+            yield Finding(TWICE, not agrees, first.places, evidence, f"{once}; with mw.distribute nothing repeats.")
 
 
 def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding]:
@@ -127,12 +126,9 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
     epochs = [h / pace for h, pace in zip(horizons, paces, strict=True)]
     if abs(paces[0] * one.horizon / many.horizon - paces[1]) > max(len(ranks), 0.1 * paces[1]):  # a batch may be uneven
         by_steps = ticks[0] == ticks[1] and many.horizon == one.horizon and abs(epochs[1] - round(epochs[1])) > 0.01
-        yield _ticks_twice(
-            many,
-            not by_steps,
-            f"the schedule ends after {epochs[0]:.3g} epochs on {len(ranks)} devices and after {epochs[1]:.3g} on one "
-            f"({ticks[0]:g} and {ticks[1]:g} ticks a step, {many.horizon} and {one.horizon} ticks in all).",
-        )
+        evidence = f"the schedule ends after {epochs[0]:.3g} epochs on {len(ranks)} devices and after {epochs[1]:.3g} "
+        evidence += f"on one ({ticks[0]:g} and {ticks[1]:g} ticks a step, {many.horizon} and {one.horizon} in all)."
+        yield _ticks_twice(many, not by_steps, evidence)
 
 
 def _ticks_twice(many: Record, wrong: bool, evidence: str) -> Finding:
@@ -157,6 +153,18 @@ def _whole_steps(steps: float, horizon: float) -> float:
     return next(whole, steps)
 
 
+def rates(ranks: Sequence[Record]) -> Iterator[Finding]:
+    """Judge whether the ranks have the same learning rates, and will have them."""
+    instead = "Give the schedule a number that is alike on all ranks: all_reduce sums and counts before dividing."
+    told = [(each[0][0], [n for _, n in each]) for each in zip(*(record.told for record in ranks), strict=False)]
+    for steps in zip(*(record.steps for record in ranks), strict=False):
+        told.append((steps[0].places[2], [sum(group.get("lr", 0.0) for group in step.settings) for step in steps]))
+    for place, numbers in told:
+        if max(numbers) - min(numbers) > LIMIT * max(map(abs, numbers)):
+            evidence = f"it, or what its schedule is told, is {', '.join(f'{n:.6g}' for n in numbers)} on the ranks."
+            yield Finding("learning rate of one rank", True, (place,), evidence, instead)
+
+
 def norms(ranks: Sequence[Record]) -> Iterator[Finding]:
     """Report layers that normalize each rank's samples separately."""
     if ranks[0].norms and len(ranks) > 1:
@@ -173,23 +181,20 @@ def agrees(first: Record, one: Record, apart: Sequence[Finding]) -> bool:
     return numbers and not any(finding.wrong for finding in apart)
 
 
-def shown(first: Record, one: Record, devices: str) -> Iterator[Finding]:
-    """Report lines that print other numbers than one process does."""
+def shown(first: Record, one: Record, devices: str, again: Record) -> Iterator[Finding]:
+    """Report lines that print other numbers than one process does. again: that process once more."""
     for trains, wrong in ((False, True), (True, False)):
-        sides = [[(line, text) for line, text, after in record.shown if after is trains] for record in (one, first)]
+        sides = [[(line, text) for line, text, after in each.shown if after is trains] for each in (one, first, again)]
         texts, _ = shown_otherwise(sides[0], sides[1], devices)
         for text in texts:
             line = text.partition(" shows ")[0]
             printed = [[other for place, other in side if place == line] for side in sides]
-            apart = [pair for both in zip(*printed, strict=False) for pair in numbers_apart(*both)]
+            apart = [pair for each in zip(*printed, strict=False) for pair in numbers_apart(*each)]
             metric = wrong and not all(_is_of_training(pair, one, first) for pair in apart)
-            yield Finding(
-                "metric differs from one device's" if metric else "number of one rank",
-                metric,
-                (line,),
-                text,
-                "Sum over all ranks' samples, each counted once, before dividing." if metric else "",
-            )
+            kind = "metric differs from one device's" if metric else "number of one rank"
+            instead = "Sum over all ranks' samples, each counted once, before dividing." if metric else ""
+            if apart:
+                yield Finding(kind, metric, (line,), text.removesuffix("on one device.") + ALONE, instead)
 
 
 def _is_of_training(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> bool:

@@ -26,13 +26,14 @@ class Finding:
 class PlainProof:
     """Whether a script's ranks compute what one process computes on the same samples, and what the counts show.
 
-    steps: how many were compared; largest: the largest difference of a gradient, relative to the largest. not_judged:
-    sentences.
+    steps: how many were compared, of so many epochs; largest: the largest difference of a gradient, relative to the
+    largest. not_judged: sentences.
     """
 
     script: str
     devices: str
     steps: int
+    epochs: int
     largest: float
     findings: tuple[Finding, ...]
     not_judged: tuple[str, ...] = ()

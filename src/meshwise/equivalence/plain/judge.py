@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,25 +27,30 @@ OF_TRAINER = (
 )
 
 
-def judge(script: str, devices: str, ranks: Sequence[Record], one: Record) -> PlainProof:
-    """Compare ranks with one process. ranks: what each did; one: a process that repeated it, or why it could not."""
+def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repeat: Any = list) -> PlainProof:
+    """Compare ranks with one process. ranks: what each did; one: a process that repeated it, or why it could not;
+    repeat: runs that once more, and returns a list of its record."""
     not_judged = list(_not_judged(ranks, one))
-    pairs = _pairs(ranks[0].steps, one.steps)
+    pairs = [(a, b) for a, b in zip(ranks[0].steps, one.steps, strict=False) if a.optimizer == b.optimizer]
     clipped = [(a.before_clipping, b.before_clipping) for a, b in pairs if a.clips]
     largest = max((_apart(b, a)[0] for a, b in [*pairs, *clipped]), default=0.0)
     between = [*_unreduced(ranks), *_clips(ranks)]
-    shown = list(counts.shown(ranks[0], one, devices))
+    shown = list(counts.shown(ranks[0], one, devices, one))
+    if any(finding.wrong for finding in shown):  # a number may be measured
+        shown = list(counts.shown(ranks[0], one, devices, next(iter(repeat()), None) or one))
     found = [
         *counts.reads(ranks, one, counts.agrees(ranks[0], one, shown)),
         *between,
         *([] if not_judged or between else _gradients(ranks, pairs)),
         *_scales(ranks),
         *counts.schedule(ranks, one, pairs),
+        *counts.rates(ranks),
         *counts.norms(ranks),
         *([] if _reads_others(ranks) else shown),
     ]
     once = {(each.kind, each.places): each for each in reversed(found)}  # the first of each kind and line
-    return PlainProof(script, devices, len(pairs), largest, tuple(reversed(once.values())), tuple(not_judged))
+    epochs = len({p.number for p in ranks[0].passes if p.trained})
+    return PlainProof(script, devices, len(pairs), epochs, largest, tuple(reversed(once.values())), tuple(not_judged))
 
 
 def _reads_others(ranks: Sequence[Record]) -> bool:
@@ -60,16 +66,11 @@ def _not_judged(ranks: Sequence[Record], one: Record) -> Iterator[str]:
     if counts.has_own_data(ranks):
         yield "gradients: each rank has a data set of its own, which one process does not have."
     if any(p.samples is None for record in ranks for p in record.passes):
-        yield (
-            "a loader whose data set has no indices (IterableDataset, batch_size=None): which samples it reads is not "
-            "known."
-        )
+        yield "a loader without indices (IterableDataset, batch_size=None): which samples it reads is not known."
+    if ranks[0].schedules and not ranks[0].ticked_at:
+        yield f"the schedule of {ranks[0].schedules[0]}: its step() was not reached."
     if not one.refused and len(one.steps) < len(ranks[0].steps):
         yield f"{len(ranks[0].steps) - len(one.steps)} steps that one process does not make."
-
-
-def _pairs(many: Sequence[Step], one: Sequence[Step]) -> list[tuple[Step, Step]]:
-    return [(a, b) for a, b in zip(many, one, strict=False) if a.optimizer == b.optimizer]
 
 
 def _apart(first: Step, other: Step) -> tuple[float, str]:

@@ -21,14 +21,7 @@ from meshwise.compat.program_calls import End, put
 from meshwise.spec.devices import STREAMED
 
 GPU = STREAMED[0]
-CALLED_FOR_GPUS = (
-    "set_device",
-    "synchronize",
-    "empty_cache",
-    "manual_seed",
-    "manual_seed_all",
-    "reset_peak_memory_stats",
-)
+OF_GPUS = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "reset_peak_memory_stats")
 
 
 @contextlib.contextmanager
@@ -45,7 +38,7 @@ def on_cpu() -> Iterator[None]:
         put([DistributedDataParallel], "__init__", _without("device_ids", "output_device")),
         put([dist, dist.distributed_c10d], "init_process_group", _group),
         put([dist, dist.distributed_c10d], "barrier", _without("device_ids")),
-        *(put([gpus], name, lambda plain: lambda *given, **named: None) for name in CALLED_FOR_GPUS),
+        *(put([gpus], name, lambda plain: lambda *given, **named: None) for name in OF_GPUS),
         put([gpus], "current_device", lambda plain: lambda: 0),
     ]
     try:

@@ -54,6 +54,7 @@ class Reads:
         """Whether a loop was ended early."""
         self._steps, self._seed, self._follow, self._passes = steps, seed, follow, passes
         self._loaders: dict[int, tuple[Any, int]] = {}  # by id of what gives the indices: that, and the loader's number
+        self._lengths: dict[int, int] = {}  # of loops that one process reads as the ranks do, by id like these
         self._made_at: dict[int, str] = {}
         self._loops: dict[int, _Loop] = {}  # by id of the iterator
         self._made = self._batches_of_step = self._batches_since = 0
@@ -63,6 +64,7 @@ class Reads:
             loader_calls.without_workers(self._loader_made),
             loader_calls.choose_indices(self._choose),
             loader_calls.read_samples(self._read),
+            loader_calls.count_batches(lambda sampler: self._lengths.get(id(sampler))),
         ]
         self._see_accelerate()
 
@@ -132,6 +134,7 @@ class Reads:
         unions: list[list[list[int]]] | None = [[batch] for batch in batches]
         if self._follow is not None:
             unions = self._follow.unions(now)
+        self._lengths[id(sampler)] = now.counted
         if unions is None:
             raise ScriptEnds
         self._batches_since = 0

@@ -19,7 +19,8 @@ class Pass:
     and that made it. samples: the indices of its data set; None if it has no indices. content: text of one sample, to
     tell data sets apart. batches: the indices of every batch of its sampler; given: which of them the script got.
     trained: whether a backward followed a batch. padded_away: whether `gather_for_metrics` removed repeated samples.
-    over: whether the loop has ended. endless: whether its sampler may give more.
+    over: whether the loop has ended. endless: whether its sampler may give more. counted: how many batches its loader
+    has in one process that reads as the ranks do; 0 for its own number.
     """
 
     loader: int
@@ -34,6 +35,7 @@ class Pass:
     padded_away: bool = False
     over: bool = False
     endless: bool = False
+    counted: int = 0
 
     @property
     def read(self) -> list[int]:
@@ -85,7 +87,8 @@ class Step:
 class Record:
     """What one rank did. norms: kinds of batch norm that ran in training. horizon: the number of ticks until the
     schedule ends, and the lines that make and tick it. shown: lines that print, what they print, and whether it is from
-    a training or inside an evaluation. ticks: since the last step. refused: why none of it can be compared."""
+    a training or inside an evaluation. ticks: since the last step. told: lines that give a schedule a metric, and it.
+    schedules: lines that make one. refused: why none of it can be compared."""
 
     rank: int
     passes: list[Pass] = field(default_factory=list)
@@ -95,6 +98,8 @@ class Record:
     horizon: int | None = None
     ticked_at: tuple[str, ...] = ()
     ticks: int = 0
+    told: list[tuple[str, float]] = field(default_factory=list)
+    schedules: list[str] = field(default_factory=list)
     wrapped: bool = False
     accelerate: bool = False
     refused: str = ""
@@ -116,6 +121,7 @@ class Follow:
             return []  # it goes its own way
         if not any(p.trained for p in passes) and all(len(p.given) == len(p.batches) for p in passes):
             return [[batch] for batch in own.batches]
+        own.counted = len(passes[0].batches)
         rows = [[p.batches[n] for n in p.given] for p in passes]
         found = [[row[n] for row in rows if n < len(row)] for n in range(max(map(len, rows), default=0))]
         if any(p.trained for p in passes):

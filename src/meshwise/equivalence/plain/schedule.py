@@ -28,9 +28,12 @@ def watch_ticks(record: Record) -> list[Callable[[], None]]:
         def step(scheduler: Any, *arguments: Any, **named: Any) -> Any:
             nonlocal inside
             inner, inside = inside, True
-            if not inner and scheduler.last_epoch < 0:  # its constructor's own
+            if not inner and (plain.__name__ == "__init__" or scheduler.last_epoch < 0):  # its constructor's own
                 made_at[id(scheduler)] = scheduler, user_place()
+                record.schedules.append(user_place())
             elif not inner:
+                if isinstance(scheduler, ReduceLROnPlateau):
+                    record.told.append((user_place(), float((*arguments, named.get("metrics"))[0])))
                 record.ticks += 1
                 record.horizon = record.horizon or horizon_of(scheduler)
                 record.ticked_at = record.ticked_at or (user_place(), made_at.get(id(scheduler), (None, ""))[1])
@@ -41,7 +44,8 @@ def watch_ticks(record: Record) -> list[Callable[[], None]]:
 
         return step
 
-    return [put([kind], "step", counting) for kind in (LRScheduler, ReduceLROnPlateau)]
+    steps = [put([kind], "step", counting) for kind in (LRScheduler, ReduceLROnPlateau)]
+    return [*steps, put([ReduceLROnPlateau], "__init__", counting)]
 
 
 def horizon_of(scheduler: Any) -> int | None:

@@ -252,11 +252,8 @@ class _Watcher:
 
     def _followed(self, number: int) -> Step | None:
         """Return the step of rank 0 that this one repeats."""
-        if self._follow is None:
-            return None
-        steps = [step for step in self._follow.ranks[0].steps if step.optimizer == number]
-        made = self._made.get(number, 0)
-        return steps[made] if made < len(steps) else None
+        steps = [] if self._follow is None else self._follow.ranks[0].steps
+        return dict(enumerate(step for step in steps if step.optimizer == number)).get(self._made.get(number, 0))
 
     def _name(self, parameter: Tensor) -> str:
         if id(parameter) not in self._names:

@@ -20,11 +20,11 @@ def plain_text(proof: PlainProof, width: int | None = None) -> RenderableType:
 
 def _lines(proof: PlainProof, screen: Screen) -> list[Text]:
     wrong = [finding for finding in proof.findings if finding.wrong]
-    design = [finding for finding in proof.findings if not finding.wrong]
-    blocks = [screen.wrap(*_finding(each, "by design", "yellow")) for each in design]
+    blocks = [screen.wrap(*_finding(each, "by design", "yellow")) for each in proof.findings if not each.wrong]
     blocks += [screen.wrap(*(Text(f"not judged: {text}", "yellow") for text in proof.not_judged))]
     blocks += [screen.wrap(*_finding(each, "wrong", "bold red")) for each in wrong]
-    run = f"{plural(proof.steps, 'step')} on {proof.devices}, beside one process on the same samples, in float64"
+    steps = f"{plural(proof.steps, 'step')} of {plural(proof.epochs, 'epoch')} on {proof.devices}"
+    run = f"{steps}, beside one process on the same samples, in float64"
     if wrong:
         last = Text(f"different: {plural(len(wrong), 'finding')}, {run}", "bold red")
     elif proof.not_judged:
