@@ -16,9 +16,9 @@ from torch import Tensor
 
 from meshwise.arrays.aliases import in_order_of
 from meshwise.arrays.array import Array
-from meshwise.arrays.dtypes import BOOL, UNSIGNED, WHOLE, as_dtype
+from meshwise.arrays.dtypes import BOOL, UNSIGNED
 from meshwise.arrays.moves import Move, exchange
-from meshwise.arrays.reductions import as_array
+from meshwise.arrays.reductions import as_array, sum_dtype
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.views import axis_of
 
@@ -43,7 +43,7 @@ def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, n
             raise ValueError(f"{name} of shape {x.shape}: say along which axis, as axis=0.")
         axis = 0
     axis = axis_of(axis, len(x.shape), name)
-    kind = as_dtype(dtype) if dtype is not None else sum_dtype(x.dtype)
+    kind = sum_dtype(x.dtype, dtype)
     inner = torch.int64 if kind in UNSIGNED or kind is BOOL else kind  # of which torch has all; equal modulo 2^64
     held, first = x.sharding, 1 if name == "cumulative_prod" else 0
     scan = _products if first else _sums
@@ -64,13 +64,6 @@ def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, n
                 ones[axis] = 1
                 parts[at] = torch.cat([begin.new_full(ones, first), parts[at]], axis)
     return in_order_of(Array(tuple(part.to(kind) for part in parts), held, shape, kind, x.space), [x])
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums are calculated: for integers, 64 bits wide."""
-    if dtype in UNSIGNED:
-        return torch.uint64
-    return torch.int64 if dtype in WHOLE else dtype
 
 
 def _chained(x: Array, parts: list[Tensor], axis: int, how: tuple[Any, torch.dtype], name: str) -> list[Tensor]:

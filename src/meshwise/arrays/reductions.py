@@ -127,7 +127,8 @@ def _with_empty(x: Array, axes: tuple[int, ...], keepdims: bool, dtype: torch.dt
     return [one(part) for part in x.parts]
 
 
-def _sum_dtype(dtype: torch.dtype, given: Any) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype, given: Any) -> torch.dtype:
+    """Return the dtype in which sums are calculated: the given one, or for integers 64 bits wide."""
     if given is not None:
         return as_dtype(given)
     if dtype in UNSIGNED:
@@ -142,7 +143,7 @@ def total(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fa
     if whole and x.dtype in IN_ORDER and x.sharding.dim is not None and plainly(x.space):
         added = _in_order([part.sum() for part in x.parts])  # what is below takes as long as 100,000 elements
         return Array((added,), sharding(x.sharding.places[:1]), (), x.dtype, x.space)
-    kind = _sum_dtype(x.dtype, dtype)
+    kind = sum_dtype(x.dtype, dtype)
     run = _calculated(kind)
 
     def add(part: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -166,7 +167,7 @@ def _in_order(partials: Sequence[Tensor]) -> Tensor:
 def product(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
     """Multiply over axes; integers in 64 bits. The product of no elements is 1."""
     x = as_array("prod", x)
-    kind = _sum_dtype(x.dtype, dtype)
+    kind = sum_dtype(x.dtype, dtype)
     run = _calculated(kind)
 
     def multiply(part: Tensor, dims: tuple[int, ...]) -> Tensor:
