@@ -28,12 +28,17 @@ print("ranks", accelerator.num_processes, "of", len(loader), "batches")
 
 @pytest.mark.parametrize(
     ("device", "line", "said"),
-    [("cpu", "", "true"), ("cuda", "", None), ("cpu", "# import meshwise", None)],
+    [
+        ("cpu", "", "true"),
+        ("cuda", "", None),
+        ("cpu", "# import meshwise", None),
+        ("cpu", "# import meshwise, transformers.Trainer", "true"),
+    ],
 )
 def test_on_cpu_workers_accelerate_and_trainer_are_told_of_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, line: str, said: str | None
 ) -> None:
-    """Else they look for GPUs alone, and each worker trains a model of its own."""
+    """Else they look for GPUs alone, and each worker trains a model of its own, or transformers warns."""
     monkeypatch.setattr(os, "environ", {key: value for key, value in os.environ.items() if key != "ACCELERATE_USE_CPU"})
     monkeypatch.setitem(os.environ, DEVICE_KIND, device)
     monkeypatch.setattr(sys, "argv", [])

@@ -25,13 +25,17 @@ VERBS = {"meshwise.api.run", "meshwise.api.check"}
 
 def is_plain(script: Path) -> bool:
     """Return whether the script does not mention meshwise, so that it may use DDP or accelerate."""
-    return "meshwise" not in script.read_text(encoding="utf-8", errors="replace")
+    return not _mentions(script, "meshwise")
+
+
+def _mentions(script: Path, name: str) -> bool:
+    return name in script.read_text(encoding="utf-8", errors="replace")
 
 
 def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Run `script` as `__main__` with these arguments, its folder first on the module path. Return its variables."""
-    if is_plain(script) and read_world(os.environ).device == "cpu":  # else accelerate and Trainer look for GPUs alone
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    if (is_plain(script) or _mentions(script, "Trainer")) and read_world(os.environ).device == "cpu":
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else accelerate and Trainer look for GPUs alone
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
