@@ -300,3 +300,14 @@ def test_batches_that_were_read_ahead_are_not_lost_by_a_stop(
     weights, read = windows(tmp_path / "cut")
     assert torch.equal(weights, whole) and read == (12 if stops_at % 2 else 12 - stops_at)
     assert ("stopped between batches that make one step" in capsys.readouterr().err) == bool(stops_at % 2)
+
+
+def test_a_loop_that_ends_inside_an_accumulation_is_saved_at_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of six batches four make a step: started again, the program trains no batch twice."""
+    first = run(str(tmp_path), Plan(), None, 4, None)
+    end_sessions()
+    said = capsys.readouterr().err
+    assert "the loop ended between batches that make one step. Its end is saved, without their gradients." in said
+    assert run(str(tmp_path), Plan(), None, 4, None) == first

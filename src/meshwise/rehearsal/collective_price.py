@@ -183,9 +183,7 @@ Rate = tuple[float, float, str, str]
 
 def _inside(kind: str, machine: Machine, group: Group) -> Rate | None:
     """Return the rate of a ring inside a host; None if it is unknown, or if the group has one rank per host."""
-    if group.each < 2:
-        return None
-    return _ring_rate(kind, machine, group.each)
+    return None if group.each < 2 else _ring_rate(kind, machine, group.each)
 
 
 def _ring_rate(kind: str, machine: Machine, ranks: int) -> Rate | None:

@@ -39,6 +39,8 @@ from meshwise.workers.environment import SAVES
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
 
+OPENED = "{folder}: the loop ended between batches that make one step. Its end is saved, without their gradients."
+
 
 def checkpoint(
     folder: str | Path,
@@ -279,7 +281,9 @@ class LoopState:
             self._saver.close()
             self._let_go()
             return
-        if self._due and self._between and self._clean:
+        opened = self._engine.phases.half and not self._refused  # a window of accumulation that makes no step
+        if self._due and self._between and (self._clean or opened):
+            self._engine.notify(OPENED.format(folder=self._folder) if opened else "")
             self._save_at_end()
         saver = self._saver
         saver.settle()

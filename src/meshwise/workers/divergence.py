@@ -85,9 +85,7 @@ def _first_difference(trails: Mapping[int, VerbTrail | None], ended: Collection[
     if first <= common and _differ(known, common):
         return next(number for number in range(first, common + 1) if _differ(known, number))
     fewest = min((counts[rank] for rank in ended), default=None)
-    if fewest is not None and max(counts.values()) > fewest >= first - 1:
-        return fewest + 1
-    return None
+    return fewest + 1 if fewest is not None and max(counts.values()) > fewest >= first - 1 else None
 
 
 def _differ(trails: Collection[VerbTrail], number: int) -> bool:
