@@ -94,12 +94,8 @@ class EngineWatcher:
     def choose_plan(self, plan: Plan, world: World) -> Plan:
         """Return `plan` in the precision of this check; on one device, a plan without divisions in that precision."""
         self.found.plan = plan
-        alone = Plan(
-            precision=plan.precision,
-            param_dtype=plan.param_dtype,
-            compute_dtype=plan.compute_dtype,
-            grad_dtype=plan.grad_dtype,
-        )
+        kept = ("precision", "param_dtype", "compute_dtype", "grad_dtype")
+        alone = Plan(**{name: getattr(plan, name) for name in kept})
         return self._spec.applied(plan if world.size > 1 else alone)
 
     def follow(self, engine: Engine, model: nn.Module) -> None:
