@@ -54,6 +54,37 @@ def test_accumulated_batches_make_one_step(pool: Any) -> None:
     assert found.batches == (16, 16, 13)
 
 
+WINDOW = """
+import torch, meshwise as mw
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(24, 3)
+class Scaled(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x * 1)
+    backward = staticmethod(lambda ctx, g: g * (1 + BY))
+model = torch.nn.Linear(3, 2)
+model, optimizer, loader = mw.distribute(
+    model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(x, x[:, :2]), batch_size=4)
+)
+for number, (a, b) in enumerate(loader):
+    with mw.accumulate():
+        mw.backward((Scaled.apply(model(a)) - b).square().mean() / 2)
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_gradients_of_a_window_are_compared_at_its_step(pool: Any) -> None:
+    """No backward reduces them. A wrong one was taken for one that is clipped."""
+    found = proof(WINDOW.replace("BY", "0"), pool)
+    kinds = {compared.kind: compared for compared in found.comparison.kinds}
+    assert found.equal and kinds["gradients"].count == 6
+    assert kinds["gradient norm"].largest.facts["one device"] > 0
+    wrong = proof(WINDOW.replace("BY", "mw.rank()"), pool)
+    assert wrong.comparison.first is not None and wrong.comparison.first.kind == "gradients"
+
+
 FOUND = {
     "evaluation of one share": ("evaluation", "evaluation without mw.sum"),
     "mean over the rank's own samples": ("loss", "loss weighting"),

@@ -255,6 +255,8 @@ class EngineWatcher:
         self.tracer.step.learning_rates = learning_rates_of(optimizer)
         if self._job is None or self._job.clip_norm is not None:
             self.tracer.step.clipped_gradients = gradients_of(self._model)
+            if not self.tracer.step.gradients:  # every backward was in mw.accumulate(): a window's, known here at last
+                self.tracer.step.gradients = self.tracer.step.clipped_gradients
         under_way = open_exchanges() if self._spec.perturb else []
         if under_way and any(is_nan(g) for g in gradients_of(self._model).values()):
             say_nan(self.tracer.step.nan_while_open, "optimizer.step() was called with gradients of", under_way)
