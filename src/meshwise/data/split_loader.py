@@ -282,7 +282,7 @@ def _compared(count: int, checksum: int) -> list[int]:
     counts, sums = collectives.all_gather(torch.tensor([count, checksum])).T.tolist()
     if len(set(sums)) != 1 and len(set(counts)) == 1:
         raise DataError(
-            f"the ranks read different items from a stream, of which each would keep its share. {OTHER_ITEMS}"
+            f"the ranks' streams give different items, but each rank keeps only its share of one stream. {OTHER_ITEMS}"
         )
     return counts  # type: ignore[no-any-return]
 

@@ -256,8 +256,8 @@ class Program:
         if self.world.size > 1 and (self.plan is None or not self._alive):
             gone = "is not referenced any more" if self._roots else "was never given"
             raise UsageError(
-                f"mw.backward: the model {gone}, so gradients would be of one rank alone. Give the model that is "
-                "trained to mw.distribute, and keep it."
+                f"mw.backward: the model {gone}, so gradients would be of one rank alone. Give mw.distribute the model "
+                "that you train, and keep a reference to it."
             )
 
     def plain(self, result: Any) -> Any:

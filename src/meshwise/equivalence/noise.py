@@ -46,7 +46,7 @@ def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
 
 
 def take_noise(model: nn.Module, noise: Sequence[Mapping[str, tuple[Tensor, Tensor]]], step: int) -> None:
-    """After step `step`, counted from 0, set the elements of `model` that are noise to the values in `noise`."""
+    """After step `step` (from 0), set the elements of `model` that `noise` lists to the values given there."""
     if step < len(noise):
         with torch.no_grad():
             for name, p in named_parameters(model):

@@ -149,8 +149,8 @@ def _prepare(
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
     if options.redundancy and KEPT not in os.environ:
         raise UsageError(
-            "--redundancy 1: the launcher of one machine holds the memory for it, and here is none. Leave it out, and "
-            "say with --save-every how much may be lost."
+            "--redundancy 1: meshwise run on one machine keeps the second copy, and it did not start this run. "
+            "Leave --redundancy out, and say with --save-every how much may be lost."
         )
     if folder is not None and session.channel is not None and KEPT in os.environ and log.keep_pending():
         run.last = LastStep(state, plan, session.world, folder, options.redundancy, engine.notify)

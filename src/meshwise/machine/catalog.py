@@ -48,7 +48,7 @@ class PartLink:
 
     @property
     def pair(self) -> float:
-        """Return bytes/s one way between two devices: of one link only, if the links go to several devices."""
+        """Return one-way bytes/s between two devices: one link's, where each link of a device goes to another one."""
         return self.bandwidth / self.width if self.mesh and self.width else self.bandwidth
 
     @property

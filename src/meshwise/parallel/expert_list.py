@@ -168,7 +168,7 @@ def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[l
     tie, weights = _whole_parameters(experts, called)
     kinds = {tuple((dtype, grad) for _, dtype, grad in forms) for rank in of_axis for _, forms in rank}
     if len(kinds) > 1:
-        raise experts.refused(f"some calls pass an expert tensors of other dtypes than others do: {kinds}")
+        raise experts.refused(f"the dtypes of what an expert is given differ between its calls: {kinds}")
     sent = [[given for number, given in calls if experts.owner(number) == r] for r in range(axis.size)]
     taken = [[call for call in rank if experts.owner(call[0]) == axis.rank] for rank in of_axis]
     columns = []

@@ -47,7 +47,7 @@ def loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
         if not isinstance(each, DistributedLoader):
             raise UsageError(
                 f"mw.checkpoint: loader is a {type(each).__name__}. Give the DataLoader that mw.distribute returned; "
-                "of one that reads ahead it is not known what was trained on."
+                "a loader that reads ahead does not know which batches were trained on."
             )
     return several
 

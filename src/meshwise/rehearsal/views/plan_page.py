@@ -68,7 +68,7 @@ def _table(columns: Mapping[str, Sequence[Any]], right: Sequence[str]) -> dict[s
 
 
 def _memory(first: Rehearsed) -> dict[str, Any]:
-    """Return the memory of the rank that needs most, in a step after the first, over the step's time if known."""
+    """Return the curve of the neediest rank's memory in a step after the first; its x axis is time, if known."""
     rank = first.estimate.memory.rank
     traced = next(each for each in first.traces if each.step.rank == rank)
     before, after = (with_inside(work, first.prices.inside) for work in (traced.first, traced.step))
