@@ -199,12 +199,13 @@ def since(mine: list[dict[str, Any]], want: list[dict[str, Any]]) -> list[dict[s
     want = [dict(line) for line in want[max(begin, 0) :]]
     if len(mine) != len(want):
         return want
+    epochs = 0
     for own, line in zip(mine, want, strict=True):
-        if "epoch" in own:
-            break
-        if "test" in own:  # what was logged before the run was cut is not there
-            both = line["test"].keys() & own["test"].keys()
-            line["test"], own["test"] = ({n: x for n, x in each["test"].items() if n in both} for each in (line, own))
+        epochs += "epoch" in own
+        if "test" in own and epochs < 2:  # what was logged before the run was cut is not there, as in Lightning itself
+            lost = {n for n in line["test"].keys() - own["test"].keys() if not epochs or n.endswith("_epoch")}
+            line["test"] = {n: x for n, x in line["test"].items() if n not in lost}
+            own["test"] = {n: x for n, x in own["test"].items() if epochs or n in line["test"]}
     for own, line in zip(mine, want, strict=True):  # `train_loss`, and the tokens that TRL counts, are of its own steps
         for key in ("log", "metrics") if "epoch" not in line else ():
             own[key], line[key] = (

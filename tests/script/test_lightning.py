@@ -279,6 +279,38 @@ def test_a_run_that_was_stopped_goes_on_with_another_number_of_devices(pool: Any
     assert_alike(got, want)
 
 
+class Names(L.pytorch.Callback):
+    """The names that callbacks can monitor at the end of each validation; saves in the second epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seen = folder, list[set[str]]()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 8:
+            trainer.save_checkpoint(self.folder / "kept.ckpt")
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(set(trainer.callback_metrics))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_resumed_run_has_the_names_that_lightning_itself_has_then(tmp_path: Path, ours: bool) -> None:
+    """A mean over an epoch before the cut is in no checkpoint of Lightning's: only a whole run still has it."""
+    seen = []
+    for resume in (None, tmp_path / "kept.ckpt"):
+        end_sessions()
+        names, quiet = Names(tmp_path), {"enable_progress_bar": False, "enable_model_summary": False}
+        trainer = L.Trainer(max_epochs=2, accelerator="cpu", devices=1, logger=False, callbacks=[names],
+                            default_root_dir=tmp_path, **quiet)  # fmt: skip
+        trainer = mw.distribute(trainer) if ours else trainer
+        trainer.fit(
+            Classes(), DataLoader(data(27, 1), batch_size=5), DataLoader(data(11, 2), batch_size=4), ckpt_path=resume
+        )
+        seen.append(names.seen[-1])
+    assert seen[0] - seen[1] == {"loss_epoch", "most_epoch", "ones"} and seen[1] <= seen[0]
+
+
 REFUSED = [
     ({"model": Manual}, "manual optimisation is refused"),
     ({"options": {"devices": 2, "strategy": "ddp"}}, "DDPStrategy (2 devices) is refused"),
