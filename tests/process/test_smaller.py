@@ -104,7 +104,7 @@ def test_a_rank_may_use_no_more_than_its_limit() -> None:
             "recompute=full: blocks run again in the backward. Write meshwise run --set data=2 --set recompute",
         ),
         (Plan(data=2, recompute="full"), "Write meshwise run --set shard=2 --set recompute=full."),
-        (Plan(shard=2, recompute="full"), "Use smaller batches under `with mw.accumulate():`, or more devices."),
+        (Plan(shard=2, recompute="full"), "Use smaller batches and accumulate (mw.accumulate), or more devices."),
     ],
 )
 def test_a_loop_of_ones_own_is_told_which_plan_needs_less(plan: Plan, advice: str) -> None:

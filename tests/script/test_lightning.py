@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import meshwise as mw
 from meshwise.process.session import default_engine, end_sessions
 from meshwise.spec.plan import Plan
+from meshwise.timeline.recorder import current
 from meshwise.workers.gate import StepGate
 
 L = pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
@@ -304,6 +305,7 @@ def test_a_resumed_run_has_the_names_that_lightning_itself_has_then(tmp_path: Pa
         trainer = L.Trainer(max_epochs=2, accelerator="cpu", devices=1, logger=False, callbacks=[names],
                             default_root_dir=tmp_path, **quiet)  # fmt: skip
         trainer = mw.distribute(trainer) if ours else trainer
+        assert not ours or current().program == "lightning", "of which the report's advice is"
         trainer.fit(
             Classes(), DataLoader(data(27, 1), batch_size=5), DataLoader(data(11, 2), batch_size=4), ckpt_path=resume
         )

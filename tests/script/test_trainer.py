@@ -18,6 +18,7 @@ import meshwise as mw
 from meshwise.data.keyed import ExactDraws
 from meshwise.process.session import default_engine, end_sessions
 from meshwise.spec.plan import Plan
+from meshwise.timeline.recorder import current
 from meshwise.workers.gate import StepGate
 from tests.pool import CaseFailed
 
@@ -217,6 +218,7 @@ def _train(case: Case) -> dict[str, Any]:
     trainer.remove_callback(transformers.PrinterCallback)
     default_engine().draws = ExactDraws() if case.exact else None
     assert case.alone or mw.distribute(trainer, plan=case.plan) is trainer
+    assert case.alone or current().program == "trainer", "of which the report's advice is"
     default_engine().gate = StepGate()
     try:
         trainer.train(resume_from_checkpoint=case.resume)

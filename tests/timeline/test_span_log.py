@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.records.folder import begin_session, end_session, read_run, span_log, write_run
+from meshwise.timeline.advice import TRY, advised
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.pack import QUANTUM, as_rows, pack, unpack
 from meshwise.timeline.read import read_timeline
@@ -62,10 +63,18 @@ def test_damaged_text_is_told_and_never_read_as_something_else(seed: int, data: 
 
 
 def write_log(
-    folder: Path, rank: int = 0, world: int = 1, steps: int = 12, *, close: bool = True, attempt: int = 0
+    folder: Path,
+    rank: int = 0,
+    world: int = 1,
+    steps: int = 12,
+    *,
+    close: bool = True,
+    attempt: int = 0,
+    program: str = "",
 ) -> Recorder:
     """A log of some steps, by the recorder and the thread that runs write in."""
     recorder = Recorder()
+    recorder.program = program
     head = {"rank": rank, "world": world, "device": "cpu", "host": "here"}
     head |= {"attempt": attempt} if attempt else {}
     log = SpanLog(span_log(folder, rank, attempt or 1), recorder, head)
@@ -104,6 +113,17 @@ def test_what_was_recorded_is_read_back(run: Path) -> None:
     assert report.steps == 12 and report.status == "finished" and report.ranks[0].complete
     assert report.samples_per_second == pytest.approx(96 / sum(report.kinds.values()), rel=1e-6)
     assert json.loads(json.dumps(report_dict(report)))["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("program", "word"),
+    [("", "mw.accumulate"), ("trainer", "gradient_accumulation_steps"), ("lightning", "accumulate_grad_batches")],
+)
+def test_advice_inside_a_trainer_is_in_its_words(tmp_path: Path, program: str, word: str) -> None:
+    begin_session(tmp_path, time.time(), job="logged", devices=["cpu"])
+    write_log(tmp_path, program=program)
+    kind = read_timeline(tmp_path).facts["program"]
+    assert kind == (program or "script") and word in advised(TRY["slower"], kind)
 
 
 @given(share=st.floats(0, 1))

@@ -314,7 +314,11 @@ def test_one_task_a_machine_with_more_devices_launches_there(
     [
         (ONE_A_NODE, {"nnodes": 3}, "--nnodes 3, and Slurm started 2 tasks on 2 machines"),
         (ONE_A_NODE, {"nnodes": 3, "node_rank": 2}, "--nnodes 3, and Slurm started 2 tasks on 2 machines"),
-        (SRUN | {"SLURM_NODEID": "0"}, {"nnodes": 2, "node_rank": 1}, "--node-rank 1, but Slurm says that this is machine 0 of 2"),
+        (
+            SRUN | {"SLURM_NODEID": "0"},
+            {"nnodes": 2, "node_rank": 1},
+            "--node-rank 1, but Slurm says that this is machine 0 of 2",
+        ),
         (SRUN, {"devices": "4xcpu"}, "--devices 4xcpu asks for 4, and Slurm started 2 tasks on this machine, 4 in all"),
         (TORCHRUN, {"devices": "4xcpu"}, "--devices 4xcpu asks for 4, and torchrun started 2 tasks on this machine"),
         (TORCHRUN, {"devices": "cuda:2,3"}, "show the tasks those that are meant: CUDA_VISIBLE_DEVICES=2,3."),

@@ -19,7 +19,8 @@ from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.plan_settings import setting_texts
 from meshwise.spec.units import bytes_text
 from meshwise.spec.world import World
-from meshwise.timeline.recorder import Recorder
+from meshwise.timeline.advice import advised
+from meshwise.timeline.recorder import Recorder, current
 from meshwise.workers.failure import is_communication_error
 
 
@@ -54,7 +55,7 @@ def explain_in_script(error: BaseException, world: World, plan: Plan, models: Se
     if not is_out_of_memory(error) or not models:
         return
     found = smaller_plan(plan, nn.ModuleList(models), None, world)
-    advice = "Use smaller batches under `with mw.accumulate():`, or more devices"
+    advice = advised("Use smaller batches and {accumulate}, or more devices", current().program)
     if found is not None:
         settings = " ".join(f"--set {setting}" for setting in setting_texts(found[0]))
         advice = f"What would need less, with the same numbers: {found[1]}. Write meshwise run {settings}"

@@ -46,6 +46,7 @@ from meshwise.slips.divided_batch import says_divided
 from meshwise.slips.padded_sums import refuse_padded_sums
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
+from meshwise.timeline.recorder import current
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
 
@@ -87,6 +88,7 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     models += [model for trainer in trainers for model in model_of(trainer)]
     if models or trainers or lightning or plan is not None:
+        current().program = "trainer" if trainers else "lightning" if lightning else current().program
         chosen = choose_plan(plan, engine)
         _add_models(engine, chosen, models)
     seed = draw_alike()

@@ -24,7 +24,7 @@ TRY_FOR_COMMUNICATION = {
 }
 """Advice against slow collectives, by the data that they send."""
 TRY = {
-    "slower": "Use one device, or give each more to compute in a step: {batch}, or accumulate.",
+    "slower": "Use one device, or give each more to compute in a step: {batch}, or {accumulate}.",
     "input": "Read ahead with more loader workers ({workers}).",
     "imbalance": (
         "Samples of unequal length: batch similar ones together. A shared or throttling machine: look for other "
@@ -40,6 +40,8 @@ TRY = {
 _OF_A_PLAN = {
     "local_norm": ", or --set batch_norm=local, which gives other numbers than one device",
     "shard": "shard over fewer devices (--set shard=…)",
+    "half": "bf16 (--set precision=bf16)",
+    "bf16": "bf16 (--set precision=bf16)",
 }
 _OF_A_LOOP = {
     "batch": "a larger batch (batch_size of its DataLoader)",
@@ -47,6 +49,7 @@ _OF_A_LOOP = {
     "save": "save less often",
     "save_option": "",
 }
+_OF_A_SCRIPT = _OF_A_PLAN | _OF_A_LOOP | {"accumulate": "accumulate (mw.accumulate)"}
 WORDS = {
     "job": _OF_A_PLAN
     | {
@@ -58,13 +61,16 @@ WORDS = {
         "save": "save less often (--save-every)",
         "save_option": " (--save-every)",
     },
-    "script": _OF_A_PLAN
-    | _OF_A_LOOP
+    "script": _OF_A_SCRIPT,
+    "trainer": _OF_A_SCRIPT
     | {
-        "accumulate": "accumulate (mw.accumulate)",
-        "half": "bf16 (--set precision=bf16)",
-        "bf16": "bf16 (--set precision=bf16)",
+        "batch": "a larger batch (per_device_train_batch_size)",
+        "accumulate": "accumulate (gradient_accumulation_steps)",
+        "workers": "dataloader_num_workers",
+        "save": "save less often (save_steps)",
+        "save_option": " (save_steps)",
     },
+    "lightning": _OF_A_SCRIPT | {"accumulate": "accumulate (accumulate_grad_batches)"},
     "plain": _OF_A_LOOP
     | {
         "local_norm": "",
@@ -80,8 +86,3 @@ WORDS = {
 def advised(text: str, program: str) -> str:
     """Return advice in the words for a kind of program, a key of WORDS; any other kind counts as a script."""
     return text.format_map(WORDS.get(program, WORDS["script"]))
-
-
-def for_communication(of: str, program: str) -> str:
-    """Return what to try when collectives that send `of`, such as `gradients`, take too long."""
-    return advised(TRY_FOR_COMMUNICATION.get(of, TRY_FOR_COMMUNICATION[""]), program)

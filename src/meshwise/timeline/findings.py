@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.spec.units import bytes_text, percent_text, seconds_text
-from meshwise.timeline.advice import TRY, TRY_FOR_STRAGGLER, advised, for_communication
+from meshwise.timeline.advice import TRY, TRY_FOR_COMMUNICATION, TRY_FOR_STRAGGLER, advised
 from meshwise.timeline.one_device import Alone, one_device_seconds
 from meshwise.timeline.run_report import COMPUTING, MEMORY, CollectiveReport, Finding, GoodputPart, PipelineReport
 from meshwise.timeline.spans import KIND, KINDS
@@ -80,7 +80,7 @@ class _Shares:
         return f"{percent_text(share)} of a step ({seconds_text(share * self.step)})"
 
     def finding(self, kind: str, phase: str | None, headline: str, share: float, sentence: str, advice: str) -> Finding:
-        whole = f"{headline}: {percent_text(share)} of a step."
+        whole, advice = f"{headline}: {percent_text(share)} of a step.", advised(advice, self.program)
         return Finding(kind, whole, sentence, advice, share, share * self.step, phase=phase)
 
 
@@ -181,8 +181,7 @@ def _input(shares: _Shares) -> Iterator[Finding]:
     share = shares.share("data", "transfer")
     if share >= LEAST["input"]:
         sentence = f"{shares.bound('Input', share)}: {shares.of_step(share)} is spent waiting for a batch."
-        advice = advised(TRY["input"], shares.program)
-        yield shares.finding("input", "data", shares.bound("Input", share), share, sentence, advice)
+        yield shares.finding("input", "data", shares.bound("Input", share), share, sentence, TRY["input"])
 
 
 def _communication(
@@ -209,7 +208,7 @@ def _communication(
         f"with computing), from the last rank's arrival{why}.{_most_expensive(collectives, shares.steps)}"
     )
     of = collectives[0].of if collectives else ""
-    advice = for_communication(of, shares.program)
+    advice = TRY_FOR_COMMUNICATION.get(of, TRY_FOR_COMMUNICATION[""])
     headline = shares.bound("Communication", share) + (f", mostly {of}" if of else "")
     yield shares.finding("communication", "communication", headline, share, sentence, advice)
 
@@ -258,9 +257,7 @@ def _bubble(shares: _Shares, pipeline: PipelineReport) -> Iterator[Finding]:
         f"{percent_text(pipeline.bubble_of_schedule)}, with these stages {percent_text(pipeline.bubble_of_stages)}: "
         f"stage {slowest.stage} takes {longest} a microbatch, stage {quickest.stage} {shortest}."
     )
-    yield shares.finding(
-        "bubble", "waiting", "Pipeline bubble", share, sentence, advised(TRY["bubble"], shares.program)
-    )
+    yield shares.finding("bubble", "waiting", "Pipeline bubble", share, sentence, TRY["bubble"])
 
 
 def _idle(shares: _Shares) -> Iterator[Finding]:
@@ -285,14 +282,8 @@ def _stalls(table: StepTable) -> Iterator[Finding]:
         f"{seconds_text(float(seconds.max()))}."
     )
     advice = f"See meshwise report RUN --steps {worst}. Often another program, a slow disk, or garbage collection."
-    yield Finding(
-        "stalls",
-        f"Stalls take {percent_text(share)} of the time.",
-        sentence,
-        advice,
-        share,
-        float(beyond[beyond > 0].mean()),
-    )
+    headline, each = f"Stalls take {percent_text(share)} of the time.", float(beyond[beyond > 0].mean())
+    yield Finding("stalls", headline, sentence, advice, share, each)
 
 
 def _of_run(goodput: Sequence[GoodputPart], program: str) -> Iterator[Finding]:
@@ -333,5 +324,5 @@ def _computing(shares: _Shares) -> Finding:
     sentence = f"Computing takes {percent_text(share)} of a step ({took})."
     if share >= 0.8:
         sentence = f"Compute-bound: {shares.of_step(share)} is forward, backward and optimizer."
-    advice = advised(TRY["compute"], shares.program)
-    return shares.finding("compute", None, "Compute-bound" if share >= 0.8 else "Computing", share, sentence, advice)
+    headline = "Compute-bound" if share >= 0.8 else "Computing"
+    return shares.finding("compute", None, headline, share, sentence, TRY["compute"])

@@ -38,7 +38,7 @@ class RankLog:
     """When the log began, in seconds since 1970. `clock` is the rank's clock at that moment (ns)."""
     clock: int
     program: str = ""
-    """`plain` for a program without verbs of meshwise, recorded from outside."""
+    """`plain` for a program without verbs of meshwise, recorded from outside; `trainer` or `lightning` inside one."""
     session: int = 0
     attempt: int = 0
     """Number of the run's attempt that wrote this log, from 1; 0 if the log does not say."""
@@ -165,6 +165,7 @@ def _take(log: RankLog, line: dict[str, Any]) -> None:
         for code, size, dtype in line.get("dtypes", []):
             log.dtypes[log.kinds[code][2], _whole(size)] = str(dtype)
         log.dropped = _whole(line.get("dropped", log.dropped))
+        log.program = str(line.get("program", log.program))
         text = str(line["data"])
         log.packed.append((_whole(line["spans"], MOST_PACKED * len(text)), text))
     elif "counters" in line:

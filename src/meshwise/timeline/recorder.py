@@ -57,6 +57,8 @@ class Recorder:
         self.dtypes: dict[tuple[int, int], Any] = {}
         """The dtype that a collective moved, by the collective's code and bytes, if known."""
         self.dropped = 0
+        self.program = ""
+        """The kind of program that advice is for, if it is known (see `advice.WORDS`)."""
         self.samples = 0
         """Number of samples in the global batches that this rank has worked on."""
         self.pulse: Pulse | None = None

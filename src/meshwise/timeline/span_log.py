@@ -100,6 +100,7 @@ class SpanLog:
             if dtypes:
                 line["dtypes"] = [[*key, str(dtype).removeprefix("torch.")] for key, dtype in dtypes]
                 self._dtypes += len(dtypes)
+            line |= {"program": recorder.program} if recorder.program else {}
             if recorder.dropped:
                 line["dropped"] = recorder.dropped
             lines.append(line)
