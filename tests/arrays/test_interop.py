@@ -57,7 +57,7 @@ def test_numpys_operators_and_functions_become_ours() -> None:
     x32 = XP.arange(5, dtype="float32")
     assert (np.float64(2) * x32).dtype is torch.float64
     assert (np.float32(2) * x32).dtype is torch.float32
-    with pytest.raises(TypeError, match="no such rule"):
+    with pytest.raises(TypeError, match="not supported"):
         np.i0(x)
 
 

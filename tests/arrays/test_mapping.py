@@ -45,7 +45,7 @@ def test_neighbours_of_a_stencil(sizes: list[int], own: bool, wrap: bool) -> Non
 def test_what_does_not_fit_is_refused() -> None:
     x = XP.arange(7.0)
     for function, words in [
-        (lambda part: part[:1], "the length of the divided dim, 0, must stay"),
+        (lambda part: part[:1], "the length of the divided dim, 0, must not change"),
         (lambda part: 3, "returned int"),
         (lambda part: part.int() if len(part) == 3 else part, "They must fit"),
     ]:

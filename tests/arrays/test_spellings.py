@@ -180,7 +180,7 @@ def test_numpys_own_functions_write_and_refuse() -> None:
     np.testing.assert_array_equal(there, V)
     assert np.add(x, 1, out=x) is x
     np.testing.assert_array_equal(x.numpy(), V + 1)
-    with pytest.raises(TypeError, match="no such rule"):
+    with pytest.raises(TypeError, match="not supported"):
         np.unwrap(x)
     with pytest.raises(TypeError, match=r"np\.add\.at of an array"):
         np.add.at(x, [0], 1)
@@ -217,5 +217,5 @@ def test_what_is_no_number_is_one_sentence() -> None:
         XP.asarray(["a"])
     with pytest.raises(ValueError, match="bincount of -1"):
         XP.bincount(XP.asarray([-1, 2]))
-    with pytest.raises(TypeError, match="exp2 of complex"):
+    with pytest.raises(TypeError, match="exp2 is not defined for complex"):
         XP.exp2(x + 1j)

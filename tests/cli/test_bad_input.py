@@ -232,7 +232,7 @@ def test_a_plan_of_tables_within_tables_is_refused(
 ) -> None:
     Path("deep.toml").write_text(text)
     code, said = command([verb, "mine.py:job", "--plan", "deep.toml"], monkeypatch, capsys)
-    assert code == 2 and "within too many others" in said
+    assert code == 2 and "nested too deep" in said
 
 
 def test_a_plan_that_is_a_pipe_is_not_waited_for(

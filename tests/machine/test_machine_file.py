@@ -231,7 +231,7 @@ WRONG = {
     "a table as a text": ('device = "H100"', "must be a list of tables"),
     "a text as a number": ("name = 7\n" + DEVICE_LINES, "must be a text"),
     "a share above any": (DEVICE_LINES + "achievable = { bf16 = 80 }", "achievable.bf16 = 80: must be from 0 to 2"),
-    "lists in lists": ("x = " + "[" * 3000, "within too many others"),
+    "lists in lists": ("x = " + "[" * 3000, "nested too deep"),
     "a number of thousands of digits": ("x = " + "9" * 5000, "not TOML"),
     "a hexadecimal number of thousands of digits": (
         '[[device]]\npart = "L4"\nmemory = 0x' + "f" * 9000,

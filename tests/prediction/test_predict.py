@@ -258,7 +258,7 @@ def test_batches_that_are_dicts_are_given_by_name_and_logits_are_the_output() ->
     [
         (
             lambda model, batch: model(batch[0]).mean(),
-            r"a tensor of shape \(\) for a batch of 8 samples: no row for each",
+            r"a tensor of shape \(\) for a batch of 8 samples: not one row each",
         ),
         (lambda model, batch: model(batch[0])[:3], r"a tensor of shape \(3, 4\)"),
         (lambda model, batch: None, "predicts a NoneType"),

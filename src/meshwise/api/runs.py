@@ -76,7 +76,7 @@ def remove(entry: RunEntry) -> None:
         shutil.rmtree(entry.folder)
     except OSError as error:
         raise UsageError(
-            f"{entry.folder}: cannot be removed ({error.strerror}). What is left is a part of it."
+            f"{entry.folder}: cannot be removed ({error.strerror}). A part of it is still there."
         ) from None
 
 

@@ -53,7 +53,7 @@ def start_script(
     if options.resume is not None:
         raise UsageError(
             f"--resume {options.resume}: {script.name} is a script, which loads what it saved itself (mw.load). Leave "
-            f"--resume out, and name the file to load after {script.name}, by an option of its own."
+            f"--resume out, and name the file to load after {script.name}, in an option of the script."
         )
     check_script(str(script), options)
     options, joined = placed(options)

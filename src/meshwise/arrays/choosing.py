@@ -48,7 +48,7 @@ def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
     """Take the entries at these indices along `axis`, in the shape of `indices`. Moves what `x[indices]` moves."""
     if axis is None:
         if len(x.shape) != 1:
-            raise ValueError(f"take of {len(x.shape)} dims without an axis: say which, or flatten the array.")
+            raise ValueError(f"take of {len(x.shape)} dims needs an axis: write axis=0, or flatten the array.")
         axis = 0
     dim = axis_of(axis, len(x.shape), "take")
     index = indices if isinstance(indices, Array) else torch.as_tensor(on_host(indices))
@@ -70,7 +70,7 @@ def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
         raise NoArrayGiven("take_along_axis: indices must be an array. Write xp.asarray(indices).")
     dim, ndim = axis_of(axis, len(x.shape), "take_along_axis"), len(x.shape)
     if len(indices.shape) != ndim:
-        raise ValueError(f"take_along_axis of shapes {x.shape} and {indices.shape}: give arrays of as many dims.")
+        raise ValueError(f"take_along_axis of shapes {x.shape} and {indices.shape}: numbers of dims must be equal.")
     one = [(*each.shape[:dim], 1, *each.shape[dim + 1 :]) for each in (x, indices)]
     around = broadcast_shape("take_along_axis", one)
     shape = (*around[:dim], indices.shape[dim], *around[dim + 1 :])

@@ -62,7 +62,7 @@ def asarray(
             piece, shares = piece.to(wanted), True
         elif copy is False:
             raise ValueError(
-                "asarray(copy=False): the values lie elsewhere, or are divided. Leave copy out, or name their device."
+                "asarray(copy=False): the values are on another device, or split. Leave copy out, or name their device."
             )
         else:
             own = torch.empty(piece.shape, dtype=wanted, device=space.devices[place])

@@ -170,6 +170,6 @@ def isdtype(dtype: Any, kind: Any) -> bool:
 
 
 def refuse_gradients(what: str, requires_grad: bool) -> None:
-    """Raise UsageError if a tensor requires gradients: arrays have none. what: the operation, for the message."""
+    """Raise UsageError if a tensor requires grad: arrays have no gradients. what: the operation, for the message."""
     if requires_grad:
-        raise UsageError(f"{what} of a tensor that requires gradients: arrays have none. Pass tensor.detach().")
+        raise UsageError(f"{what} of a tensor that requires grad: arrays have no gradients. Pass tensor.detach().")

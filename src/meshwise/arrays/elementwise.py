@@ -66,7 +66,7 @@ def unary(name: str, op: Op, takes: frozenset[torch.dtype], result: torch.dtype 
 
     def rule(x: Any, /) -> Array:
         if type(x) is not Array:
-            raise NoArrayGiven(f"{name} of {type(x).__name__}: no array. Write xp.asarray(value) first.")
+            raise NoArrayGiven(f"{name} of {type(x).__name__}: not an array. Write xp.asarray(value) first.")
         dtype, parts = x.dtype, x.parts
         if dtype not in takes:
             dtype = _lifted(name, dtype, takes, x.space.default_float)
@@ -185,7 +185,7 @@ def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
         if type(value) is Array:
             some = True
         elif type(value) not in PYTHON:
-            raise NoArrayGiven(f"{name} of {type(value).__name__}: no array. Write xp.asarray(value) first.")
+            raise NoArrayGiven(f"{name} of {type(value).__name__}: not an array. Write xp.asarray(value) first.")
     if not some:
         raise NoArrayGiven(f"{name} of Python numbers: give an array, or write xp.asarray(value).")
     return list(given)
@@ -263,7 +263,7 @@ def _power(a: Tensor, b: Tensor) -> Tensor:
 def _absolute(x: Any, /) -> Array:
     """Return absolute values; those of complex numbers have the type of their real part."""
     if type(x) is not Array:
-        raise NoArrayGiven(f"abs of {type(x).__name__}: no array. Write xp.asarray(value) first.")
+        raise NoArrayGiven(f"abs of {type(x).__name__}: not an array. Write xp.asarray(value) first.")
     parts = [part.clone() if part.dtype in (BOOL, *UNSIGNED) else torch.abs(part) for part in x.parts]
     return in_order_of(like(x, parts, real_of(x.dtype)), (x,))
 

@@ -68,7 +68,7 @@ def explain(operation: Callable[[], Any]) -> Explanation:
     if not arrays:
         raise UsageError("explain of a function that reads no arrays: write mw.explain(lambda: x @ y), with x and y.")
     if any(x.space.over_ranks for x in arrays.values()):
-        raise UsageError("explain over ranks: run it in one process, with as many virtual devices: '4xcpu'.")
+        raise UsageError("explain over ranks: run it in one process, with a virtual device per rank: '4xcpu'.")
     with _without_memory(arrays.values()) as lay:
         log = _moved(operation)
         now = sum(move.bytes for move in log)

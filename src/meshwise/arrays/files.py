@@ -163,7 +163,7 @@ def _write(file: Path, begin: int, x: Array) -> None:
 def _kind(path: Any, verb: str) -> Path:
     file = Path(path)
     if file.suffix not in KINDS:
-        raise UsageError(f"{verb} {file.name}: arrays lie in .npy and .safetensors files. Give the name such an end.")
+        raise UsageError(f"{verb} {file.name}: arrays lie in .npy and .safetensors files. End the name in one of them.")
     return file
 
 

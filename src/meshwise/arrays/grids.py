@@ -53,7 +53,7 @@ class Joined:
         found = []
         for each in key if isinstance(key, tuple) else (key,):
             if isinstance(each, str):
-                raise UsageError(f"r_[{each!r}, ...]: no words are read here. Write xp.concat(arrays, axis=...).")
+                raise UsageError(f"r_[{each!r}, ...]: strings are not taken. Write xp.concat(arrays, axis=...).")
             x = line_of(self._xp, each) if isinstance(each, slice) else self._xp.asarray(each)
             x = x.reshape(-1) if not x.shape else x
             found.append(x[:, None] if self._columns and len(x.shape) == 1 else x)

@@ -64,7 +64,7 @@ def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | Non
     if not hasattr(type(x), "__dlpack__"):
         raise TypeError(f"from_dlpack of {type(x).__name__}: it has no __dlpack__. Write xp.asarray.")
     if space.over_ranks:
-        raise UsageError("from_dlpack over ranks: each rank has another array. Write xp.from_shards.")
+        raise UsageError("from_dlpack over ranks: each rank has its own array. Write xp.from_shards.")
     tensor = from_array(x)
     refuse_gradients("from_dlpack", tensor.requires_grad)
     here = device_of(tensor)
@@ -147,7 +147,7 @@ def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Calla
                 + ("" if method == "__call__" else f".{method}")
                 + "".join(f", {k}=" for k in kwargs)
             )
-            raise TypeError(f"{asked} of an array of meshwise: no such rule. Write np.asarray(x) for its values.")
+            raise TypeError(f"{asked} of an array of meshwise: not supported. Write np.asarray(x) for its values.")
         found = rule(*(asarray(self.space, v) if isinstance(v, np.ndarray | np.generic) else v for v in given))
         if into is None:
             return found
@@ -164,7 +164,7 @@ def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Calla
             rule = checked(called.__name__, CREATION[called.__name__], self.space)
         if rule is None:
             name = f"{called.__module__}.{called.__name__}"
-            raise TypeError(f"{name} of an array of meshwise: no such rule. Write np.asarray(x) for its values.")
+            raise TypeError(f"{name} of an array of meshwise: not supported. Write np.asarray(x) for its values.")
         try:
             return rule(*args, **kwargs)
         except TypeError as error:

@@ -120,9 +120,7 @@ def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
     placed, length = x.sharding, x.shape[dim]
     if isinstance(repeats, Array) and repeats.shape not in ((), (1,)):
         if repeats.shape != (length,):
-            raise ValueError(
-                f"repeat of {length} entries, numbers of times of shape {repeats.shape}: give ({length},)."
-            )
+            raise ValueError(f"repeat of {length} entries, with repeats of shape {repeats.shape}: give ({length},).")
         own = placed.along(0) if placed.dim == dim else sharding(placed.places)
         times = [part.to(torch.int64) for part in spread(repeats, (length,), own, "repeat").parts]
         sizes = counted(x, placed, [int(each.sum()) for each in times])

@@ -89,7 +89,7 @@ def moveaxis(x: Array, source: int | Sequence[int], destination: int | Sequence[
         axis_of(axis, ndim, "moveaxis") for axis in ([destination] if isinstance(destination, int) else destination)
     ]
     if len(here) != len(there) or len(set(here)) != len(here) or len(set(there)) != len(there):
-        raise ValueError(f"moveaxis({source}, {destination}): name as many dims twice, each once.")
+        raise ValueError(f"moveaxis({source}, {destination}): give equally many dims, each once.")
     order = [dim for dim in range(ndim) if dim not in here]
     for to, dim in sorted(zip(there, here, strict=True)):
         order.insert(to, dim)

@@ -78,7 +78,7 @@ def _cut(made: Any, dim: int | None, own: Tensor, given: Tensor, lead: int) -> T
     """Cut the halo off a result."""
     if not isinstance(made, Tensor):
         raise UsageError(
-            f"map_shards: the function returned {type(made).__name__}. Return a tensor, or a tuple of some."
+            f"map_shards: the function returned {type(made).__name__}. Return a tensor, or a tuple of tensors."
         )
     if dim is None:
         return made
@@ -89,7 +89,7 @@ def _cut(made: Any, dim: int | None, own: Tensor, given: Tensor, lead: int) -> T
         return made.narrow(dim, lead, own.shape[dim])
     raise UsageError(
         f"map_shards: of a part of shape {tuple(own.shape)} the function made {tuple(made.shape)}; the length of the "
-        f"divided dim, {dim}, must stay. For a sum over it, and its like, use the functions of the namespace."
+        f"divided dim, {dim}, must not change. To sum and the like over it, use functions of the namespace."
     )
 
 

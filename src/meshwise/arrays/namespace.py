@@ -234,7 +234,7 @@ def array_namespace(devices: Any = None, *, default_float: Any = "float64") -> N
 def of_array(x: Array, /, *, api_version: str | None = None) -> Namespace:
     """Return the standard's `x.__array_namespace__()`."""
     if api_version is not None and api_version > VERSION:
-        raise ValueError(f"array API {api_version}: this is {VERSION}. Ask for that, or for none.")
+        raise ValueError(f"array API {api_version}: this is {VERSION}. Name that, or no version.")
     return namespace_of(x.space)
 
 

@@ -52,7 +52,7 @@ def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, per
     result is `left` or `right`, by default the value of the first or last point."""
     if period is not None:
         raise UsageError(
-            "interp(period=...): no such rule. Write xp.interp(x % period, xs, ys) with points of a period."
+            "interp(period=...): not supported. Write xp.interp(x % period, xs, ys) with points of a period."
         )
     x = as_floats("interp", x)
     xp = x.__array_namespace__()
@@ -130,7 +130,7 @@ def gradient(x: Any, /, *spacing: Any, axis: Any = None, edge_order: int = 1) ->
     coordinates along the axis; one for all axes, or one for each. Several axes give a list."""
     x = as_floats("gradient", x)
     if edge_order != 1:
-        raise UsageError(f"gradient(edge_order={edge_order}): slopes at the ends are of two entries. Leave it out.")
+        raise UsageError(f"gradient(edge_order={edge_order}): only edge_order=1 is supported. Leave it out.")
     axes = range(len(x.shape)) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
     dims = [axis_of(each, len(x.shape), "gradient") for each in axes]
     steps = spacing * len(dims) if len(spacing) == 1 else spacing or (1.0,) * len(dims)
@@ -209,7 +209,9 @@ def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Any:
 def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 0) -> Any:
     """Choose each element from the choice of the first condition that is true there; from `default` if none is."""
     if not conditions or len(conditions) != len(choices):
-        raise ValueError(f"select of {len(conditions)} conditions, {len(choices)} choices: give as many, one or more.")
+        raise ValueError(
+            f"select of {len(conditions)} conditions, {len(choices)} choices: give equally many, at least 1."
+        )
     as_array("select", conditions[0])
     found = default
     for condition, choice in zip(reversed(conditions), reversed(choices), strict=True):

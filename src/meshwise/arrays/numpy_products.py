@@ -158,7 +158,7 @@ def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -
     if len(axes) == 1:
         return vector_norm(x, axis=axes, ord=2 if ord is None else ord, keepdims=keepdims)
     if len(axes) != 2:
-        raise ValueError(f"norm over {len(axes)} axes: it is of vectors, one axis, or of matrices, two. Name them.")
+        raise ValueError(f"norm over {len(axes)} axes: name one axis (vector norm) or two (matrix norm).")
     found = matrix_norm(moveaxis(x, axes, (-2, -1)), ord="fro" if ord is None else ord)
     return found.reshape(tuple(1 if dim in axes else n for dim, n in enumerate(x.shape))) if keepdims else found
 
@@ -170,7 +170,7 @@ def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int,
     xp = a.__array_namespace__()
     b = xp.asarray(b)
     if len(a.shape) != 2 or len(b.shape) not in (1, 2) or a.shape[0] != b.shape[0]:
-        raise ValueError(f"lstsq of shapes {a.shape} and {b.shape}: a matrix, and as many rows of one or more columns.")
+        raise ValueError(f"lstsq of shapes {a.shape} and {b.shape}: give a matrix, and a right side with as many rows.")
     u, s, vh = svd(a, full_matrices=False)
     share = xp.finfo(s.dtype).eps * max(a.shape) if rcond is None else rcond
     kept = ELEMENTWISE["greater"](s, share * s.max() if s.shape[0] else 0)

@@ -121,7 +121,7 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
         or len({*ours}) < len(ours)
         or len({*theirs}) < len(theirs)
     ):
-        raise ValueError(f"{asked}: the axes must be as many, each once, and of equal lengths.")
+        raise ValueError(f"{asked}: the axes must be equally many, each once, and of equal lengths.")
     x = tuple(range(len(a)))
     names = iter(range(len(a), len(a) + len(b)))
     y = tuple(ours[theirs.index(axis)] if axis in theirs else next(names) for axis in range(len(b)))

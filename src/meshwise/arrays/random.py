@@ -126,7 +126,7 @@ class Generator:
         kind = torch.int64 if dtype is None else as_dtype(dtype)
         least, most = limits(kind)
         if not least <= begin < end <= most + 1 or end - begin >= 2**63:
-            raise UsageError(f"integers from {begin} to below {end} of {kind}: there are none such. Give low < high.")
+            raise UsageError(f"integers from {begin} to below {end} of {kind}: the range is empty. Give low < high.")
         count = end - begin
 
         def draw(upper: Tensor, lower: Tensor) -> Tensor:
@@ -168,10 +168,10 @@ class Generator:
         placement: dict[str, Any] = {"device": device, "sharding": sharding}
         if p is not None:
             if not replace:
-                raise UsageError("choice(p=..., replace=False): no such rule. Draw with replacement, or without p.")
+                raise UsageError("choice(p=..., replace=False): not supported. Draw with replacement, or without p.")
             upto = np.cumsum(np.asarray(p, np.float64))
             if upto.shape != (count,) or (np.diff(upto, prepend=0) < 0).any() or abs(upto[-1] - 1) > 1e-7:
-                raise ValueError(f"choice of {count} with p: give as many likelihoods, none below 0, of sum 1.")
+                raise ValueError(f"choice of {count} with p: give one probability each, none below 0, of sum 1.")
             where = self.random(shape, torch.float64, **placement)
             index = where.__array_namespace__().searchsorted(asarray(self._space, upto / upto[-1]), where, side="right")
         elif replace:

@@ -87,7 +87,7 @@ def as_index(x: Array) -> int:
     """Return `operator.index(x)`, as in `range(x)`, for integers only."""
     value = number(x)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{x.dtype} as an index: only integers are. Write int(x).")
+        raise TypeError(f"{x.dtype} as an index: it must be an integer. Write int(x).")
     return value
 
 
@@ -99,7 +99,7 @@ def as_complex(x: Array) -> complex:
 def as_bool(x: Array) -> bool:
     """Return `bool(x)`. ValueError if `x` has more than one element."""
     if x.shape and any(length != 1 for length in x.shape):
-        raise ValueError(f"the truth of an array of shape {x.shape} is not one. Write x.any() or x.all().")
+        raise ValueError(f"the truth of an array of shape {x.shape} is ambiguous. Write x.any() or x.all().")
     return bool(number(x))
 
 

@@ -31,7 +31,7 @@ IN_ORDER = frozenset((*REAL, *COMPLEX))
 def as_array(name: str, x: Any) -> Array:
     """Return `x` if it is an array; else raise NoArrayGiven, so that the namespace converts it."""
     if type(x) is not Array:
-        raise NoArrayGiven(f"{name} of {type(x).__name__}: no array. Write xp.asarray(value) first.")
+        raise NoArrayGiven(f"{name} of {type(x).__name__}: not an array. Write xp.asarray(value) first.")
     return x
 
 

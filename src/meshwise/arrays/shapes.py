@@ -20,7 +20,7 @@ def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(rule)
     def call(x: Any, /, *given: Any, **named: Any) -> Any:
         if not isinstance(x, Array):
-            raise NoArrayGiven(f"{rule.__name__} of {type(x).__name__}: no array. Write xp.asarray(value) first.")
+            raise NoArrayGiven(f"{rule.__name__} of {type(x).__name__}: not an array. Write xp.asarray(value) first.")
         return rule(x, *given, **named)
 
     return call

@@ -157,7 +157,7 @@ def find_devices(devices: Any) -> tuple[torch.device, ...]:
     if all(device.type == "cpu" for device in named):
         return _count("cpu", len(named))
     if any(device.type == "cpu" for device in named):
-        raise UsageError(f"array_namespace({list(map(str, devices))}): the host and GPUs. Name devices of one kind.")
+        raise UsageError(f"array_namespace({list(map(str, devices))}): host mixed with GPUs. Name devices of one kind.")
     return tuple(named)
 
 

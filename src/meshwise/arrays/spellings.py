@@ -232,7 +232,7 @@ def item(x: Array, /, *index: Any) -> Any:
     if len(index) == 1 and not isinstance(index[0], tuple):
         count = math.prod(x.shape)
         if not hasattr(index[0], "__index__") or not -count <= index[0] < count:
-            raise IndexError(f"item({index[0]}) of an array of {count} elements: there is none of that number.")
+            raise IndexError(f"item({index[0]}) of an array of {count} elements: the index is out of range.")
         return number(x[tuple(map(int, np.unravel_index(index[0] % count, x.shape)))])
     return number(x[index[0] if len(index) == 1 else index])
 
@@ -279,7 +279,7 @@ def unique(
     element of `x` among them, and their counts."""
     x = as_array("unique", x)
     if axis is not None:
-        raise UsageError(f"unique(axis={axis}): rows are not compared. Without an axis it finds distinct elements.")
+        raise UsageError(f"unique(axis={axis}): not supported. Leave axis out to find distinct elements.")
     if not (return_index or return_inverse or return_counts):
         return _names_of(x).unique_values(x)
     values, *others = _names_of(x).unique_all(x)

@@ -49,7 +49,7 @@ def check_options_behind(script: str, before: Sequence[str], own: Sequence[str],
     meant = f"{before[0]} {shlex.join([*before[1:], *moved, script, *left])}"
     raise UsageError(
         f"{some(given)}: what follows {script} is the script's own, and it has no such option. Options of meshwise "
-        f"stand before its name: {meant}. Where the script takes it all the same: {shlex.join([script, '--', *own])}."
+        f"stand before its name: {meant}. If the script does take it: {shlex.join([script, '--', *own])}."
     )
 
 

@@ -188,7 +188,7 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
         raise UsageError(
             f"{where}: this loss adds up one term for each of this rank's {samples} samples. Taken for a mean, its "
             f"gradients would be those of one device divided by {ranks}. Divide it by the number of terms, or write "
-            f"{verb}reduction='sum'); or reduction='mean' to have them so."
+            f"{verb}reduction='sum'); or reduction='mean' if that is meant."
         )
     if reduction is None and (what := summed_loss(loss, weighed=True)):
         return (

@@ -172,7 +172,7 @@ class RunOptions(NodeOptions):
         _ = self.saves, self.memory_cap
         _ = self.seconds_limit  # raises for what is no duration
         if self.redundancy not in (None, 0, 1):
-            raise UsageError(f"--redundancy {self.redundancy}: a second copy of the state in memory, or none: 1 or 0.")
+            raise UsageError(f"--redundancy {self.redundancy}: write 1 for a second copy of the state in memory, or 0.")
         check_known("--on-nan", self.on_nan, ON_NAN)
         if self.on_spike is not None:
             check_known("--on-spike", self.on_spike, ["save"])
@@ -193,7 +193,7 @@ class RunOptions(NodeOptions):
         if self.restarts is not None and self.restarts < 0:
             raise UsageError(f"--restarts {self.restarts}: must be at least 0.")
         if self.restart_on not in (None, "exception"):
-            raise UsageError(f"--restart-on {self.restart_on}: only exception is known; machines always count.")
+            raise UsageError(f"--restart-on {self.restart_on}: use exception; lost machines always count.")
         self.hang_seconds()
         for text in self.fault:
             parse_fault(text)

@@ -129,7 +129,7 @@ def refuse_restarts(options: RunOptions, where: str) -> None:
     for name in ("restarts", "restart_on", "on_failure"):
         if getattr(options, name):
             raise UsageError(
-                f"--{name.replace('_', '-')} {where}: meshwise starts nothing again there yet. Leave it out, and start "
+                f"--{name.replace('_', '-')} {where}: meshwise cannot restart a run there yet. Leave it out, and start "
                 "the command again with --resume RUN where its exit code is 85."
             )
 

@@ -47,7 +47,7 @@ def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[
     for name, module in found:
         if isinstance(module, torch.jit.ScriptModule):
             raise PlanError(
-                f"batch norm {name or type(module).__name__} is TorchScript, into which nobody sees, and it would take "
+                f"batch norm {name or type(module).__name__} is TorchScript, which meshwise cannot read: it would take "
                 "the statistics of one rank's samples. Distribute the model before torch.jit.script, or use one device."
             )
         if not is_joined(module):

@@ -28,7 +28,7 @@ def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None
     if computed in ("fp64", "fp32"):
         return
     if computed == "bf16" and not computes_bf16(device):
-        raise PlanError(f"{lacks(device, computed)}: this GPU is older than it. {instead(computed)}")
+        raise PlanError(f"{lacks(device, computed)}: this GPU is too old for it. {instead(computed)}")
     with_lstm = model is not None and any(isinstance(part, nn.LSTM) for part in model.modules())
     for kind_of, wrong in _tried(device, computed, with_lstm):
         other = "fp32" if _tried(device, "bf16", with_lstm) else "bf16"

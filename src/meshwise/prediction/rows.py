@@ -85,5 +85,5 @@ def _rows(value: Any, samples: int, job: str) -> Any:
     else:
         found = f"a {type(value).__name__}"
     if not isinstance(value, Tensor | list) or (isinstance(value, Tensor) and not value.dim()) or len(value) != samples:
-        raise UsageError(f"job '{job}' predicts {found} for a batch of {samples} samples: no row for each. {HOW}")
+        raise UsageError(f"job '{job}' predicts {found} for a batch of {samples} samples: not one row each. {HOW}")
     return value

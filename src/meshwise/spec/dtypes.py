@@ -36,7 +36,7 @@ class Dtypes:
     def __post_init__(self) -> None:
         if self.stored == "fp16":
             raise PlanError(
-                "param_dtype='fp16': steps of an optimizer are lost in what float16 can hold, and torch scales no "
+                "param_dtype='fp16': optimizer steps are too small for float16 to hold, and torch scales no "
                 "gradient of it. Store in fp32 and compute in fp16 (precision='fp16'), or store in bf16."
             )
         words = self.by_field.values()

@@ -49,7 +49,7 @@ def plan_values(text: str) -> dict[str, Any]:
     try:
         values = tomllib.loads(text)
     except RecursionError:
-        raise PlanError("tables or lists within too many others. A plan is lines such as shard = 2.") from None
+        raise PlanError("tables or lists nested too deep. A plan is lines such as shard = 2.") from None
     except ValueError as error:  # TOMLDecodeError, or a number that Python refuses to read
         raise PlanError(f"the plan file is not TOML: {error}.") from None
     values.pop(PREDICTED, None)

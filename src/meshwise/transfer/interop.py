@@ -76,7 +76,7 @@ def _copied(array: np.ndarray[Any, Any], name: str) -> Tensor:
 def _from_cuda_interface(array: Any) -> Tensor:
     facts = array.__cuda_array_interface__
     if facts.get("mask") is not None:
-        raise UsageError(f"{_name(array)}: a masked array. Fill its mask first; torch has none.")
+        raise UsageError(f"{_name(array)}: a masked array, which torch lacks. Fill it first.")
     if not torch.cuda.is_available():
         raise UsageError(f"{_name(array)}: its memory is on a CUDA device, and this torch sees none.")
     stream = facts.get("stream")

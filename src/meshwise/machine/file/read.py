@@ -71,7 +71,7 @@ def _toml(text: str, where: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise UsageError(
-            f"{where}: tables or lists within too many others. Write it as `meshwise bench --save` does."
+            f"{where}: tables or lists nested too deep. Write it as `meshwise bench --save` does."
         ) from None
     except ValueError as error:  # TOMLDecodeError, or a number that Python refuses to read
         raise UsageError(f"{where}: not TOML: {error}.") from None
