@@ -111,9 +111,7 @@ def cross(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
     """Return the cross products of vectors of 3 along `axis`, counted from the end; the other dims are broadcast."""
     x, y = as_array("cross", x1), as_array("cross", x2)
     if not -min(len(x.shape), len(y.shape)) <= axis < 0 or x.shape[axis] != 3 or y.shape[axis] != 3:
-        raise ValueError(
-            f"cross of shapes {x.shape} and {y.shape} along axis {axis}: give a common axis of length 3: -1."
-        )
+        raise ValueError(f"cross of shapes {x.shape} and {y.shape} along axis {axis}: its length must be 3 in both.")
     dtype = result_type(x, y)
     whole = [freed(each, {axis % len(each.shape)}, "cross") for each in (x, y)]
     for at, each in enumerate(whole):

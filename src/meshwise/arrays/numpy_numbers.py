@@ -209,9 +209,7 @@ def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Any:
 def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 0) -> Any:
     """Choose each element from the choice of the first condition that is true there; from `default` if none is."""
     if not conditions or len(conditions) != len(choices):
-        raise ValueError(
-            f"select of {len(conditions)} conditions, {len(choices)} choices: give equally many, at least 1."
-        )
+        raise ValueError(f"select of {len(conditions)} conditions, {len(choices)} choices: give as many, one or more.")
     as_array("select", conditions[0])
     found = default
     for condition, choice in zip(reversed(conditions), reversed(choices), strict=True):
