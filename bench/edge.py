@@ -87,7 +87,7 @@ def judged(case: dict[str, Any]) -> dict[str, Any]:
     real = max(real, again, key=lambda one: one.peak)
     need = real.peak if case["rule"] == "bytes" else replay([real.work()]).reserved
     caps = [round(share * need) for share in case["shares"]]
-    holds = [cap >= need if case["rule"] == "bytes" else replay([real.work()], cap).failed is None for cap in caps]
+    holds = [cap >= need if case["rule"] == "bytes" else not replay([real.work()], cap).failed for cap in caps]
     predicted, verdicts = _verdicts(job, plan, case["rule"], caps)
     found = case | {"plan": str(plan), "need": need, "caps": caps, "holds": holds}
     found |= {"predicted": predicted, "verdicts": verdicts, "load": os.getloadavg()[0], "constants": digest()}

@@ -29,7 +29,7 @@ def test_the_page_has_the_table_the_step_and_its_memory(plans: Plans) -> None:
     told = values_in(page(plans).html)
     first = plans.found.estimates[0]
     shown = told["plan"]
-    assert told["source"] == "predicted" and shown["title"] == "mnist-cnn on 2xA100, batch 256"
+    assert told["source"] == "predicted" and shown["title"] == "mnist-cnn on 2xA100, batch 256, computed in fp32"
     assert shown["table"]["rows"][0][:2] == ["1", "data=1"] and "cost" in shown["table"]["titles"]
     assert shown["limits"][0].startswith("What limits it: ") and shown["costly"][0]["titles"][0] == "operator"
     assert {bar["kind"] for bar in told["views"][0]["bars"]} >= {"forward", "backward", "optimizer"}

@@ -1,6 +1,6 @@
 """A script with the two lines is rehearsed up to its second step: as a job of the same program is, or refused by name.
 
-Of rehearsal/fakes/cuda.py too.
+Of rehearsal/fakes/cuda.py and rehearsal/as_worker.py too.
 """
 
 import os
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from meshwise.job.job import Job
 from meshwise.jobs.script import run_script_file
 from meshwise.machine.words import machine_from_words
+from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.memory_parts import memory_parts
 from meshwise.rehearsal.scripts import Script, known_script, trace_script
 from meshwise.rehearsal.trace import trace
@@ -139,6 +140,15 @@ def test_memory_has_its_categories(script):
     assert held["input"] == 2 * (8 * 8 * 4 + 8 * 8)  # the loop's variables hold the last batch while the next comes
 
 
+def test_the_data_of_a_script_are_no_gradients(script):
+    """On a CPU a data set of tensors is memory of the device, and stays."""
+    text = SCRIPT.replace("torch.randn(60, 8)", "torch.randn(6000, 8)").replace("[40, 20]", "[40, 5960]")
+    text = text.replace("torch.randint(3, (60,))", "torch.randint(3, (6000,))")
+    (traced,) = trace_script(script(text), Plan(), "cpu")
+    split = memory_curve(traced.step).peak.split
+    assert split["input"] >= 6000 * 8 * 4 and 0 < split["gradients"] < 1.5 * traced.step.holds("parameters")
+
+
 def test_what_a_search_must_know_of_it(script):
     found = known_script("train.py", script(SCRIPT, "--size", "16").run, "cpu")
     assert (found.batch_size, found.model.batch_norms) == (8, True)
@@ -259,6 +269,123 @@ def test_a_plain_script_is_refused_after_its_first_steps(script):
     text = plain.replace("for x, y in loader:", "for x, y in (batch for _ in iter(int, 1) for batch in loader):")
     with pytest.raises(UsageError, match=r"never gives a model to mw\.distribute"):
         trace_script(script(text), Plan())
+
+
+PLAIN = {
+    "DDP": """
+import os
+import torch
+from torch import nn
+torch.distributed.init_process_group("nccl")
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 2).to(int(os.environ["LOCAL_RANK"])))
+""",
+    "a rank of its own": "import os\nrank = int(os.environ['LOCAL_RANK'])\n",
+    "accelerate": """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+accelerator, model = Accelerator(), torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for (x,) in loader:
+    accelerator.backward(model(x).mean())
+    optimizer.step()
+""",
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+def test_a_script_of_another_library_is_told_of_the_lines(script, name, kind):
+    """It ended in an error about MASTER_ADDR."""
+    if name == "accelerate":
+        pytest.importorskip("accelerate")
+    with pytest.raises(UsageError, match=r"never gives a model to mw\.distribute.*Trainer or .*docs/from-ddp\.md"):
+        trace_script(script(PLAIN[name]), Plan(), kind)
+
+
+TRAINER = """
+import torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+import meshwise as mw
+sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+config = BertConfig(vocab_size=64, **sizes)
+data = [{"input_ids": torch.arange(8) + i, "labels": i % 2} for i in range(48)]
+options = TrainingArguments("out", per_device_train_batch_size=8, report_to=[], save_strategy="no", max_steps=3)
+trainer = mw.distribute(Trainer(BertForSequenceClassification(config), options, train_dataset=data))
+trainer.train()
+"""
+LIGHTNING = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import meshwise as mw
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+
+    def training_step(self, batch, index):
+        loss = torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+loader = DataLoader(TensorDataset(torch.randn(48, 32), torch.randint(2, (48,))), batch_size=8)
+trainer = mw.distribute(L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False))
+trainer.fit(Model(), loader)
+"""
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+@pytest.mark.parametrize(("library", "text"), [("transformers", TRAINER), ("lightning", LIGHTNING)])
+def test_a_trainer_that_is_distributed_is_rehearsed(script, library, text, kind):
+    """Lightning's ended in `Device should be GPU, got sim`, transformers' in an error about MASTER_ADDR."""
+    pytest.importorskip(library)
+    (alone,), (half,), (part,) = (
+        trace_script(script(text), plan, kind) for plan in (Plan(), Plan(data=2), Plan(shard=2))
+    )
+    assert alone.step.flops == 2 * half.step.flops == 2 * part.step.flops > 0
+    for work in (alone.step, half.step):
+        assert launched(work, ["forward"]) and launched(work, ["backward"])
+        assert all("addmm" not in what.name and what.name != "mm" for what in launched(work, ["optimizer"]))
+    sent = [launch.what.kind for launch in half.step.launches if hasattr(launch.what, "kind")]
+    assert "all-reduce" in sent
+    peak = memory_curve(alone.first).peak.split
+    assert peak["gradients"] > 0 and alone.step.holds("optimizer") >= 2 * alone.step.holds("parameters")
+
+
+def test_a_loss_is_taken_for_finite(script):
+    text = SCRIPT.replace("# changed", "assert not torch.isnan(loss) and not torch.isinf(loss).any()")
+    assert trace_script(script(text), Plan())[0].step.flops > 0
+
+
+def test_a_script_on_the_cpu_is_planned_on_the_gpu_if_its_model_is_all_that_moves(script):
+    """README's own loop was refused: it computes nothing on the GPU."""
+    text = SCRIPT.replace(".to(device)\noptimizer", "\noptimizer").replace(
+        "    x, y = x.to(device), y.to(device)\n", ""
+    )
+    text = text.replace("    assert x.is_cuda", "    0 and x.is_cuda")
+    found = known_script("train.py", script(text).run, "gpu")
+    moved, plain = (trace_script(each, Plan(data=2))[0].step for each in (found, script()))
+    assert launched(moved) == launched(plain)
+    assert any("write model.to('cuda') before" in note for note in moved.notes)
+    with pytest.raises(UsageError, match="computes nothing on the GPU"):
+        known_script("train.py", script(SCRIPT.replace("torch.cuda.is_available()", "False")).run, "gpu")
+
+
+def test_a_first_guess_knows_blocks_activations_and_the_optimizer(script):
+    """Activations were those at the peak, which is often in the optimizer, and all of a model one block."""
+    blocks = "*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(6)), "
+    text = SCRIPT.replace("nn.Linear(size, 3)", f"nn.Linear(size, 512), {blocks}nn.Linear(512, 3)")
+    model = known_script("train.py", script(text).run, "gpu").model
+    weights = 4 * (6 * (512 * 512 + 512) + 32 * 512)
+    assert model.forward.blocks >= 6 and model.forward.kept > 8 * 512 * 4 * 6
+    assert 15 < model.stepped < 25 and model.parameters > weights
 
 
 REFUSED = {

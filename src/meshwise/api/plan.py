@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -279,16 +279,11 @@ def _job_of(options: PlanOptions, machine: Machine, stack: ExitStack) -> Job | S
     if isinstance(options.job, str) and options.job.endswith(".py"):
         check_script(options.job, options)
         script, folder = Path(options.job), stack.enter_context(scratch_folder("plan"))
-        run = functools.partial(_run_aside, folder, script.resolve(), list(options.arguments))
+        run = scratch_files(folder)(functools.partial(run_script_file, script.resolve(), list(options.arguments)))
         return known_script(script.name, run, kind_of(machine))
     job = find_job(options.job, data=options.data, seed=options.seed, args=options.args)
     job = replace(job, data=functools.cache(job.data))  # opened once, for its steps and for every way to estimate
     return job if options.batch_size is None else replace(job, batch_size=options.batch_size)
-
-
-def _run_aside(folder: Path, script: Path, arguments: Sequence[str]) -> None:
-    with scratch_files(folder):
-        run_script_file(script, arguments)
 
 
 shown_by(Plans, plans_text)

@@ -95,9 +95,7 @@ def _progress(part: Any) -> str:
     found = part.found
     best = found.estimates[0] if found.estimates else None
     done = plural(len(found.estimates) + len(found.refused), "plan")
-    step = (
-        ""
-        if best is None or best.seconds is None
-        else f", best {settings_text(best.plan)} {seconds_text(best.seconds.value)}"
-    )
+    step = ""
+    if best is not None and best.seconds is not None:
+        step = f", best {settings_text(best.plan)} {seconds_text(best.seconds.value)}"
     return f"rehearsed {done} of {len(found.estimates) + len(found.refused) + len(found.left)}{step}"

@@ -21,20 +21,13 @@ from meshwise.compat.tree import map_tensors, tensors_in
 KEY = "AutocastPrivateUse1"
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-NARROW = _words(
-    """
+NARROW = """
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm
     addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
     _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
     scaled_dot_product_attention
     """
-)
-FLOAT32 = _words(
-    """
+FLOAT32 = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
     pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm frobenius_norm.dim
     nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
@@ -44,13 +37,10 @@ FLOAT32 = _words(
     upsample_bilinear2d upsample_bicubic2d softmax.int log_softmax.int cumprod cumsum prod prod.dim_int sum
     sum.dim_IntList norm.Scalar
     """
-)
-WIDEST = _words(
-    """
+WIDEST = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
     scaled_dot_product_attention_ cat stack
     """
-)
 _KEYS = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEY))
 _cache: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
@@ -61,7 +51,7 @@ def register() -> list[torch.library.Library]:
     through.fallback(torch.library.fallthrough_kernel, KEY)
     library = torch.library.Library("aten", "IMPL")
     for names, dtype_of in ((NARROW, _narrow), (FLOAT32, _float32), (WIDEST, _widest)):
-        for name in names:
+        for name in names.split():
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
             if operator is not None:

@@ -23,7 +23,7 @@ from torch.utils import _device
 
 from meshwise.compat import fake_autocast
 
-NAME = "sim"
+NAME, TOLD = "sim", "cuda"  # to torch, and to a program
 _users = [0]  # rehearsals that have the device now
 _stream: list[Stream] = []
 _pending: dict[str, set[int]] = {}
@@ -31,7 +31,17 @@ _last: dict[str, int] = {}
 _records = [0]  # that were begun: a place is one of its own record
 
 
-class Stream:
+class _Done:
+    """What has always ended: nothing is computed."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Stream(_Done):
     """A stream of the fake device. Waits of the stream are recorded, and are reported with its next launch."""
 
     made = 0
@@ -55,12 +65,6 @@ class Stream:
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
     def is_capturing(self) -> bool:
         """Return False, as no CUDA graph is ever captured here. Optimizers of torch 2.15 ask."""
         return False
@@ -78,7 +82,7 @@ class Stream:
         _stream[:] = [self._before.pop()]
 
 
-class Event:
+class Event(_Done):
     """A point in a stream, after launch `at` of record `of`. FSDP2 keeps events for the next step, in a new record."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -90,12 +94,6 @@ class Event:
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or _stream[-1]).wait_event(self)
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
 
 
 class _Module:
@@ -142,11 +140,6 @@ class _Module:
 def is_there() -> bool:
     """Return whether the fake device exists now, that is, during a rehearsal."""
     return _users[0] > 0
-
-
-def current_stream() -> str:
-    """Return the name of the current stream of the fake device."""
-    return _stream[-1].name
 
 
 def stream_of() -> Stream:

@@ -28,6 +28,8 @@ READS = ("_local_scalar_dense", "item")
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators whose results have no values until they are written."""
 OVERWRITES = ("copy_", "fill_", "zero_", "random_")
+NOT_FINITE = ("isnan", "isinf")
+"""Operators that ask whether a training has gone wrong: while numbers are guessed, it has not."""
 DRAWN = ("randperm", "randint", "random_")
 """Operators that draw whole numbers, which a program may use as indices: an order of samples, where to cut a text."""
 _VALUE = "_value_in_rehearsal"
@@ -66,7 +68,7 @@ def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fa
     """Return whether results may have known values: those of all tensors are known, or one is overwritten."""
     if not fakes:
         return _is_small(func, args, kwargs, fakes)
-    if operator_name(func) in OVERWRITES and _beside(fakes[0]) is not None:
+    if (operator_name(func) in OVERWRITES and _beside(fakes[0]) is not None) or operator_name(func) in NOT_FINITE:
         return True
     return all(value_of(fake) is not None for fake in fakes)
 
@@ -134,8 +136,13 @@ def with_values(
     known = [value_of(tensor) for tensor in given]
     if any(value is None for value in known) or not _is_small(func, args, kwargs, given):
         lose(written_arguments(func, args, kwargs))
-        guess = _guessed(given[0]) if _guesses and operator_name(func) in READS else None
-        return run() if guess is None else guess
+        if _guesses and operator_name(func) in READS and (guess := _guessed(given[0])) is not None:
+            return guess
+        out = run()
+        if _guesses and operator_name(func) in NOT_FINITE:
+            with without_interception():
+                give_value(out, torch.zeros(out.shape, dtype=torch.bool))
+        return out
     if operator_name(func) in READS:
         return known[0].item() if known and known[0] is not None else run()
     ran, out = True, None

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
+from meshwise.compat.fake_device import NAME, TOLD
+
 
 def take_place(trainer: Any, device: str, *, signals: bool) -> None:
     """Set the device of the Trainer's strategy. signals: False keeps the Trainer from installing signal handlers."""
-    trainer.strategy._root_device = torch.device(device)
+    with torch._C.DisableTorchFunction():  # Lightning finds a rehearsed GPU by the name that a script does
+        trainer.strategy._root_device = torch.device(TOLD if device == NAME else device)
     if not signals:
         trainer._signal_connector.register_signal_handlers = lambda: None
 

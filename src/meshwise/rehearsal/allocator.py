@@ -45,31 +45,18 @@ def segment_size(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class OutOfMemory:
-    """The allocation that fails because of the cap. place: index of its event over all works; -1: before the first.
-
-    short: how many bytes more the cap would have to allow, after all cached memory was returned.
-    """
-
-    place: int
-    size: int
-    allocated: int
-    reserved: int
-    short: int
-
-
-@dataclass(frozen=True)
 class Replayed:
     """Peaks of a replay, in bytes. allocated: of blocks in use. reserved: of segments, reached at the event `place`.
 
-    retries: how often cached segments were returned to stay below the cap. failed: None if no allocation failed.
+    retries: how often cached segments were returned to stay below the cap. failed: whether an
+    allocation did not, after all cached memory was returned.
     """
 
     allocated: int
     reserved: int
     place: int
     retries: int
-    failed: OutOfMemory | None
+    failed: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -102,9 +89,8 @@ class _Heap:
         if block is None:
             self.retries += 1
             self._give_back()
-            block = self._new(size, small, stream)
-        if block is None:
-            return None
+            if (block := self._new(size, small, stream)) is None:
+                return None
         remaining = block.size - size
         if remaining >= BLOCK if small else remaining > SMALL:
             rest = _Block(remaining, block.address + size, stream, small, True, block, block.behind)
@@ -131,10 +117,6 @@ class _Heap:
                 second.behind.before = first
             block = first
         self._cache(block)
-
-    def short_of(self, asked: int) -> int:
-        """Return the bytes by which a new segment for `asked` bytes would exceed the cap."""
-        return 0 if self.cap is None else self.reserved + segment_size(rounded(asked)) - self.cap
 
     def _best(self, size: int, small: bool, stream: str) -> _Block | None:
         """Remove from the cache and return the smallest block of the pool and stream that is large enough, or None."""
@@ -183,21 +165,18 @@ def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] =
     allocated, reserved, reached = 0, 0, -1
     for place, event in _events(works, first):
         if isinstance(event, Free):
-            block = blocks.pop(event.storage, None)  # those of the host are not here
-            if block is not None:
+            if (block := blocks.pop(event.storage, None)) is not None:  # those of the host are not here
                 heap.give(block)
             continue
         if event.on_host or event.size == 0 or event.storage in blocks:
             continue
-        block = heap.take(event.size, event.stream)
-        if block is None:
-            failed = OutOfMemory(place, event.size, heap.allocated, heap.reserved, heap.short_of(event.size))
-            return Replayed(allocated, reserved, reached, heap.retries, failed)
+        if (block := heap.take(event.size, event.stream)) is None:
+            return Replayed(allocated, reserved, reached, heap.retries, failed=True)
         blocks[event.storage] = block
         allocated = max(allocated, heap.allocated)
         if heap.reserved > reserved:
             reserved, reached = heap.reserved, place
-    return Replayed(allocated, reserved, reached, heap.retries, None)
+    return Replayed(allocated, reserved, reached, heap.retries, failed=False)
 
 
 def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[tuple[int, Allocate | Free]]:
@@ -239,7 +218,7 @@ def reserved_on(works: Sequence[Work], name: str, capacity: int | None = None) -
     others = device_total(0, works[-1])
     for cap in (int((capacity - others.high) / FIGURES["reserved"].spread), capacity - others.low):
         within = replay(works, cap, first)
-        if within.failed is None:
+        if not within.failed:
             return within.reserved
     return reserved
 

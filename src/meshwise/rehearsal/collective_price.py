@@ -15,7 +15,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from meshwise.machine.catalog import part, reached
 from meshwise.machine.expected import device_nominal, expected_collective
@@ -65,18 +64,9 @@ def collective_seconds(collective: CollectiveOperation, machine: Machine) -> Pri
 def group_of(ranks: Sequence[int], machine: Machine) -> Group:
     """Return how the ranks are spread over the hosts of the machine."""
     on = Counter(machine.devices[rank].host for rank in ranks)
-    devices = _devices_of_hosts(machine)
+    devices = Counter(device.host for device in machine.devices)
     share = min(count / devices[host] for host, count in on.items())
     return Group(len(ranks), len(on), max(on.values()), share)
-
-
-@lru_cache(maxsize=64)
-def _hosts_of(hosts: tuple[int, ...]) -> Counter[int]:
-    return Counter(hosts)
-
-
-def _devices_of_hosts(machine: Machine) -> Counter[int]:
-    return _hosts_of(tuple(device.host for device in machine.devices))
 
 
 # ---- Measured --------------------------------------------------------------------------------------------------------
@@ -120,7 +110,7 @@ def _send(collective: CollectiveOperation, machine: Machine, backend: str) -> Pr
         link, share = link_between(machine, source.name, target.name), 1.0
     else:
         link = link_between(machine, f"{NODE}{source.host}", f"{NODE}{target.host}")
-        share = 1 / _devices_of_hosts(machine)[source.host]
+        share = 1 / sum(device.host == source.host for device in machine.devices)
     if link is None:
         return None
     table = link.timings.get(backend) or link.timings.get("peer")
@@ -163,18 +153,17 @@ def _nccl(collective: CollectiveOperation, machine: Machine, group: Group) -> Pr
     rates = [found for found in (inside, across) if found is not None]
     rate, spread, origin, _ = min(rates, key=lambda found: found[0])
     hardware = inside[3] if inside is not None else "network"
-    best: tuple[float, float] | None = None
+    costs: list[tuple[float, float]] = []
     for algorithm, factor in _algorithms(collective.kind, machine, group, hardware):
         for protocol in (LL, LL128, SIMPLE):
             latency = _latency(collective.kind, group, hardware, algorithm, protocol)
             if latency == NEVER or (protocol == LL128 and hardware == "pcie"):
                 continue
             bus = rate * factor * PROTOCOL[protocol]
-            moving = collective.size * bus_factor(collective.kind, group.ranks) / bus
-            if best is None or latency + moving < sum(best):
-                best = latency, moving
-    assert best is not None  # a ring with the simple protocol is always there
-    return priced(sum(best), _mixed(best[0], FIGURES["nccl.small"].spread, best[1], spread), origin, COMMUNICATION)
+            costs.append((latency, collective.size * bus_factor(collective.kind, group.ranks) / bus))
+    latency, moving = min(costs, key=sum)  # a ring with the simple protocol is always there
+    both = _mixed(latency, FIGURES["nccl.small"].spread, moving, spread)
+    return priced(latency + moving, both, origin, COMMUNICATION)
 
 
 Rate = tuple[float, float, str, str]
@@ -183,29 +172,22 @@ Rate = tuple[float, float, str, str]
 
 def _inside(kind: str, machine: Machine, group: Group) -> Rate | None:
     """Return the rate of a ring inside a host; None if it is unknown, or if the group has one rank per host."""
-    return None if group.each < 2 else _ring_rate(kind, machine, group.each)
-
-
-def _ring_rate(kind: str, machine: Machine, ranks: int) -> Rate | None:
+    if group.each < 2:
+        return None
     key = kind if kind in ("all-reduce", "all-gather", "reduce-scatter") else "all-gather"
-    found = expected_collective(_one_host(machine), MeasuredCollective(key, ranks, "nccl", _NO_TIMES))
+    found = expected_collective(_one_host(machine), MeasuredCollective(key, group.each, "nccl", _NO_TIMES))
     if found.nominal is None:
         return None
     links = [link for link in machine.links if link.kind not in ("network", "process", "memory")]
     hardware = "nvlink" if any(link.kind in ("nvlink", "xgmi") for link in links) else "pcie"
-    if hardware == "pcie":
-        figure = FIGURES["nccl.pcie"]
-        return found.nominal * figure.value, figure.spread, MODEL, hardware
-    if found.rate is None:
-        figure = FIGURES["nccl.unknown"]
+    if hardware == "pcie" or found.rate is None:
+        figure = FIGURES["nccl.pcie" if hardware == "pcie" else "nccl.unknown"]
         return found.nominal * figure.value, figure.spread, MODEL, hardware
     return found.rate, FIGURES["nccl.large"].spread, CATALOG, hardware
 
 
 def _one_host(machine: Machine) -> Machine:
     """Return the machine without the links between its hosts."""
-    if len(machine.hosts) == 1:
-        return machine
     links = tuple(link for link in machine.links if not link.source.startswith(NODE))
     return replace(machine, links=links)
 
@@ -267,9 +249,8 @@ def _all_to_all(collective: CollectiveOperation, group: Group, inside: Rate | No
     moving, spread, origin = max(legs)
     hop = HOP["network", "ring"][LL] if group.hosts > 1 else HOP[inside[3] if inside else "nvlink", "ring"][LL]
     latency = (BASE["ring"][SIMPLE] + (group.ranks - 1) * hop) * 1e-6
-    return priced(
-        latency + moving, _mixed(latency, FIGURES["nccl.small"].spread, moving, spread), origin, COMMUNICATION
-    )
+    both = _mixed(latency, FIGURES["nccl.small"].spread, moving, spread)
+    return priced(latency + moving, both, origin, COMMUNICATION)
 
 
 def _hardware(kind: str) -> str:

@@ -7,6 +7,7 @@ Tested in tests/rehearsal/test_simulate.py.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,37 +41,33 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
     found: list[Cost] = []
     numbers: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
     awaited = {place for launch in work.launches for place in launch.after}
-    shares: dict[tuple[int, ...], int] = {}
+    tier = functools.cache(lambda ranks: _tier(ranks, prices.machine))
     cpu, rank = work.kind == "cpu", work.rank
-    before: Launch | None = None
     for place, launch in enumerate(work.events):
         if not isinstance(launch, Launch):
             continue
         what, number, share = launch.what, 0, COMPUTING
-        price = prices.of(what, rank)
-        if price is None:
+        if (price := prices.of(what, rank)) is None:
             return None
         if isinstance(what, CollectiveOperation):
             number = numbers[what.kind, what.ranks]
             numbers[what.kind, what.ranks] = number + 1
-            if what.ranks not in shares:
-                shares[what.ranks] = _tier(what.ranks, prices.machine)
-            share = shares[what.ranks]
+            share = tier(what.ranks)
         elif isinstance(what, Copy):
             share = TO_HOST if what.to == "host" else TO_DEVICE
         blocks = launch.blocks or (cpu and launch.stream == MAIN)  # it computes itself
+        before = found[-1] if found else None
         joins = (
             before is not None
             and isinstance(what, Operation)
-            and isinstance(before.what, Operation)
-            and launch.stream == before.stream
+            and isinstance(before.launch.what, Operation)
+            and launch.stream == before.launch.stream
             and not launch.after
-            and found[-1].place not in awaited
-            and (cpu or not found[-1].blocks)
+            and before.place not in awaited
+            and (cpu or not before.blocks)
         )
         host = prices.host(what, rank, launch.phase, work.dtensors)
         found.append(Cost(launch, place, price, host, share, blocks, number, joins))
-        before = launch
     return found
 
 

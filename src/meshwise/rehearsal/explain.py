@@ -121,9 +121,8 @@ def _costly(done: Sequence[Done], rank: int, prices: Prices) -> tuple[Costly, ..
 def _told(what: What, times: int, seconds: float, rank: int, prices: Prices) -> Costly:
     price, each = prices.of(what, rank), seconds / times
     limit = _limit(what, rank, prices)
-    origin = "" if price is None else price.origin
-    if origin == MEASURED and prices.machine.measured:
-        origin = f"{MEASURED} {prices.machine.measured.split(',')[0]}"
+    dated = {MEASURED: f"{MEASURED} {prices.machine.measured.split(',')[0]}".strip()}
+    origin = "" if price is None else dated.get(price.origin, price.origin)
     if isinstance(what, Operation):
         size = what.read + what.written
         rate = (what.flops if limit == COMPUTE else size) / each if each else 0.0

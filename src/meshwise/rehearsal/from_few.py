@@ -66,6 +66,7 @@ class Facts:
     trained: int
     wide: int = 0
     forward: Forward = field(default_factory=Forward)
+    stepped: float = 0.0
 
 
 class Tracer:

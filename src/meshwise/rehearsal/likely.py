@@ -59,7 +59,7 @@ class Likely:
         self._model, self._forward, self._batch = model, model.forward, batch
         self._prices, self._machine = Prices(machine), machine
         self._off: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._first = functools.cache(self._guess)
+        self._first = functools.cache(lambda plan: Guess(self._seconds(plan), self._bytes(plan)))
         self._small = functools.cache(lambda kind: small(kind) or self._rough(kind))
         self._memory_rate = min(one.memory_rate or one.memory_bandwidth or MEMORY_RATE for one in machine.devices)
         self._overlap = overlap_of(machine.devices[0])
@@ -81,9 +81,6 @@ class Likely:
     def _factors(self, plan: Plan) -> tuple[float, float]:
         return next((self._off[key] for key in _likenesses(plan) if key in self._off), (1.0, 1.0))
 
-    def _guess(self, plan: Plan) -> Guess:
-        return Guess(self._seconds(plan), self._bytes(plan))
-
     def _seconds(self, plan: Plan) -> float:
         """Return the seconds of a step: microbatches, communication that is not overlapped, and the optimizer."""
         count, stages = plan.accumulate, plan.pipeline
@@ -100,7 +97,7 @@ class Likely:
         forward = max(self._together(forward, gather), launches)
         both = self._together(backward, gather * plan.reshard + reduce)
         back = max(both if plan.reduce_each else self._together(backward, gather * plan.reshard), again)
-        alone = ALONE / blocks * (gather + reduce) + self._step(plan, part)
+        alone = min(ALONE / blocks, 1) * (gather + reduce) + self._step(plan, part)
         if stages == 1:
             return count * forward + (count - 1) * back + max(both, again) + alone
         turns = count + (stages - 1) / CHUNKS.get(plan.schedule, 1)
@@ -113,7 +110,7 @@ class Likely:
         """Return the seconds of the optimizer's step."""
         divided = part / (plan.shard * (plan.data if plan.zero1 else 1))
         sent = self._one("broadcast", part, plan.data, plan.within_samples * plan.shard) if plan.zero1 else 0.0
-        return STEPPED * divided / self._memory_rate + sent
+        return (self._model.stepped or STEPPED) * divided / self._memory_rate + sent
 
     def _gather(self, plan: Plan, part: float, blocks: float) -> float:
         """Return the seconds to gather the parameters of a stage's blocks; those of split layers as they are stored."""

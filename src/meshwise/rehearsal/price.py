@@ -213,8 +213,7 @@ def _attention(operation: Operation, device: Device, dtype: str, known: CatalogP
     line = known.architecture if known else ""
     line = {"ada": "ampere"}.get(line, line)
     way = "backward" if "backward" in operation.name else "forward"
-    group = f"attention.{line}.{way}"
-    share = FIGURES.get(group) or FIGURES[f"attention.other.{way}"]
+    share = FIGURES.get(f"attention.{line}.{way}") or FIGURES[f"attention.other.{way}"]
     value, spread = share.value, share.spread
     for kind in ("cudnn", "efficient", "flash1"):
         if kind in operation.name:

@@ -158,7 +158,7 @@ class Record:
 
     @property
     def _stream(self) -> str:
-        return MAIN if self.device == "cpu" else fake_device.current_stream()
+        return MAIN if self.device == "cpu" else fake_device.stream_of().name
 
     def _awaited(self, values: Any) -> Iterable[int]:
         return self._storages(values) if self.beside.running else ()

@@ -12,69 +12,41 @@ Tested in tests/rehearsal/test_scripts.py.
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import io
-import logging
-import os
-import random
-import sys
-import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
-from pathlib import Path
+import linecache
+import traceback
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-import numpy
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader
 
-from meshwise.compat.fake import real_values
 from meshwise.compat.fake_values import fake_without_values, guessing
-from meshwise.compat.program_calls import around_batches
 from meshwise.compat.sharding import local_of
 from meshwise.engine.engine import Engine
 from meshwise.engine.events import When
 from meshwise.parallel.batch_norm import normalises
 from meshwise.parallel.fits import check_for_scripts
 from meshwise.process.session import apart
-from meshwise.rehearsal.fakes.cuda import cuda_by_name, torch_as_it_was
+from meshwise.rehearsal.as_worker import as_a_worker
+from meshwise.rehearsal.fakes.cuda import cuda_by_name
 from meshwise.rehearsal.from_few import Facts
 from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.places import Places
 from meshwise.rehearsal.record import Record
 from meshwise.rehearsal.shorter import Forward
 from meshwise.rehearsal.trace import STEPS, Trace, kinds_of_ranks, refused, rehearsal, state_of
-from meshwise.rehearsal.work import Launch, Operation, Work
-from meshwise.spec.errors import UsageError
+from meshwise.rehearsal.work import CATEGORIES, Launch, Operation, Work
+from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan
-from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.user_code import is_users, user_place
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import Mark, make_current
-from meshwise.tracking.tracking import nowhere
-from meshwise.workers.environment import BLOCKS, DEVICE_KIND, EXACT_RANDOM, LOG, PLAN_FILE, RUN_FOLDER
-from meshwise.workers.fork_server import ForkServer
-from meshwise.workers.gate import StepGate
-from meshwise.workers.join import RankContext, standing_for
-from meshwise.workers.scratch import scratch_folder
-
-NOT_A_WORKERS = (BLOCKS, DEVICE_KIND, EXACT_RANDOM, LOG, RUN_FOLDER)
-"""Environment variables of this process that a rehearsed script must not see."""
-
-OF_WORKERS = (
-    "num_workers",
-    "prefetch_factor",
-    "persistent_workers",
-    "multiprocessing_context",
-    "timeout",
-    "pin_memory",
-)
-"""Arguments of a DataLoader that concern its worker processes."""
 
 WHOLE = (
     "gradients that wait in mw.accumulate() are whole on each rank. mw.backward outside of it keeps a rank's part, "
@@ -83,6 +55,19 @@ WHOLE = (
 LATE = (
     "the last batch of a step is in mw.accumulate(): its gradients are reduced after its backward, and those that wait "
     "are held beside their means. Leave it outside of mw.accumulate(), and they are reduced meanwhile."
+)
+NO_LINES = (
+    "{} never gives a model to mw.distribute, so no plan can be tried. Add the two lines: model, optimizer, loader = "
+    "mw.distribute(model, optimizer, loader), and mw.backward(loss) for loss.backward(); to transformers' Trainer or "
+    "Lightning's one, trainer = mw.distribute(trainer). docs/from-ddp.md and docs/from-accelerate.md say what goes."
+)
+MOVED = (
+    "its model is made on the CPU, and planned on the GPU. In a run, write model.to('cuda') before mw.distribute; "
+    "batches of its loaders follow the model."
+)
+NO_STEP = (
+    "{} ended without a step: after mw.backward(loss), in a loop over a loader of mw.distribute, no optimizer made a "
+    "step. Give it options that make it train, after its name."
 )
 _UNKNOWN = Facts(None, False, 0, 0)
 
@@ -98,28 +83,55 @@ class Script:
     model: Facts = _UNKNOWN
 
 
+class OnCpu(UsageError):
+    """A script computes nothing on the GPU that it finds."""
+
+
 class RehearsalEnds(BaseException):
     """The rehearsal has seen enough steps. No Exception, so that `except Exception` of a script does not catch it."""
 
 
 def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
     """Rehearse the first steps of a script on one device, and return it with what a search must know of it."""
-    loop = _rehearsed(Script(name, run), Plan(), kind)
+    script = Script(name, run)
+    try:
+        loop = _rehearsed(script, Plan(), kind)
+    except OnCpu as on_cpu:  # is it all that it would take to move its model?
+        script = Script(name, functools.partial(_on_gpu, run))
+        try:
+            loop = _rehearsed(script, Plan(), kind)
+        except MeshwiseError:
+            raise on_cpu from None
     work = Work(0, 1, kind, *loop.works[-1])
     parameters = work.holds("parameters")
     wide = parameters // 4 if work.dtype in ("fp32", "tf32") else 0
-    facts = Facts(None, loop.batch_norms, parameters, parameters, wide, _forward(work))
-    return Script(name, run, loop.batch_size, facts)
+    steps = [each.what for each in work.launches if each.phase == "optimizer" and isinstance(each.what, Operation)]
+    stepped = sum(each.read + each.written for each in steps) / max(parameters, 1)
+    facts = Facts(None, loop.batch_norms, parameters, parameters, wide, _forward(work), stepped)
+    return replace(script, batch_size=loop.batch_size, model=facts)
+
+
+def _on_gpu(run: Callable[[], object]) -> None:
+    """Run a script; mw.distribute moves its models to the device of the plan, and batches of its loaders follow."""
+    plain = Engine.add_models
+
+    def add(engine: Engine, models: Sequence[nn.Module], plan: Plan) -> None:
+        engine.notify(MOVED)
+        plain(engine, [each.to(engine.world.device) for each in models], plan)
+
+    with patch.object(Engine, "add_models", add):
+        run()
 
 
 def _forward(work: Work) -> Forward:
     """Estimate the size of a forward from a recorded step, without knowing the blocks of its models."""
     forwards = [each for each in work.launches if each.phase == "forward"]
     operations = [each.what for each in forwards if isinstance(each.what, Operation)]
-    kept = memory_curve(work).peak.split.get("activations", 0)
+    kept = int(memory_curve(work).by_category[:, CATEGORIES.index("activations")].max())
+    blocks = len({each.module for each in forwards if each.module}) or 1
     products = sum(each.written for each in operations if each.flops)
     flops = sum(each.flops for each in operations)
-    return Forward(flops, len(operations), kept, min(products, kept), kept // 10, 0, kept // 10, 1)
+    return Forward(flops, len(operations), kept, min(products, kept), kept // max(blocks, 10), 0, kept // 10, blocks)
 
 
 def trace_script(script: Script, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
@@ -147,7 +159,7 @@ class _Loop(Places):
         self._record, self._engine = record, engine
         self._held: Any = ()
         self._asked = self._batch = self._alone = 0
-        self._trained = self._stepped = self._waits = False
+        self._trained = self._stepped = self._stepping = self._waits = False
         self._known: set[int] = set()
         engine.events.listen(self, When.WATCH, only=("step_begins", "step_ends"))
 
@@ -155,6 +167,11 @@ class _Loop(Places):
         if phase == "data":
             self._asked = len(self._record.events)
         self._trained = self._trained or phase == "backward"
+        self._stepping = phase == "optimizer" or (self._stepping and over != "optimizer")
+        if phase == "optimizer" and not self._trained:
+            phase = "forward"  # a closure of the step computes forward and backward
+        elif over == "backward" and self._stepping:
+            phase = "optimizer"
         if over == "backward":
             self._record.backward_ends()  # more batches of the step may follow, or who reads a gradient
             self._waits = self._engine.world.size > 1 and not self._engine.reduce
@@ -165,8 +182,8 @@ class _Loop(Places):
     def begin_step(self, step: int) -> None:
         """Begin a step when its batch is read. Raises RehearsalEnds if enough steps have been recorded."""
         super().begin_step(step)
+        self._record.allocated_since(self._asked if self._known else 0, "input")  # at first all that it has: its data
         self._look()
-        self._record.allocated_since(self._asked, "input")
         by_hand = self._trained and not self._engine.phases.optimizers  # its steps are batches
         self._stepped = self._stepped or by_hand
         if self._stepped or not self._trained:
@@ -199,7 +216,7 @@ class _Loop(Places):
         if self._waits and self._engine.plan.shard == 1:
             self._engine.notify(LATE)
         self.span("optimizer")
-        self.phase = "optimizer"
+        self.phase = "optimizer" if self._trained else "forward"
 
     def step_ends(self, optimizer: Optimizer) -> None:
         self._record.tell(state_of(optimizer), "optimizer")
@@ -223,33 +240,24 @@ class _Loop(Places):
 def _rehearsed(script: Script, plan: Plan, kind: str, rank: int = 0) -> _Loop:
     with rehearsal(kind, rank, plan.devices, {}) as (record, mode):
         world = World(rank, plan.devices, rank, plan.devices, record.device)
-        with _as_a_worker(world, plan) as said, apart() as engine:
+        with as_a_worker(world, plan) as said, apart() as engine:
             engine.carried.rehearses = True
             loop = record.places = _Loop(record, engine)
-            before = make_current(loop)
+            before, seen = make_current(loop), register_optimizer_step_post_hook(lambda *unused: loop.stepped())
             try:
-                with mode, cuda_by_name(kind != "cpu"), guessing(loop.number), fake_without_values(), _steps_seen(loop):
+                with mode, cuda_by_name(kind != "cpu"), guessing(loop.number), fake_without_values():
                     _run(script, loop, said)
             finally:
                 make_current(before)
+                seen.remove()
             if not loop.works:
-                raise UsageError(_no_step(script, engine))
+                raise UsageError((NO_STEP if engine.has_applied else NO_LINES).format(script.name))
     if kind != "cpu" and not any(isinstance(event, Launch) for event in loop.works[-1][1]):
-        raise UsageError(
+        raise OnCpu(
             f"{script.name} computes nothing on the GPU: its model stays where it was made. Move it, and each batch: "
             "device = 'cuda' if torch.cuda.is_available() else 'cpu', model.to(device). Or plan for a CPU: 4xcpu."
         )
     return loop
-
-
-@contextmanager
-def _steps_seen(loop: _Loop) -> Iterator[None]:
-    """In the block, call `loop.stepped()` after each step of any optimizer, even one that mw.distribute never got."""
-    handle = register_optimizer_step_post_hook(lambda *unused: loop.stepped())
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _run(script: Script, loop: _Loop, said: io.StringIO) -> None:
@@ -263,87 +271,14 @@ def _run(script: Script, loop: _Loop, said: io.StringIO) -> None:
             raise UsageError(f"{script.name} ends before its second step: {why or f'exit code {end.code}'}") from None
     except Exception as error:
         if len(loop.works) < STEPS:
+            if not isinstance(error, MeshwiseError) and not _names_us(error):
+                raise UsageError(NO_LINES.format(script.name)) from error
             raise refused(script.name, error) from error
     with contextlib.suppress(RehearsalEnds):
         loop.end()
 
 
-def _no_step(script: Script, engine: Engine) -> str:
-    if not engine.has_applied:
-        return (
-            f"{script.name} never gives a model to mw.distribute, so no plan can be tried. Add the two lines: model, "
-            "optimizer, loader = mw.distribute(model, optimizer, loader), and mw.backward(loss) for loss.backward()."
-        )
-    return (
-        f"{script.name} ended without a step: after mw.backward(loss), in a loop over a loader of mw.distribute, no "
-        "optimizer made a step. Give it options that make it train, after its name."
-    )
-
-
-@contextmanager
-def _as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
-    """In the block, let a script see this process as a worker of a run with this plan. Yield what it prints."""
-    said = io.StringIO()
-    with ExitStack() as stack:
-        stack.enter_context(_as_it_was())
-        file = stack.enter_context(scratch_folder("plan")) / "plan.toml"
-        file.write_text(plan_to_toml(plan), encoding="utf-8")
-        for name in NOT_A_WORKERS:
-            os.environ.pop(name, None)
-        ranks = {"RANK": world.rank, "LOCAL_RANK": world.local_rank}
-        ranks |= {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.local_size}
-        os.environ.update({PLAN_FILE: str(file), **{name: str(value) for name, value in ranks.items()}})
-        stack.enter_context(standing_for(RankContext(world, None, StepGate())))
-        stack.enter_context(nowhere())
-        stack.enter_context(patch.object(DataLoader, "__init__", _without_workers(DataLoader.__init__)))
-        stack.enter_context(patch.object(BaseProcess, "start", _starts_processes))
-        stack.enter_context(patch.object(ForkServer, "__init__", _starts_processes))
-        stack.callback(around_batches(real_values))
-        stack.enter_context(contextlib.redirect_stdout(said))
-        stack.enter_context(contextlib.redirect_stderr(said))
-        yield said
-
-
-@contextmanager
-def _as_it_was() -> Iterator[None]:
-    """After the block, undo what a script has changed in this process, such as its environment and folder."""
-    root, folder, modules = logging.getLogger(), Path.cwd(), set(sys.modules)
-    handlers, level = root.handlers[:], root.level
-    states = random.getstate(), numpy.random.get_state()
-    with (
-        patch.dict(os.environ),
-        patch.object(sys, "argv", sys.argv[:]),
-        patch.object(sys, "path", sys.path[:]),
-        warnings.catch_warnings(),
-        torch_as_it_was(),
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            numpy.random.set_state(states[1])
-            root.handlers[:], root.level = handlers, level
-            os.chdir(folder)
-            for name in set(sys.modules) - modules:  # its own modules may hold tensors of this rehearsal
-                if is_users(getattr(sys.modules[name], "__file__", None) or sys.executable):
-                    del sys.modules[name]
-
-
-def _starts_processes(*args: Any, **kwargs: Any) -> Any:
-    raise UsageError(
-        f"{user_place()} starts processes, and a rehearsal is this one alone. Let `meshwise run` start them: write the "
-        "script as one rank of it runs; or name its Job, train.py:job."
-    )
-
-
-def _without_workers(plain: Any) -> Any:
-    """Wrap `DataLoader.__init__` so that the loader starts no worker processes: these would not be rehearsed."""
-
-    names = list(inspect.signature(plain).parameters)
-
-    def begin(*args: Any, **kwargs: Any) -> None:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        plain(**{name: value for name, value in given.items() if name not in OF_WORKERS})
-
-    return begin
+def _names_us(error: Exception) -> bool:
+    """Return whether a file of the user's on the way to an error speaks of meshwise: a script with our lines does."""
+    files = {frame.filename for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)}
+    return any("meshwise" in line for file in files for line in linecache.getlines(file))

@@ -105,7 +105,11 @@ def search(
             if not going.late:
                 going.saved(savers(plan), until=True)
     best = next(iter(going.found().estimates), None)
-    if best is not None and best.seconds is not None and _needs(best, roomy):
+    if (
+        best is not None
+        and best.seconds is not None
+        and (not roomy or best.memory.total.high >= roomy * (best.memory.capacity or math.inf))
+    ):
         going.saved(savers(best.plan), until=False)
     return going.found()
 
@@ -243,12 +247,6 @@ def _parts_traced(plan: Plan) -> int:
     """Estimate how much a rehearsal of the plan has to trace: its microbatches (few stand for many) on all stages."""
     few = microbatches_of(plan)
     return (plan.accumulate if few is None else 2 * few + 1) * plan.pipeline * (2 if plan.tensor > 1 else 1)
-
-
-def _needs(estimate: Estimate, share: float) -> bool:
-    """Return whether a plan may need this share of a device or more; False if the device's size is unknown."""
-    memory = estimate.memory
-    return not share or (memory.capacity is not None and memory.total.high >= share * memory.capacity)
 
 
 def _cut_alike(plan: Plan, refused: Plan) -> bool:

@@ -62,11 +62,6 @@ def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, int, 
     return None, 0, signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def begin() -> None:
-    """Start the process that times calls, and wait until it is ready."""
-    timed("", 1)
-
-
 def serve() -> None:
     """Time the calls that stdin requests, a line of JSON each, until it is closed; write the results to stdout."""
     answers = os.fdopen(os.dup(1), "w")

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -163,19 +164,7 @@ def _batches(job: Job, plan: Plan, world: World) -> list[list[Microbatch]]:
     data = open_data(job, job.data(), "training set")
     order = epoch_order(job.seed, 0, data.samples)
     steps = list(itertools.islice(epoch_slices(order, job.batch_size, world, plan.accumulate), STEPS))
-    if len(steps) < STEPS:  # an epoch of one step
-        steps = steps * STEPS
-    return [list(read_slices(data.read, step, 0)) for step in steps]
-
-
-class _Steps:
-    """Tells the record when a backward has ended: when an optimizer steps."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-
-    def step_begins(self, optimizer: Optimizer) -> None:
-        self._record.backward_ends()
+    return [list(read_slices(data.read, step, 0)) for step in (steps * STEPS)[:STEPS]]  # an epoch may have one step
 
 
 def _steps(
@@ -184,7 +173,7 @@ def _steps(
     state = begun(job, plan, engine)
     record.tell(map(local_of, state.model.parameters()), "parameters")
     record.tell(map(local_of, state.model.buffers()), "buffers")
-    at_steps = _Steps(record)
+    at_steps = SimpleNamespace(step_begins=lambda optimizer: record.backward_ends())
     engine.events.listen(at_steps, When.WATCH)
     record.cut()
     numbers: dict[int, int] = {}

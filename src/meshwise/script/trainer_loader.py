@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
 from meshwise.compat.accelerate_states import loop_begins, loop_ends
 from meshwise.compat.dispatch import without_interception
+from meshwise.compat.fake import rehearsing
 from meshwise.data.order import BatchSlice
 from meshwise.script.distributed_loader import DistributedLoader
 
@@ -32,7 +34,7 @@ class _Ahead:
 
     def look(self, count: int) -> list[Share]:
         """Return the next `count` batches, which stay to be read. Draws for them are not draws of the current batch."""
-        with without_interception():
+        with nullcontext() if rehearsing() else without_interception():
             while len(self._waiting) < count and (pair := next(self._pairs, None)) is not None:
                 self._waiting.append(pair)
         return list(self._waiting)[:count]

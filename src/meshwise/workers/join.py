@@ -96,7 +96,7 @@ def join() -> RankContext:
 def rejoin() -> None:
     """Replace a process group that the program itself made by one of ours, since the program's may have no CPU backend.
     Do nothing to a group of ours. Collective."""
-    if dist.is_initialized() and not _made_group and rank_context().world.size > 1:
+    if dist.is_initialized() and not (_made_group or _stands) and rank_context().world.size > 1:
         store = default_store()
         dist.destroy_process_group()
         enter_process_group(rank_context().world, dist.PrefixStore("meshwise/again", store))  # type: ignore[attr-defined]

@@ -21,9 +21,9 @@ from meshwise.rehearsal.prediction import timeline_of
 from meshwise.rehearsal.simulate import Step
 from meshwise.rehearsal.views.explain_text import costly_columns, limit_sentences, runner_up_sentences
 from meshwise.rehearsal.views.memory_text import largest_columns
-from meshwise.rehearsal.views.plan_text import plan_columns, sentences
+from meshwise.rehearsal.views.plan_text import plan_columns, sentences, titles
 from meshwise.rehearsal.work import CATEGORIES, Launch
-from meshwise.spec.units import bytes_text, plural, seconds_text
+from meshwise.spec.units import bytes_text
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.run_report import report_dict
 from meshwise.timeline.timeline import Timeline
@@ -36,11 +36,11 @@ POINTS = 600
 def plan_page(plans: Any, first: Rehearsed) -> str:
     """Return an HTML page on the plans of `api.plan.Plans`. first: the first plan's estimate, with its inputs."""
     found = plans.found
-    title = f"{plans.job} on {plans.machine.name}, batch {plans.batch}"
+    title, counts = titles(plans)
     timeline = Timeline(source="predicted") if first.step is None else timeline_of(first, plans.job)
     values: dict[str, Any] = {
         "title": title,
-        "counts": f"{plural(len(found.estimates), 'plan')} rehearsed in {seconds_text(found.seconds)} of a processor",
+        "counts": counts,
         "sentences": sentences(plans),
         "table": _table(plan_columns(plans), ("#", "step", "80 % of cases", "samples/s", "memory", "cost")),
         "limits": [],

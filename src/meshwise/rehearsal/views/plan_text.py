@@ -30,17 +30,24 @@ HOST_WORTH_SAYING = 1 << 20  # bytes
 
 def plans_text(plans: Any, width: int | None = None) -> Text:
     """Return the plans of `api.plan.Plans` as text for a terminal, at most `width` characters wide."""
-    found, machine = plans.found, plans.machine
-    head = f"{plans.job} on {machine.name}, batch {plans.batch}"
-    head += f", computed in {found.estimates[0].dtype}" if found.estimates[0].dtype else ""
-    counts = f"{plural(len(found.estimates), 'plan')} rehearsed in {seconds_text(found.seconds)} of a processor"
+    head, counts = titles(plans)
+    columns = plan_columns(plans)  # the less important ones are left out on a narrow screen
+    left = [title for title in columns if title in ("plan", "most of it") or title.startswith(("in ", "fits"))]
     lines = [Text.assemble((head, "bold"), f"  {counts}"), Text()]
-    lines += _table(plans, width or NO_LIMIT) + _below(plans)
+    lines += columns_lines(columns, width or NO_LIMIT, left=left, less_needed=LESS_NEEDED) + _below(plans)
     if plans.explained is not None:
         lines += explain_lines(plans.explained, width or NO_LIMIT)
     if plans.memory is not None:
         lines += memory_lines(plans.memory, width or NO_LIMIT)
     return Text("\n").join(lines)
+
+
+def titles(plans: Any) -> tuple[str, str]:
+    """Return what was planned, and how much of it was rehearsed."""
+    head, dtype = f"{plans.job} on {plans.machine.name}, batch {plans.batch}", plans.found.estimates[0].dtype
+    rehearsed = plural(len(plans.found.estimates), "plan")
+    counts = f"{rehearsed} rehearsed in {seconds_text(plans.found.seconds)} of a processor"
+    return f"{head}, computed in {dtype}" if dtype else head, counts
 
 
 def first_text(plans: Any) -> str:
@@ -89,13 +96,6 @@ def plan_columns(plans: Any) -> dict[str, list[Cell]]:
         columns["cost"] = [_cost(plans, each) for each in shown]
     columns["most of it"] = [_parts(each) for each in shown]
     return {title: cells for title, cells in columns.items() if any(cells)}
-
-
-def _table(plans: Any, width: int) -> list[Text]:
-    """Return the table of plans as lines. On a narrow screen, it lacks less important columns."""
-    columns = plan_columns(plans)
-    left = [title for title in columns if title in ("plan", "most of it") or title.startswith(("in ", "fits"))]
-    return columns_lines(columns, width, left=left, less_needed=LESS_NEEDED)
 
 
 def _cost(plans: Any, estimate: Estimate) -> str:
