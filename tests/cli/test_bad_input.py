@@ -155,12 +155,13 @@ def test_a_checkpoint_of_another_model_is_refused(
 ) -> None:
     assert command(["run", "mine.py:job", "--devices", "1xcpu"], monkeypatch, capsys)[0] == 0
     (folder,) = (here / "runs").iterdir()
-    (here / "mine.py").write_text(JOB_FILE.replace("nn.Linear(4, 1)", "nn.Linear(4, 3)"))
+    other = JOB_FILE.replace("nn.Linear(4, 1)", "nn.Linear(4, 13)")  # another size: bytecode is kept by it and the second
+    (here / "mine.py").write_text(other)
     sys.modules.pop("mine")
     before = {name: (folder / name).read_bytes() for name in ("run.json", "plan.toml")}
     code, shown = command(["run", "--resume", str(folder), "--epochs", "2"], monkeypatch, capsys)
     assert {name: (folder / name).read_bytes() for name in before} == before  # the run is still finished
-    assert code == 2 and "the checkpoint belongs to another model: weight is (1, 4) there and (3, 4) here" in shown
+    assert code == 2 and "the checkpoint belongs to another model: weight is (1, 4) there and (13, 4) here" in shown
 
 
 @pytest.mark.usefixtures("processes")
