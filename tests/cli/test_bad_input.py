@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 ) -> None:
     assert command(["run", "mine.py:job", "--devices", "1xcpu"], monkeypatch, capsys)[0] == 0
     (folder,) = (here / "runs").iterdir()
-    other = JOB_FILE.replace("nn.Linear(4, 1)", "nn.Linear(4, 13)")  # another size: bytecode is kept by it and the second
+    other = JOB_FILE.replace("nn.Linear(4, 1)", "nn.Linear(4, 13)")  # bytecode is kept by size and second
     (here / "mine.py").write_text(other)
     sys.modules.pop("mine")
     before = {name: (folder / name).read_bytes() for name in ("run.json", "plan.toml")}
