@@ -42,6 +42,33 @@ def test_a_script_does_on_gpus_what_it_does_on_cpu_workers(
         assert torch.equal(a, b)
 
 
+ON_CPU = """
+import torch
+import meshwise as mw
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=4)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+for x in loader:
+    mw.backward(model(x).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    state = [v for each in optimizer.state.values() for name, v in each.items() if name != "step"]
+    mw.print({str(t.device) for t in (*model.parameters(), x, *state)})
+"""
+
+
+@pytest.mark.evidence("a worker trains on its GPU a model that its script made on the CPU; one GPU did not")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_made_on_the_cpu_moves_to_the_gpu_of_its_worker(meshwise: Any, tmp_path: Path, count: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ON_CPU)
+    done = meshwise("run", "--devices", f"{count}xcuda", script)
+    assert done.stdout.count("{'cuda:0'}") == 2
+    assert "{'cpu'}" in meshwise("run", "--devices", f"{count}xcpu", script).stdout
+
+
 @pytest.mark.evidence("a run goes on from its saved state, under another plan or on fewer devices")
 def test_a_run_on_gpus_goes_on_under_another_plan(meshwise: Any, tmp_path: Path) -> None:
     def goes_on(kind: str) -> list[float]:

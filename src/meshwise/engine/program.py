@@ -152,6 +152,8 @@ class Program:
         for model in new:
             if any(type(p) is not nn.Parameter for p in model.parameters()):  # maybe deferred still: on one device
                 materialise(model)
+            if plan == Plan() and self.world.given:
+                model.to(self.world.device)
         now = {id(p) for p in self.named_parameters().values()}
         self._replaced.update({p: name for name, p in before.items() if id(p) not in now})
         self._holds.clear()
@@ -210,7 +212,7 @@ class Program:
             )
         together = nn.ModuleList(new) if len(new) > 1 else new[0]
         world = self.world
-        if collectives.world_size(collectives.everyone()) == 1:  # where the program has put its models
+        if collectives.world_size(collectives.everyone()) == 1 and not world.given:  # where the program put its models
             world = replace(world, device=next((str(p.device) for p in together.parameters()), world.device))
         said: Any = {"piggyback_loss": self._piggyback_loss, "stage_cost": self.stage_cost}
         setup = apply(together, plan, world, samples=self._samples, **said)

@@ -12,17 +12,14 @@ Tested in tests/rehearsal/test_scripts.py.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import linecache
 import traceback
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -41,7 +38,7 @@ from meshwise.rehearsal.places import Places
 from meshwise.rehearsal.record import Record
 from meshwise.rehearsal.shorter import Forward
 from meshwise.rehearsal.trace import STEPS, Trace, kinds_of_ranks, refused, rehearsal, state_of
-from meshwise.rehearsal.work import CATEGORIES, Launch, Operation, Work
+from meshwise.rehearsal.work import CATEGORIES, Operation, Work
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.user_code import is_users, user_place
@@ -61,10 +58,6 @@ NO_LINES = (
     "mw.distribute(model, optimizer, loader), and mw.backward(loss) for loss.backward(); to transformers' Trainer or "
     "Lightning's one, trainer = mw.distribute(trainer). docs/from-ddp.md and docs/from-accelerate.md say what goes."
 )
-MOVED = (
-    "its model is made on the CPU, and planned on the GPU. In a run, write model.to('cuda') before mw.distribute; "
-    "batches of its loaders follow the model."
-)
 NO_STEP = (
     "{} ended without a step: after mw.backward(loss), in a loop over a loader of mw.distribute, no optimizer made a "
     "step. Give it options that make it train, after its name."
@@ -83,10 +76,6 @@ class Script:
     model: Facts = _UNKNOWN
 
 
-class OnCpu(UsageError):
-    """A script computes nothing on the GPU that it finds."""
-
-
 class RehearsalEnds(BaseException):
     """The rehearsal has seen enough steps. No Exception, so that `except Exception` of a script does not catch it."""
 
@@ -94,14 +83,7 @@ class RehearsalEnds(BaseException):
 def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
     """Rehearse the first steps of a script on one device, and return it with what a search must know of it."""
     script = Script(name, run)
-    try:
-        loop = _rehearsed(script, Plan(), kind)
-    except OnCpu as on_cpu:  # is it all that it would take to move its model?
-        script = Script(name, functools.partial(_on_gpu, run))
-        try:
-            loop = _rehearsed(script, Plan(), kind)
-        except MeshwiseError:
-            raise on_cpu from None
+    loop = _rehearsed(script, Plan(), kind)
     work = Work(0, 1, kind, *loop.works[-1])
     parameters = work.holds("parameters")
     wide = parameters // 4 if work.dtype in ("fp32", "tf32") else 0
@@ -109,18 +91,6 @@ def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
     stepped = sum(each.read + each.written for each in steps) / max(parameters, 1)
     facts = Facts(None, loop.batch_norms, parameters, parameters, wide, _forward(work), stepped)
     return replace(script, batch_size=loop.batch_size, model=facts)
-
-
-def _on_gpu(run: Callable[[], object]) -> None:
-    """Run a script; mw.distribute moves its models to the device of the plan, and batches of its loaders follow."""
-    plain = Engine.add_models
-
-    def add(engine: Engine, models: Sequence[nn.Module], plan: Plan) -> None:
-        engine.notify(MOVED)
-        plain(engine, [each.to(engine.world.device) for each in models], plan)
-
-    with patch.object(Engine, "add_models", add):
-        run()
 
 
 def _forward(work: Work) -> Forward:
@@ -239,7 +209,7 @@ class _Loop(Places):
 
 def _rehearsed(script: Script, plan: Plan, kind: str, rank: int = 0) -> _Loop:
     with rehearsal(kind, rank, plan.devices, {}) as (record, mode):
-        world = World(rank, plan.devices, rank, plan.devices, record.device)
+        world = World(rank, plan.devices, rank, plan.devices, record.device, given=True)
         with as_a_worker(world, plan) as said, apart() as engine:
             engine.carried.rehearses = True
             loop = record.places = _Loop(record, engine)
@@ -252,11 +222,6 @@ def _rehearsed(script: Script, plan: Plan, kind: str, rank: int = 0) -> _Loop:
                 seen.remove()
             if not loop.works:
                 raise UsageError((NO_STEP if engine.has_applied else NO_LINES).format(script.name))
-    if kind != "cpu" and not any(isinstance(event, Launch) for event in loop.works[-1][1]):
-        raise OnCpu(
-            f"{script.name} computes nothing on the GPU: its model stays where it was made. Move it, and each batch: "
-            "device = 'cuda' if torch.cuda.is_available() else 'cpu', model.to(device). Or plan for a CPU: 4xcpu."
-        )
     return loop
 
 

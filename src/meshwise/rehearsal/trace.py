@@ -116,6 +116,11 @@ def _why_not(what: str, error: Exception) -> str:
             "follows from weights or activations is not: decide by shapes or settings, or compute it outside of the "
             "model (numpy, math)."
         )
+    if "on the same device" in first:
+        return (
+            f"{what}: this line computes with tensors on two devices. mw.distribute moves models to the GPU, and its "
+            "loaders move batches there: move others too, tensor.to(next(model.parameters()).device)."
+        )
     return f"{what} cannot be rehearsed on tensors without values: {type(error).__name__}: {first}"
 
 

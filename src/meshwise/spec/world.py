@@ -10,6 +10,7 @@ class World:
     """This process among those of a run. device: the name of its torch device, `cpu` or `cuda:0`.
 
     shares: how much of each batch each rank computes, in proportion; empty if all compute the same.
+    given: whether the launcher chose the device. If not, a single process leaves models where the program puts them.
     """
 
     rank: int = 0
@@ -18,6 +19,7 @@ class World:
     local_size: int = 1
     device: str = "cpu"
     shares: tuple[float, ...] = ()
+    given: bool = False
 
     @property
     def kind(self) -> str:

@@ -119,7 +119,7 @@ def _take_device(world: World) -> World:
             device = f"cuda:{world.local_rank}"  # the driver was asked before meshwise was: all devices stay visible
             _put_back(VISIBLE, given)
         torch.cuda.set_device(torch.device(device))
-    return World(world.rank, world.size, world.local_rank, world.local_size, device)
+    return World(world.rank, world.size, world.local_rank, world.local_size, device, given=bool(world.device))
 
 
 def _see_one_gpu(local_rank: int) -> None:
