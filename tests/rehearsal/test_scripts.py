@@ -397,6 +397,10 @@ REFUSED = {
     "a file that is not there": (("# changed", "open('missing.txt')"), "No such file or directory: 'missing.txt'"),
     "processes": (("# changed", "torch.multiprocessing.Process(target=print).start()"), "starts processes"),
     "nothing on the GPU": (("torch.cuda.is_available()", "False"), "tensors on two devices"),
+    "the variable of a launcher": (
+        ("# changed", "__import__('os').environ['LOCAL_RANK']"),
+        "Write os.environ.get('LOCAL_RANK', 0)",
+    ),
     "a device beside the other": (("model(x)", "model(x.cpu())"), "tensors on two devices"),
     "packed sequences": (
         ("model(x)", "model(nn.utils.rnn.pack_padded_sequence(x, torch.tensor([8] * 8)))"),

@@ -116,6 +116,11 @@ def _why_not(what: str, error: Exception) -> str:
             "follows from weights or activations is not: decide by shapes or settings, or compute it outside of the "
             "model (numpy, math)."
         )
+    if isinstance(error, KeyError) and (name := error.args[0]) in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        return (
+            f"{what} reads os.environ['{name}'], which a rehearsal and `python {what}` do not set. Write "
+            f"os.environ.get('{name}', {int(name == 'WORLD_SIZE')})."
+        )
     if "on the same device" in first:
         return (
             f"{what}: this line computes with tensors on two devices. mw.distribute moves models to the GPU, and its "
