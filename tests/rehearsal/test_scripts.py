@@ -252,7 +252,7 @@ def test_gradients_of_several_batches_are_named_with_what_needs_less(script, pla
     assert 0.9 * waiting < found["gradients"] < 2.5 * weights
     assert found.get("temporary", 0) < weights / 10
     notes = " ".join(traced.step.notes)
-    assert ("whole on each rank" in notes) == (plan.shard > 1 and inside != "none")
+    assert ("keeps whole gradients" in notes) == (plan.shard > 1 and inside != "none")
     assert ("Leave it outside of mw.accumulate()" in notes) == (plan.shard == 1 and inside == "every batch")
 
 

@@ -46,12 +46,12 @@ from meshwise.spec.world import World
 from meshwise.timeline.recorder import Mark, make_current
 
 WHOLE = (
-    "gradients that wait in mw.accumulate() are whole on each rank. mw.backward outside of it keeps a rank's part, "
-    "which is less memory under shard, and reduces each batch."
+    "while a step accumulates batches, each rank keeps whole gradients. In your own loop, mw.backward outside of "
+    "mw.accumulate() reduces each batch, and a rank keeps its part alone: less memory under shard."
 )
 LATE = (
-    "the last batch of a step is in mw.accumulate(): its gradients are reduced after its backward, and those that wait "
-    "are held beside their means. Leave it outside of mw.accumulate(), and they are reduced meanwhile."
+    "the last batch of a step is in mw.accumulate() too: gradients are reduced after its backward, and their means are "
+    "held beside them. Leave the last batch outside of mw.accumulate(), and its backward reduces them."
 )
 NO_LINES = (
     "{} never gives a model to mw.distribute, so no plan can be tried. Add the two lines: model, optimizer, loader = "
