@@ -253,7 +253,7 @@ def test_gradients_of_several_batches_are_named_with_what_needs_less(script, pla
     assert found.get("temporary", 0) < weights / 10
     notes = " ".join(traced.step.notes)
     assert ("keeps whole gradients" in notes) == (plan.shard > 1 and inside != "none")
-    assert ("Leave it outside of mw.accumulate()" in notes) == (plan.shard == 1 and inside == "every batch")
+    assert ("Leave the last batch outside of mw.accumulate()" in notes) == (plan.shard == 1 and inside == "every batch")
 
 
 def test_it_ends_though_it_catches_every_exception(script):
