@@ -83,6 +83,8 @@ BUDGET = {
     "": 35,  # the files of no room
 }
 """Seconds of each room in `make test` on two quiet cores. A room over its budget is shown, and fails nothing."""
+NIGHT = frozenset(Path(__file__).with_name("night.txt").read_text(encoding="utf-8").splitlines())
+"""Tests of processes that `make test` leaves to `make suite`: bench/night_tests.py chose them."""
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +180,8 @@ def starts_no_process(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts processes, skip what needs a GPU where there is none, and leave slow tests to those who ask."""
     for item in items:
+        if item.nodeid in NIGHT:
+            item.add_marker(pytest.mark.night)
         if "processes" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.workers)
         if "takes_seconds" in getattr(item, "fixturenames", ()):
@@ -185,9 +189,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an accelerator; torch sees none here"))
     if _nothing_was_chosen(config):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        left = {item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("night")}
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
 
 
 def _nothing_was_chosen(config: pytest.Config) -> bool:
