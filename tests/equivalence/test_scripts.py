@@ -85,6 +85,12 @@ def test_gradients_of_a_window_are_compared_at_its_step(pool: Any) -> None:
     assert wrong.comparison.first is not None and wrong.comparison.first.kind == "gradients"
 
 
+def test_a_script_may_leave_the_process_group_at_its_end(pool: Any) -> None:
+    """As accelerator.end_training() does. The ranks had no group then to gather in what they had traced."""
+    leaves = "if torch.distributed.is_initialized():\n    torch.distributed.destroy_process_group()\n"
+    assert proof(WINDOW.replace("BY", "0") + leaves, pool).equal
+
+
 FOUND = {
     "evaluation of one share": ("evaluation", "evaluation without mw.sum"),
     "mean over the rank's own samples": ("loss", "loss weighting"),

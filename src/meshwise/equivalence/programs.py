@@ -12,8 +12,10 @@ import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 from meshwise.compat.perturbed import perturbed
 from meshwise.data.order import epoch_slices, sequential_slices
@@ -37,7 +39,7 @@ from meshwise.recovery.state import RunState, pack, unpack
 from meshwise.splits.rules import said
 from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.transfer.groups import everyone, get_rank, world_size
-from meshwise.workers.join import join
+from meshwise.workers.join import join, made_process_group
 
 RESUMED = 2  # times: the state that a resumed run saves may lack something
 
@@ -62,6 +64,7 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
             plain_attention(),
             watcher.hints.noting() if watcher.hints is not None else contextlib.nullcontext(),
             contextlib.suppress(ScriptEnds),
+            patch.object(dist, "destroy_process_group", _leave_own(dist.destroy_process_group)),
         ):
             try:
                 _run(script)
@@ -72,6 +75,16 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
     found = watcher.end()
     _tell(races, found)
     return found if engine.world.rank == 0 else None
+
+
+def _leave_own(leave: Callable[..., None]) -> Callable[..., None]:
+    """Return `leave` for groups that a script has made. Ours stays: the ranks gather in it what they have traced."""
+
+    def called(group: Any = None) -> None:
+        if group is not None or not made_process_group():
+            leave(group)
+
+    return called
 
 
 @contextlib.contextmanager
