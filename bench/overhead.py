@@ -1,6 +1,6 @@
-"""What our step costs over a hand-written one: interleaved step by step in one process group.
+"""What our step costs over a hand-written one: by turns in one process group.
 
-    python bench/overhead.py [--seconds 20] [--only WORD]
+    python bench/overhead.py [--seconds 20] [--turn 20] [--only WORD]
 
 On one device against a plain loop, on two against a hand-written DistributedDataParallel loop. A job reads batches by
 the slicing of the loop by hand; a script with the two lines reads the DataLoader that it has without them, with a
@@ -171,28 +171,33 @@ def two_lines_step(job: Job, kind: Callable[[Any], Any] = _Rows) -> Step:
     return step
 
 
-def compare(ours: Step, theirs: Step, steps: int, rounds: int = 1) -> dict[str, Any]:
-    """Interleaved times of both, who goes first alternating; up to `rounds` times `steps`, while the interval of their
-    ratio is wider than WIDEST on a rank."""
+def compare(ours: Step, theirs: Step, steps: int, rounds: int = 1, turn: int = 1) -> dict[str, Any]:
+    """Times of both by turns of so many steps, of which the median counts, who goes first alternating; up to `rounds`
+    times `steps`, while the interval of their ratio is wider than WIDEST on a rank."""
     times: tuple[list[float], list[float]] = ([], [])
     cpu: tuple[list[float], list[float]] = ([], [])  # of the main thread
     known = [hooks.copy() for hooks in HOOKS]
-    for number in range(steps * rounds + WARM):
-        if number > WARM and (number - WARM) % steps == 0 and not _too_wide(*ratio_interval(*times)):
+    turns = max(steps // turn, 1)
+    for number in range(turns * rounds + 1):
+        if number > 1 and (number - 1) % turns == 0 and not _too_wide(*ratio_interval(*times)):
             break
         for side in (0, 1) if number % 2 else (1, 0):
             step = (ours, theirs)[side]
             _hook([] if step.__name__ == "by_hand" else known)
-            start, before = time.perf_counter(), time.thread_time()
-            step()
-            if number >= WARM:
-                times[side].append(time.perf_counter() - start)
-                cpu[side].append(time.thread_time() - before)
+            took = []
+            for _ in range(turn if number else WARM):
+                start, before = time.perf_counter(), time.thread_time()
+                step()
+                took.append((time.perf_counter() - start, time.thread_time() - before))
+            if number:
+                for kept, figures in zip((times, cpu), zip(*took, strict=True), strict=True):
+                    kept[side].append(statistics.median(figures))
     _hook(known)
     ratio, low, high = ratio_interval(*times)
     ms = [statistics.median(side) * 1e3 for side in times]
     beyond = (statistics.median(cpu[0]) - statistics.median(cpu[1])) * 1e6
-    facts = {"ratio": ratio, "low": low, "high": high, "ours_ms": ms[0], "by_hand_ms": ms[1], "steps": len(times[0])}
+    facts = {"ratio": ratio, "low": low, "high": high, "ours_ms": ms[0], "by_hand_ms": ms[1]}
+    facts["steps"] = turn * len(times[0])
     return {**facts, "main_thread_cpu_beyond_us": round(beyond, 1)}
 
 
@@ -210,7 +215,7 @@ def _too_wide(ratio: float, low: float, high: float) -> bool:
     return bool(wide)
 
 
-def measure(name: str, batch_size: int | None, steps: int, rounds: int = 1) -> dict[str, Any]:
+def measure(name: str, batch_size: int | None, steps: int, rounds: int = 1, turn: int = 1) -> dict[str, Any]:
     """Job step, two lines, and the hand-written loop against itself, on this rank."""
     job = find_job(name)
     job = replace(job, batch_size=batch_size or job.batch_size, scheduler=None)
@@ -218,15 +223,15 @@ def measure(name: str, batch_size: int | None, steps: int, rounds: int = 1) -> d
     needed = (steps * rounds + WARM) * job.batch_size
     job = replace(job, data=lambda: _Repeated(data, needed))
     recording = Recording(join().world, Path(tempfile.mkdtemp()))  # as in a run: spans are written beside
-    ours = compare(our_step(job, recording.recorder), hand_step(job), steps, rounds)
+    ours = compare(our_step(job, recording.recorder), hand_step(job), steps, rounds, turn)
     recording.close()
     return {
         "job": ours,
-        "two lines": compare(two_lines_step(job), hand_step(job, loaded, 0), steps, rounds),
+        "two lines": compare(two_lines_step(job), hand_step(job, loaded, 0), steps, rounds, turn),
         "two lines, sample by sample": compare(
-            two_lines_step(job, _Samples), hand_step(job, partial(loaded, kind=_Samples), 0), steps, rounds
+            two_lines_step(job, _Samples), hand_step(job, partial(loaded, kind=_Samples), 0), steps, rounds, turn
         ),
-        "by hand against itself": compare(hand_step(job), hand_step(job), steps, rounds),
+        "by hand against itself": compare(hand_step(job), hand_step(job), steps, rounds, turn),
     }
 
 
@@ -251,6 +256,7 @@ def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=20.0, help="of a round")
+    parser.add_argument("--turn", type=int, default=20, help="steps of one before the other's: a program has one loop")
     parser.add_argument("--only", default="", help="rows with this word")
     options = parser.parse_args()
     kept = RESULTS / "overhead.json"
@@ -260,7 +266,8 @@ def main() -> None:
         if options.only not in row:
             continue
         steps = max(int(options.seconds / seconds / 2), 20)
-        (first, *_) = mw.launch(measure, name, batch_size, steps, ROUNDS, devices=devices)
+        turn = min(options.turn, max(steps // 20, 1))
+        (first, *_) = mw.launch(measure, name, batch_size, steps, ROUNDS, turn, devices=devices)
         for what, figures in first.items():
             result["measured"][f"{row}, {what}"] = figures
             print(
