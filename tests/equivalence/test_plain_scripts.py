@@ -14,6 +14,8 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -403,3 +405,31 @@ def test_a_schedule_of_whole_accumulations_is_of_epochs() -> None:
         )
 
     assert found_in([side(rank, 2, 13) for rank in range(2)], side(0, 1, 25))["scheduler ticks at another pace"]
+
+
+def test_a_schedule_that_ends_with_a_trainer_of_max_steps_is_at_one_pace() -> None:
+    def pace(own: int, alone: int) -> dict[str, bool]:
+        def side(rank: int, ranks: int, length: int) -> Record:
+            passes = [replace(read(rank, ranks), batches=[[0]] * (20 // ranks))]
+            return record(rank, ranks, passes=passes, horizon=40, length=length, ticked_at=("train.py:1",))
+
+        return found_in([side(rank, 2, own) for rank in range(2)], side(0, 1, alone))
+
+    assert "scheduler ticks at another pace" not in pace(40, 40)
+    assert pace(20, 40)["scheduler ticks at another pace"]
+
+
+def test_the_steps_of_a_training_are_those_of_the_trainer_that_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+    trainer = SimpleNamespace(state=SimpleNamespace(max_steps=40), ticks=torch.optim.lr_scheduler.StepLR(optimizer, 40))
+    found = dict[str, Any]()
+    source = "def tick(self):\n    self.ticks.optimizer.step()\n    self.ticks.step()\n"
+    exec(compile(source, "/lib/transformers/trainer.py", "exec"), found)
+    seen = record(0)
+    ends = watch_ticks(seen)
+    try:
+        found["tick"](trainer)
+    finally:
+        for end in ends:
+            end()
+    assert (seen.length, seen.horizon) == (40, 40)

@@ -25,7 +25,7 @@ from meshwise.equivalence.model_state import local_sum
 from meshwise.equivalence.model_tracer import LooksOn, ModelTracer
 from meshwise.guards.unsummed import drops
 from meshwise.slips.divided_validation import Evaluated, divided_evaluation, evaluated_here
-from meshwise.spec.user_code import is_called_from, is_users, place, user_place
+from meshwise.spec.user_code import frame_in, is_users, place, user_place
 from meshwise.spec.words import some
 
 DROPOUT = (
@@ -124,7 +124,7 @@ class Hints:
 
     def _call_ends(self, root: nn.Module, *_: object) -> None:
         """Check, when a call of a model without gradients ends, whether dropout was active in an evaluation."""
-        if torch.is_grad_enabled() or is_called_from(OF_STATISTICS):
+        if torch.is_grad_enabled() or frame_in(OF_STATISTICS):
             return
         active, where = [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)], user_place()
         if self.tracer is not None and self.tracer.in_forward:

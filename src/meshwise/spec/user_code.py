@@ -32,12 +32,12 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
     return frame
 
 
-def is_called_from(file: str) -> bool:
-    """Return whether code in a file whose path ends with `file` has called the caller, directly or not."""
+def frame_in(file: str) -> FrameType | None:
+    """Return the innermost frame of a file whose path ends with `file`; None if it has not called the caller."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith(file):
         frame = frame.f_back
-    return frame is not None
+    return frame
 
 
 def place(filename: str, line: int | None) -> str:

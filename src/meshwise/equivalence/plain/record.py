@@ -88,7 +88,8 @@ class Record:
     """What one rank did. norms: kinds of batch norm that ran in training. horizon: the number of ticks until the
     schedule ends, and the lines that make and tick it. shown: lines that print, what they print, and whether it is from
     a training or inside an evaluation. ticks: since the last step. told: lines that give a schedule a metric, and it.
-    schedules: lines that make one. refused: why none of it can be compared."""
+    length: steps of the whole training; 0: not known. schedules: lines that make one. refused: why none of it can be
+    compared."""
 
     rank: int
     passes: list[Pass] = field(default_factory=list)
@@ -96,6 +97,7 @@ class Record:
     shown: list[tuple[str, str, bool]] = field(default_factory=list)
     norms: tuple[str, ...] = ()
     horizon: int | None = None
+    length: int = 0
     ticked_at: tuple[str, ...] = ()
     ticks: int = 0
     told: list[tuple[str, float]] = field(default_factory=list)

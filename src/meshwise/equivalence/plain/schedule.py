@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from meshwise.compat.program_calls import put
 from meshwise.equivalence.plain.record import Record
-from meshwise.spec.user_code import user_place
+from meshwise.spec.user_code import frame_in, user_place
 
 HORIZONS = ("T_max", "total_steps", "total_iters", "step_size", "num_training_steps")
+TRAINER = "transformers/trainer.py"
 
 
 def watch_ticks(record: Record) -> list[Callable[[], None]]:
@@ -36,6 +37,7 @@ def watch_ticks(record: Record) -> list[Callable[[], None]]:
                     record.told.append((user_place(), float((*arguments, named.get("metrics"))[0])))
                 record.ticks += 1
                 record.horizon = record.horizon or horizon_of(scheduler)
+                record.length = record.length or steps_of_trainer()
                 record.ticked_at = record.ticked_at or (user_place(), made_at.get(id(scheduler), (None, ""))[1])
             try:
                 return plain(scheduler, *arguments, **named)
@@ -46,6 +48,13 @@ def watch_ticks(record: Record) -> list[Callable[[], None]]:
 
     steps = [put([kind], "step", counting) for kind in (LRScheduler, ReduceLROnPlateau)]
     return [*steps, put([ReduceLROnPlateau], "__init__", counting)]
+
+
+def steps_of_trainer() -> int:
+    """Return how many steps the Trainer that calls makes in all; 0 if none calls."""
+    frame = frame_in(TRAINER)
+    state = getattr(frame.f_locals.get("self"), "state", None) if frame is not None else None
+    return getattr(state, "max_steps", 0)
 
 
 def horizon_of(scheduler: Any) -> int | None:

@@ -28,19 +28,18 @@ from meshwise.equivalence.plain.neutral import NORMS, neutral
 from meshwise.equivalence.plain.on_cpu import on_cpu
 from meshwise.equivalence.plain.reads import LATER_STEPS, PASSES, Reads
 from meshwise.equivalence.plain.record import Follow, Record, Step
-from meshwise.equivalence.plain.schedule import watch_ticks
+from meshwise.equivalence.plain.schedule import TRAINER, watch_ticks
 from meshwise.equivalence.short_loops import ScriptEnds
 from meshwise.equivalence.upcast import called_in_float64, plain_attention, upcast
 from meshwise.machine.memory import free_bytes
 from meshwise.parallel.step_hooks import Order, subscribe
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text
-from meshwise.spec.user_code import is_called_from, place_of, user_place
+from meshwise.spec.user_code import frame_in, place_of, user_place
 
 MOST_BACKWARDS = 40
 """The most backwards in a compared step; a script that makes more is ended."""
 NOT_REPLICAS = "its parameters are sharded (FSDP, DTensor): check compares replicas, as DDP and accelerate have them"
-TRAINER = "transformers/trainer.py"
 OUTSIDE = "its forward does not go through the DistributedDataParallel"
 
 
@@ -168,7 +167,7 @@ class _Watcher:
             if losses and losses[0].numel() == 1:
                 self._since["losses"].append(float(losses[0].detach()))
                 self._since["scales"].append(scale_of(losses[0]))
-            self._since["backward"], self._since["trainer"] = user_place(), is_called_from(TRAINER)
+            self._since["backward"], self._since["trainer"] = user_place(), frame_in(TRAINER) is not None
             self._since["draws"] |= self.reads.backward()
             no_sync = [each for each in self._parallel if not each.require_backward_grad_sync]
             self._since["why"] = "its backward is inside no_sync()" if no_sync else ""
