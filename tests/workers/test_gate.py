@@ -151,7 +151,7 @@ def test_without_a_channel_every_step_begins() -> None:
 def test_a_stopped_loop_says_after_which_step() -> None:
     ranks = Ranks(1)
     assert isinstance(ranks.gates[0].stop(12, 3), KeyboardInterrupt)
-    assert ranks.lines[0].said == ("stopping", {"step": 12, "epoch": 3})
+    assert ranks.lines[0].said == ("stopping", {"step": 12, "epoch": 3, "saves": False})
 
 
 @pytest.mark.parametrize("interrupts", [True, False])

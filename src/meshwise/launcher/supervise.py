@@ -100,7 +100,7 @@ class Viewer:
             self.joins = True
         elif kind == "stopping" and rank == 0:
             epoch = "" if message["epoch"] is None else f" (epoch {message['epoch']})"
-            self.stops(f" after step {message['step']}{epoch}")
+            self.stops(f" after step {message['step']}{epoch}", message.get("saves", False))
         elif kind == "told":
             self._told.append(message["text"])
             self._keep({"told": self._told})
@@ -120,12 +120,12 @@ class Viewer:
                     f"{folder} was removed or moved: the run goes on, and keeps no more records or states."
                 )
 
-    def stops(self, where: str = "") -> None:
-        """Say once that the run is stopped, by which signal, and (`where`) after which step."""
+    def stops(self, where: str = "", saves: bool = False) -> None:
+        """Say once that the run is stopped, by which signal, and (`where`) after which step. saves: a Trainer saves."""
         if not self.stopped:
             self.stopped = f"stopped by {stop_text(self._halt.signal)}{where}"
             self._view.print(self.stopped)
-            if not self._restarts.resumable:
+            if not (saves or self._restarts.resumable):
                 self._view.print("no state is saved: the script has not called mw.checkpoint.")
 
     def _keep(self, facts: Mapping[str, Any]) -> None:

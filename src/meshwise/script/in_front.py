@@ -11,6 +11,7 @@ from typing import Any
 from meshwise.engine.engine import Engine
 
 REFUSED = "mw.distribute(trainer) on {ranks} devices: {what} is refused: {instead}."
+SAVED = "saved {0}: trainer.{1} goes on from there."
 
 
 def is_made_from(thing: Any, name: str, *modules: str) -> bool:

@@ -21,7 +21,7 @@ from meshwise.compat.tree import map_kind
 from meshwise.data.wrapped_loader import loader_inside
 from meshwise.engine import steps
 from meshwise.recovery.collect import collected
-from meshwise.script.in_front import REFUSED
+from meshwise.script.in_front import REFUSED, SAVED
 from meshwise.script.lightning_metrics import of_all, see_all_rows
 from meshwise.script.lightning_values import Ranks, logging, loss_kind
 from meshwise.script.over_ranks import gather_over_ranks, mean_over_ranks
@@ -208,7 +208,9 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
                 for each in (progress.total, progress.current):
                     each.reset()
                     each.ready = each.started = 1
-            trainer.save_checkpoint(Path(saves.dirpath) / f"last{saves.FILE_EXTENSION}")
+            path = Path(saves.dirpath) / f"last{saves.FILE_EXTENSION}"
+            trainer.save_checkpoint(path)
+            self.meshwise.engine.notify(SAVED.format(path, f'fit(…, ckpt_path="{path}")'))
 
 
 class _Ahead:

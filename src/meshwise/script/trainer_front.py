@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshwise.data.order import BatchSlice
 from meshwise.recovery.collect import collected
-from meshwise.script.in_front import REFUSED
+from meshwise.script.in_front import REFUSED, SAVED
 from meshwise.script.over_ranks import joined
 from meshwise.script.trainer_loader import Window, skip_batches
 from meshwise.script.trainer_loss import ITEMS, Ranks, first_loss, loss_of, weight_of
@@ -49,12 +49,16 @@ class OnRanks:
     def train(self: Any, *args: Any, **options: Any) -> Any:
         module = import_module(TRAINER)
         skips = functools.partial(skip_batches, module.skip_first_batches)
-        with mock.patch.object(module, "skip_first_batches", skips):
+        engine, saves = self.meshwise.engine, self.args.save_strategy != "no"
+        told = mock.patch.object(engine.gate, "saves", saves or engine.gate.saves)  # to who asks for a stop
+        with mock.patch.object(module, "skip_first_batches", skips), told:
             try:
                 return super().train(*args, **options)  # type: ignore[misc]
             except (KeyboardInterrupt, SystemExit):
-                if self.meshwise.engine.stopped and self.args.save_strategy != "no":  # all ranks before the same batch
+                if engine.stopped and saves:  # all ranks before the same batch
                     self._save_checkpoint(self.model_wrapped, None)
+                    folder = f"{self._get_output_dir(None)}/checkpoint-{self.state.global_step}"
+                    engine.notify(SAVED.format(folder, "train(resume_from_checkpoint=True)"))
                 raise
 
     def get_train_dataloader(self: Any) -> Any:

@@ -63,7 +63,7 @@ class StepGate:
         """Return the exception that a script's loop must raise once `begin` has returned False."""
         self.stopped_after = step, epoch
         if self._channel is not None:
-            self._channel.send("stopping", step=step, epoch=epoch)
+            self._channel.send("stopping", step=step, epoch=epoch, saves=self.saves)
             return KeyboardInterrupt("the run was asked to stop; every rank stops before the same batch")
         return SystemExit(code_of_stop(self.signal))
 
