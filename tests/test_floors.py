@@ -416,6 +416,11 @@ def outdated(reasons: dict[str, str], sources: list[Source]) -> list[str]:
 
 def code_lines(source: Source) -> int:
     """Lines without blank lines, comments and docstrings."""
+    return len(numbers_of_code(source))
+
+
+def numbers_of_code(source: Source) -> set[int]:
+    """Numbers of the lines without blank lines, comments and docstrings."""
     found: set[int] = set()
     layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
@@ -430,7 +435,7 @@ def code_lines(source: Source) -> int:
                 and isinstance(first.value.value, str)
             ):
                 found -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return len(found)
+    return found
 
 
 def untested(sources: list[Source], tests: Path) -> list[str]:
