@@ -54,13 +54,13 @@ def _beside(fake: Tensor) -> Tensor | None:
 
 def give_value(fake: Tensor, real: Tensor) -> None:
     """Record `real` as the values of the fake tensor, if it has at most MOST elements."""
-    if real.numel() <= MOST and _is_real(real):
+    if real.numel() <= MOST and type(real) is Tensor:
         setattr(fake, _VALUE, _Value(real))
 
 
 def value_of(fake: Tensor) -> Tensor | None:
     """Return the values of a fake tensor, None if they are unknown. A real tensor is returned unchanged."""
-    found = fake if _is_real(fake) else _beside(fake)
+    found = fake if type(fake) is Tensor else _beside(fake)
     return None if found is None or _lost.get(found) else found
 
 
@@ -71,10 +71,6 @@ def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fa
     if (operator_name(func) in OVERWRITES and _beside(fakes[0]) is not None) or operator_name(func) in NOT_FINITE:
         return True
     return all(value_of(fake) is not None for fake in fakes)
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor
 
 
 def fake_batch(batch: Any, device: str | None = None) -> Any:
@@ -202,6 +198,5 @@ def _find(given: list[Tensor]) -> None:
 def lose(written: list[Any]) -> None:
     """Mark the values that an operator writes as unknown."""
     for tensor in tensors_in(written):
-        value = _beside(tensor)
-        if value is not None:
+        if (value := _beside(tensor)) is not None:
             _lost.set(value, True)

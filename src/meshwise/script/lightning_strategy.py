@@ -79,9 +79,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
     def connect(self, model: Any) -> None:
         if not model.automatic_optimization:
             refuse(self.meshwise, "manual optimisation", "write that loop with mw.distribute(model, …) and mw.backward")
-        if not str(type(model).backward.__module__).endswith("pytorch.core.module") and "lightning" not in str(
-            type(model).backward.__module__
-        ):
+        if "lightning" not in str(type(model).backward.__module__):
             refuse(self.meshwise, "a backward of your own", "leave it to Lightning")
         if "dataloader_iter" in inspect.signature(model.training_step).parameters:
             refuse(self.meshwise, "training_step(dataloader_iter)", "take a batch")
@@ -101,6 +99,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
+        self.meshwise.engine.gate.saves |= trainer.checkpoint_callback is not None  # told to who asks for a stop
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]  # type: ignore[attr-defined]
         for each in [*self.optimizers, *(one for one in schedulers if isinstance(one, LRScheduler))]:  # type: ignore[attr-defined]
             self.meshwise.share(each)

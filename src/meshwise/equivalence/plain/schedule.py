@@ -52,9 +52,8 @@ def watch_ticks(record: Record) -> list[Callable[[], None]]:
 
 def steps_of_trainer() -> int:
     """Return how many steps the Trainer that calls makes in all; 0 if none calls."""
-    frame = frame_in(TRAINER)
-    state = getattr(frame.f_locals.get("self"), "state", None) if frame is not None else None
-    return getattr(state, "max_steps", 0)
+    trainer = getattr(frame_in(TRAINER), "f_locals", {}).get("self")
+    return getattr(getattr(trainer, "state", None), "max_steps", 0)
 
 
 def horizon_of(scheduler: Any) -> int | None:
