@@ -208,7 +208,7 @@ def test_programs_write_through_slices_of_the_array_itself() -> None:
         (12, "index 12 is out of bounds for axis 0 with size 12"),
         ((0, 0, 0), "too many indices"),
         (([0, 12],), "out of bounds"),
-        ((..., 0, ...), "two ellipses"),
+        ((..., 0, ...), "one ellipsis"),
         (1.5, "write integers"),
         ("a", "write integers"),
         (np.ones((3, 5), bool), "mask of shape"),
@@ -227,15 +227,15 @@ def test_keys_that_cannot_be(key: Any, what: str) -> None:
 
 def test_values_that_cannot_be() -> None:
     x = XP.zeros((4, 3))
-    with pytest.raises(ValueError, match=r"assignment of shape \(2,\) to shape \(4, 3\)"):
+    with pytest.raises(ValueError, match=r"shape \(2,\) do not broadcast to shape \(4, 3\)"):
         x[...] = [1, 2]
-    with pytest.raises(TypeError, match="imaginary part would be lost"):
+    with pytest.raises(TypeError, match="would lose the imaginary part"):
         x[0] = 1j
-    with pytest.raises(TypeError, match=r"imaginary part would be lost"):
+    with pytest.raises(TypeError, match=r"would lose the imaginary part"):
         x[0] = XP.asarray([1j, 2, 3])
-    with pytest.raises(OverflowError, match=r"300 to torch\.uint8"):
+    with pytest.raises(OverflowError, match=r"torch\.uint8 holds 0 to 255, not 300"):
         XP.zeros(3, dtype="uint8")[0] = 300
-    with pytest.raises(mw.UsageError, match="of two namespaces"):
+    with pytest.raises(mw.UsageError, match="arrays of one namespace"):
         x[0] = mw.array_namespace("2xcpu").zeros(3)
 
 

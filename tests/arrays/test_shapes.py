@@ -306,7 +306,7 @@ def test_reshape_makes_memory_of_its_own_or_refuses_to() -> None:
     x = grid(4, 6)
     assert x.reshape(24, copy=False).parts[0].data_ptr() == x.parts[0].data_ptr()
     assert x.reshape(24, copy=True).parts[0].data_ptr() != x.parts[0].data_ptr()
-    with pytest.raises(ValueError, match="elements move"):
+    with pytest.raises(ValueError, match="elements have to move"):
         grid(4, 6, XP.shard(1)).reshape(24, copy=False)
     with pytest.raises(ValueError, match="not in order"):
         XP.reshape(grid(4, 6, XP.single()).T, (24,), copy=False)
@@ -320,28 +320,32 @@ def test_arrays_of_others_are_taken() -> None:
 
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: XP.reshape(grid(2, 3), (4,)), ValueError, "6 elements do not fit"),
-    (lambda: XP.reshape(grid(2, 3), (-1, -1)), ValueError, "do not fit"),
-    (lambda: XP.permute_dims(grid(2, 3), (0, 0)), ValueError, "name each of them once"),
+    (lambda: XP.reshape(grid(2, 3), (4,)), ValueError, "must hold 6 elements"),
+    (lambda: XP.reshape(grid(2, 3), (-1, -1)), ValueError, "must hold 6 elements"),
+    (lambda: XP.permute_dims(grid(2, 3), (0, 0)), ValueError, "name each of the 2 dims once"),
     (lambda: XP.matrix_transpose(XP.arange(3)), ValueError, "two dims"),
     (lambda: XP.squeeze(grid(2, 3), axis=0), ValueError, "dims of length 1"),
     (lambda: XP.expand_dims(XP.arange(3), axis=3), IndexError, "2 dims"),
     (lambda: XP.broadcast_to(XP.arange(3), (2, 2)), ValueError, "lengths must be equal"),
     (lambda: XP.concat([]), ValueError, "at least one"),
     (lambda: XP.concat(grid(2, 3)), TypeError, "a list of arrays"),
-    (lambda: XP.concat([grid(2, 3), grid(2, 4)]), ValueError, "all but that dim must be equal"),
-    (lambda: XP.stack([grid(2, 3), grid(2, 4)]), ValueError, "all must be equal"),
+    (lambda: XP.concat([grid(2, 3), grid(2, 4)]), ValueError, "equal in all other dims"),
+    (lambda: XP.stack([grid(2, 3), grid(2, 4)]), ValueError, "arrays of equal shape"),
     (lambda: XP.roll(grid(2, 3), (1, 2), axis=0), ValueError, "as many shifts as axes"),
-    (lambda: XP.tile(grid(2, 3), (-1,)), ValueError, "below 0"),
-    (lambda: XP.repeat(grid(2, 3), XP.arange(4), axis=0), ValueError, r"give \(2,\)"),
+    (lambda: XP.tile(grid(2, 3), (-1,)), ValueError, "repetitions must be 0 or more"),
+    (lambda: XP.repeat(grid(2, 3), XP.arange(4), axis=0), ValueError, r"need repeats of shape \(2,\)"),
     (lambda: XP.take(grid(2, 3), [0]), ValueError, "needs an axis"),
     (lambda: XP.take(grid(2, 3), [5], axis=0), IndexError, "out of bounds"),
-    (lambda: XP.pad(XP.arange(3), 3, "reflect"), ValueError, "at most 2"),
+    (lambda: XP.pad(XP.arange(3), 3, "reflect"), ValueError, "adds up to 2"),
     (lambda: XP.halo(XP.arange(3), -1, 0), ValueError, "0 or more"),
     (lambda: XP.halo(grid(6, 3), 1, 1, dim=1), ValueError, "reshard"),
-    (lambda: XP.nonzero(XP.asarray(1)), ValueError, "without dims"),
+    (lambda: XP.nonzero(XP.asarray(1)), ValueError, "this array has none"),
     (lambda: XP.meshgrid(XP.arange(3), indexing="yx"), ValueError, "'xy' or 'ij'"),
-    (lambda: XP.concat([grid(2, 3), mw.array_namespace("2xcpu").ones((2, 3))]), mw.UsageError, "two namespaces"),
+    (
+        lambda: XP.concat([grid(2, 3), mw.array_namespace("2xcpu").ones((2, 3))]),
+        mw.UsageError,
+        "arrays of one namespace",
+    ),
 ]
 
 
@@ -376,7 +380,7 @@ def test_the_spellings_of_numpy() -> None:
     assert [float(row.sum()) for row in x] == [row.sum() for row in a]
     assert 5.0 in x
     assert 50.0 not in x
-    with pytest.raises(TypeError, match="without dims"):
+    with pytest.raises(TypeError, match="this array has none"):
         iter(XP.asarray(1.0))
 
 

@@ -119,11 +119,11 @@ def test_refusals() -> None:
     x = XP.arange(5.0)
     with pytest.raises(IndexError, match="axes -1 to 0"):
         XP.sort(x, axis=1)
-    with pytest.raises(ValueError, match="topk: 6 of 5"):
+    with pytest.raises(ValueError, match="the axis has 5 elements"):
         XP.topk(x, 6)
     with pytest.raises(ValueError, match="one of linear"):
         XP.quantile(x, 0.5, method="weibull")
-    with pytest.raises(ValueError, match="within its bounds"):
+    with pytest.raises(ValueError, match="q is 0 to 1"):
         XP.quantile(x, 1.5)
     with pytest.raises(TypeError, match="at least one"):
         XP.median(XP.zeros((0,)))

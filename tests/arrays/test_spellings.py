@@ -154,7 +154,7 @@ def test_out_is_what_comes_back_and_takes_no_other_kind() -> None:
     x, out = given(V), XP.zeros(7)
     assert XP.multiply(x, 2, out=out) is out
     np.testing.assert_array_equal(out.numpy(), V * 2)
-    with pytest.raises(TypeError, match="into out of"):
+    with pytest.raises(TypeError, match="They must fit"):
         XP.sqrt(x, out=XP.zeros(7, dtype=int))
     with pytest.raises(mw.UsageError, match=r"xp\.where"):
         XP.sqrt(x, where=x > 0)
@@ -182,9 +182,9 @@ def test_numpys_own_functions_write_and_refuse() -> None:
     np.testing.assert_array_equal(x.numpy(), V + 1)
     with pytest.raises(TypeError, match="not supported"):
         np.unwrap(x)
-    with pytest.raises(TypeError, match=r"np\.add\.at of an array"):
+    with pytest.raises(TypeError, match=r"np\.add\.at is not supported for arrays"):
         np.add.at(x, [0], 1)
-    with pytest.raises(TypeError, match="into an array of int64"):
+    with pytest.raises(TypeError, match="`out` is int64"):
         np.sqrt(x, out=np.zeros(7, dtype=np.int64))
 
 
@@ -211,11 +211,11 @@ def test_numbers_are_written_and_rounded() -> None:
 
 def test_what_is_no_number_is_one_sentence() -> None:
     x = given(V)
-    with pytest.raises(TypeError, match="not numbers of one shape"):
+    with pytest.raises(TypeError, match="arrays hold numbers"):
         x[0] = None
-    with pytest.raises(TypeError, match="not numbers of one shape"):
+    with pytest.raises(TypeError, match="does not hold only numbers"):
         XP.asarray(["a"])
-    with pytest.raises(ValueError, match="bincount of -1"):
+    with pytest.raises(ValueError, match="found -1"):
         XP.bincount(XP.asarray([-1, 2]))
     with pytest.raises(TypeError, match="exp2 is not defined for complex"):
         XP.exp2(x + 1j)

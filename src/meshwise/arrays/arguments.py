@@ -74,7 +74,7 @@ def told(error: TypeError, name: str, function: Callable[..., Any], first: int =
     word = match[2]
     if word is None:
         return TypeError(f"{name}: the call does not fit its arguments ({known}). Arguments after * are keyword-only.")
-    instead = INSTEAD.get(word, f"Its arguments are ({known}).").format(name=name)
+    instead = INSTEAD.get(word, f"The arguments of this function are ({known}).").format(name=name)
     return TypeError(f"{name}({word}=...): there is no argument {word!r}. {instead}")
 
 

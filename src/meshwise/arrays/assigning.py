@@ -85,14 +85,14 @@ def _value(x: Array, value: Any) -> Value:
     else:
         values = value if isinstance(value, Tensor) else np.array(value)
         if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
-            raise TypeError(f"assignment of {str(value)[:40]!r}: not numbers of one shape. Give numbers or lists.")
+            raise TypeError(f"arrays hold numbers, not {str(value)[:40]!r}. Assign numbers, or lists of them.")
         host: Tensor = values.detach().cpu() if isinstance(values, Tensor) else torch.from_numpy(values)
         if not host.ndim:
             return _number(x.dtype, host.item())
         value = host
     if value.dtype in COMPLEXES and x.dtype not in COMPLEXES:
         raise TypeError(
-            f"assignment of {value.dtype} to {x.dtype}: the imaginary part would be lost. Write xp.real(v)."
+            f"assigning {value.dtype} to an array of {x.dtype} would lose the imaginary part. Assign xp.real(value)."
         )
     checked: Array | Tensor = value
     return checked
@@ -114,14 +114,14 @@ def _bits_of(value: Value, dtype: torch.dtype) -> Value:
 
 def _number(dtype: torch.dtype, value: Number) -> Number:
     if isinstance(value, complex) and dtype not in COMPLEXES:
-        raise TypeError(f"assignment of {value} to {dtype}: the imaginary part would be lost. Write {value.real}.")
+        raise TypeError(f"assigning {value} to an array of {dtype} would lose the imaginary part. Assign {value.real}.")
     if dtype is BOOL:
         return bool(value)
     if dtype not in INTEGERS:
         return value
     least, most = limits(dtype)
     if not least <= value <= most:  # type: ignore[operator]
-        raise OverflowError(f"assignment of {value} to {dtype}: it has {least} to {most}. Cast the array first.")
+        raise OverflowError(f"{dtype} holds {least} to {most}, not {value}. Cast the array first.")
     return int(value)  # type: ignore[arg-type]
 
 
@@ -142,7 +142,7 @@ def _turned(value: Array | Tensor, key: Key, common: Shape, shape: Shape, flips:
         value = squeeze(value, axis=0) if isinstance(value, Array) else value[0]
     missing = len(spots) - value.ndim
     if missing < 0 or any(a not in (1, b) for a, b in zip(value.shape, wanted[missing:], strict=True)):
-        raise ValueError(f"assignment of shape {given} to shape {tuple(wanted)}: it does not broadcast to that.")
+        raise ValueError(f"values of shape {given} do not broadcast to shape {tuple(wanted)}, which is assigned to.")
     new = tuple(at for at, spot in enumerate(spots) if spot is None and at >= missing)
     order: list[int | None] = [None] * len(lengths)
     for at, spot in enumerate(spots):

@@ -34,7 +34,7 @@ def astype(x: Any, dtype: Any, /, *, copy: bool = True, device: Any = None) -> A
     x = as_array("astype", x)
     kind = as_dtype(dtype)
     if x.dtype in COMPLEXES and kind not in COMPLEXES and kind is not torch.bool:
-        raise TypeError(f"astype from {x.dtype} to {kind}: the imaginary part would be lost. Write xp.real(x).")
+        raise TypeError(f"astype from {x.dtype} to {kind} would lose the imaginary part. Cast xp.real(x) instead.")
     return asarray(x.space, x, kind, device=device, copy=copy or None)
 
 
@@ -68,7 +68,7 @@ def finfo(type: Any, /) -> FloatLimits:
     """Return the limits of a float dtype, or of an array's dtype; for a complex dtype, those of its real dtype."""
     kind = real_of(type.dtype if isinstance(type, Array) else as_dtype(type))
     if not kind.is_floating_point:
-        raise TypeError(f"finfo of {kind}: not a float type. Write xp.iinfo.")
+        raise TypeError(f"finfo takes a float dtype, not {kind}. For integers write xp.iinfo.")
     found = torch.finfo(kind)
     return FloatLimits(found.bits, found.eps, found.max, found.min, found.smallest_normal, kind)
 
@@ -77,7 +77,7 @@ def iinfo(type: Any, /) -> IntegerLimits:
     """Return the limits of an integer dtype, or of an array's dtype."""
     kind = type.dtype if isinstance(type, Array) else as_dtype(type)
     if kind not in KINDS["integral"]:
-        raise TypeError(f"iinfo of {kind}: not an integer type. Write xp.finfo.")
+        raise TypeError(f"iinfo takes an integer dtype, not {kind}. For floats write xp.finfo.")
     found = torch.iinfo(kind)
     return IntegerLimits(found.bits, found.max, found.min, kind)
 
@@ -118,7 +118,7 @@ class Info:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         for each in kinds:
             if each is not None and each not in KINDS:
-                raise ValueError(f"dtypes of kind {each!r}: not known. Use one of {', '.join(KINDS)}.")
+                raise ValueError(f"dtypes(kind={each!r}): this kind is not known. Use one of {', '.join(KINDS)}.")
         wanted = set().union(*(KINDS[each] if each is not None else listed for each in kinds))
         return {name: dtype for name, dtype in NAMES.items() if dtype in listed & wanted}
 

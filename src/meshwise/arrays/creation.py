@@ -62,7 +62,7 @@ def asarray(
             piece, shares = piece.to(wanted), True
         elif copy is False:
             raise ValueError(
-                "asarray(copy=False): the values are on another device, or split. Leave copy out, or name their device."
+                "asarray(copy=False) cannot move or split values without a copy. Leave copy out, or name their device."
             )
         else:
             own = torch.empty(piece.shape, dtype=wanted, device=space.devices[place])
@@ -104,7 +104,7 @@ def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, 
     placed = x.sharding if stays else x.space.placed(x.shape, device, wanted)
     cast = dtype is not None and dtype is not x.dtype
     if copy is False and (cast or placed != x.sharding):
-        raise ValueError("asarray(copy=False) with another dtype or placement: it has to copy. Leave copy out.")
+        raise ValueError("asarray(copy=False) cannot change the dtype or placement without a copy. Leave copy out.")
     if cast:
         assert dtype is not None
         moved = reshard(x, placed, "asarray")
@@ -120,7 +120,7 @@ def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Ten
     """Convert values to a tensor on their device; Python's floats become the default float. wanted: the final dtype."""
     if isinstance(obj, Array):
         raise UsageError(
-            f"asarray of an array on {', '.join(obj.space.names)}: of another namespace. Write xp.asarray(x.numpy())."
+            f"this array is of another namespace, on {', '.join(obj.space.names)}. Write xp.asarray(x.numpy())."
         )
     if isinstance(obj, np.generic):
         obj = np.asarray(obj)
@@ -134,7 +134,7 @@ def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Ten
         whole = np.asarray(read, dtype=object)
         values = whole.astype(np.uint64) if all(type(each) is int for each in whole.flat) else values
     if values.dtype.kind not in "biufc":
-        raise TypeError(f"asarray of {type(obj).__name__}: not numbers of one shape. Give numbers or nested lists.")
+        raise TypeError(f"asarray: this {type(obj).__name__} does not hold only numbers. Give numbers or nested lists.")
     values = values.view(values.dtype.name)  # of two types of the same name torch knows one
     tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
     if not _has_numpy(obj):
@@ -181,7 +181,7 @@ def as_shape(shape: Any) -> Shape:
     except TypeError as error:
         raise TypeError(f"shape {shape!r}: write an integer or a tuple of integers.") from error
     if any(length < 0 for length in lengths):
-        raise ValueError(f"shape {lengths}: a length is below 0.")
+        raise ValueError(f"shape {lengths} has a length below 0. Give lengths of 0 or more.")
     return lengths
 
 
@@ -233,7 +233,7 @@ def arange(
     start, stop = (0, start) if stop is None else (start, stop)
     start, stop, step = (value.item() if hasattr(value, "item") else value for value in (start, stop, step))
     if step == 0:
-        raise ValueError("arange with a step of 0: it never ends. Give another step.")
+        raise ValueError("arange with a step of 0 would never end. Give another step.")
     whole = all(isinstance(value, int) for value in (start, stop, step))
     kind = as_dtype(dtype) if dtype is not None else torch.int64 if whole else space.default_float
     length = max(0, -((start - stop) // step) if whole else math.ceil((stop - start) / step))

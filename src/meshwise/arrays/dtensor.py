@@ -48,7 +48,7 @@ def from_dtensor(space: Space, x: Any, /) -> Array:
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(x, DTensor):
-        raise UsageError(f"from_dtensor of {type(x).__name__}: give a DTensor, or write xp.asarray.")
+        raise UsageError(f"from_dtensor takes a DTensor, not {type(x).__name__}. For other values write xp.asarray.")
     refuse_gradients("from_dtensor", x.requires_grad)
     _check(space, x.device_mesh, "from_dtensor")
     (placement,) = x.placements
@@ -56,9 +56,7 @@ def from_dtensor(space: Space, x: Any, /) -> Array:
     placed = sharding(space.places)
     if not placement.is_replicate():
         if type(placement) is not Shard:
-            raise UsageError(
-                f"from_dtensor of {placement}: neither divided nor replicated. Write x.redistribute first."
-            )
+            raise UsageError(f"from_dtensor takes Shard or Replicate, not {placement}. Call x.redistribute first.")
         dim = placement.dim % len(shape)
         placed = sharding(space.places, dim, tuple(agreed(space, [own.shape[dim]], "from_dtensor")))
     found = Array((own,), placed, shape, x.dtype, space)
@@ -68,7 +66,7 @@ def from_dtensor(space: Space, x: Any, /) -> Array:
 
 def _check(space: Space, mesh: DeviceMesh, verb: str) -> None:
     if not space.over_ranks:
-        raise UsageError(f"{verb} in one process: a DTensor lies on the ranks of a run. Write x.shards, or x.torch().")
+        raise UsageError(f"{verb} needs the ranks of a run, and this is one process. Write x.shards or x.torch().")
     if mesh.ndim != 1 or mesh.mesh.flatten().tolist() != list(space.places):
         raise UsageError(f"{verb}: the mesh must have one axis over all {len(space.places)} ranks, in their order.")
 

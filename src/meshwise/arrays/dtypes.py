@@ -51,7 +51,7 @@ def as_dtype(given: Any) -> torch.dtype:
         return _as_dtype(given)
     except (TypeError, KeyError) as error:
         known = ", ".join(NAMES)
-        raise TypeError(f"dtype {given!r}: not a data type of arrays. Use one of {known}.") from error
+        raise TypeError(f"dtype {given!r} is not a dtype of arrays. Use one of {known}.") from error
 
 
 @functools.lru_cache(maxsize=256)
@@ -109,7 +109,7 @@ def of_scalar(value: bool | int | float | complex, dtype: torch.dtype, default_f
         if dtype in INTEGERS:
             bounds = limits(dtype)
             if not bounds[0] <= value <= bounds[1]:
-                raise OverflowError(f"{value} with {dtype}: it has {bounds[0]} to {bounds[1]}. Cast the array first.")
+                raise OverflowError(f"{dtype} holds {bounds[0]} to {bounds[1]}, not {value}. Cast the array first.")
         return dtype
     real = default_float if dtype in WHOLE else dtype
     return complex_of(real) if isinstance(value, complex) and real not in COMPLEXES else real
@@ -143,7 +143,7 @@ def result_type(*given: Any) -> torch.dtype:
         own = each.dtype if hasattr(each, "dtype") else each
         found = as_dtype(own) if found is None else promoted(found, as_dtype(own))
     if found is None:
-        raise ValueError("result_type of Python numbers alone: give at least one array or dtype.")
+        raise ValueError("result_type needs at least one array or dtype, not Python numbers alone.")
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int):
             found = of_scalar(number, found, default)
@@ -172,4 +172,4 @@ def isdtype(dtype: Any, kind: Any) -> bool:
 def refuse_gradients(what: str, requires_grad: bool) -> None:
     """Raise UsageError if a tensor requires grad: arrays have no gradients. what: the operation, for the message."""
     if requires_grad:
-        raise UsageError(f"{what} of a tensor that requires grad: arrays have no gradients. Pass tensor.detach().")
+        raise UsageError(f"{what}: this tensor requires grad, and arrays have no gradients. Pass tensor.detach().")

@@ -66,7 +66,7 @@ def unary(name: str, op: Op, takes: frozenset[torch.dtype], result: torch.dtype 
 
     def rule(x: Any, /) -> Array:
         if type(x) is not Array:
-            raise NoArrayGiven(f"{name} of {type(x).__name__}: not an array. Write xp.asarray(value) first.")
+            raise NoArrayGiven(f"{name} needs an array, not {type(x).__name__}. Write xp.asarray(value) first.")
         dtype, parts = x.dtype, x.parts
         if dtype not in takes:
             dtype = _lifted(name, dtype, takes, x.space.default_float)
@@ -185,9 +185,9 @@ def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
         if type(value) is Array:
             some = True
         elif type(value) not in PYTHON:
-            raise NoArrayGiven(f"{name} of {type(value).__name__}: not an array. Write xp.asarray(value) first.")
+            raise NoArrayGiven(f"{name} needs an array, not {type(value).__name__}. Write xp.asarray(value) first.")
     if not some:
-        raise NoArrayGiven(f"{name} of Python numbers: give an array, or write xp.asarray(value).")
+        raise NoArrayGiven(f"{name} needs an array, and was given Python numbers. Write xp.asarray(value).")
     return list(given)
 
 
@@ -197,7 +197,7 @@ def _lifted(name: str, dtype: torch.dtype, takes: frozenset[torch.dtype], defaul
         return dtype
     if dtype in WHOLE and not takes & INTEGERS and torch.float64 in takes:
         return default_float
-    raise TypeError(f"{name} of {str(dtype).removeprefix('torch.')}: not defined for it. Cast with xp.astype.")
+    raise TypeError(f"{name} is not defined for {str(dtype).removeprefix('torch.')}. Cast the array by xp.astype.")
 
 
 def _named(name: str, rule: Rule) -> Rule:
@@ -263,7 +263,7 @@ def _power(a: Tensor, b: Tensor) -> Tensor:
 def _absolute(x: Any, /) -> Array:
     """Return absolute values; those of complex numbers have the type of their real part."""
     if type(x) is not Array:
-        raise NoArrayGiven(f"abs of {type(x).__name__}: not an array. Write xp.asarray(value) first.")
+        raise NoArrayGiven(f"abs needs an array, not {type(x).__name__}. Write xp.asarray(value) first.")
     parts = [part.clone() if part.dtype in (BOOL, *UNSIGNED) else torch.abs(part) for part in x.parts]
     return in_order_of(like(x, parts, real_of(x.dtype)), (x,))
 

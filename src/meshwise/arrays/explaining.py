@@ -66,9 +66,9 @@ def explain(operation: Callable[[], Any]) -> Explanation:
     """
     arrays = _arrays_of(operation)
     if not arrays:
-        raise UsageError("explain of a function that reads no arrays: write mw.explain(lambda: x @ y), with x and y.")
+        raise UsageError("explain needs a function that reads arrays, such as mw.explain(lambda: x @ y).")
     if any(x.space.over_ranks for x in arrays.values()):
-        raise UsageError("explain over ranks: run it in one process, with a virtual device per rank: '4xcpu'.")
+        raise UsageError("explain works in one process, not over ranks. Use a virtual device for each rank: '4xcpu'.")
     with _without_memory(arrays.values()) as lay:
         log = _moved(operation)
         now = sum(move.bytes for move in log)
@@ -125,12 +125,12 @@ def _moved(operation: Callable[[], Any]) -> CommLog:
         with comm_log() as log:
             operation()
         if not all(math.isnan(move.seconds) for move in log):
-            raise UsageError("explain: the operation moves tensors of its own. Explain what it does with arrays alone.")
+            raise UsageError("explain covers arrays, and this function also moves tensors. Leave those moves out.")
     except (*NEEDS_VALUES, RuntimeError) as error:
         if not isinstance(error, NEEDS_VALUES) and "numpy" not in str(error):
             raise
         raise UsageError(
-            "explain: the operation reads values, or its shape depends on them. Explain a part of it."
+            "explain computes no values, and this function needs some. Explain the part that comes before."
         ) from error
     return log
 

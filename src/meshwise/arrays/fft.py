@@ -113,16 +113,16 @@ def _lengths(
     if s is not None:
         lengths = [None if length == -1 else int(length) for length in s]
     if len(lengths) != len(dims) or len(set(dims)) < len(dims) or not dims:
-        raise ValueError(f"{name} with s={s}, axes={axes}: name each axis once, at least one, and a length for each.")
+        raise ValueError(f"{name}(s={s}, axes={axes}): name one axis or more, each once, and one length for each.")
     return lengths, dims
 
 
 def _floats(given: Any, name: str, norm: str) -> Array:
     x = as_array(name, given)
     if norm not in NORMS:
-        raise ValueError(f"{name} with norm={norm!r}: it is one of {', '.join(NORMS)}.")
+        raise ValueError(f"{name}(norm={norm!r}): write one of {', '.join(NORMS)}.")
     if name in OF_REAL and x.dtype.is_complex:
-        raise TypeError(f"{name} of {x.dtype}: it is for real numbers. Write xp.fft.fft, or take xp.real(x).")
+        raise TypeError(f"{name} takes real numbers, not {x.dtype}. Write xp.fft.fft, or pass xp.real(x).")
     if x.dtype in WHOLE:
         parts = tuple(part.to(x.space.default_float) for part in x.parts)
         return Array(parts, x.sharding, x.shape, x.space.default_float, x.space)
@@ -160,7 +160,7 @@ def _checked(function: Transform, part: Tensor, axis: int) -> Tensor:
         row = function(part.new_zeros(full))
         return row[tuple(slice(0 if length == 0 else None) for length in part.shape)].resolve_conj()
     except RuntimeError as error:
-        raise ValueError(f"transform of shape {tuple(part.shape)} along axis {axis}: {error}") from error
+        raise ValueError(f"the transform of shape {tuple(part.shape)} along axis {axis} failed: {error}") from error
 
 
 def _vector(x: Array, name: str, axis: int, n: int | None, norm: str) -> Array:

@@ -51,21 +51,21 @@ def load(space: Space, path: Any, *, device: Any = None, sharding: Placement = N
     """
     file = _kind(path, "load")
     if not file.is_file():
-        raise DataError(f"{file}: no such file. Name one that is there.")
+        raise DataError(f"{file} does not exist. Give the path of a file that does.")
     if file.suffix == ".npy":
         return _load_npy(space, file, (device, sharding))
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: _of_slice(space, opened.get_slice(name), (device, sharding)) for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise DataError(f"{file}: not a safetensors file, or a damaged one ({error}).") from error
+        raise DataError(f"{file} is not a safetensors file, or it is damaged ({error}).") from error
 
 
 def _load_npy(space: Space, file: Path, placement: tuple[Any, Placement]) -> Array:
     try:
         values = np.load(file, mmap_mode="r", allow_pickle=False)
     except ValueError as error:
-        raise DataError(f"{file}: not a .npy file of numbers, or a damaged one ({error}).") from error
+        raise DataError(f"{file} is not a .npy file of numbers, or it is damaged ({error}).") from error
     values = values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
     dtype = torch.from_numpy(np.empty(0, values.dtype)).dtype
 
@@ -79,7 +79,7 @@ def _of_slice(space: Space, stored: Any, placement: tuple[Any, Placement]) -> Ar
     shape = tuple(stored.get_shape())
     kinds = {name: dtype for dtype, name in SAFETENSORS.items()}
     if stored.get_dtype() not in kinds:
-        raise UsageError(f"a safetensors tensor of {stored.get_dtype()}: arrays have no such dtype. Convert the file.")
+        raise UsageError(f"the file holds {stored.get_dtype()}, which is no dtype of arrays. Convert the tensor first.")
 
     def part(own: Any, where: Any, at: torch.device) -> torch.Tensor:
         values: torch.Tensor = stored[where] if shape else stored[...]
@@ -99,9 +99,9 @@ def save(path: Any, given: Any) -> None:
         raise UsageError(f"save {file.name}: write one array to .npy, and a dict of arrays to .safetensors.")
     for name, x in named.items():
         if not isinstance(x, Array):
-            raise UsageError(f"save {file.name}: {name or 'what is given'} is {type(x).__name__}. Give arrays.")
+            raise UsageError(f"save {file.name}: {name or 'this'} is {type(x).__name__}, not an array. Use xp.asarray.")
     if not named:
-        raise UsageError(f"save {file.name} of no arrays: give at least one.")
+        raise UsageError(f"save {file.name}: the dict is empty. Give at least one array.")
     space = next(iter(named.values())).space
     being = file.with_name(f".{file.name}.part")
     first = 0 in space.here
@@ -137,7 +137,7 @@ def _safetensors_header(named: Mapping[str, Array]) -> tuple[bytes, list[int]]:
     begins, at = [], 0
     for name, x in named.items():
         if x.dtype not in SAFETENSORS:
-            raise UsageError(f"save {name} of {x.dtype} to safetensors: the format has no such dtype. Write .npy.")
+            raise UsageError(f"save {name}: safetensors files cannot hold {x.dtype}. Save the array to a .npy file.")
         size = math.prod(x.shape) * x.dtype.itemsize
         table[name] = {"dtype": SAFETENSORS[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + size]}
         begins.append(at)
@@ -163,7 +163,7 @@ def _write(file: Path, begin: int, x: Array) -> None:
 def _kind(path: Any, verb: str) -> Path:
     file = Path(path)
     if file.suffix not in KINDS:
-        raise UsageError(f"{verb} {file.name}: arrays lie in .npy and .safetensors files. End the name in one of them.")
+        raise UsageError(f"{verb} {file.name}: the name must end in .npy or .safetensors.")
     return file
 
 

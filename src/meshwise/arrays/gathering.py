@@ -60,7 +60,7 @@ def tell(x: Array, operation: str, wanted: Sharding) -> None:
         raise UsageError(f"{text}, which mw.guard('error') forbids. Gather it yourself: x.to_device(device).")
     if operation not in _told:
         _told.add(operation)
-        warnings.warn(f"{text} on one. mw.guard('error') finds where.", GatherWarning, stacklevel=4)
+        warnings.warn(f"{text} on one device. mw.guard('error') stops there.", GatherWarning, stacklevel=4)
 
 
 def tell_return(x: Array, operation: str) -> None:
@@ -68,7 +68,7 @@ def tell_return(x: Array, operation: str) -> None:
     if _mode.get() == "allow" or EXPLAINED:
         return
     at, size = user_place(), bytes_text(math.prod(x.shape) * x.dtype.itemsize)
-    text = f"{at}: a write to a view by {operation} that lies on other devices than its array: all goes back, {size}"
+    text = f"{at}: {operation} writes to a view on other devices than its array, so all {size} of it move back"
     if _mode.get() == "error":
         raise UsageError(f"{text}, which mw.guard('error') forbids. Write to the array itself.")
     if at not in _told:

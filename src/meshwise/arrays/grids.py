@@ -34,7 +34,7 @@ class Grid:
 def line_of(xp: Any, key: Any) -> Array:
     """Return the numbers of a range as written in brackets; a step of `5j` means five numbers, with both ends."""
     if not isinstance(key, slice) or key.stop is None:
-        raise UsageError(f"a range of {key!r}: write start:stop or start:stop:step, as in xp.mgrid[0:5, 0:3].")
+        raise UsageError(f"{key!r} is no range with an end: write start:stop or start:stop:step, as in xp.mgrid[0:5].")
     start = key.start or 0
     if isinstance(key.step, complex):
         line: Array = xp.linspace(start, key.stop, int(abs(key.step)))
@@ -53,7 +53,7 @@ class Joined:
         found = []
         for each in key if isinstance(key, tuple) else (key,):
             if isinstance(each, str):
-                raise UsageError(f"r_[{each!r}, ...]: strings are not taken. Write xp.concat(arrays, axis=...).")
+                raise UsageError(f"r_ does not take strings, such as {each!r}. Write xp.concat(arrays, axis=...).")
             x = line_of(self._xp, each) if isinstance(each, slice) else self._xp.asarray(each)
             x = x.reshape(-1) if not x.shape else x
             found.append(x[:, None] if self._columns and len(x.shape) == 1 else x)
@@ -67,7 +67,7 @@ def ix_(space: Space, *vectors: Any) -> tuple[Array, ...]:
     for at, each in enumerate(vectors):
         x = asarray(space, each)
         if len(x.shape) != 1:
-            raise ValueError(f"ix_ of shape {x.shape}: it takes vectors. Write x.reshape(-1).")
+            raise ValueError(f"ix_ takes vectors, and this array has shape {x.shape}. Write x.reshape(-1).")
         x = x.__array_namespace__().nonzero(x)[0] if x.dtype is BOOL else x
         found.append(x.reshape(tuple(-1 if dim == at else 1 for dim in range(len(vectors)))))
     return tuple(found)

@@ -62,9 +62,9 @@ def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | Non
     if isinstance(x, Array):
         return asarray(space, x, device=device, copy=copy)
     if not hasattr(type(x), "__dlpack__"):
-        raise TypeError(f"from_dlpack of {type(x).__name__}: it has no __dlpack__. Write xp.asarray.")
+        raise TypeError(f"from_dlpack: {type(x).__name__} has no __dlpack__ method. Write xp.asarray(x).")
     if space.over_ranks:
-        raise UsageError("from_dlpack over ranks: each rank has its own array. Write xp.from_shards.")
+        raise UsageError("from_dlpack works in one process. Over ranks write xp.from_shards, with each rank's part.")
     tensor = from_array(x)
     refuse_gradients("from_dlpack", tensor.requires_grad)
     here = device_of(tensor)
@@ -85,18 +85,18 @@ def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
     """
     parts = [from_array(part) for part in shards]
     if len(parts) != len(space.here):
-        raise UsageError(f"from_shards of {len(parts)}: this process has {len(space.here)} places. Give one for each.")
+        raise UsageError(f"from_shards needs {len(space.here)} parts, one for each device here, and got {len(parts)}.")
     first = parts[0]
     for part, place in zip(parts, space.here, strict=True):
         refuse_gradients("from_shards", part.requires_grad)
         others = [(tuple(p.shape[:dim]), tuple(p.shape[dim + 1 :]), p.dtype, p.dim()) for p in (first, part)]
         if others[0] != others[1] or not 0 <= dim < part.dim():
             raise UsageError(
-                f"from_shards(dim={dim}) of {tuple(first.shape)} {first.dtype} and {tuple(part.shape)} {part.dtype}: "
-                "dtypes and all other dims must be equal."
+                f"from_shards(dim={dim}): parts need this dim, one dtype, and equal lengths in other dims, not "
+                f"{tuple(first.shape)} {first.dtype} and {tuple(part.shape)} {part.dtype}."
             )
         if device_of(part).type != space.devices[place].type:
-            raise UsageError(f"from_shards: part of {space.names[place]} lies on {part.device}. Move it there first.")
+            raise UsageError(f"from_shards: the part of {space.names[place]} lies on {part.device}. Move it first.")
     sizes = tuple(agreed(space, [part.shape[dim] for part in parts], "from_shards"))
     shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
     found = Array(tuple(parts), sharding(space.places, dim, sizes), shape, first.dtype, space)
@@ -112,7 +112,7 @@ def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarra
     if here and not copy and not OPEN_DEVICES:  # which are as far from the host as a GPU is
         found = from_array_of(x.parts[0])
     elif copy is False:
-        raise ValueError(f"np.asarray(copy=False) of an array with {reading.where(x)}: it has to be copied.")
+        raise ValueError(f"np.asarray(copy=False) needs a copy of this array, {reading.where(x)}. Leave copy out.")
     else:
         found = reading.numpy(x)
     if not (copy or shown):
@@ -125,14 +125,14 @@ def from_array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
     try:
         return tensor.numpy()
     except TypeError as error:
-        raise TypeError(f"a NumPy array of {tensor.dtype}: NumPy has no such dtype. Cast it first.") from error
+        raise TypeError(f"NumPy has no dtype {tensor.dtype}. Cast the array first: x.astype(xp.float32).") from error
 
 
 def cuda_interface(x: Array) -> Any:
     """Return the interface that CuPy and Numba read, for an array on one GPU. AttributeError for any other array."""
     if x.sharding.single and x.parts and x.parts[0].is_cuda:
         return x.parts[0].__cuda_array_interface__
-    raise AttributeError(f"__cuda_array_interface__ of an array with {reading.where(x)}: move it to one GPU.")
+    raise AttributeError(f"__cuda_array_interface__ needs an array on one GPU, not {reading.where(x)}.")
 
 
 def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -147,13 +147,13 @@ def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Calla
                 + ("" if method == "__call__" else f".{method}")
                 + "".join(f", {k}=" for k in kwargs)
             )
-            raise TypeError(f"{asked} of an array of meshwise: not supported. Write np.asarray(x) for its values.")
+            raise TypeError(f"{asked} is not supported for arrays of meshwise. Pass the values: np.asarray(x).")
         found = rule(*(asarray(self.space, v) if isinstance(v, np.ndarray | np.generic) else v for v in given))
         if into is None:
             return found
         if not np.can_cast(numpy_dtype(found.dtype), numpy_dtype(as_dtype(into.dtype)), "same_kind"):
             raise TypeError(
-                f"np.{called.__name__} into an array of {into.dtype}: the result is {found.dtype}. Cast it."
+                f"np.{called.__name__}(out=): `out` is {into.dtype}, and the result {found.dtype}. Cast the result."
             )
         into[...] = found
         return into
@@ -164,7 +164,7 @@ def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Calla
             rule = checked(called.__name__, CREATION[called.__name__], self.space)
         if rule is None:
             name = f"{called.__module__}.{called.__name__}"
-            raise TypeError(f"{name} of an array of meshwise: not supported. Write np.asarray(x) for its values.")
+            raise TypeError(f"{name} is not supported for arrays of meshwise. Pass the values: np.asarray(x).")
         try:
             return rule(*args, **kwargs)
         except TypeError as error:

@@ -41,7 +41,7 @@ def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
     shapes = {x.shape[:dim] + x.shape[dim + 1 :] for x in given}
     if len(shapes) > 1 or any(len(x.shape) != ndim for x in given):
         raise ValueError(
-            f"concat(axis={axis}) of shapes {', '.join(str(x.shape) for x in given)}: all but that dim must be equal."
+            f"concat(axis={axis}) needs shapes equal in all other dims, not {', '.join(str(x.shape) for x in given)}."
         )
     return joined([whole(x, dim) for x in given], dim, "concat")
 
@@ -50,7 +50,7 @@ def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
     """Join arrays along a new dim. Arrays with equal shardings stay where they lie: no data moves."""
     given = _of_one_type("stack", arrays)
     if len({x.shape for x in given}) > 1:
-        raise ValueError(f"stack of shapes {', '.join(str(x.shape) for x in given)}: all must be equal.")
+        raise ValueError(f"stack needs arrays of equal shape, and these have {', '.join(str(x.shape) for x in given)}.")
     dim = axis_of(axis, len(given[0].shape) + 1, "stack")
     return joined([whole(expand_dims(x, axis=dim), dim) for x in given], dim, "stack")
 
@@ -77,7 +77,7 @@ def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | No
     shift the flattened array. The sharding stays the same: the entries that pass the end of their part move."""
     if axis is None:
         if not isinstance(shift, int):
-            raise ValueError(f"roll(shift={shift}) without an axis: give one number, or axes.")
+            raise ValueError(f"roll(shift={shift}) needs an axis for each number. Name them, or give one number.")
         return reshape(roll(flat(x), shift, axis=0), x.shape)
     axes = [axis] if isinstance(axis, int) else list(axis)
     shifts = [shift] * len(axes) if isinstance(shift, int) else list(shift)
@@ -100,7 +100,7 @@ def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
     times = [repetitions] if isinstance(repetitions, int) else list(repetitions)
     times = [1] * (len(x.shape) - len(times)) + times
     if min(times, default=0) < 0:
-        raise ValueError(f"tile({tuple(times)}): a number of repetitions is below 0.")
+        raise ValueError(f"tile({tuple(times)}): numbers of repetitions must be 0 or more.")
     if len(times) > len(x.shape):
         x = expand_dims(x, axis=list(range(len(times) - len(x.shape))))
     result = x
@@ -120,14 +120,14 @@ def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
     placed, length = x.sharding, x.shape[dim]
     if isinstance(repeats, Array) and repeats.shape not in ((), (1,)):
         if repeats.shape != (length,):
-            raise ValueError(f"repeat of {length} entries, with repeats of shape {repeats.shape}: give ({length},).")
+            raise ValueError(f"repeat: {length} entries need repeats of shape ({length},), not {repeats.shape}.")
         own = placed.along(0) if placed.dim == dim else sharding(placed.places)
         times = [part.to(torch.int64) for part in spread(repeats, (length,), own, "repeat").parts]
         sizes = counted(x, placed, [int(each.sum()) for each in times])
     else:
         count = int(repeats)
         if count < 0:
-            raise ValueError(f"repeat({count}): a number of times below 0.")
+            raise ValueError(f"repeat({count}): the number of times must be 0 or more.")
         times = [count] * len(x.parts)  # type: ignore[list-item]
         sizes = [count * size for size in placed.sizes] if placed.dim == dim else [count * length]
     parts = [torch.repeat_interleave(part, each, dim=dim) for part, each in zip(x.parts, times, strict=True)]
@@ -143,7 +143,7 @@ def diff(
     """Return differences of neighbours along a dim, `n` times. Moves one entry per border of two parts, each time."""
     dim = axis_of(axis, len(x.shape), "diff")
     if n < 0:
-        raise ValueError(f"diff(n={n}): it must be 0 or more.")
+        raise ValueError(f"diff(n={n}): n must be 0 or more.")
     if not n:
         return x
     if prepend is not None or append is not None:
@@ -185,7 +185,7 @@ def halo(
         high = begin + size + at + after if wrap else min(length, begin + size + after)
         wanted.append((place, low, high) if size else (place, begin + at, begin + at))
     if lies.dim not in (None, dim):
-        raise ValueError(f"halo(dim={dim}) of an array divided along dim {lies.dim}: write x.reshard(xp.shard({dim})).")
+        raise ValueError(f"halo(dim={dim}) of an array divided along dim {lies.dim}: call x.reshard(xp.shard({dim})).")
     return tuple(intervals(runs, dim, wanted, "halo"))
 
 
@@ -208,7 +208,7 @@ def pad(x: Array, pad_width: Any, mode: str = "constant", *, constant_values: An
     given = x
     for dim, (before, after) in enumerate(widths):
         if before < 0 or after < 0:
-            raise ValueError(f"pad({pad_width}): a width is below 0.")
+            raise ValueError(f"pad({pad_width}): widths must be 0 or more.")
         if before or after:
             ends = [_constant(x, dim, *each) for each in zip((before, after), values[dim], (False, True), strict=True)]
             if mode != "constant":
@@ -234,7 +234,7 @@ def _ends(x: Array, dim: int, before: int, after: int, mode: str) -> list[Run]:
     length = x.shape[dim]
     most = {"edge": math.inf if length else 0, "reflect": length - 1}.get(mode, length)
     if max(before, after) > most:
-        raise ValueError(f"pad(mode={mode!r}) by {before} and {after} of length {length}: at most {most}. Pad twice.")
+        raise ValueError(f"pad(mode={mode!r}) adds up to {most} to length {length}, not {before}, {after}. Pad twice.")
     if mode == "edge":
         return [Run(x, 0, before, 0), Run(x, length - 1, after, 0)]
     if mode == "wrap":
@@ -246,15 +246,15 @@ def _ends(x: Array, dim: int, before: int, after: int, mode: str) -> list[Run]:
 def _of_one_type(name: str, arrays: Sequence[Array]) -> list[Array]:
     """Cast arrays of one namespace, at least one, to the type that they promote to."""
     if isinstance(arrays, Array):
-        raise TypeError(f"{name} of one array: give a list of arrays.")
+        raise TypeError(f"{name} takes a list of arrays, not one array.")
     given = list(arrays)
     if not given:
-        raise ValueError(f"{name} of no arrays: give at least one.")
+        raise ValueError(f"{name} needs at least one array, and the list is empty.")
     space = next((x.space for x in given if isinstance(x, Array)), None)
     if space is not None:
         given = [x if isinstance(x, Array) else asarray(space, x) for x in given]
     else:
-        raise NoArrayGiven(f"{name} of {', '.join(type(x).__name__ for x in given)}: give arrays.")
+        raise NoArrayGiven(f"{name} takes arrays, not {', '.join(type(x).__name__ for x in given)}.")
     common_space(name, given)
     dtype = result_type(*given)
     return [

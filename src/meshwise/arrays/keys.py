@@ -135,9 +135,9 @@ def _with_all_dims(items: list[Any], ndim: int) -> list[Any]:
     used = sum(_dims_of(item) for item in items)
     at = [k for k, item in enumerate(items) if item is Ellipsis]
     if len(at) > 1:
-        raise IndexError("an index with two ellipses ('...'): write one.")
+        raise IndexError("an index may have one ellipsis ('...'), and this one has several.")
     if used > ndim:
-        raise IndexError(f"too many indices: an array of {ndim} dims, indexed in {used}.")
+        raise IndexError(f"too many indices: the array has {ndim} dims, and the index names {used}.")
     where = at[0] if at else len(items)
     return [*items[: where + len(at)], *[slice(None)] * (ndim - used), *items[where + len(at) :]]
 
@@ -160,6 +160,6 @@ def _covered(item: Array | Tensor, shape: Shape, dim: int) -> Sequence[int]:
     covered = shape[dim : dim + len(item.shape)]
     if any(own not in (0, length) for own, length in zip(item.shape, covered, strict=True)):
         raise IndexError(
-            f"a mask of shape {tuple(item.shape)} for dims of shape {tuple(covered)}: shapes must be equal."
+            f"a mask of shape {tuple(item.shape)} cannot index dims of shape {tuple(covered)}: both must be equal."
         )
     return covered

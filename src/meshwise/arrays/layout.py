@@ -69,7 +69,7 @@ def permute_dims(x: Array, /, axes: Sequence[int]) -> Array:
     """Permute the dims. Moves no data: the array stays divided along the same dim, at its new position."""
     order = [axis_of(axis, len(x.shape), "permute_dims") for axis in axes]
     if sorted(order) != list(range(len(x.shape))):
-        raise ValueError(f"permute_dims(axes={tuple(axes)}) of {len(x.shape)} dims: name each of them once.")
+        raise ValueError(f"permute_dims(axes={tuple(axes)}): name each of the {len(x.shape)} dims once.")
     return arranged(x, order)
 
 
@@ -77,7 +77,7 @@ def matrix_transpose(x: Array, /) -> Array:
     """Swap the last two dims."""
     ndim = len(x.shape)
     if ndim < 2:
-        raise ValueError(f"matrix_transpose of shape {x.shape}: it needs two dims or more.")
+        raise ValueError(f"matrix_transpose needs two dims or more, and this array has shape {x.shape}.")
     return arranged(x, [*range(ndim - 2), ndim - 1, ndim - 2])
 
 
@@ -89,7 +89,7 @@ def moveaxis(x: Array, source: int | Sequence[int], destination: int | Sequence[
         axis_of(axis, ndim, "moveaxis") for axis in ([destination] if isinstance(destination, int) else destination)
     ]
     if len(here) != len(there) or len(set(here)) != len(here) or len(set(there)) != len(there):
-        raise ValueError(f"moveaxis({source}, {destination}): give equally many dims, each once.")
+        raise ValueError(f"moveaxis({source}, {destination}): give as many destinations as sources, each once.")
     order = [dim for dim in range(ndim) if dim not in here]
     for to, dim in sorted(zip(there, here, strict=True)):
         order.insert(to, dim)
@@ -102,7 +102,7 @@ def expand_dims(x: Array, /, axis: int | Sequence[int] = 0) -> Array:
     ndim = len(x.shape) + len(given)
     new = [axis_of(each, ndim, "expand_dims") for each in given]
     if len(set(new)) < len(new):
-        raise ValueError(f"expand_dims(axis={axis}): one position is named twice.")
+        raise ValueError(f"expand_dims(axis={axis}) names one position twice. Name each once.")
     old = iter(range(len(x.shape)))
     return arranged(x, [None if at in new else next(old) for at in range(ndim)])
 
@@ -115,7 +115,7 @@ def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
     else:
         gone = [axis_of(each, len(shape), "squeeze") for each in ([axis] if isinstance(axis, int) else axis)]
     if len(set(gone)) < len(gone) or any(shape[dim] != 1 for dim in gone):
-        raise ValueError(f"squeeze(axis={axis}) of shape {shape}: name dims of length 1, each once.")
+        raise ValueError(f"squeeze(axis={axis}) of shape {shape}: name only dims of length 1, each once.")
     keep = [dim for dim in range(len(shape)) if dim not in gone]
 
     def rule(x: Array) -> Array:
@@ -138,7 +138,7 @@ def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
     more = len(wanted) - len(x.shape)
     own = (1,) * more + x.shape
     if more < 0 or any(a not in (1, b) for a, b in zip(own, wanted, strict=True)):
-        raise ValueError(f"broadcast_to({wanted}) of shape {x.shape}: lengths must be equal, or 1 in the array.")
+        raise ValueError(f"shape {x.shape} does not broadcast to {wanted}: lengths must be equal, or 1 in the array.")
 
     def rule(x: Array) -> Array:
         placed = x.sharding

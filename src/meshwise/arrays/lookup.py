@@ -31,14 +31,14 @@ def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | N
     """Return where to insert each of `x2` into the sorted vector `x1`. side: before equal elements, or after ("right").
     sorter: indices that sort `x1`, as from argsort. nan counts as greater than all numbers."""
     if type(x1) is not Array or len(x1.shape) != 1:
-        raise NoArrayGiven("searchsorted: the first array is a sorted vector. Write xp.sort(xp.reshape(x, (-1,))).")
+        raise NoArrayGiven("searchsorted: x1 must be a sorted vector. Write xp.sort(xp.reshape(x1, (-1,))).")
     if side not in ("left", "right"):
-        raise ValueError(f"searchsorted with side={side!r}: it is 'left' or 'right'.")
+        raise ValueError(f"searchsorted(side={side!r}): write 'left' or 'right'.")
     if sorter is not None:
         x1 = x1[sorter]
     values, dtype = _operand(x2, x1)
     if dtype.is_complex:
-        raise TypeError("searchsorted of complex numbers: they have no order. Search xp.real(x) or abs(x).")
+        raise TypeError("searchsorted needs an order, and complex numbers have none. Search xp.real(x) or abs(x).")
     return _looked_up(values, x1, partial(_search, dtype=dtype, side=side), "searchsorted", torch.int64)
 
 
@@ -59,7 +59,7 @@ def _but_parts(x: Array) -> tuple[Any, ...]:
 def _operand(value: Any, other: Any) -> tuple[Array, torch.dtype]:
     """Convert `value` to an array on the devices of `other`; return it with the dtype in which both are compared."""
     if type(other) is not Array or not (type(value) is Array or is_python_number(value)):
-        raise NoArrayGiven(f"{type(value).__name__} and {type(other).__name__}: write xp.asarray(value) first.")
+        raise NoArrayGiven(f"{type(value).__name__} and {type(other).__name__}: convert them by xp.asarray(value).")
     dtype = result_type(value, other)
     if type(value) is Array:
         return value, dtype

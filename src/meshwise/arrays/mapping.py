@@ -33,7 +33,7 @@ def map_shards(
     must keep the length of the divided dim; a halo in its result is cut off. Empty parts are skipped.
     """
     if not isinstance(x, Array):
-        raise UsageError(f"map_shards of {type(x).__name__}: give the function, then an array of a namespace.")
+        raise UsageError(f"map_shards takes a function, then an array of a namespace, not {type(x).__name__}.")
     before, after = (halo, halo) if isinstance(halo, int) else halo
     dim, placed = x.sharding.dim, x.sharding
     common_space("map_shards", [x, *(other for other in others if isinstance(other, Array))])
@@ -88,8 +88,8 @@ def _cut(made: Any, dim: int | None, own: Tensor, given: Tensor, lead: int) -> T
     if length == given.shape[dim]:
         return made.narrow(dim, lead, own.shape[dim])
     raise UsageError(
-        f"map_shards: of a part of shape {tuple(own.shape)} the function made {tuple(made.shape)}; the length of the "
-        f"divided dim, {dim}, must not change. To sum and the like over it, use functions of the namespace."
+        f"map_shards: the function made {tuple(made.shape)} of a part of shape {tuple(own.shape)}, and must keep the "
+        f"length of the divided dim, {dim}. To reduce over this dim, call xp.sum or the like."
     )
 
 
@@ -111,7 +111,7 @@ def _joined(x: Array, results: Sequence[list[Tensor] | None], placed: Sharding) 
             one = torch.empty(own, dtype=dtype, device=x.space.devices[place]) if made is None else made[number]
             if tuple(one.shape) != own or one.dtype is not dtype:
                 raise UsageError(
-                    f"map_shards: one part is {own} {dtype}, another {tuple(one.shape)} {one.dtype}. They must fit."
+                    f"map_shards: one result is {own} {dtype}, another {tuple(one.shape)} {one.dtype}. They must fit."
                 )
             parts.append(one)
         whole = shape if placed.dim is None else (*shape[: placed.dim], x.shape[placed.dim], *shape[placed.dim + 1 :])

@@ -107,9 +107,9 @@ def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
         if new is NotImplemented:
             return new
         if new.shape != self.shape:
-            raise ValueError(f"in place on shape {self.shape}: the result has shape {new.shape}. Write x = x + y.")
+            raise ValueError(f"an array of shape {self.shape} cannot hold one of shape {new.shape}. Write x = x + y.")
         if new.dtype is not self.dtype:
-            raise TypeError(f"in place on {self.dtype}: the result is {new.dtype}. Write x = x + y.")
+            raise TypeError(f"an array of {self.dtype} cannot hold a result of {new.dtype}. Write x = x + y.")
         fill(self, new, rule.__name__)
         return self
 
@@ -124,7 +124,7 @@ def resharded(x: Array, sharding: Placement = None, /, *, device: Any = None) ->
 def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
     """Copy `x` to one device of the namespace."""
     if stream is not None:
-        raise ValueError("to_device with a stream: meshwise orders copies itself. Leave it out.")
+        raise ValueError("to_device takes no stream, as meshwise orders copies itself. Leave stream out.")
     return asarray(x.space, x, device=device, copy=True)
 
 
@@ -136,7 +136,7 @@ def shards(x: Array) -> tuple[Tensor, ...]:
 def length(x: Array) -> int:
     """Return `len(x)`."""
     if not x.shape:
-        raise TypeError("len of an array without dims: it has no length.")
+        raise TypeError("an array without dims has no len(): its one element is x.item().")
     return x.shape[0]
 
 

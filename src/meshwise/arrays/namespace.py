@@ -187,7 +187,7 @@ def _into(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             "or write xp.where(condition, result, otherwise)."
         )
     if not np.can_cast(dtypes.numpy_dtype(found.dtype), dtypes.numpy_dtype(out.dtype), "same_kind"):
-        raise TypeError(f"{call.__name__} into out of {out.dtype}: the result is {found.dtype}. Give such an array.")
+        raise TypeError(f"{call.__name__}: the result is {found.dtype}, and out is {out.dtype}. They must fit.")
     out[...] = found if shown is True else found.__array_namespace__().where(shown, found, out)
     return out
 
@@ -226,7 +226,7 @@ def array_namespace(devices: Any = None, *, default_float: Any = "float64") -> N
     kind = as_dtype(default_float)
     if not kind.is_floating_point:
         raise UsageError(
-            f"array_namespace(default_float={default_float!r}): not a float. Write 'float32' or 'float64'."
+            f"array_namespace(default_float={default_float!r}): this is not a float. Write 'float32' or 'float64'."
         )
     return namespace_of(find_space(devices, kind))
 
@@ -234,7 +234,7 @@ def array_namespace(devices: Any = None, *, default_float: Any = "float64") -> N
 def of_array(x: Array, /, *, api_version: str | None = None) -> Namespace:
     """Return the standard's `x.__array_namespace__()`."""
     if api_version is not None and api_version > VERSION:
-        raise ValueError(f"array API {api_version}: this is {VERSION}. Name that, or no version.")
+        raise ValueError(f"api_version {api_version} is too new: this is {VERSION}. Name {VERSION}, or leave it out.")
     return namespace_of(x.space)
 
 

@@ -40,7 +40,7 @@ def digitize(x: Any, bins: Any, /, right: bool = False) -> Any:
     xp, borders = x.__array_namespace__(), np.asarray(bins)
     steps = np.diff(borders)
     if borders.ndim != 1 or not (bool((steps >= 0).all()) or bool((steps <= 0).all())):
-        raise ValueError("digitize: bins are a vector that ascends or descends. Write xp.sort(bins).")
+        raise ValueError("digitize: bins must be a vector that ascends or descends. Write xp.sort(bins).")
     side = "left" if right else "right"
     if len(borders) and borders[0] > borders[-1]:
         return len(borders) - xp.searchsorted(xp.asarray(borders[::-1].copy()), x, side=side)
@@ -52,7 +52,7 @@ def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, per
     result is `left` or `right`, by default the value of the first or last point."""
     if period is not None:
         raise UsageError(
-            "interp(period=...): not supported. Write xp.interp(x % period, xs, ys) with points of a period."
+            "interp(period=...) is not supported. Write xp.interp(x % period, xs, ys) with points of one period."
         )
     x = as_floats("interp", x)
     xp = x.__array_namespace__()
@@ -61,7 +61,7 @@ def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, per
     )
     if points.shape != values.shape or len(points.shape) != 1 or not points.shape[0]:
         raise ValueError(
-            f"interp of points {points.shape} and {values.shape}: give two vectors of one length, above 0."
+            f"interp needs points as two vectors of one length, above 0, not {points.shape} and {values.shape}."
         )
     dtype = promoted(promoted(x.dtype, points.dtype), values.dtype)
 
@@ -85,7 +85,7 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     xp = a.__array_namespace__()
     v = xp.asarray(v)
     if len(a.shape) != 1 or len(v.shape) != 1 or not a.shape[0] or not v.shape[0]:
-        raise ValueError(f"convolve of shapes {a.shape} and {v.shape}: it takes two vectors of one element or more.")
+        raise ValueError(f"convolve takes two vectors of one element or more, not shapes {a.shape} and {v.shape}.")
     if mode not in ("full", "same", "valid"):
         raise ValueError(f"convolve(mode={mode!r}): write full, same or valid.")
     a, v = (v, a) if v.shape[0] > a.shape[0] else (a, v)
@@ -135,16 +135,14 @@ def gradient(x: Any, /, *spacing: Any, axis: Any = None, edge_order: int = 1) ->
     dims = [axis_of(each, len(x.shape), "gradient") for each in axes]
     steps = spacing * len(dims) if len(spacing) == 1 else spacing or (1.0,) * len(dims)
     if len(steps) != len(dims):
-        raise TypeError(
-            f"gradient along {len(dims)} axes with {len(spacing)} spacings: give one, or one for each axis."
-        )
+        raise TypeError(f"gradient along {len(dims)} axes takes one spacing, or one for each axis, not {len(spacing)}.")
     found = [_slope(x, dim, step) for dim, step in zip(dims, steps, strict=True)]
     return found[0] if len(found) == 1 else found
 
 
 def _slope(x: Array, dim: int, step: Any) -> Array:
     if x.shape[dim] < 2:
-        raise ValueError(f"gradient of shape {x.shape}: along axis {dim} it needs 2 entries or more.")
+        raise ValueError(f"gradient along axis {dim} needs 2 entries or more, and the shape is {x.shape}.")
     xp = x.__array_namespace__()
     change = diff(x, axis=dim)
     if not np.shape(step):
@@ -153,7 +151,9 @@ def _slope(x: Array, dim: int, step: Any) -> Array:
     else:
         at = xp.asarray(step)
         if at.shape != (x.shape[dim],):
-            raise ValueError(f"gradient: coordinates of shape {at.shape} for {x.shape[dim]} entries. Give as many.")
+            raise ValueError(
+                f"gradient: {x.shape[dim]} entries need as many coordinates, not those of shape {at.shape}."
+            )
         width = diff(at).reshape(tuple(-1 if each == dim else 1 for each in range(len(x.shape))))
         slopes = change / width
         before, after = _entries(width, dim, 0, -1), _entries(width, dim, 1, None)
@@ -181,7 +181,7 @@ def cov(m: Any, y: Any = None, /, rowvar: bool = True, bias: bool = False, ddof:
     m = as_floats("cov", m)
     xp = m.__array_namespace__()
     if len(m.shape) > 2:
-        raise ValueError(f"cov of shape {m.shape}: it takes a vector or a matrix.")
+        raise ValueError(f"cov takes a vector or a matrix, and this array has shape {m.shape}.")
 
     def rows(x: Array) -> Array:
         return xp.reshape(x, (1, -1)) if len(x.shape) < 2 else x if rowvar else x.T
@@ -209,7 +209,7 @@ def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Any:
 def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 0) -> Any:
     """Choose each element from the choice of the first condition that is true there; from `default` if none is."""
     if not conditions or len(conditions) != len(choices):
-        raise ValueError(f"select of {len(conditions)} conditions, {len(choices)} choices: give as many, one or more.")
+        raise ValueError(f"select needs a choice for each condition: not {len(choices)} for {len(conditions)}.")
     as_array("select", conditions[0])
     found = default
     for condition, choice in zip(reversed(conditions), reversed(choices), strict=True):

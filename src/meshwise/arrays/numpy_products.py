@@ -55,7 +55,7 @@ def _read(subscripts: str, arrays: Sequence[Array]) -> tuple[list[str], str]:
     free = "".join(letter for letter in ascii_letters if letter not in subscripts)  # for dims behind `...`
     asked = f"einsum({subscripts!r}) of shapes {', '.join(str(x.shape) for x in arrays)}"
     if len(inputs) != len(arrays):
-        raise ValueError(f"{asked}: it has labels of {len(inputs)} arrays. Give as many.")
+        raise ValueError(f"{asked}: the labels are for {len(inputs)} arrays, and {len(arrays)} were given.")
     longest = ""
     for at, (each, x) in enumerate(zip(inputs, arrays, strict=True)):
         if "..." in each:
@@ -65,14 +65,14 @@ def _read(subscripts: str, arrays: Sequence[Array]) -> tuple[list[str], str]:
             inputs[at] = each = each.replace("...", stands)
         if len(each) != len(x.shape) or not (each.isalpha() or not each):
             raise ValueError(
-                f"{asked}: {each!r} is of {len(each)} dims. Write a letter for each dim, or ... for several."
+                f"{asked}: {each!r} does not match shape {x.shape}. Write a letter for each dim, or ... for several."
             )
     named = [label for each in inputs for label in each if label not in longest]
     if not arrow:
         result = "..." * bool(longest) + "".join(sorted({label for label in named if named.count(label) == 1}))
     result = result.replace("...", longest)
     if len(set(result)) < len(result) or not set(result) <= set("".join(inputs)):
-        raise ValueError(f"{asked}: the result {result!r} must have labels of the arrays, each once.")
+        raise ValueError(f"{asked}: the result {result!r} may name only labels of the arrays, each once.")
     _lengths(asked, inputs, arrays)
     return inputs, result
 
@@ -82,10 +82,10 @@ def _lengths(asked: str, inputs: Sequence[str], arrays: Sequence[Array]) -> None
     for each, x in zip(inputs, arrays, strict=True):
         pairs = set(zip(each, x.shape, strict=True))
         if len(pairs) > len(set(each)):
-            raise ValueError(f"{asked}: dims of one label in {each!r} have two lengths. They must be equal.")
+            raise ValueError(f"{asked}: dims with the same label in {each!r} must have equal lengths.")
         for label, length in pairs:
             if length != 1 and known.setdefault(label, length) != length:
-                raise ValueError(f"{asked}: {label!r} has lengths {known[label]} and {length}. They must be equal.")
+                raise ValueError(f"{asked}: {label!r} has lengths {known[label]} and {length}, which must be equal.")
 
 
 def _alone(x: Array, labels: str) -> tuple[Array, str]:
@@ -170,7 +170,7 @@ def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int,
     xp = a.__array_namespace__()
     b = xp.asarray(b)
     if len(a.shape) != 2 or len(b.shape) not in (1, 2) or a.shape[0] != b.shape[0]:
-        raise ValueError(f"lstsq of shapes {a.shape} and {b.shape}: give a matrix, and a right side with as many rows.")
+        raise ValueError(f"lstsq needs a matrix and a right side with as many rows, not {a.shape} and {b.shape}.")
     u, s, vh = svd(a, full_matrices=False)
     share = xp.finfo(s.dtype).eps * max(a.shape) if rcond is None else rcond
     kept = ELEMENTWISE["greater"](s, share * s.max() if s.shape[0] else 0)

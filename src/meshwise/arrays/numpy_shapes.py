@@ -26,7 +26,7 @@ def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> li
     length = x.shape[dim]
     if isinstance(sections, int):
         if sections < 1:
-            raise ValueError(f"array_split into {sections} parts: give 1 or more.")
+            raise ValueError(f"array_split cannot make {sections} parts: give 1 or more.")
         borders = list(evenly(length, tuple(range(sections))).offsets[1:])
     else:
         borders = [slice(0, int(border)).indices(length)[1] for border in sections]
@@ -39,7 +39,7 @@ def split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Arr
     """Split as `array_split`, into parts of equal length. ValueError if that is impossible."""
     dim = axis_of(axis, len(x.shape), "split")
     if isinstance(sections, int) and sections > 0 and x.shape[dim] % sections:
-        raise ValueError(f"split of {x.shape[dim]} entries into {sections}: not parts of one length. Use array_split.")
+        raise ValueError(f"split cannot divide {x.shape[dim]} entries into {sections} equal parts. Use array_split.")
     return array_split(x, sections, axis=dim)
 
 

@@ -73,9 +73,9 @@ def matmul(x1: Array, x2: Array, /) -> Array:
 def _matmul_terms(a: Shape, b: Shape) -> Terms:
     """Return the terms of a matrix product of these shapes. ValueError if they do not fit."""
     if not a or not b:
-        raise ValueError(f"matmul of shapes {a} and {b}: both need at least one dim. Write x1 * x2.")
+        raise ValueError(f"matmul of shapes {a} and {b}: both arrays need at least one dim. Write x1 * x2.")
     if a[-1] != b[-2 if len(b) > 1 else 0]:
-        raise ValueError(f"matmul of shapes {a} and {b}: {a[-1]} columns meet {b[-2 if len(b) > 1 else 0]} rows.")
+        raise ValueError(f"matmul of shapes {a} and {b}: {a[-1]} columns need as many rows, not {b[-2:][0]}.")
     stack = broadcast_shape("matmul", [a[:-2], b[:-2]])
     count = len(stack)
     row, column, inner = count, count + 1, count + 2
@@ -91,9 +91,9 @@ def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
     x1, x2 = as_array("vecdot", x1), as_array("vecdot", x2)
     a, b = x1.shape, x2.shape
     if not -min(len(a), len(b)) <= axis < 0:
-        raise ValueError(f"vecdot of shapes {a} and {b} along axis {axis}: count a common axis from the end, as -1.")
+        raise ValueError(f"vecdot of shapes {a} and {b} along axis {axis}: count the axis from the end, as -1.")
     if a[axis] != b[axis]:
-        raise ValueError(f"vecdot of shapes {a} and {b} along axis {axis}: {a[axis]} entries meet {b[axis]}.")
+        raise ValueError(f"vecdot along axis {axis} needs equal lengths there, and the shapes are {a} and {b}.")
     rest = [shape[:axis] + shape[axis:][1:] for shape in (a, b)]
     stack = broadcast_shape("vecdot", rest)
     inner = len(stack)
@@ -111,7 +111,7 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
     asked = f"tensordot of shapes {a} and {b} over {axes!r}"
     if isinstance(axes, int):
         if not 0 <= axes <= min(len(a), len(b)):
-            raise ValueError(f"{asked}: from 0 to {min(len(a), len(b))} axes are common.")
+            raise ValueError(f"{asked}: the number of axes must be 0 to {min(len(a), len(b))}.")
         axes = tuple(range(len(a) - axes, len(a))), tuple(range(axes))
     ours, theirs = (
         [_axis(axis, shape, asked) for axis in _listed(each)] for each, shape in zip(axes, (a, b), strict=True)
@@ -121,7 +121,7 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
         or len({*ours}) < len(ours)
         or len({*theirs}) < len(theirs)
     ):
-        raise ValueError(f"{asked}: the axes must be equally many, each once, and of equal lengths.")
+        raise ValueError(f"{asked}: name equally many axes of both arrays, each once, with equal lengths.")
     x = tuple(range(len(a)))
     names = iter(range(len(a), len(a) + len(b)))
     y = tuple(ours[theirs.index(axis)] if axis in theirs else next(names) for axis in range(len(b)))
@@ -135,7 +135,7 @@ def outer(x1: Array, x2: Array, /) -> Array:
     """Multiply each entry of one vector with each entry of the other."""
     x1, x2 = as_array("outer", x1), as_array("outer", x2)
     if len(x1.shape) != 1 or len(x2.shape) != 1:
-        raise ValueError(f"outer of shapes {x1.shape} and {x2.shape}: both must be vectors. Write reshape(x, (-1,)).")
+        raise ValueError(f"outer of shapes {x1.shape}, {x2.shape}: both must be vectors. Write xp.reshape(x, (-1,)).")
     return product(x1, x2, Terms((0,), (1,), (0, 1), x1.shape + x2.shape), _outer, "outer")
 
 
@@ -144,7 +144,7 @@ def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> A
     space = common_space(operation, [x, y])
     dtype = promoted(x.dtype, y.dtype)
     if dtype is BOOL:
-        raise TypeError(f"{operation} of bool arrays: it needs numbers. Cast one, as by xp.astype(x, xp.int64).")
+        raise TypeError(f"{operation} needs numbers, and both arrays are bool. Cast one: xp.astype(x, xp.int64).")
     cast = dtype in UNMULTIPLIED or not x.dtype is y.dtype is dtype
     compute = partial(_cast, local=local, dtype=dtype) if cast else local
     how = _divided(x.shape, y.shape, x.sharding, y.sharding, terms, x.dtype.itemsize, y.dtype.itemsize, dtype.itemsize)
@@ -273,7 +273,7 @@ def _listed(axes: Any) -> list[int]:
 
 def _axis(axis: int, shape: Shape, asked: str) -> int:
     if not -len(shape) <= axis < len(shape):
-        raise ValueError(f"{asked}: {shape} has no axis {axis}.")
+        raise ValueError(f"{asked}: shape {shape} has no axis {axis}.")
     return axis % len(shape)
 
 

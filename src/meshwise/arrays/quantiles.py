@@ -58,11 +58,11 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
     length = math.prod(x.shape[dim] for dim in axes)
     if method not in METHODS or shares.dim() > 1 or bool(((shares < 0) | (shares > 1)).any()):
         raise ValueError(
-            f"{name} of q={q!r} by {method!r}: q is within its bounds, method one of {', '.join(METHODS)}."
+            f"{name}(q={q!r}, method={method!r}): q is 0 to 1 (percentile: 100), method one of {', '.join(METHODS)}."
         )
     if x.dtype.is_complex or not length:
         raise TypeError(
-            f"{name} of {x.dtype} {x.shape}: give at least one real number. Of complex ones take xp.real or abs first."
+            f"{name} needs real numbers, at least one, not {x.dtype} of shape {x.shape}. Use xp.real(x) or abs(x)."
         )
     at = shares.reshape(-1) * (length - 1)
     dtype = x.dtype if x.dtype in FLOATS else x.space.default_float
@@ -135,7 +135,7 @@ def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
     x = as_array("topk", x)
     axis = axis_of(axis, len(x.shape), "topk")
     if not 0 <= k <= x.shape[axis]:
-        raise ValueError(f"topk: {k} of {x.shape[axis]} elements. Ask for 0 to {x.shape[axis]}.")
+        raise ValueError(f"topk(k={k}): the axis has {x.shape[axis]} elements. Ask for 0 to {x.shape[axis]}.")
     held, shape = x.sharding, (*x.shape[:axis], k, *x.shape[axis + 1 :])
     own = [order(part, axis, largest) for part in x.parts]
     values = [part.narrow(axis, 0, min(k, part.shape[axis])) for part, _ in own]

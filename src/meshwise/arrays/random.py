@@ -84,7 +84,7 @@ class Generator:
         """Draw normal numbers of mean `loc` and standard deviation `scale`: the inverse of the distribution function at
         uniform numbers of 53 bits."""
         if scale < 0:
-            raise ValueError(f"normal(scale={scale}): a standard deviation is 0 or more.")
+            raise ValueError(f"normal(scale={scale}): the standard deviation must be 0 or more.")
         kind = self._float(dtype)
 
         def draw(upper: Tensor, lower: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class Generator:
         kind = torch.int64 if dtype is None else as_dtype(dtype)
         least, most = limits(kind)
         if not least <= begin < end <= most + 1 or end - begin >= 2**63:
-            raise UsageError(f"integers from {begin} to below {end} of {kind}: the range is empty. Give low < high.")
+            raise UsageError(f"integers from {begin} to below {end}: give low < high, within what {kind} holds.")
         count = end - begin
 
         def draw(upper: Tensor, lower: Tensor) -> Tensor:
@@ -168,10 +168,10 @@ class Generator:
         placement: dict[str, Any] = {"device": device, "sharding": sharding}
         if p is not None:
             if not replace:
-                raise UsageError("choice(p=..., replace=False): not supported. Draw with replacement, or without p.")
+                raise UsageError("choice(p=..., replace=False) is not supported. Leave out replace=False, or p.")
             upto = np.cumsum(np.asarray(p, np.float64))
             if upto.shape != (count,) or (np.diff(upto, prepend=0) < 0).any() or abs(upto[-1] - 1) > 1e-7:
-                raise ValueError(f"choice of {count} with p: give one probability each, none below 0, of sum 1.")
+                raise ValueError(f"choice(p=...): give {count} probabilities, none below 0, that add up to 1.")
             where = self.random(shape, torch.float64, **placement)
             index = where.__array_namespace__().searchsorted(asarray(self._space, upto / upto[-1]), where, side="right")
         elif replace:
@@ -179,7 +179,7 @@ class Generator:
         else:
             drawn = math.prod(shape)
             if drawn > count:
-                raise ValueError(f"choice of {drawn} out of {count} without replacement: there are not as many.")
+                raise ValueError(f"choice cannot draw {drawn} out of {count} without replacement. Pass replace=True.")
             index = asarray(self._space, self.permutation(count)[:drawn].reshape(shape), **placement)
         return index if isinstance(a, int) else asarray(self._space, a)[index]
 
@@ -189,7 +189,7 @@ class Generator:
     def _float(self, dtype: Any) -> torch.dtype:
         kind = self._space.default_float if dtype is None else as_dtype(dtype)
         if not kind.is_floating_point:
-            raise UsageError(f"random numbers of {kind}: give a float type, or write integers(low, high).")
+            raise UsageError(f"random numbers cannot be {kind} here: give a float dtype, or write integers(low, high).")
         return kind
 
     def _drawn(self, size: Any, dtype: torch.dtype, placement: tuple[Any, Placement], draw: Draw) -> Array:

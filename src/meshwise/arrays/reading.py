@@ -25,7 +25,7 @@ HOST_DEVICE = torch.device("cpu")
 def to_host(x: Array, operation: str = "read") -> Tensor:
     """Return all of `x` in host memory, as a new tensor; over ranks, on every rank."""
     if EXPLAINED:
-        raise UsageError(f"explain: {operation} reads values, which explain has not. Explain what comes before.")
+        raise UsageError(f"explain computes no values, and {operation} reads some. Explain what comes before it.")
     if x.space.over_ranks:
         return replicate(x, operation=operation).parts[0].to(HOST_DEVICE, copy=True)
     whole = empty_like(torch.empty(x.shape, dtype=x.dtype, device="meta"), HOST_DEVICE)
@@ -41,7 +41,7 @@ def numpy(x: Array) -> np.ndarray[Any, Any]:
     try:
         return to_host(x, "numpy").numpy()
     except TypeError as error:
-        raise TypeError(f"numpy of {x.dtype}: NumPy has no such dtype. Write x.astype(xp.float32) first.") from error
+        raise TypeError(f"NumPy has no dtype {x.dtype}. Write x.astype(xp.float32) first.") from error
 
 
 def tensor(x: Array, device: Any = None) -> Tensor:
@@ -51,7 +51,7 @@ def tensor(x: Array, device: Any = None) -> Tensor:
     place = x.space.place(device)
     found = to_single(x, place, "torch")
     if not found.parts:
-        raise RuntimeError(f"x.torch({device!r}) over ranks: that device is another rank's. Write x.torch().")
+        raise RuntimeError(f"x.torch({device!r}): this device belongs to another rank. Write x.torch().")
     return found.parts[0].clone() if x.sharding.dim is None and place in x.sharding.places else found.parts[0]
 
 
@@ -59,7 +59,7 @@ def number(x: Array) -> Any:
     """Return the only element of `x` as a Python number. Waits for the value. TypeError if there is not exactly one."""
     if x.shape and any(length != 1 for length in x.shape):
         raise TypeError(
-            f"a Python number of an array of shape {x.shape}: it must have one element. Write x[0], x.sum()."
+            f"an array of shape {x.shape} is not one Python number. Take one element, x[0], or reduce it, x.sum()."
         )
     if x.space.over_ranks:
         return to_host(x, "number").item()
@@ -71,7 +71,7 @@ def as_float(x: Array) -> float:
     """Return `float(x)`."""
     value = number(x)
     if isinstance(value, complex):
-        raise TypeError("float of a complex array: write xp.real(x) or abs(x).")
+        raise TypeError("float() does not take complex numbers: write xp.real(x) or abs(x).")
     return float(value)
 
 
@@ -79,7 +79,7 @@ def as_int(x: Array) -> int:
     """Return `int(x)`."""
     value = number(x)
     if isinstance(value, complex):
-        raise TypeError("int of a complex array: write xp.real(x) or abs(x).")
+        raise TypeError("int() does not take complex numbers: write xp.real(x) or abs(x).")
     return int(value)
 
 
@@ -87,7 +87,7 @@ def as_index(x: Array) -> int:
     """Return `operator.index(x)`, as in `range(x)`, for integers only."""
     value = number(x)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{x.dtype} as an index: it must be an integer. Write int(x).")
+        raise TypeError(f"an index must be one integer, not {x.dtype}. Write int(x).")
     return value
 
 

@@ -31,7 +31,7 @@ IN_ORDER = frozenset((*REAL, *COMPLEX))
 def as_array(name: str, x: Any) -> Array:
     """Return `x` if it is an array; else raise NoArrayGiven, so that the namespace converts it."""
     if type(x) is not Array:
-        raise NoArrayGiven(f"{name} of {type(x).__name__}: not an array. Write xp.asarray(value) first.")
+        raise NoArrayGiven(f"{name} needs an array, not {type(x).__name__}. Write xp.asarray(value) first.")
     return x
 
 
@@ -50,7 +50,7 @@ def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
             raise IndexError(f"{name} over axis {each}: the array has {dims} dims. Use {-dims} to {dims - 1}.")
     found = tuple(sorted({each % dims for each in given}))
     if len(found) < len(given):
-        raise ValueError(f"{name} over axis {axis}: an axis is named twice. Name each once.")
+        raise ValueError(f"{name} over axis {axis} names an axis twice. Name each once.")
     return found
 
 
@@ -194,7 +194,7 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
         axes = as_axes(name, axis, len(x.shape))
         refuse_none(name, x, axes)
         if x.dtype in COMPLEXES:
-            raise TypeError(f"{name} of {x.dtype}: complex numbers have no order. Write abs(x) or xp.real(x).")
+            raise TypeError(f"{name} needs an order, and {x.dtype} has none. Write abs(x) or xp.real(x).")
         pair = (op, lambda partials: op(partials, (0,)))
         return reduced(name, x, axes, keepdims, x.dtype, pair, of_empty=False)
 
@@ -206,7 +206,7 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
 def refuse_none(name: str, x: Array, axes: tuple[int, ...]) -> None:
     """Raise ValueError if a reduction that needs an element has none."""
     if any(x.shape[axis] == 0 for axis in axes):
-        raise ValueError(f"{name} over axes {axes} of shape {x.shape}: there are no elements. It needs one.")
+        raise ValueError(f"{name} over axes {axes} of shape {x.shape} needs an element, and there are none.")
 
 
 def _logical(name: str, torch_name: str) -> Callable[..., Array]:

@@ -20,7 +20,7 @@ def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(rule)
     def call(x: Any, /, *given: Any, **named: Any) -> Any:
         if not isinstance(x, Array):
-            raise NoArrayGiven(f"{rule.__name__} of {type(x).__name__}: not an array. Write xp.asarray(value) first.")
+            raise NoArrayGiven(f"{rule.__name__} needs an array, not {type(x).__name__}. Write xp.asarray(value).")
         return rule(x, *given, **named)
 
     return call
@@ -72,7 +72,7 @@ def flattened(x: Array, /) -> Array:
 def iterated(x: Array, /) -> Iterator[Array]:
     """Implement `for row in x`: yield the entries of the first dim, where they lie."""
     if not x.shape:
-        raise TypeError("iteration over an array without dims: write x[...] or float(x).")
+        raise TypeError("an array without dims cannot be iterated over: write x[...] or float(x).")
     return iter(joining.unstack(x))
 
 

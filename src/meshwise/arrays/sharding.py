@@ -114,7 +114,7 @@ class Layout:
             return sharding(self.places)
         if not -len(shape) <= self.dim < len(shape):
             raise UsageError(
-                f"shard({self.dim}) of shape {shape}: it has no such dim. Write xp.single() or xp.replicated()."
+                f"shard({self.dim}): shape {shape} has no dim {self.dim}. Write xp.single() or xp.replicated()."
             )
         dim = self.dim % len(shape)
         sizes = self.sizes
@@ -131,11 +131,11 @@ def fitting(wanted: Sharding, shape: Shape) -> Sharding:
     if dim is None:
         return sharding(wanted.places)
     if not 0 <= dim < len(shape):
-        raise UsageError(f"sharding along dim {dim} of shape {shape}: it has {len(shape)} dims. Choose one of them.")
+        raise UsageError(f"sharding along dim {dim} of shape {shape}: this shape has {len(shape)} dims. Choose one.")
     if len(sizes) != len(wanted.places) or sum(sizes) != shape[dim] or min(sizes) < 0:
         raise UsageError(
-            f"sizes {list(sizes)} of dim {dim} of shape {shape}: {len(wanted.places)} places need as many sizes, none "
-            f"below 0, that add up to {shape[dim]}."
+            f"sizes {list(sizes)} of dim {dim} of shape {shape}: {len(wanted.places)} devices need one size each, none "
+            f"below 0, and the sizes must add up to {shape[dim]}."
         )
     return sharding(wanted.places, dim, sizes)
 
@@ -145,12 +145,14 @@ def as_layout(
 ) -> Layout:
     """Make `xp.shard`'s layout: a dim divided over devices. UsageError for invalid sizes or weights."""
     if sizes is not None and weights is not None:
-        raise UsageError("shard with sizes and weights: both say how long the parts are. Give one.")
+        raise UsageError("shard(sizes=..., weights=...): both say how long the parts are. Give only one of them.")
     for what, given in (("sizes", sizes), ("weights", weights)):
         if given is not None and (len(given) != len(places) or any(not value >= 0 for value in given)):
-            raise UsageError(f"shard({what}={list(given)}): {len(places)} places need one number each, none below 0.")
+            raise UsageError(
+                f"shard({what}={list(given)}): give one number, 0 or more, for each of {len(places)} places."
+            )
     if weights is not None and not 0 < math.fsum(weights) < math.inf:
-        raise UsageError(f"shard(weights={list(weights)}): their sum must be above 0. Give the devices' speeds.")
+        raise UsageError(f"shard(weights={list(weights)}): the sum must be above 0. Give the devices' speeds.")
     return Layout(
         places,
         dim,

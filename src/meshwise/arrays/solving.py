@@ -100,7 +100,7 @@ def solve(x1: Array, x2: Array, /) -> Array:
     """
     a, given = as_matrices("solve", x1, square=True), as_floats("solve", x2)
     if not given.shape or given.shape[-2 if len(given.shape) > 1 else 0] != a.shape[-1]:
-        raise ValueError(f"solve of shapes {a.shape} and {given.shape}: the second needs {a.shape[-1]} rows.")
+        raise ValueError(f"solve of shapes {a.shape} and {given.shape}: the second array needs {a.shape[-1]} rows.")
     b = layout.expand_dims(given, axis=-1) if len(given.shape) == 1 else given
     stack = broadcast_shape("solve", [a.shape[:-2], b.shape[:-2]])
     dtype = result_type(a, b)

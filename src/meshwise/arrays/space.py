@@ -86,7 +86,7 @@ class Space:
         if not all(found):
             missing = ", ".join(name for name, rate in zip(self.names, found, strict=True) if not rate)
             raise UsageError(
-                f"weights of machine {machine.name!r}: it has no memory speed of {missing}. Measure it with "
+                f"weights of machine {machine.name!r}: the memory speed of {missing} is not known. Measure it with "
                 "`meshwise bench`, or give a number for each device."
             )
         return [rate for rate in found if rate]
@@ -97,7 +97,7 @@ class Space:
 
     def _known(self, placed: Sharding) -> Sharding:
         if any(not 0 <= place < len(self.devices) for place in placed.places) or not placed.places:
-            raise UsageError(f"places {placed.places}: this namespace has {len(self.devices)}. Use {self.places}.")
+            raise UsageError(f"places {placed.places} are not all in this namespace. Choose from {self.places}.")
         return placed
 
 
@@ -112,8 +112,8 @@ def find_space(devices: Any, default_float: torch.dtype) -> Space:
         kind, count = _asked_of_ranks(devices)
         if kind != world.kind or (count or world.size) != world.size:
             raise UsageError(
-                f"array_namespace({devices!r}) on {world.size} {world.kind} ranks: there, arrays lie on the ranks, a "
-                "part on each. Leave the devices out, and name them when you start the run."
+                f"array_namespace({devices!r}): this run has {world.size} {world.kind} ranks, and its arrays are "
+                "divided over them. Leave the devices out, and name them when you start the run."
             )
     world = join().world
     return make_space((torch.device(world.device),) * world.size, default_float, (world.rank,))
@@ -157,7 +157,7 @@ def find_devices(devices: Any) -> tuple[torch.device, ...]:
     if all(device.type == "cpu" for device in named):
         return _count("cpu", len(named))
     if any(device.type == "cpu" for device in named):
-        raise UsageError(f"array_namespace({list(map(str, devices))}): host mixed with GPUs. Name devices of one kind.")
+        raise UsageError(f"array_namespace({list(map(str, devices))}) mixes CPU and GPUs. Name devices of one kind.")
     return tuple(named)
 
 
@@ -187,5 +187,5 @@ def _count(kind: str, count: int) -> tuple[torch.device, ...]:
     if opened is None:  # torch knows one CPU; the places are ours
         return (torch.device("cpu"),) * count
     if len(opened) < count:
-        raise UsageError(f"{count} CPU devices: mw.virtual_devices has {len(opened)} open. Open as many.")
+        raise UsageError(f"this needs {count} CPU devices, and mw.virtual_devices opened {len(opened)}. Open {count}.")
     return tuple(opened[:count])

@@ -58,7 +58,7 @@ class Eigen(NamedTuple):
 def qr(x: Array, /, *, mode: str = "reduced") -> QR:
     """Return Q with orthonormal columns and an upper triangular R. mode: "reduced" or "complete"."""
     if mode not in ("reduced", "complete"):
-        raise ValueError(f"qr with mode={mode!r}: it is 'reduced' or 'complete'.")
+        raise ValueError(f"qr(mode={mode!r}): write 'reduced' or 'complete'.")
     x = as_matrices("qr", x)
     if mode == "reduced" and x.shape[-2] >= x.shape[-1] and (tall := _tall(x)) is not None:
         done = factors.tall_qr(tall, "qr")

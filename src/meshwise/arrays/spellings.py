@@ -279,7 +279,7 @@ def unique(
     element of `x` among them, and their counts."""
     x = as_array("unique", x)
     if axis is not None:
-        raise UsageError(f"unique(axis={axis}): not supported. Leave axis out to find distinct elements.")
+        raise UsageError(f"unique(axis={axis}) is not supported. Leave axis out to find distinct elements.")
     if not (return_index or return_inverse or return_counts):
         return _names_of(x).unique_values(x)
     values, *others = _names_of(x).unique_all(x)

@@ -101,6 +101,6 @@ def _along(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refused(name: str, instead: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> None:
-        raise UsageError(f"{name}: not supported for arrays on many devices. {instead}")
+        raise UsageError(f"{name} is not supported for arrays on many devices. {instead}")
 
     return refuse
