@@ -164,8 +164,8 @@ def test_overlapping_memory_arrives_as_it_was_before() -> None:
         (torch.zeros(2), torch.zeros(2, dtype=torch.complex64), "imaginary"),
         (torch.zeros(2, requires_grad=True), torch.zeros(2), "no_grad"),
         ([0.0], torch.zeros(1), "dst must be a tensor"),
-        (torch.zeros(1), "a word", "builtins.str: no tensor"),
-        (torch.zeros(1), [1.0], "builtins.list: no tensor"),
+        (torch.zeros(1), "a word", "builtins.str is not a tensor"),
+        (torch.zeros(1), [1.0], "builtins.list is not a tensor"),
         (torch.zeros(2, 2), torch.eye(2).to_sparse(), "only dense"),
     ],
 )
@@ -189,7 +189,7 @@ def test_leading_dims_of_1_may_be_left_out(into: tuple[int, ...], of: tuple[int,
 )
 def test_other_shapes_are_refused_on_every_way(into: tuple[int, ...], of: tuple[int, ...]) -> None:
     for verify in (False, True):
-        with pytest.raises(UsageError, match="shapes must be equal"):
+        with pytest.raises(UsageError, match="both shapes must be equal"):
             copy(torch.zeros(into), torch.zeros(of), verify=verify)
 
 
@@ -279,11 +279,11 @@ def test_the_links_choose_the_path_at_this_size(links: Machine | None, size: int
 @pytest.mark.parametrize(
     ("ends", "wanted", "links", "said"),
     [
-        (("cpu:0", "cpu:1"), "direct", None, "two devices"),
-        (("host", "cpu:1"), "staged", None, "only between two devices"),
-        (("cpu:1", "cpu:1"), "peer", None, "only between two devices"),
+        (("cpu:0", "cpu:1"), "direct", None, "needs one device"),
+        (("host", "cpu:1"), "staged", None, "needs two devices"),
+        (("cpu:1", "cpu:1"), "peer", None, "needs two devices"),
         (("cpu:0", "cpu:1"), "pear", None, "Did you mean 'peer'"),
-        (("cpu:0", "cpu:1"), "peer", machine(None, None, flag=False), "no peer access"),
+        (("cpu:0", "cpu:1"), "peer", machine(None, None, flag=False), "needs peer access, and has none"),
     ],
 )
 def test_a_path_that_is_not_there_is_refused(
@@ -380,12 +380,14 @@ def test_modules_and_dataclasses_inside_containers_are_moved() -> None:
 
 
 def test_a_set_of_tensors_is_refused() -> None:
-    with pytest.raises(UsageError, match="Write a list or a dict"):
+    with pytest.raises(UsageError, match="Pass a list or a dict"):
         to({torch.ones(1)}, "cpu")
     assert to({1, 2}, "cpu") == {1, 2}
 
 
-@pytest.mark.parametrize(("device", "says"), [("mps", "this torch has none here"), ("xpu", "torch sees 0 XPU devices")])
+@pytest.mark.parametrize(
+    ("device", "says"), [("mps", "torch finds no such device here"), ("xpu", "torch sees 0 XPU devices")]
+)
 def test_a_kind_of_device_that_is_not_here(device: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         to(torch.ones(1), device)

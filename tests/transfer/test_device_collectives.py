@@ -134,15 +134,15 @@ def test_what_arrives_wrong_is_found_in_each() -> None:
 def test_what_cannot_be_is_said() -> None:
     x = torch.ones(2)
     for call, said in [
-        (lambda: broadcast(x, []), "write a list of devices"),
-        (lambda: scatter(x, "cpu:0"), "write a list of devices"),
+        (lambda: broadcast(x, []), "devices must be a list"),
+        (lambda: scatter(x, "cpu:0"), "devices must be a list"),
         (lambda: scatter(torch.tensor(1.0), ["cpu"]), "no dim"),
         (lambda: scatter(x, ["cpu"], 1), "dims 0 to 0"),
-        (lambda: gather([], "cpu"), "no tensors"),
+        (lambda: gather([], "cpu"), "at least one tensor"),
         (lambda: gather([x, x.double()], "cpu"), "dtypes"),
         (lambda: gather([torch.ones(2, 2), torch.ones(2, 3)], "cpu"), r"\(2, 2\) and .*\(2, 3\)"),
         (lambda: gather([torch.tensor(1.0)], "cpu"), "no dim"),
-        (lambda: all_reduce([]), "no tensors"),
+        (lambda: all_reduce([]), "a tensor for each device"),
         (lambda: all_reduce([x, x]), "twice"),
         (lambda: all_reduce([x, torch.ones(3)]), r"\(2,\) and .*\(3,\)"),
         (lambda: all_reduce([x], "avg"), "Use one of sum, mean"),
@@ -163,13 +163,13 @@ def test_views_that_share_memory_are_no_tensors_to_reduce() -> None:
 
 
 def test_what_is_no_tensor_or_must_not_change_is_told() -> None:
-    with pytest.raises(UsageError, match="all_reduce of ndarray"):
+    with pytest.raises(UsageError, match="in place, not ndarray"):
         all_reduce([torch.ones(2).numpy()])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="requires a gradient"):
         all_reduce([torch.ones(2, requires_grad=True), torch.ones(2)])
-    with pytest.raises(UsageError, match="list: no tensor, and no array"):
+    with pytest.raises(UsageError, match="list is not a tensor, nor an array"):
         scatter([1, 2], ["cpu"])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="int: no tensor, and no array"):
+    with pytest.raises(UsageError, match="int is not a tensor, nor an array"):
         gather([1, 2], "cpu")  # type: ignore[list-item]
 
 
@@ -183,6 +183,6 @@ def test_arrays_are_scattered_and_gathered_as_tensors_are() -> None:
 @pytest.mark.parametrize("verb", ["all_reduce", "gather"])
 def test_one_tensor_is_no_list_of_tensors_of_devices(verb: str) -> None:
     gradient = torch.tensor([1.0, 2.0])
-    with pytest.raises(UsageError, match=rf"mw\.{verb} of one tensor: it takes a list .* Over the ranks .* write mw\."):
+    with pytest.raises(UsageError, match=rf"mw\.{verb} takes a list .* given one tensor. Over the ranks .* write mw\."):
         {"all_reduce": all_reduce, "gather": lambda tensor: gather(tensor, "cpu")}[verb](gradient)  # type: ignore[operator]
     assert gradient.tolist() == [1, 2], "its elements are not added up"

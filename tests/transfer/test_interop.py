@@ -100,7 +100,7 @@ def test_an_array_whose_dlpack_fails_goes_another_way_or_is_refused(broken: type
         def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
             return self.array
 
-    with pytest.raises(UsageError, match="Refuses by DLPack: not now"):
+    with pytest.raises(UsageError, match="Refuses: DLPack failed, not now"):
         from_array(Refuses(np.zeros(2)))
     with comm_log() as log:
         assert from_array(ThroughNumpy(np.ones(2))).tolist() == [1, 1]
@@ -110,11 +110,11 @@ def test_an_array_whose_dlpack_fails_goes_another_way_or_is_refused(broken: type
 @pytest.mark.parametrize(
     ("array", "said"),
     [
-        (np.array(["word"]), "torch has no such dtype"),
-        (np.array([object()]), "torch has no such dtype"),
-        (np.array(["word"])[::-1], "torch has no such dtype"),
-        ([1, 2], "builtins.list: no tensor"),
-        (None, "NoneType: no tensor"),
+        (np.array(["word"]), "torch (cannot take|has no) dtype"),
+        (np.array([object()]), "torch (cannot take|has no) dtype"),
+        (np.array(["word"])[::-1], "torch (cannot take|has no) dtype"),
+        ([1, 2], "builtins.list is not a tensor"),
+        (None, "NoneType is not a tensor"),
         (WithClassInterface(), "a masked array"),
         (ByCudaInterface(mask=object()), "a masked array"),
     ],
@@ -127,7 +127,7 @@ def test_what_is_no_array_for_torch_is_refused(array: Any, said: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here torch sees CUDA")
 def test_device_memory_without_a_device_is_refused() -> None:
     for array in (ByCudaInterface(), ByCudaInterface(stream=1)):
-        with pytest.raises(UsageError, match="this torch sees none"):
+        with pytest.raises(UsageError, match="torch sees none here"):
             from_array(array)
 
 

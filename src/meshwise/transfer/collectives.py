@@ -218,7 +218,7 @@ def send_receive(
         for _, rank in pairs:
             _check_rank(kind, what, rank, group)
             if rank == own:
-                raise UsageError(f"{kind}: {what} {rank} is this rank itself. Copy the tensor instead.")
+                raise UsageError(f"{kind}: {what} {rank} is this rank itself. Copy the tensor with clone() instead.")
     moved = max(([tensor for tensor, _ in pairs] for pairs in (sends, receives)), key=_bytes)
     target, source = (pairs[0][1] if len(pairs) == 1 else own for pairs in (sends, receives))
     ends = (own, target) if sends else (source, own)
@@ -308,7 +308,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def _check_rank(verb: str, what: str, rank: int, group: Group) -> None:
     if not 0 <= rank < world_size(group):
-        raise UsageError(f"{verb}: {what} {rank} of {world_size(group)} ranks. Use 0 to {world_size(group) - 1}.")
+        raise UsageError(f"{verb}: {what} {rank} does not exist. Use 0 to {world_size(group) - 1}.")
 
 
 def _rows(verb: str, tensor: Tensor, group: Group) -> int:
@@ -328,6 +328,6 @@ def _out(verb: str, out: Tensor | None, shape: tuple[int, ...], tensor: Tensor) 
     if tuple(out.shape) != shape or out.dtype != tensor.dtype or not out.is_contiguous():
         raise UsageError(
             f"{verb}: out= is {tuple(out.shape)} of {out.dtype}. Pass a contiguous tensor of shape {shape} of "
-            f"{tensor.dtype}, or none."
+            f"{tensor.dtype}, or leave it out."
         )
     return out

@@ -105,7 +105,7 @@ def to(
             _move_module(leaf, moved)
             return leaf
         if isinstance(leaf, set | frozenset):
-            raise UsageError(f"to({type(leaf).__name__}): the order of a set is not fixed. Write a list or a dict.")
+            raise UsageError(f"to({type(leaf).__name__}): the order of a set is not fixed. Pass a list or a dict.")
         return moved_to(leaf, target, "to", options)
 
     return map_leaves(moved, tree, _is_leaf)
@@ -125,7 +125,7 @@ def moved_to(
     if device_of(tensor) == target and not own:
         return tensor
     if tensor.layout != torch.strided:
-        raise UsageError(f"{tensor.layout} tensor to {target}: only dense tensors are copied. Move its parts.")
+        raise UsageError(f"to() copies only dense tensors, and this is {tensor.layout}. Move its parts to {target}.")
     if tensor.requires_grad and torch.is_grad_enabled():
         crossed: Tensor = _Crossing.apply(tensor, target, operation, options)  # type: ignore[no-untyped-call]
         return crossed
@@ -141,7 +141,7 @@ def move(dst: Tensor, src: Any, operation: str, options: CopyOptions = DEFAULT) 
     source, target = device_of(src), device_of(dst)
     way = choose(name_of(source), name_of(target), src.nbytes, wanted=options.path, links=options.links)
     if stream is not None and way == STAGED:
-        raise UsageError("stream with path 'staged': that path uses its own streams. Leave stream or path out.")
+        raise UsageError("path 'staged' uses its own streams, so it takes no stream. Leave stream or path out.")
     if src.requires_grad and torch.is_grad_enabled() and source != target:
         return dst.copy_(moved_to(src, target, operation, replace(options, stream=None, non_blocking=False)))
     with plainly():
@@ -172,28 +172,26 @@ class _Crossing(torch.autograd.Function):
 def _check(dst: Any, src: Tensor, stream: torch.Stream | None) -> Tensor:
     """Return `src` expanded to the shape of `dst`. Raises UsageError if it cannot be copied to `dst`."""
     if not isinstance(dst, Tensor):
-        raise UsageError(f"copy into {type(dst).__name__}: dst must be a tensor. Write to(src, device) for a new one.")
+        raise UsageError(f"copy: dst must be a tensor, not {type(dst).__name__}. For a new one write to(src, device).")
     if dst.dim() > src.dim() and dst.shape == (1,) * (dst.dim() - src.dim()) + src.shape:
         src = src.expand(dst.shape)
     if dst.shape != src.shape:
         shapes = f"{tuple(src.shape)} into {tuple(dst.shape)}"
-        raise UsageError(
-            f"copy of shape {shapes}: shapes must be equal. Write src.expand or src.view for what you mean."
-        )
+        raise UsageError(f"copy of shape {shapes}: both shapes must be equal. Pass src.expand(...) or src.view(...).")
     if dst.layout != torch.strided or src.layout != torch.strided:
-        raise UsageError(f"copy of {src.layout} into {dst.layout}: only dense tensors are copied. Copy their parts.")
+        raise UsageError(f"copy of {src.layout} into {dst.layout}: only dense tensors can be copied. Copy their parts.")
     if dst.is_complex() < src.is_complex():
-        raise UsageError(f"copy of {src.dtype} into {dst.dtype}: the imaginary part would be lost. Write src.real.")
+        raise UsageError(f"copy of {src.dtype} into {dst.dtype} would lose the imaginary part. Pass src.real instead.")
     with plainly():
         if repeats(dst):
             raise UsageError(
-                f"copy into a tensor of strides {dst.stride()}: its elements share memory. Clone it first."
+                f"copy: elements of dst share memory, as its strides are {dst.stride()}. Pass dst.clone()."
             )
     if dst.requires_grad and dst.is_leaf and torch.is_grad_enabled():
-        raise UsageError("copy into a parameter that requires a gradient. Write it under torch.no_grad().")
+        raise UsageError("copy changes dst in place, and dst requires a gradient. Call it under torch.no_grad().")
     owner = src.device if has_streams(src.device) else dst.device
     if stream is not None and stream.device != owner:
-        raise UsageError(f"stream of {stream.device}: this copy runs on {owner}. Make the stream there.")
+        raise UsageError(f"copy runs on {owner}, and this stream is of {stream.device}. Make the stream on {owner}.")
     return src
 
 
@@ -240,9 +238,9 @@ def _verify(dst: Tensor, src: Tensor, way: str, what: str) -> None:
         return
     element = offset // dst.element_size()
     raise TransferError(
-        f"{what} by path '{way}': {bytes_text(dst.nbytes)} arrived changed, first at byte {offset:,} "
-        f"(element {element:,} of {dst.numel():,}). Do not trust this path: run `meshwise bench --links`, and take "
-        "another with path=."
+        f"{what} by path '{way}': {bytes_text(dst.nbytes)} arrived changed, first at byte {offset:,} (element "
+        f"{element:,} of {dst.numel():,}). This path cannot be trusted: run `meshwise bench --links`, and choose "
+        "another path with path=."
     )
 
 

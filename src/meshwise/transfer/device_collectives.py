@@ -56,8 +56,8 @@ def scatter(
         parts = tensor.tensor_split(len(places), dim)
     elif len(sizes) != len(places) or sum(sizes) != length or min(sizes) < 0:
         raise UsageError(
-            f"scatter with sizes {list(sizes)}: {len(places)} devices need as many sizes, none below 0, that add up "
-            f"to {length}, the length of dim {dim}."
+            f"scatter(sizes={list(sizes)}): {len(places)} devices need one size each, none below 0, and the sizes must "
+            f"add up to {length}, the length of dim {dim}."
         )
     else:
         parts = tensor.split(list(sizes), dim)
@@ -168,7 +168,7 @@ def _by_nccl(tensors: list[Tensor]) -> bool:
 
 def _devices(verb: str, devices: Sequence[Device]) -> list[torch.device]:
     if isinstance(devices, str) or not len(devices):
-        raise UsageError(f"{verb} to {devices!r}: write a list of devices, such as ['cuda:0', 'cuda:1'].")
+        raise UsageError(f"{verb}: devices must be a list, such as ['cuda:0', 'cuda:1'], not {devices!r}.")
     return [as_device(device) for device in devices]
 
 
@@ -177,21 +177,21 @@ def _check_several(verb: str, tensors: object) -> None:
     if isinstance(tensors, Tensor):
         over = "mw.sum(tensor)" if verb == "all_reduce" else "mw.gather_samples(tensor)"
         raise UsageError(
-            f"mw.{verb} of one tensor: it takes a list of tensors, one for each device of this process. Over the ranks "
-            f"of a run write {over}."
+            f"mw.{verb} takes a list of tensors, one for each device of this process, and was given one tensor. Over "
+            f"the ranks of a run write {over}."
         )
 
 
 def _dim(verb: str, dim: int, dims: int) -> int:
     if not -dims <= dim < dims:
-        what = f"dims 0 to {dims - 1}" if dims else "no dim; unsqueeze it"
+        what = f"dims 0 to {dims - 1}" if dims else "no dim: call tensor.unsqueeze(0) first"
         raise UsageError(f"{verb} along dim {dim}: the tensor has {what}.")
     return dim % dims
 
 
 def _joinable(tensors: Sequence[Tensor], dim: int) -> int:
     if not tensors:
-        raise UsageError("gather of no tensors: there is nothing to join.")
+        raise UsageError("gather needs at least one tensor, and the list is empty.")
     first = tensors[0]
     dim = _dim("gather", dim, first.dim())
     for tensor in tensors[1:]:
@@ -201,7 +201,7 @@ def _joinable(tensors: Sequence[Tensor], dim: int) -> int:
         if not same or tensor.dtype != first.dtype:
             raise UsageError(
                 f"gather of {first.dtype} {tuple(first.shape)} and {tensor.dtype} {tuple(tensor.shape)} along dim "
-                f"{dim}: dtypes and all other dims must be equal."
+                f"{dim}: dtypes must be equal, and so must all other dims."
             )
     return dim
 
@@ -209,30 +209,28 @@ def _joinable(tensors: Sequence[Tensor], dim: int) -> int:
 def _reducible(tensors: list[Tensor], op: str) -> list[Tensor]:
     check_known("op", op, _OPERATIONS)
     if not tensors:
-        raise UsageError("all_reduce of no tensors: write one a device.")
+        raise UsageError("all_reduce needs a tensor for each device, and the list is empty.")
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
-            raise UsageError(f"all_reduce of {type(tensor).__name__}: it works in place, on tensors. Convert it first.")
+            raise UsageError(f"all_reduce changes tensors in place, not {type(tensor).__name__}. Pass a tensor.")
         if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
-            raise UsageError("all_reduce of a parameter that requires a gradient. Write it under torch.no_grad().")
+            raise UsageError("all_reduce changes tensors in place. This one requires a gradient: use torch.no_grad().")
     first = tensors[0]
     for tensor in tensors[1:]:
         if tensor.shape != first.shape or tensor.dtype != first.dtype:
             raise UsageError(
-                f"all_reduce of {first.dtype} {tuple(first.shape)} and {tensor.dtype} {tuple(tensor.shape)}: "
-                "shapes and dtypes must be equal."
+                f"all_reduce of {first.dtype} {tuple(first.shape)} and {tensor.dtype} {tuple(tensor.shape)}: all "
+                "tensors need one shape and dtype."
             )
     if len({tensor.data_ptr() for tensor in tensors}) < len(tensors) and first.numel():
-        raise UsageError("all_reduce of one tensor twice: they share memory. Clone it for each place.")
+        raise UsageError("all_reduce works in place, and one tensor was given twice. Pass a clone for each device.")
     with plainly():
         if any(overlapping(one, other) for one, other in combinations(tensors, 2)):
-            raise UsageError("all_reduce of views that share memory. Clone them first.")
+            raise UsageError("all_reduce works in place, and some tensors share memory. Pass tensor.clone() of each.")
         if any(repeats(tensor) for tensor in tensors):
-            raise UsageError("all_reduce of an expanded tensor: its elements share memory. Clone it first.")
+            raise UsageError("all_reduce cannot change an expanded tensor, whose elements share memory: clone() it.")
     if first.dtype == torch.bool or (op == "mean" and not (first.is_floating_point() or first.is_complex())):
-        raise UsageError(f"all_reduce by {op} of {first.dtype}: has no such {op}. Convert it, to float or int, first.")
+        raise UsageError(f"all_reduce: {first.dtype} has no {op}. Convert the tensors to float or int first.")
     if first.is_complex() and op in ("min", "max"):
-        raise UsageError(
-            f"all_reduce by {op} of {first.dtype}: complex numbers have no order. Write torch.view_as_real."
-        )
+        raise UsageError(f"all_reduce by {op}: complex numbers have no order. Pass torch.view_as_real(tensor) instead.")
     return tensors

@@ -84,7 +84,7 @@ def as_device(word: str | torch.device | int) -> torch.device:
     try:
         device = torch.device(word)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"device {word!r}: not a device. Write cpu, cuda:0, or cpu:1 for a virtual one.") from error
+        raise UsageError(f"device {word!r} is not a device. Write cpu, cuda:0, or cpu:1 for a virtual one.") from error
     if device.type == "cpu":
         return _host_or_virtual(device)
     if has_streams(device):
@@ -97,7 +97,7 @@ def as_device(word: str | torch.device | int) -> torch.device:
         return torch.device(device.type, index)
     kind = torch.accelerator.current_accelerator()
     if kind is None or kind.type != device.type:
-        raise UsageError(f"device {word}: this torch has none here. `meshwise devices` lists what is here.")
+        raise UsageError(f"device {word}: torch finds no such device here. `meshwise devices` lists those it finds.")
     return device
 
 
@@ -106,10 +106,10 @@ def _host_or_virtual(device: torch.device) -> torch.device:
     open_one = open_devices()
     if open_one is None:
         if index:
-            raise UsageError(f"device {device}: a virtual device. Open it with mw.virtual_devices({index + 1}).")
+            raise UsageError(f"device {device} is virtual, and is not open. Call mw.virtual_devices({index + 1}).")
         return torch.device("cpu")
     if index is not None and index >= len(open_one):
-        raise UsageError(f"device {device}: the virtual devices are cpu:0 to {open_one[-1]}; cpu is the host.")
+        raise UsageError(f"device {device} is not open: the virtual ones are cpu:0 to {open_one[-1]}, cpu is the host.")
     return device
 
 

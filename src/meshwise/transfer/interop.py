@@ -43,13 +43,13 @@ def from_array(array: Any) -> Tensor:
             return torch.utils.dlpack.from_dlpack(array)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             if not hasattr(kind, "__cuda_array_interface__") and not hasattr(kind, "__array__"):
-                raise UsageError(f"{_name(array)} by DLPack: {error}. Copy it within its own library first.") from error
+                raise UsageError(f"{_name(array)}: DLPack failed, {error}. Copy it in its library first.") from error
     if getattr(array, "__cuda_array_interface__", None) is not None:
         return _from_cuda_interface(array)
     if hasattr(kind, "__dlpack__") or hasattr(kind, "__array__"):
         return _copied(np.asarray(array), _name(array))
     raise UsageError(
-        f"{_name(array)}: no tensor, and no array with __dlpack__ or __cuda_array_interface__. Write torch.as_tensor."
+        f"{_name(array)} is not a tensor, nor an array with __dlpack__ or __cuda_array_interface__. Pass a tensor."
     )
 
 
@@ -60,7 +60,7 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     try:
         return torch.from_numpy(array)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"a numpy array of {array.dtype}: torch has no such dtype, or strides. {error}") from error
+        raise UsageError(f"torch cannot take dtype {array.dtype} or the strides of this array. {error}") from error
 
 
 def _copied(array: np.ndarray[Any, Any], name: str) -> Tensor:
@@ -68,7 +68,7 @@ def _copied(array: np.ndarray[Any, Any], name: str) -> Tensor:
     try:
         tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{name} array of {array.dtype}: torch has no such dtype. {error}") from error
+        raise UsageError(f"{name} array: torch has no dtype {array.dtype}. {error}") from error
     note("convert", f"{HOST} ({name})", HOST, tensor.nbytes, "copied", watch.stop())
     return tensor
 
@@ -76,13 +76,13 @@ def _copied(array: np.ndarray[Any, Any], name: str) -> Tensor:
 def _from_cuda_interface(array: Any) -> Tensor:
     facts = array.__cuda_array_interface__
     if facts.get("mask") is not None:
-        raise UsageError(f"{_name(array)}: a masked array, which torch lacks. Fill it first.")
+        raise UsageError(f"{_name(array)} is a masked array, and torch has no masks. Fill its masked values first.")
     if not torch.cuda.is_available():
-        raise UsageError(f"{_name(array)}: its memory is on a CUDA device, and this torch sees none.")
+        raise UsageError(f"{_name(array)} lies on a CUDA device, and torch sees none here. Copy it to the host first.")
     stream = facts.get("stream")
     if stream is not None:
         if stream == 0:  # ruled out by version 3 of the protocol, as it could mean either default stream
-            raise UsageError(f"{_name(array)}: __cuda_array_interface__ with stream 0, which means nothing. Write 1.")
+            raise UsageError(f"{_name(array)}: __cuda_array_interface__ may not name stream 0. Write 1 instead.")
         # 1 is the legacy default stream, which is torch's default one; 2 the default stream of the thread.
         owner = torch.cuda.default_stream() if stream == 1 else torch.cuda.ExternalStream(stream)
         torch.cuda.current_stream().wait_stream(owner)

@@ -43,9 +43,9 @@ def virtual_devices(count: int) -> Iterator[VirtualDevices]:
     Raises UsageError for an impossible count, or if virtual devices are open already.
     """
     if not isinstance(count, int) or not 1 <= count <= MOST:
-        raise UsageError(f"virtual_devices({count}): must be from 1 to {MOST}.")
+        raise UsageError(f"virtual_devices({count}): the number of devices must be 1 to {MOST}.")
     if OPEN_DEVICES:
-        raise UsageError("virtual_devices in virtual_devices: some are open already. Use those, or close them first.")
+        raise UsageError("virtual_devices: some virtual devices are open already. Use those, or close them first.")
     devices = VirtualDevices(torch.device("cpu", index) for index in range(count))
     rules = _Rules(devices)
     OPEN_DEVICES.append(devices)
@@ -189,7 +189,7 @@ def _placed(tensor: Any, device: torch.device) -> Any:
 def _host_only(func: Any, args: Any, kwargs: Any) -> Any:
     device = device_of(args[0])
     if name_of(device) != HOST:
-        raise UsageError(f"a tensor of {name_of(device)} as a NumPy array: write mw.to(tensor, 'cpu') first.")
+        raise UsageError(f"NumPy cannot read a tensor of {name_of(device)}: write mw.to(tensor, 'cpu') first.")
     return func(*args, **kwargs)
 
 
