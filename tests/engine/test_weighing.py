@@ -77,7 +77,9 @@ def test_a_weight_is_exact_in_float64(weight: Any) -> None:
 
 @pytest.mark.parametrize("weight", [-1, -0.5, float("nan"), float("inf")])
 def test_a_number_that_counts_nothing_is_no_weight(weight: float) -> None:
-    with pytest.raises(UsageError, match=f"with weight={weight}. Give how many items its mean is over: 0 or more"):
+    with pytest.raises(
+        UsageError, match=f"with weight={weight}. The weight is how many items its mean is over: 0 or more"
+    ):
         split_weight((torch.tensor(1.0), weight), EIGHT, "a loss")
 
 

@@ -133,8 +133,8 @@ class Loops:
             then += f"{self.ranks} divides, with drop_last=True."
         how = "loss by itself (inside mw.accumulate(), but for the last)" if backward else "value by itself"
         raise UsageError(
-            f"{user_place()}: {verb}: {given} given batches of {sizes} samples, of which the ranks have "
-            f"different shares, so it is not known what this is a mean over. Call {verb} for each {one}'s {how}, {then}"
+            f"{user_place()}: {verb}: {given} given batches of {sizes} samples, and the ranks have different shares of "
+            f"these, so it is not known what this value is a mean over. Call {verb} for each {one}'s {how}, {then}"
         )
 
     def backward(self, *, weighed: bool) -> None:

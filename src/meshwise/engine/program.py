@@ -43,8 +43,8 @@ NOT_OURS = (
     "Write mw.backward(loss) instead of loss.backward()."
 )
 STEPPED_TWICE = (
-    "optimizer.step() was called twice after one mw.backward. Its gradients were used already, or come from "
-    "loss.backward() and are each rank's own. Call mw.backward(loss) before each step."
+    "optimizer.step() was called twice after one mw.backward. The gradients were used already, or loss.backward() made "
+    "them on each rank alone. Call mw.backward(loss) before each step."
 )
 WHOLE_STATE = "zero1: an optimizer that was not given to mw.distribute keeps its whole state on every rank."
 
@@ -208,7 +208,8 @@ class Program:
     def _apply(self, new: Sequence[nn.Module], plan: Plan, again: bool) -> None:
         if again and plan.parameters_divided:
             raise UsageError(
-                f"mw.distribute was called a second time with a model, under {plan}. Give all models in one call."
+                f"mw.distribute was called a second time with a model, which {plan} cannot take. Give all models in "
+                "one call."
             )
         together = nn.ModuleList(new) if len(new) > 1 else new[0]
         world = self.world
@@ -258,8 +259,8 @@ class Program:
         if self.world.size > 1 and (self.plan is None or not self._alive):
             gone = "is not referenced any more" if self._roots else "was never given"
             raise UsageError(
-                f"mw.backward: the model {gone}, so gradients would be of one rank alone. Give mw.distribute the model "
-                "that you train, and keep a reference to it."
+                f"mw.backward: the model {gone}, so gradients would come from one rank alone. Give mw.distribute the "
+                "model that you train, and keep a reference to it."
             )
 
     def plain(self, result: Any) -> Any:
@@ -354,8 +355,8 @@ class Program:
         if not holds.ours:
             if weakref.ref(optimizer) in self._given:
                 raise UsageError(
-                    "optimizer.step(): this optimizer was given to mw.distribute, and holds no parameter of a model "
-                    "that was. Give the model that it trains to mw.distribute too."
+                    "optimizer.step(): this optimizer was given to mw.distribute, but holds no parameter of a model "
+                    "that was given to it. Give the model that it trains to mw.distribute too."
                 )
             return False
         for p in holds.foreign:

@@ -145,7 +145,7 @@ class Splits:
         shortest = min(map(len, ranks))
         number = next((n for n in range(shortest) if len({tuple(rank[n]) for rank in ranks}) > 1), None)
         if number is None:
-            return f"{mine[-1][0] if mine else 'mw.split'}: the ranks called mw.split differently often."
+            return f"{mine[-1][0] if mine else 'mw.split'}: the ranks called mw.split a different number of times."
         where, calls = mine[number][0], [rank[number] for rank in ranks]
         places, shapes = {call[0] for call in calls}, {call[1] for call in calls}
         if len(places) > 1:
@@ -176,16 +176,15 @@ def _rows(batch: tuple[Any, ...], dim: int, whole: bool) -> int:
     others += leaves_of(PackedSequence, batch)
     if others:
         raise UsageError(
-            f"mw.split cuts tensors and arrays by rows; this batch holds a {type(others[0]).__name__}. Leave it out, "
-            "make a tensor of it, or give what rows cannot cut as it is: mw.split(…, whole=True)."
+            f"mw.split cuts tensors and arrays by rows, and this batch holds a {type(others[0]).__name__}. Leave it "
+            "out, make a tensor of it, or pass what has no rows unchanged: mw.split(…, whole=True)."
         )
     counts = {array.shape[dim] for array in arrays if array.ndim > dim}
     if len(counts) != 1 or 0 in counts:
         shapes = ", ".join(map(_shape, arrays))
         raise UsageError(
-            f"mw.split: the tensors of a batch need equally many rows, and at least one; these are {shapes}. "
-            "Split tensors with other rows in a separate call, or name the dimension of the samples: "
-            "mw.split(…, dim=1)."
+            f"mw.split: the tensors of a batch need equally many rows, and at least one, and these are {shapes}. Split "
+            "tensors with other rows in a separate call, or name the dimension of the samples: mw.split(…, dim=1)."
         )
     return int(counts.pop())
 

@@ -148,7 +148,9 @@ def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
             "writes x, y = mw.split(x, y). If a loader of your own wraps a DataLoader, pass the wrapper to "
             "mw.distribute, not the DataLoader."
         )
-    raise UsageError(f"mw.backward needs one number; this loss has shape {tuple(loss.shape)}. Take its mean first.")
+    raise UsageError(
+        f"mw.backward needs a loss of one number, not of shape {tuple(loss.shape)}. Call loss.mean() first."
+    )
 
 
 def check_said(reduction: str | None, weight: object) -> None:
@@ -176,19 +178,19 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
     if reduction != "mean" and (what := summed_loss(loss)):
         if mean := mean_term(loss):
             raise UsageError(
-                f"{where}: this loss adds a sum over samples ({what}) and a mean ({mean}): no one weight over {ranks} "
+                f"{where}: this loss adds a sum over samples ({what}) and a mean ({mean}), and no weight over {ranks} "
                 "ranks is right for both. Make all of its terms means, or all of them sums."
             )
         if reduction is None:
             raise UsageError(
                 f"{where}: this loss is a sum over samples ({what}). Taken for a mean, its gradients would be those of "
-                f"one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to have them so."
+                f"one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to accept that."
             )
     if reduction is None and adds_rows(loss, samples):
         raise UsageError(
             f"{where}: this loss adds up one term for each of this rank's {samples} samples. Taken for a mean, its "
             f"gradients would be those of one device divided by {ranks}. Divide it by the number of terms, or write "
-            f"{verb}reduction='sum'); or reduction='mean' if that is meant."
+            f"{verb}reduction='sum'); or reduction='mean' if you want that."
         )
     if reduction is None and (what := summed_loss(loss, weighed=True)):
         return (
@@ -213,8 +215,8 @@ def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
 def refuse_joined_sum() -> None:
     """Raise UsageError for a sum over this rank's samples that has a term covering the whole batch already."""
     raise UsageError(
-        f"{user_place()}: mw.backward(…, reduction='sum') of a loss with mw.sum(…, grad=True): that term covers "
-        "the whole batch, and would be added once per rank. Join all terms by mw.sum(…, grad=True), and leave "
+        f"{user_place()}: mw.backward(…, reduction='sum') of a loss with mw.sum(…, grad=True): the term of mw.sum "
+        "covers the whole batch, and would be added once per rank. Call mw.sum(…, grad=True) on all terms, and leave "
         "reduction='sum' out."
     )
 
@@ -223,7 +225,7 @@ def check_sum_alone(weight: object, where: str) -> None:
     """Raise UsageError if a sum over samples is given a loss weight."""
     if weight is not None:
         raise UsageError(
-            f"{where}: a sum over samples has no weight. Leave it out, or give the mean over `weight` items and "
+            f"{where}: a sum over samples takes no weight. Leave weight out, or give the mean over `weight` items and "
             "reduction='mean'."
         )
 
@@ -248,7 +250,9 @@ def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
     except (TypeError, RuntimeError):  # of a text, and of a tensor with several elements
         told = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
     if told is not None:
-        raise UsageError(f"A loss was given with weight={told}. Give how many items its mean is over: 0 or more.")
+        raise UsageError(
+            f"A loss was given with weight={told}. The weight is how many items its mean is over: 0 or more."
+        )
     return torch.tensor(float(weight), dtype=dtype, device=like.device)
 
 
