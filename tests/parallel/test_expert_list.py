@@ -210,7 +210,7 @@ def refusal_of(kind: type[nn.Module]) -> str:
 
 
 def test_a_forward_that_cannot_run_twice_is_refused(pool: Any) -> None:
-    said = {Chained: "what expert 1 is given depends", InPlace: "writes into what it is given", Wider: "gives (8, 4)"}
+    said = {Chained: "what expert 1 is given depends", InPlace: "forward changes its inputs", Wider: "returns (8, 4)"}
     for kind, words_of_it in said.items():
         found = pool(2).run(refusal_of, kind)
         assert any(words_of_it in text and "Use data or shard" in text for text in found), found

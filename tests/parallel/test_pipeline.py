@@ -446,7 +446,7 @@ def test_stages_are_cut_by_the_cost_of_blocks_that_a_job_gives() -> None:
     blocks = repeated_blocks(Net(4))
     assert stage_ranges(costs_of(blocks, None), 2) == [(0, 2), (2, 4)]
     assert stage_ranges(costs_of(blocks, lambda name, block: 9.0 if name == "blocks.0" else 1.0), 2) == [(0, 1), (1, 4)]
-    with pytest.raises(PlanError, match=r"stage_cost.'blocks.0', block. gave nan. Give a number of at least 0"):
+    with pytest.raises(PlanError, match=r"stage_cost.'blocks.0', block. gave nan. Return a number of at least 0"):
         costs_of(blocks, lambda name, block: float("nan"))
     pipe = Pipe(0, 2, None, None, None)
     note = Pipeline(Net(4), Plan(pipeline=2, accumulate=2), pipe, lambda name, block: 1.0).note(4000)

@@ -171,7 +171,7 @@ def test_it_is_refused_where_parameters_are_stepped_some_at_a_time() -> None:
 def test_an_optimizer_around_another_that_torch_does_not_know_is_refused() -> None:
     around: Any = object.__new__(Lars)
     around.param_groups = torch.optim.SGD(model().parameters()).param_groups
-    with pytest.raises(PlanError, match="Lars wraps another one and is none of torch's itself"):
+    with pytest.raises(PlanError, match="Lars wraps another one and is not one of torch's own"):
         DividedOptimizer(around, 0, 2)
 
 

@@ -57,8 +57,9 @@ def deferred() -> Iterator[None]:
             if isinstance(error, torch.OutOfMemoryError | UsageError):
                 raise
             raise UsageError(
-                f"mw.deferred runs a constructor without values, and this one needs them: {str(error).splitlines()[0]} "
-                "Build the model outside of mw.deferred, or compute this value without torch (numpy, math)."
+                "mw.deferred runs a constructor without values, and this one needs values: "
+                f"{str(error).splitlines()[0]} Build the model outside of mw.deferred, or compute this value without "
+                "torch (numpy, math)."
             ) from error
     record.leave()
 
@@ -96,7 +97,7 @@ def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device |
         return None
     records = {record_of(t) for t in fakes.values()}
     if len(records) > 1:
-        raise UsageError("the models were built in several mw.deferred blocks. Build them in one.")
+        raise UsageError("the models were built in several mw.deferred blocks. Build all of them in one.")
     return _Skeleton(model, fakes, records.pop()).fill
 
 
@@ -164,8 +165,8 @@ class _Skeleton:
         for number in record.loaded.keys() & filling.others.keys():
             t, _ = filling.others[number][0]
             raise UsageError(
-                f"{t.shape}: a tensor that is neither parameter nor buffer shares memory with one that was loaded. "
-                "Build the model outside of mw.deferred."
+                f"{t.shape}: a tensor that is not a parameter or buffer shares memory with one that was loaded. Build "
+                "the model outside of mw.deferred."
             )
         wanted = filling.slots.keys() | filling.others.keys()
         if wanted:

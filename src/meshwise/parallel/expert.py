@@ -65,7 +65,7 @@ def _check_model(setup: Setup) -> None:
             if p is not None and p.shape[1] % setup.plan.shard:
                 raise PlanError(
                     f"shard={setup.plan.shard} with expert={ranks} divides dim 1 of {name}.{own}, of shape "
-                    f"{tuple(p.shape)}, which has {p.shape[1]}. Use a shard that divides it, or data."
+                    f"{tuple(p.shape)}, and does not divide {p.shape[1]}. Use a shard that does, or data."
                 )
 
 
@@ -220,7 +220,7 @@ def route(
     axis, flat = experts.axis, index.reshape(-1)
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < experts.count:
         raise PlanError(
-            f"expert={axis.size}: {experts.name} has {experts.count} experts, and a token was given to expert "
+            f"expert={axis.size}: {experts.name} has {experts.count} experts, and a token was sent to expert "
             f"{int(flat.max())}. Use data or shard."
         )
     order = torch.argsort(flat, stable=True)

@@ -134,7 +134,7 @@ class ExpertList:
             self._answers = deque((*call, answer) for call, answer in zip(self._calls, made, strict=True))
             result = forward(*given, **named)
             if self._answers:
-                raise self.refused("it calls fewer experts when it runs again")
+                raise self.refused("its forward calls fewer experts when it runs again")
             tie: Any = link  # of what it gives, so that every rank has its part in the backward
             return result if tie is None else map_tensors(lambda t: t + tie if t.is_floating_point() else t, result)
         finally:
@@ -147,7 +147,7 @@ class ExpertList:
             raise self.refused(f"expert {number} is called outside of that forward, or runs again in the backward")
         rows = {len(each) if isinstance(each, Tensor) and each.dim() > 1 else None for each in given}
         if named or None in rows or len(rows) != 1:
-            raise self.refused(f"expert {number} is given something else than tensors of as many rows")
+            raise self.refused(f"expert {number} is given something other than tensors with as many rows")
         if self._mode == "note":
             self._calls.append((number, given))
             return given[0].new_zeros(given[0].shape, dtype=_computed_in(given[0]))
@@ -209,7 +209,7 @@ def _run_own(
             made = functional_call(experts.found.experts[number], of_expert, rows)
             if not isinstance(made, Tensor) or made.shape != rows[0].shape:
                 shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
-                raise experts.refused(f"expert {number} gives {shape} for {tuple(rows[0].shape)}, not as many numbers")
+                raise experts.refused(f"expert {number} returns {shape} for {tuple(rows[0].shape)}; both must be equal")
             for n, out in zip(batch, made.split([len(given[n][0]) for n in batch]), strict=True):
                 outs[n] = out
     return outs
@@ -221,7 +221,7 @@ def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtyp
     if torch.is_autocast_enabled(experts.axis.device):
         kinds = set().union(*experts.axis.gather_objects(kinds)[0])
     if kinds - {given} and (len(kinds) > 1 or not torch.is_autocast_enabled(experts.axis.device)):
-        raise experts.refused(f"experts give numbers of {kinds} for {given}")
+        raise experts.refused(f"experts return numbers of {kinds} for {given}")
     return next(iter(kinds), given)
 
 
@@ -323,7 +323,7 @@ def _without_trace(experts: ExpertList, given: Any) -> Iterator[None]:
             each.clear()
             each.extend(was) if isinstance(each, list) else each.update(was)
     if [version(t) for t in tensors] != versions:
-        raise experts.refused("it writes into what it is given, and runs twice (x = x * y instead of x *= y)")
+        raise experts.refused("its forward changes its inputs, and runs twice (x = x * y instead of x *= y)")
 
 
 def _containers(value: Any) -> Iterator[Any]:

@@ -153,8 +153,8 @@ class Holding:
         """Raise PlanError if parameters were frozen or unfrozen since `decide`."""
         if self.decided and tuple(p.requires_grad for p in self.model.parameters()) != self._trained:
             raise PlanError(
-                f"pipeline={self._pipe.size}: parameters were frozen or thawed after the first step, which decided on "
-                "which stage each is held. Freeze them before the run, or use shard instead of pipeline."
+                f"pipeline={self._pipe.size}: parameters were frozen or unfrozen after the first step, which decided "
+                "which stage holds each. Freeze them before the run, or use shard instead of pipeline."
             )
 
     def add_up(self) -> None:
@@ -220,8 +220,8 @@ def _after_load(module: nn.Module, unused: Any) -> None:
 
 def _refuse(name: str, rank: int, p: Tensor) -> None:
     raise PlanError(
-        f"pipeline: the loss on rank {rank} of it reaches {name}, whose values are on another: it reads a parameter of "
-        "a layer by itself, or one that the first step did not use. Use shard or tensor for this job."
+        f"pipeline: the loss on rank {rank} of it uses {name}, whose values are on another rank: the loss reads a "
+        "parameter of a layer directly, or one that the first step did not use. Use shard or tensor for this job."
     )
 
 

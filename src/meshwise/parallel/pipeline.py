@@ -198,7 +198,8 @@ class Pipeline:
         if now is None:
             raise PlanError(
                 f"pipeline={self.pipe.size}: the model was called outside of the job's loss and metrics, and this rank "
-                "has a part of its layers. Call it in job.metrics, or load the saved weights into a separate model."
+                "holds only some of its layers. Call it in job.metrics, or load the saved weights into a separate "
+                "model."
             )
         if number < now.lo:
             return now.passed_by(number)
@@ -229,7 +230,7 @@ def costs_of(blocks: Sequence[tuple[str, nn.Module]], cost: Cost | None) -> list
     found = [cost(name, block) for name, block in blocks]
     for (name, _), value in zip(blocks, found, strict=True):
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise PlanError(f"stage_cost({name!r}, block) gave {value!r}. Give a number of at least 0, in any unit.")
+            raise PlanError(f"stage_cost({name!r}, block) gave {value!r}. Return a number of at least 0, in any unit.")
     costs: list[float] = collectives.broadcast_object(found, collectives.everyone())
     return costs
 
@@ -289,12 +290,12 @@ def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
     kind = type(optimizer).__name__
     if needs_closure(optimizer) or not takes_hooks(optimizer):
         raise PlanError(
-            f"pipeline={plan.pipeline}: {kind} steps all parameters as one, and a rank has some. Use data alone."
+            f"pipeline={plan.pipeline}: {kind} steps all parameters as one, and a rank holds some. Use data alone."
         )
     if why := unlike_by_parameters(optimizer):
         raise PlanError(
-            f"pipeline={plan.pipeline}: {kind} may not step each parameter by itself, and each rank has some of them: "
-            f"{why}. Use data alone, or another optimizer."
+            f"pipeline={plan.pipeline}: {kind} may not step each parameter by itself, and each rank holds only some of "
+            f"them: {why}. Use data alone, or another optimizer."
         )
     optimizer.register_load_state_dict_pre_hook(own_state)
     first: list[Any] = []

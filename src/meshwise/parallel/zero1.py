@@ -40,17 +40,17 @@ class DividedOptimizer:
     def __init__(self, optimizer: Optimizer, rank: int, size: int) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise PlanError(
-                "zero1 divides the optimizer by parameters, and LBFGS steps all of them as one. Use data alone."
+                "zero1 divides the optimizer's state by parameters, and LBFGS steps all of them as one. Use data alone."
             )
         if not takes_hooks(optimizer):
             raise PlanError(
-                f"zero1 divides the optimizer, and {type(optimizer).__name__} wraps another one and is none of torch's "
-                "itself. Use data alone."
+                f"zero1 divides the optimizer, and {type(optimizer).__name__} wraps another one and is not one of "
+                "torch's own. Use data alone."
             )
         if size > 1 and (why := unlike_by_parameters(optimizer)):
             raise PlanError(
                 f"zero1: {type(optimizer).__name__} may not step each parameter by itself, and each rank would step "
-                f"some of them: {why}. Use data alone, or another optimizer."
+                f"only some of them: {why}. Use data alone, or another optimizer."
             )
         self._rank = rank
         self._owned = owners([p for p in held_parameters(optimizer) if not is_absent(p)], size)
@@ -73,7 +73,7 @@ class DividedOptimizer:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set aside gradients of parameters that other ranks own: an optimizer skips those without a gradient."""
         if has_closure(args, kwargs):
-            raise PlanError("zero1: optimizer.step(closure) is not built yet. Call backward, then optimizer.step().")
+            raise PlanError("zero1 does not support optimizer.step(closure). Call backward, then optimizer.step().")
         others = [p for owner, held in enumerate(self._owned) if owner != self._rank for p in held]
         self._set_aside = [(p, p.grad) for p in others if p.grad is not None]
         for p, _ in self._set_aside:
