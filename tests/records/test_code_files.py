@@ -31,7 +31,7 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
     (tmp_path / "gone.py").unlink()
     (tmp_path / "new.py").write_text("1\n")
     assert changed_code(run, str(program)) == ["gone.py", "new.py", "train.py"]
-    with pytest.raises(UsageError, match=r"gone.py, new.py, train.py: changed since"):
+    with pytest.raises(UsageError, match=r"gone.py, new.py, train.py changed after"):
         refuse_changed_code(run, str(program))
 
 

@@ -52,8 +52,7 @@ def refuse_changed_code(folder: Path, word: str) -> None:
     """Raise UsageError if the program's files have changed since `write_code`."""
     if changed := changed_code(folder, word):
         raise UsageError(
-            f"{some(changed)}: changed since meshwise submit has checked this run. Send it again: "
-            f"meshwise submit {folder}"
+            f"{some(changed)} changed after meshwise submit checked this run. Submit it again: meshwise submit {folder}"
         )
 
 

@@ -78,10 +78,10 @@ def create_run_folder(parent: Path, job: str) -> Path:
             continue
         except OSError as error:
             raise UsageError(
-                f"--out {parent}: no folder can be made there ({error.strerror}). Name another with --out DIR."
+                f"--out {parent}: a folder cannot be made there ({error.strerror}). Name another with --out DIR."
             ) from None
         return folder
-    raise UsageError(f"--out {parent}: no folder can be made there. Name another with --out DIR.")
+    raise UsageError(f"--out {parent}: a folder cannot be made there. Name another with --out DIR.")
 
 
 def own_run_folder(folder: Path) -> Path:
@@ -89,7 +89,7 @@ def own_run_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--folder {folder}: cannot be made ({error.strerror}). Name another one.") from None
+        raise UsageError(f"--folder {folder}: it cannot be made ({error.strerror}). Name another folder.") from None
     return folder
 
 
@@ -258,13 +258,13 @@ def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
         facts = _cleaned(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UsageError(
-            f"{folder}: no run folder (there is no {RUN} in it). Name a folder that `meshwise run` made."
+            f"{folder} is not a run folder (it has no {RUN}). Name a folder that `meshwise run` made."
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error_text(error).partition(": ")[2]
-        raise UsageError(f"{folder / RUN}: cannot be read ({why}). Name a folder that `meshwise run` made.") from None
+        raise UsageError(f"{folder / RUN} cannot be read ({why}). Name a folder that `meshwise run` made.") from None
     if not isinstance(facts, dict):
-        raise UsageError(f"{folder / RUN}: not the facts of a run.")
+        raise UsageError(f"{folder / RUN} does not hold the facts of a run.")
     if wrong := _wrong(facts):
         raise UsageError(f"{folder / RUN}: {wrong}, so it is damaged. Name a folder that `meshwise run` made.")
     if facts.get("status") == RUNNING and is_abandoned(folder):

@@ -99,7 +99,7 @@ def run_entry(folder: Path) -> RunEntry:
 def find_run(parent: Path, word: str) -> Path:
     """Find the folder of the run that `word` names: as a path, a name in `parent`, or a part of exactly one name."""
     if not word:
-        raise UsageError("the name of a run is empty. See meshwise runs.")
+        raise UsageError("the name of a run is empty. Name one of those that `meshwise runs` lists.")
     for folder in (parent / word, Path(word)):
         if (folder / names.RUN).exists():
             return folder
