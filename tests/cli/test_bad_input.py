@@ -96,7 +96,7 @@ SENTENCES = {
     "mine.py:job --devices ''": "--devices '': no device is named. Use 2xcpu, all, or leave it out.",
     "mine.py:job --nnodes 0": "--nnodes 0: at least one machine takes part",
     "--json mine.py": "--json is the summary of a job; mine.py is a script. Use meshwise report --json.",
-    "--resume nowhere": "nowhere: no run folder",
+    "--resume nowhere": "nowhere is not a run folder",
     "": "no job is given. Use meshwise run mnist-mlp",
     "missing.py": "missing.py: no such file",
     "--epochs 3 mine.py": "--epochs 3: mine.py is a script, and this is an option of jobs",

@@ -97,8 +97,8 @@ def test_without_a_name_the_newest_run_is_meant(run: Path, report: Report, monke
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nowhere"], "nowhere: no run folder"),
-        (["RUN", "nowhere"], "nowhere: no run folder"),
+        (["nowhere"], "nowhere is not a run folder"),
+        (["RUN", "nowhere"], "nowhere is not a run folder"),
         (["RUN", "--steps", "b"], "--steps b: give the first and the last step"),
         (["RUN", "--steps", "9:3"], "--steps 9:3: give the first and the last step"),
         (["RUN", "--steps", "900"], "the run has no such steps; it has 1 to 60"),

@@ -68,7 +68,7 @@ def test_json_has_plain_values(typed: Typed) -> None:
         ("remove shard", "meshwise runs remove --yes NAME"),
         ("remove --yes nothing shard", "no such run"),
         ("--status failed remove --yes shard", "no filters"),
-        ("open damaged", "run.json: cannot be read"),
+        ("open damaged", "run.json cannot be read"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_removes_nothing(typed: Typed, words: str, said: str) -> None:

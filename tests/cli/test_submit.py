@@ -292,9 +292,9 @@ def test_what_runs_is_what_was_checked(command: Command, tmp_path: Path) -> None
     run = run_in(tmp_path)
     (tmp_path / "layers.py").write_text("width = 8\n")
     code, _, err = command("run", "small.py:job", "--folder", run, "--devices", "1xcpu")
-    assert code == 2 and "layers.py: changed since meshwise submit has checked this run" in err
+    assert code == 2 and "layers.py changed after meshwise submit checked this run" in err
     facts = names.read_run(run)
-    assert facts["status"] == "failed" and "layers.py: changed" in facts["error"]
+    assert facts["status"] == "failed" and "layers.py changed" in facts["error"]
 
 
 def test_a_run_that_comes_no_step_further_is_not_started_for_ever(

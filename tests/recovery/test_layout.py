@@ -67,10 +67,10 @@ def test_a_part_that_lies_in_another_ones_whole_is_not_written_twice() -> None:
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
-        ([{"t": rows(0, 4, 8)}, {"t": rows(5, 8, 8)}], "t cannot be saved: of its 8 elements ranks hold 7"),
-        ([{"t": rows(0, 5, 8)}, {"t": rows(4, 8, 8)}], "of its 8 elements ranks hold 5"),
-        ([{"t": whole(8)}, {"t": whole(9)}], r"ranks hold it as float32 of \(8,\) and as float32 of \(9,\)"),
-        ([{"t": whole(8)}, {"t": whole(8, dtype="int8")}], "as float32 of .* and as int8 of"),
+        ([{"t": rows(0, 4, 8)}, {"t": rows(5, 8, 8)}], "t cannot be saved: the ranks hold 7 of its 8 elements"),
+        ([{"t": rows(0, 5, 8)}, {"t": rows(4, 8, 8)}], "the ranks hold 5 of its 8 elements"),
+        ([{"t": whole(8)}, {"t": whole(9)}], r"one rank holds it as float32 of \(8,\), another as float32 of \(9,\)"),
+        ([{"t": whole(8)}, {"t": whole(8, dtype="int8")}], "as float32 of .* another as int8 of"),
     ],
 )
 def test_a_state_that_is_not_whole_is_not_saved(ranks: list[dict[str, Held]], says: str) -> None:

@@ -164,9 +164,7 @@ def test_what_a_later_version_writes_is_not_read(tmp_path: Path, monkeypatch: py
 
 
 def test_a_run_that_saved_nothing_is_told_how_to_save(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"no checkpoint was saved there\. Run with --save-every N, or start over"
-    ):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint\. Run with --save-every N, or start over"):
         loaded(tmp_path / "checkpoint")
 
 
@@ -197,12 +195,16 @@ def test_a_state_of_the_first_format_comes_back_until_there_is_one_of_the_second
 @pytest.mark.parametrize(
     ("content", "facts", "says"),
     [
-        (b"x", {"sha256": "0"}, "is damaged (its SHA-256 is not the one that was saved). Older states are beside it."),
-        (b"x", {"file": "step-3.pt"}, "no checkpoint was saved there"),
-        (b"x", {"file": None}, "latest.json: cannot be read"),
-        (b"no state", {}, "step-00000002.pt: cannot be read"),
-        (torch_file(nn.Linear(1, 1)), {}, "step-00000002.pt: cannot be read"),  # code: it is not run
-        (torch_file([1, 2]), {}, "holds no state of a run"),
+        (
+            b"x",
+            {"sha256": "0"},
+            "is damaged (its SHA-256 is not the one that was saved). Older states are in the same folder.",
+        ),
+        (b"x", {"file": "step-3.pt"}, "has no checkpoint"),
+        (b"x", {"file": None}, "latest.json cannot be read"),
+        (b"no state", {}, "step-00000002.pt cannot be read"),
+        (torch_file(nn.Linear(1, 1)), {}, "step-00000002.pt cannot be read"),  # code: it is not run
+        (torch_file([1, 2]), {}, "does not hold the state of a run"),
         (torch_file({"format": 7}), {}, "has format 7"),
     ],
 )

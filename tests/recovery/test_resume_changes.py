@@ -73,8 +73,11 @@ def test_what_can_be_honoured_is_and_is_said(
     ("given", "says"),
     [
         ({"seed": 5}, "the seed is 5, and the run was begun with 0"),
-        ({"samples": 48}, "the data set has 48 samples, and had 40 as this epoch began, 20 of which are done"),
-        ({"lr": 0.01, "schedule": True}, "lr is 0.01 in the program, and the run was begun with 0.1: its schedule"),
+        ({"samples": 48}, "the data set has 48 samples, and had 40 when this epoch began, 20 of which are done"),
+        (
+            {"lr": 0.01, "schedule": True},
+            "lr is 0.01 in the program, and the run was begun with 0.1: the schedule of lr",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], says: str, tmp_path: Path) -> None:

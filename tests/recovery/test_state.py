@@ -126,7 +126,9 @@ def test_a_state_of_another_optimizer_is_told(there: type[Optimizer], here: type
     saved, state = make(there), make(here)
     with pytest.raises(CheckpointError) as caught:
         unpack(state, pack(saved))
-    assert f"belongs to another optimizer: {there.__name__} there and {here.__name__} here" in str(caught.value)
+    assert f"belongs to another optimizer: {there.__name__} in the checkpoint and {here.__name__} here" in str(
+        caught.value
+    )
 
 
 def test_a_state_of_other_parameter_groups_is_told() -> None:

@@ -132,10 +132,12 @@ def test_other_settings_are_honoured_and_said_or_refused(tmp_path: Path, capsys:
     said = capsys.readouterr().err
     assert "lr is 0.01 from here on, and was 0.1." in said
     assert "The global batch is 8 samples from here on, and was 4." in said
-    with pytest.raises(UsageError, match="the data set has 48 samples, and had 40 as this epoch began"):
+    with pytest.raises(UsageError, match="the data set has 48 samples, and had 40 when this epoch began"):
         trained(tmp_path / "a", samples=48)
     trained(tmp_path / "b", schedule=True)
-    with pytest.raises(UsageError, match=r"lr is 0\.01 in the program, and the run was begun with 0\.1: its schedule"):
+    with pytest.raises(
+        UsageError, match=r"lr is 0\.01 in the program, and the run was begun with 0\.1: the schedule of lr"
+    ):
         trained(tmp_path / "b", lr=0.01, schedule=True)
 
 

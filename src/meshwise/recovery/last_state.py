@@ -163,7 +163,7 @@ class LastState:
             if division(p) is None and not p.is_replicate()
         ]
         if partial:
-            raise UsageError(f"{partial[0]} is held in parts that are still to be added up.")
+            raise UsageError(f"{partial[0]} is held in partial sums, which ranks have not added up yet.")
         self._objects, self._locals = list(tensors.values()), locals_of(tensors.values())
         self._of_optimizer = self._count()
         shapes = {name: held(tensor) for name, tensor in tensors.items()}

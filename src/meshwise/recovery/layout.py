@@ -99,8 +99,8 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
             known = shapes.setdefault(name, each)
             if (known.dtype, known.shape) != (each.dtype, each.shape):
                 raise CheckpointError(
-                    f"{name} cannot be saved: ranks hold it as {known.dtype} of {known.shape} and as {each.dtype} of "
-                    f"{each.shape}. Let every rank build the same model and optimizer."
+                    f"{name} cannot be saved: one rank holds it as {known.dtype} of {known.shape}, another as "
+                    f"{each.dtype} of {each.shape}. Build the same model and optimizer on every rank."
                 )
             for box in each.boxes:
                 if volume(box):
@@ -132,7 +132,7 @@ def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[B
     chosen = disjoint(boxes)
     if not cover(chosen, shape):
         found = sum(map(volume, chosen))
-        raise CheckpointError(f"{name} cannot be saved: of its {math.prod(shape)} elements ranks hold {found}.")
+        raise CheckpointError(f"{name} cannot be saved: the ranks hold {found} of its {math.prod(shape)} elements.")
     return chosen
 
 

@@ -122,7 +122,7 @@ def _none(folder: Path, wrong: list[str], only: str | None, again: str = AGAIN) 
         return f"no checkpoint is whole: {'; '.join(wrong)}. {again}."
     if only is not None:
         return f"{folder / only}: there is no such checkpoint. See meshwise checkpoints."
-    return f"{folder}: no checkpoint was saved there. Run with --save-every N, or start over."
+    return f"{folder} has no checkpoint. Run with --save-every N, or start over."
 
 
 def _candidates(folder: Path, only: str | None) -> list[Checkpoint]:
@@ -150,7 +150,7 @@ def _stored(saved: Checkpoint, manifest: Manifest) -> Any:
     try:
         return decoded(manifest.values, lambda name: Stored(opened, name))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{saved.path}: its values cannot be read ({error}).") from None
+        raise CheckpointError(f"{saved.path}: the values in it cannot be read ({error}).") from None
 
 
 def open_newest(folder: Path, say: Callable[[str], None] = lambda text: None, only: str | None = None) -> Loaded:
@@ -190,10 +190,10 @@ def _verified_old(folder: Path) -> tuple[Path, int]:
     except FileNotFoundError:
         raise CheckpointError(_none(folder, [], None)) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / LATEST}: cannot be read ({error}).") from None
+        raise CheckpointError(f"{folder / LATEST} cannot be read ({error}).") from None
     if digest != expected:
         raise CheckpointError(
-            f"{path}: is damaged (its SHA-256 is not the one that was saved). Older states are beside it."
+            f"{path} is damaged (its SHA-256 is not the one that was saved). Older states are in the same folder."
         )
     return path.resolve(), path.stat().st_size
 
@@ -202,9 +202,9 @@ def _old(path: Path, size: int) -> Loaded:
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise CheckpointError(f"{path}: cannot be read ({str(error).partition(chr(10))[0]}).") from None
+        raise CheckpointError(f"{path} cannot be read ({str(error).partition(chr(10))[0]}).") from None
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{path}: holds no state of a run.")
+        raise CheckpointError(f"{path} does not hold the state of a run.")
     if saved.get("format") != 1:
-        raise CheckpointError(f"{path}: the checkpoint has format {saved.get('format')}, which is not known here.")
+        raise CheckpointError(f"{path} has format {saved.get('format')}, which this meshwise does not know.")
     return Loaded(Checkpoint(0, int(saved.get("step", 0)), path), saved, {"step": saved.get("step", 0)})

@@ -62,8 +62,8 @@ def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[
         return
     if before["seed"] != now["seed"]:
         raise UsageError(
-            f"the seed is {now['seed']}, and the run was begun with {before['seed']}: the order of its samples follows "
-            "from it. Resume without --seed and with the job as it was, or begin a new run."
+            f"the seed is {now['seed']}, and the run was begun with {before['seed']}, which fixed the order of its "
+            "samples. Resume without --seed and with the job as it was, or begin a new run."
         )
     _honour_data(before, now, state.index, say)
     _honour_groups(state.optimizer, before["groups"], now["groups"], say, scheduled=state.scheduler is not None)
@@ -75,9 +75,9 @@ def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, 
     if None not in (had, has) and had != has:
         if index:
             raise UsageError(
-                f"the data set has {has:,} samples, and had {had:,} as this epoch began, {index:,} of which are done: "
-                "which are left cannot be told. Resume with that data set, or from a state of an epoch's end: meshwise "
-                "checkpoints RUN."
+                f"the data set has {has:,} samples, and had {had:,} when this epoch began, {index:,} of which are "
+                "done, so it is not known which are left. Resume with that data set, or from a state of an epoch's "
+                "end: meshwise checkpoints RUN."
             )
         say(f"The data set has {has:,} samples from here on, and had {had:,}.")
     if None not in (before["batch_size"], now["batch_size"]) and before["batch_size"] != now["batch_size"]:
@@ -97,9 +97,9 @@ def _honour_groups(
                 continue
             if scheduled and name in ("lr", "momentum", "betas"):
                 raise UsageError(
-                    f"{name}{where} is {value} in the program, and the run was begun with {old[name]}: its schedule "
-                    f"goes on from the saved state, and would not follow. Resume with {name} {old[name]}, or begin a "
-                    "new run from its weights: meshwise weights RUN."
+                    f"{name}{where} is {value} in the program, and the run was begun with {old[name]}: the schedule of "
+                    f"{name} goes on from the saved state, and would not follow. Resume with {name} {old[name]}, or "
+                    "begin a new run from its weights: meshwise weights RUN."
                 )
             optimizer.param_groups[number][name] = value
             say(f"{name}{where} is {value} from here on, and was {old[name]}.")

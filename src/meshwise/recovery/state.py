@@ -82,15 +82,15 @@ def unpack(state: RunState, saved: dict[str, Any]) -> None:
     compare_states(state.model.state_dict(), saved["model"])
     if other is not None and own_kind != other:  # torch would load it and take its settings over the job's
         raise CheckpointError(
-            f"the checkpoint belongs to another optimizer: {other} there and {own_kind} here. Resume with the job "
-            "that was run."
+            f"the checkpoint belongs to another optimizer: {other} in the checkpoint and {own_kind} here. Resume with "
+            "the same job."
         )
     load_model(state.model, saved["model"])
     try:
         load_optimizer(state.optimizer, saved["optimizer"])
     except (ValueError, KeyError) as error:
         raise CheckpointError(
-            f"the checkpoint belongs to another optimizer: {error}. Resume with the job that was run."
+            f"the checkpoint belongs to another optimizer: {error}. Resume with the job that saved it."
         ) from None
     rest = stored_whole({name: value for name, value in saved.items() if name not in ("model", "optimizer")})
     if state.scheduler is not None and rest["scheduler"] is not None:
@@ -156,4 +156,4 @@ def compare_states(own: dict[str, Any], saved: dict[str, Any]) -> None:
         parts.append(f"{name} is {tuple(saved[name].shape)} there and {tuple(own[name].shape)} here")
     if parts:
         text = "; ".join(parts)
-        raise CheckpointError(f"the checkpoint belongs to another model: {text}. Resume with the job that was run.")
+        raise CheckpointError(f"the checkpoint belongs to another model: {text}. Resume with the job that saved it.")
