@@ -1,7 +1,7 @@
 """NumPy's functions beside the standard's give what NumPy gives, however the arrays lie, in uneven and empty parts too.
 
 Also for arrays/arguments.py, arrays/grids.py, arrays/nan_functions.py, arrays/numpy_numbers.py,
-arrays/numpy_products.py, arrays/ufuncs.py.
+arrays/numpy_products.py, arrays/rules.py, arrays/ufuncs.py.
 """
 
 from __future__ import annotations

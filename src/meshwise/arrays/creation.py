@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwise.arrays import dtypes
+from meshwise.arrays import dtypes, rules
 from meshwise.arrays.aliases import FOREIGN, as_array_without_dims, copied, in_order_of, is_number
 from meshwise.arrays.array import Alias, Array, ViewedMemory
 from meshwise.arrays.dtypes import as_dtype
@@ -318,9 +318,8 @@ def _like(make: Callable[..., Array]) -> Callable[..., Array]:
         kept = x.sharding if device is None and sharding is None else sharding
         return in_order_of(make(x.space, x.shape, dtype or x.dtype, device=device, sharding=kept), [x])
 
-    made_like.__name__ = made_like.__qualname__ = f"{make.__name__}_like"
-    made_like.__doc__ = f"Call `{make.__name__}` with the shape, dtype and placement of `x`."
-    return made_like
+    doc = f"Call `{make.__name__}` with the shape, dtype and placement of `x`."
+    return rules.named(made_like, f"{make.__name__}_like", doc)
 
 
 CREATION: dict[str, Callable[..., Array]] = {"asarray": of_user, "arange": arange, "linspace": linspace, "eye": eye}

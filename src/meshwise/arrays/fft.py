@@ -29,6 +29,7 @@ from meshwise.arrays.joining import roll
 from meshwise.arrays.lanes import free_dim, fullest
 from meshwise.arrays.moves import reshard
 from meshwise.arrays.reductions import as_array
+from meshwise.arrays.rules import by_name, named
 from meshwise.arrays.sharding import evenly, sharding
 from meshwise.arrays.space import Space
 from meshwise.arrays.views import axis_of
@@ -46,9 +47,8 @@ def _one(name: str) -> Callable[..., Array]:
         x = _floats(x, name, norm)
         return along(x, name, axis_of(axis, len(x.shape), name), n, norm)
 
-    rule.__name__ = rule.__qualname__ = name
-    rule.__doc__ = f"Apply `{name}` along `axis`, cut or padded with zeros to `n` entries. norm: {', '.join(NORMS)}."
-    return rule
+    doc = f"Apply `{name}` along `axis`, cut or padded with zeros to `n` entries. norm: {', '.join(NORMS)}."
+    return named(rule, name, doc)
 
 
 def fftn(
@@ -272,9 +272,7 @@ def _shifted(x: Array, axes: int | Sequence[int] | None, sign: int) -> Array:
     return roll(x, tuple(sign * (x.shape[dim] // 2) for dim in dims), axis=tuple(dims)) if dims else x
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    name: _one(name) for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
-}
+FUNCTIONS = by_name(*map(_one, ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")))
 
 
 def _of_two(name: str, rule: Callable[..., Array]) -> Callable[..., Array]:
@@ -283,12 +281,10 @@ def _of_two(name: str, rule: Callable[..., Array]) -> Callable[..., Array]:
     ) -> Array:
         return rule(x, s=s, axes=axes, norm=norm)
 
-    transform.__name__ = transform.__qualname__ = name
-    transform.__doc__ = f"Apply `{rule.__name__}` along two axes, by default the last."
-    return transform
+    return named(transform, name, f"Apply `{rule.__name__}` along two axes, by default the last.")
 
 
-FUNCTIONS |= {rule.__name__: rule for rule in (fftn, ifftn, rfftn, irfftn, fftshift, ifftshift)}
+FUNCTIONS |= by_name(fftn, ifftn, rfftn, irfftn, fftshift, ifftshift)
 FUNCTIONS |= {name: _of_two(name, FUNCTIONS[f"{name[:-1]}n"]) for name in ("fft2", "ifft2", "rfft2", "irfft2")}
 MAKERS = {"fftfreq": fftfreq, "rfftfreq": rfftfreq}
 """Functions whose first parameter is the space."""

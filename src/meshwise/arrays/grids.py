@@ -9,6 +9,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.creation import as_shape, asarray
 from meshwise.arrays.dtypes import BOOL
 from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
+from meshwise.arrays.rules import by_name
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
 
@@ -21,13 +22,9 @@ class Grid:
         self._xp, self._sparse = xp, sparse
 
     def __getitem__(self, key: Any) -> Any:
-        given = key if isinstance(key, tuple) else (key,)
-        ranges = [line_of(self._xp, each) for each in given]
         if not isinstance(key, tuple):
-            return ranges[0]
-        grown = [
-            line.reshape(tuple(-1 if dim == at else 1 for dim in range(len(ranges)))) for at, line in enumerate(ranges)
-        ]
+            return line_of(self._xp, key)
+        grown = list(ix_(self._xp.space, *(line_of(self._xp, each) for each in key)))
         return grown if self._sparse else self._xp.stack(self._xp.broadcast_arrays(*grown))
 
 
@@ -35,11 +32,9 @@ def line_of(xp: Any, key: Any) -> Array:
     """Return the numbers of a range as written in brackets; a step of `5j` means five numbers, with both ends."""
     if not isinstance(key, slice) or key.stop is None:
         raise UsageError(f"{key!r} is no range with an end: write start:stop or start:stop:step, as in xp.mgrid[0:5].")
-    start = key.start or 0
-    if isinstance(key.step, complex):
-        line: Array = xp.linspace(start, key.stop, int(abs(key.step)))
-        return line
-    line = xp.arange(start, key.stop, key.step or 1)
+    count = int(abs(key.step)) if isinstance(key.step, complex) else None
+    given = key.start or 0, key.stop
+    line: Array = xp.arange(*given, key.step or 1) if count is None else xp.linspace(*given, count)
     return line
 
 
@@ -78,14 +73,10 @@ def indices(space: Space, dimensions: Sequence[int], dtype: Any = int, sparse: b
     along the other dims."""
     shape = as_shape(dimensions)
     xp = asarray(space, 0).__array_namespace__()
-    lines = [
-        xp.arange(length, dtype=dtype).reshape(-1, *(1,) * (len(shape) - at - 1)) for at, length in enumerate(shape)
-    ]
+    lines = ix_(space, *(xp.arange(length, dtype=dtype) for length in shape))
     if sparse:
-        return tuple(line.reshape((1,) * at + line.shape) for at, line in enumerate(lines))
-    if not lines:
-        return xp.zeros((0,), dtype=dtype)
-    return xp.stack([xp.broadcast_to(line, shape) for line in lines])
+        return lines
+    return xp.stack([xp.broadcast_to(line, shape) for line in lines]) if lines else xp.zeros((0,), dtype=dtype)
 
 
 def fromfunction(space: Space, function: Callable[..., Any], shape: Sequence[int], *, dtype: Any = float) -> Any:
@@ -112,5 +103,4 @@ def triu_indices(space: Space, n: int, k: int = 0, m: int | None = None) -> tupl
     return found
 
 
-MAKERS: dict[str, Callable[..., Any]] = {"ix_": ix_, "indices": indices, "fromfunction": fromfunction, "tri": tri}
-MAKERS |= {"tril_indices": tril_indices, "triu_indices": triu_indices}
+MAKERS = by_name(ix_, indices, fromfunction, tri, tril_indices, triu_indices)

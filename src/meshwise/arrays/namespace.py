@@ -21,16 +21,29 @@ from meshwise.arrays import (
     complex_parts,
     counting,
     creation,
+    cumulative,
     dtensor,
     dtypes,
     elementwise,
+    fft,
     files,
     grids,
     interop,
+    layout,
+    lookup,
     methods,
-    numerics,
+    nan_functions,
+    norms,
+    numpy_numbers,
+    numpy_products,
+    products,
+    quantiles,
     reductions,
+    sets,
     shapes,
+    solving,
+    sorting,
+    spectra,
     spellings,
     statistics,
     ufuncs,
@@ -57,7 +70,15 @@ RULES: list[dict[str, Callable[..., Any]]] = [
     ufuncs.FUNCTIONS,
     counting.FUNCTIONS,
     files.FUNCTIONS,
-    numerics.FUNCTIONS,
+    products.FUNCTIONS,
+    cumulative.FUNCTIONS,
+    sorting.FUNCTIONS,
+    sets.FUNCTIONS,
+    lookup.FUNCTIONS,
+    quantiles.FUNCTIONS,
+    nan_functions.FUNCTIONS,
+    numpy_numbers.FUNCTIONS,
+    numpy_products.FUNCTIONS,
 ]
 """Functions of arrays."""
 MAKERS: list[dict[str, Callable[..., Any]]] = [
@@ -69,8 +90,12 @@ MAKERS: list[dict[str, Callable[..., Any]]] = [
     dtensor.MAKERS,
 ]
 """Functions whose first parameter is the `Space`, which the namespace fills in."""
-EXTENSIONS = numerics.EXTENSIONS
+EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
+    "fft": fft.FUNCTIONS,
+    "linalg": products.FUNCTIONS | solving.FUNCTIONS | spectra.FUNCTIONS | norms.FUNCTIONS | numpy_products.LINALG,
+}
 """`linalg` and `fft`: functions of arrays by name, in a namespace of their own."""
+EXTENSIONS["linalg"]["matrix_transpose"] = layout.matrix_transpose
 PLAIN: dict[str, Any] = {
     **dtypes.NAMES,
     "bool": dtypes.BOOL,
@@ -109,8 +134,7 @@ class Namespace(Names):
         for table in RULES:
             bound |= {name: _bound(space, rule, name) for name, rule in table.items()}
         for title, table in EXTENSIONS.items():
-            makers = numerics.EXTENSION_MAKERS.get(title, {})
-            names = {name: checked(name, make, space) for name, make in makers.items()}
+            names = {name: checked(name, make, space) for name, make in fft.MAKERS.items() if title == "fft"}
             bound[title] = Names(title, names | {name: _bound(space, rule, name) for name, rule in table.items()})
         super().__init__(f"array namespace of {', '.join(space.names)}", PLAIN | bound)
         self.space = space
@@ -242,8 +266,9 @@ VERSION = "2025.12"
 PLAIN["__array_api_version__"] = VERSION
 methods.install({"__array_namespace__": of_array, "astype": casting.astype, **interop.METHODS}, interop.PROPERTIES)
 KNOWN = {name: rule for table in RULES for name, rule in table.items()}
-KNOWN = {**numerics.EXTENSIONS["linalg"], **numerics.EXTENSIONS["fft"], **KNOWN}
+KNOWN = EXTENSIONS["linalg"] | EXTENSIONS["fft"] | KNOWN
 KNOWN |= {other: KNOWN[name] for other, name in spellings.ALIASES.items() if name in KNOWN}
 methods.install(interop.numpy_functions(KNOWN), {})
 methods.install(spellings.METHODS | dtensor.METHODS | complex_parts.METHODS, complex_parts.PROPERTIES)
 methods.install(shapes.METHODS, shapes.PROPERTIES)
+methods.install_binary("matmul", products.matmul)

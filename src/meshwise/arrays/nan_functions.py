@@ -15,6 +15,7 @@ from meshwise.arrays.dtypes import FLOATS, real_of
 from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
 from meshwise.arrays.reductions import FUNCTIONS as REDUCTIONS
 from meshwise.arrays.reductions import as_array, total
+from meshwise.arrays.rules import by_name, named
 from meshwise.arrays.statistics import as_floats
 
 
@@ -36,9 +37,7 @@ def _filled(name: str, value: float) -> Callable[..., Any]:
     def rule(x: Any, /, axis: Any = None, dtype: Any = None, keepdims: bool = False) -> Any:
         return REDUCTIONS[name](_without(as_array(f"nan{name}", x), value), axis=axis, dtype=dtype, keepdims=keepdims)
 
-    rule.__name__ = rule.__qualname__ = f"nan{name}"
-    rule.__doc__ = f"Compute `{name}` and ignore nan."
-    return rule
+    return named(rule, f"nan{name}", f"Compute `{name}` and ignore nan.")
 
 
 def _extreme(name: str, value: float) -> Callable[..., Any]:
@@ -50,9 +49,7 @@ def _extreme(name: str, value: float) -> Callable[..., Any]:
         none = REDUCTIONS["all"](ELEMENTWISE["isnan"](x), axis=axis, keepdims=keepdims)
         return ELEMENTWISE["positive"](x.__array_namespace__().where(none, math.nan, found))
 
-    rule.__name__ = rule.__qualname__ = f"nan{name}"
-    rule.__doc__ = f"Compute `{name}` and ignore nan. The result is nan if all elements are."
-    return rule
+    return named(rule, f"nan{name}", f"Compute `{name}` and ignore nan. The result is nan if all elements are.")
 
 
 def nanmean(x: Any, /, axis: Any = None, dtype: Any = None, keepdims: bool = False) -> Any:
@@ -80,15 +77,10 @@ def _scanned(name: str, value: float) -> Callable[..., Any]:
         filled = _without(as_array(f"nan{name}", x), value)
         return getattr(filled, name)(axis, dtype)
 
-    rule.__name__ = rule.__qualname__ = f"nan{name}"
-    rule.__doc__ = f"Compute `{name}` and count nan as {value:g}."
-    return rule
+    return named(rule, f"nan{name}", f"Compute `{name}` and count nan as {value:g}.")
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    rule.__name__: rule
-    for rule in (
-        *(_filled("sum", 0.0), _filled("prod", 1.0), _extreme("max", -math.inf), _extreme("min", math.inf)),
-        *(nanmean, nanvar, nanstd, _scanned("cumsum", 0.0), _scanned("cumprod", 1.0)),
-    )
-}
+FUNCTIONS = by_name(
+    *(_filled("sum", 0.0), _filled("prod", 1.0), _extreme("max", -math.inf), _extreme("min", math.inf)),
+    *(nanmean, nanvar, nanstd, _scanned("cumsum", 0.0), _scanned("cumprod", 1.0)),
+)

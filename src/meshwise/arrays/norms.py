@@ -21,6 +21,7 @@ from meshwise.arrays.lanes import freed
 from meshwise.arrays.moves import replicate
 from meshwise.arrays.products import UNMULTIPLIED
 from meshwise.arrays.reductions import as_array, as_axes
+from meshwise.arrays.rules import by_name
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.spectra import svdvals
 from meshwise.arrays.stacks import as_matrices
@@ -132,6 +133,4 @@ def _mapped(x: Array, function: Callable[[Tensor], Tensor], dtype: torch.dtype |
     return Array(tuple(map(function, x.parts)), x.sharding, x.shape, dtype or x.dtype, x.space)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    rule.__name__: rule for rule in (vector_norm, matrix_norm, diagonal, trace, cross)
-}
+FUNCTIONS = by_name(vector_norm, matrix_norm, diagonal, trace, cross)

@@ -9,7 +9,7 @@ entries behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from meshwise.arrays.joining import diff, halo
 from meshwise.arrays.moves import replicate
 from meshwise.arrays.products import matmul
 from meshwise.arrays.reductions import as_array, total
+from meshwise.arrays.rules import by_name
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.statistics import as_floats
 from meshwise.arrays.views import axis_of
@@ -226,7 +227,4 @@ def polyval(coefficients: Any, x: Any, /) -> Any:
     return found
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    rule.__name__: rule
-    for rule in (digitize, interp, convolve, correlate, gradient, trapezoid, cov, corrcoef, select, polyval)
-}
+FUNCTIONS = by_name(digitize, interp, convolve, correlate, gradient, trapezoid, cov, corrcoef, select, polyval)

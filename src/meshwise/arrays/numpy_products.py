@@ -8,7 +8,7 @@ product moves the fewest bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
 from string import ascii_letters
@@ -22,6 +22,7 @@ from meshwise.arrays.layout import moveaxis, permute_dims
 from meshwise.arrays.norms import cross, diagonal_of, matrix_norm, vector_norm
 from meshwise.arrays.products import Terms, matmul, product, tensordot, vecdot
 from meshwise.arrays.reductions import as_array, total
+from meshwise.arrays.rules import by_name
 from meshwise.arrays.solving import inv
 from meshwise.arrays.spectra import svd, svdvals
 from meshwise.arrays.views import axis_of
@@ -211,7 +212,5 @@ def polyfit(x: Any, y: Any, deg: int, /, rcond: float | None = None) -> Any:
     return (found.T / scale).T
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    rule.__name__: rule for rule in (einsum, inner, vdot, kron, cross, polyfit, vander)
-}
-LINALG: dict[str, Callable[..., Any]] = {"norm": norm, "lstsq": lstsq, "cond": cond}
+FUNCTIONS = by_name(einsum, inner, vdot, kron, cross, polyfit, vander)
+LINALG = by_name(norm, lstsq, cond)

@@ -16,6 +16,7 @@ from meshwise.arrays.indexing import cut, nonzero
 from meshwise.arrays.joining import concat
 from meshwise.arrays.layout import arranged, flipped, moveaxis, permute_dims
 from meshwise.arrays.reshaping import flat
+from meshwise.arrays.rules import by_name, named
 from meshwise.arrays.sharding import evenly
 from meshwise.arrays.views import axis_of
 
@@ -150,9 +151,7 @@ def _split_along(name: str, dim: int) -> Callable[..., list[Array]]:
     def rule(x: Array, sections: int | Sequence[int], /) -> list[Array]:
         return split(x, sections, axis=0 if name == "hsplit" and len(x.shape) == 1 else dim)
 
-    rule.__name__ = rule.__qualname__ = name
-    rule.__doc__ = f"Split along dim {dim}, as `split` does."
-    return rule
+    return named(rule, name, f"Split along dim {dim}, as `split` does.")
 
 
 def extract(condition: Array, x: Any, /) -> Array:
@@ -161,11 +160,8 @@ def extract(condition: Array, x: Any, /) -> Array:
     return found
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    rule.__name__: rule
-    for rule in (
-        *(array_split, split, atleast_1d, atleast_2d, atleast_3d, fliplr, flipud, rot90, append, argwhere),
-        *(flatnonzero, rollaxis, insert, delete, extract),
-    )
-}
+FUNCTIONS = by_name(
+    *(array_split, split, atleast_1d, atleast_2d, atleast_3d, fliplr, flipud, rot90, append, argwhere),
+    *(flatnonzero, rollaxis, insert, delete, extract),
+)
 FUNCTIONS |= {name: _split_along(name, dim) for dim, name in enumerate(("vsplit", "hsplit", "dsplit"))}

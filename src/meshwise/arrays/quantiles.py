@@ -8,7 +8,6 @@ position in sorted order. If a split dim has several lanes, the array is first s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import FLOATS
 from meshwise.arrays.lanes import freed
 from meshwise.arrays.reductions import as_array, as_axes, left, reduced_shape
+from meshwise.arrays.rules import by_name
 from meshwise.arrays.selection import cuts, order, picked, sort_values
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.views import axis_of
@@ -158,9 +158,4 @@ def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
     )
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "quantile": quantile,
-    "percentile": percentile,
-    "median": median,
-    "topk": topk,
-}
+FUNCTIONS = by_name(quantile, percentile, median, topk)

@@ -19,6 +19,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import BOOL, COMPLEX, COMPLEXES, REAL, UNSIGNED, WHOLE, as_dtype
 from meshwise.arrays.elementwise import NoArrayGiven
 from meshwise.arrays.moves import combined, plainly, stacked
+from meshwise.arrays.rules import named
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 from meshwise.arrays.unsigned import extreme as of_ordered
 
@@ -198,9 +199,8 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
         pair = (op, lambda partials: op(partials, (0,)))
         return reduced(name, x, axes, keepdims, x.dtype, pair, of_empty=False)
 
-    extreme.__name__ = extreme.__qualname__ = name
-    extreme.__doc__ = f"Return the {name}imum over axes; nan if an element is nan. Raises ValueError if there are none."
-    return extreme
+    doc = f"Return the {name}imum over axes; nan if an element is nan. Raises ValueError if there are none."
+    return named(extreme, name, doc)
 
 
 def refuse_none(name: str, x: Array, axes: tuple[int, ...]) -> None:
@@ -222,9 +222,7 @@ def _logical(name: str, torch_name: str) -> Callable[..., Array]:
         pair = (reduce, lambda partials: reduce(partials, (0,)))
         return reduced(name, x, as_axes(name, axis, len(x.shape)), keepdims, BOOL, pair)
 
-    logical.__name__ = logical.__qualname__ = name
-    logical.__doc__ = f"Return whether {name} elements over axes are nonzero."
-    return logical
+    return named(logical, name, f"Return whether {name} elements over axes are nonzero.")
 
 
 def count_nonzero(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:

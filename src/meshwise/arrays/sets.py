@@ -21,6 +21,7 @@ from meshwise.arrays.indexing import counted
 from meshwise.arrays.moves import Move, exchange, reshard
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.reshaping import reshape
+from meshwise.arrays.rules import by_name, named
 from meshwise.arrays.selection import sort_values
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.sorting import SortedParts, indices, sort_parts, swapped
@@ -191,9 +192,7 @@ def _of_two(name: str, says: str, rule: Callable[[Any, Array, Array], Array]) ->
         xp = x1.__array_namespace__()
         return rule(xp, unique_values(x1), unique_values(xp.asarray(x2)))
 
-    of_two.__name__ = of_two.__qualname__ = name
-    of_two.__doc__ = f"Return the distinct elements of {says}, in ascending order."
-    return of_two
+    return named(of_two, name, f"Return the distinct elements of {says}, in ascending order.")
 
 
 def _either(xp: Any, a: Array, b: Array) -> Array:
@@ -212,5 +211,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "unique_inverse": unique_inverse,
     "unique_counts": unique_counts,
     "unique_values": unique_values,
-    **{rule.__name__: rule for rule in OF_TWO},
+    **by_name(*OF_TWO),
 }

@@ -9,9 +9,8 @@ Stacks are calculated where they lie (`stacks.py`). One large matrix that is div
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from meshwise.arrays.gathering import placed_as
 from meshwise.arrays.lanes import fullest
 from meshwise.arrays.moves import combined, reshard, stacked, to_single
 from meshwise.arrays.products import Terms, product
+from meshwise.arrays.rules import by_name
 from meshwise.arrays.sharding import evenly, sharding
 from meshwise.arrays.stacks import (
     adjoint,
@@ -188,6 +188,4 @@ def _squeezed(found: Array, given: Array, stack: tuple[int, ...]) -> Array:
     return layout.squeeze(found, -1) if len(given.shape) == 1 else found
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    rule.__name__: rule for rule in (cholesky, inv, det, slogdet, solve, matrix_power)
-}
+FUNCTIONS = by_name(cholesky, inv, det, slogdet, solve, matrix_power)

@@ -19,6 +19,7 @@ from meshwise.arrays.array import Array, like
 from meshwise.arrays.dtypes import real_of
 from meshwise.arrays.gathering import WITHOUT_RULE
 from meshwise.arrays.moves import reshard
+from meshwise.arrays.rules import by_name, named
 from meshwise.arrays.sharding import evenly
 from meshwise.arrays.stacks import (
     adjoint,
@@ -131,9 +132,7 @@ def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..
         x = as_matrices(name, x, square=True)
         return result(of_each(x, name, getattr(torch.linalg, name), told=True))
 
-    rule.__name__ = rule.__qualname__ = name
-    rule.__doc__ = f"Compute `{name}` of square matrices. A split matrix is gathered, with a warning."
-    return rule
+    return named(rule, name, f"Compute `{name}` of square matrices. A split matrix is gathered, with a warning.")
 
 
 def _tall(x: Array) -> Array | None:
@@ -148,6 +147,6 @@ def _tall(x: Array) -> Array | None:
     return reshard(flat, lies, "tall matrix by rows")
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {rule.__name__: rule for rule in (qr, svd, svdvals, pinv, matrix_rank)}
+FUNCTIONS = by_name(qr, svd, svdvals, pinv, matrix_rank)
 FUNCTIONS |= {name: _eigen(name, lambda found: Eigen(*found)) for name in ("eigh", "eig")}
 FUNCTIONS |= {name: _eigen(name, lambda found: found[0]) for name in ("eigvalsh", "eigvals")}

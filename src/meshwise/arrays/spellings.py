@@ -22,6 +22,7 @@ from meshwise.arrays.dtypes import WHOLE, promoted
 from meshwise.arrays.norms import diagonal, trace
 from meshwise.arrays.reading import number
 from meshwise.arrays.reductions import as_array
+from meshwise.arrays.rules import by_name
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
 
@@ -297,13 +298,10 @@ def sized(x: Any, /, axis: int | None = None) -> Any:
     return as_array("size", x).size if axis is None else x.shape[axis]
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    rule.__name__: rule
-    for rule in (
-        *(dot, transpose, swapaxes, ravel, vstack, hstack, column_stack, dstack, isclose, allclose, array_equal, ptp),
-        *(average, trace, diagonal, diag, nan_to_num, around, cumsum, cumprod, float_power, unique),
-    )
-}
+FUNCTIONS = by_name(
+    *(dot, transpose, swapaxes, ravel, vstack, hstack, column_stack, dstack, isclose, allclose, array_equal, ptp),
+    *(average, trace, diagonal, diag, nan_to_num, around, cumsum, cumprod, float_power, unique),
+)
 FUNCTIONS |= {
     "round": around,
     "copy": lambda x: in_order_of(as_array_without_dims(as_array("copy", x).copy()), [x]),

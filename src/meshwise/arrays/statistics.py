@@ -19,6 +19,7 @@ from meshwise.arrays.casting import astype
 from meshwise.arrays.dtypes import BOOL, COMPLEXES, FLOATS, UNSIGNED, comparable, real_of
 from meshwise.arrays.moves import combined, reshard, stacked
 from meshwise.arrays.reductions import as_array, as_axes, left, reduced_shape, refuse_none, together, total
+from meshwise.arrays.rules import named
 from meshwise.arrays.sharding import Shape, sharding
 
 
@@ -126,9 +127,8 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
         parts = tuple(_choose(best, *pair) for pair in zip(values.parts, where.parts, strict=True))
         return Array(parts, wanted, shape, torch.int64, x.space)
 
-    argument.__name__ = argument.__qualname__ = name
-    argument.__doc__ = f"Return the index of the first {name[3:]}imum along an axis; for None, in the flattened array."
-    return argument
+    doc = f"Return the index of the first {name[3:]}imum along an axis; for None, in the flattened array."
+    return named(argument, name, doc)
 
 
 def _first(pick: Callable[..., Tensor], part: Tensor, axis: int | None, keepdims: bool) -> tuple[Tensor, Tensor]:
