@@ -46,7 +46,7 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
         raise UsageError(AUTO_OF_A_SCRIPT)
     if options.nnodes > 1 or started_by_launcher():
         raise UsageError(
-            "--plan auto looks at the devices of one machine that meshwise run starts itself. Find the plan with "
+            "--plan auto works only on one machine, where meshwise run starts the workers itself. Find the plan with "
             "meshwise plan --machine 2x8xH100 --save plan.toml, and give --plan plan.toml."
         )
     slots = find_devices(parse_devices("all" if options.devices is None else options.devices))
@@ -92,8 +92,8 @@ def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
         nearest = min(plans.found.estimates, key=lambda each: each.memory.total.value).memory
         need, room = bytes_text(nearest.total.high), bytes_text(nearest.capacity or 0)
         raise PlanError(
-            f"--plan auto: none of {plural(len(plans.found.estimates), 'plan')} fits for certain; the smallest may "
-            f"need {need} of {room}. Use a smaller --batch-size, more devices, or --allow precision."
+            f"--plan auto: none of {plural(len(plans.found.estimates), 'plan')} is sure to fit in memory: the smallest "
+            f"may need {need}, and a device has {room}. Use a smaller --batch-size, more devices, or --allow precision."
         )
     unknown = next((each for each in plans.found.estimates if each.seconds is None), None)
     every = [

@@ -90,7 +90,7 @@ def bench(
     bench early: results so far are kept, and `stopped` says why. Raises UsageError for sizes that exceed the memory.
     """
     if tell or done:
-        warnings.warn("bench(tell=…, done=…) is deprecated. Use progress.", DeprecationWarning, stacklevel=2)
+        warnings.warn("bench(tell=…, done=…) is deprecated. Use bench(progress=…).", DeprecationWarning, stacklevel=2)
         progress = Progress(tell or progress.starts, done or progress.done)
     measured, stopped = Measured(progress), None
     slots = find_devices(parse_devices(default_devices() if devices is None else devices))

@@ -68,9 +68,9 @@ shown_by(Proof, check_text)
 shown_by(PlainProof, check_text)
 
 REFUSED = (
-    "meshwise check leaves your files as they are. What Python writes goes into a folder of the check; what a library "
-    "writes by itself (HDF5, Parquet, OpenCV), or a program that the script starts, is refused. Leave that out for the "
-    "check, for instance with an option of the script."
+    "meshwise check leaves your files as they are: what Python writes goes into a folder of the check, and what a "
+    "library (HDF5, Parquet, OpenCV) or a program that the script starts writes by itself is refused. Skip such writes "
+    "during the check, for instance with an option of the script."
 )
 NOT_KEPT = (
     "what Python writes goes into a folder of the check; what a library writes by itself (HDF5, Parquet, OpenCV), or a "
@@ -122,7 +122,7 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
     if plan is not None:
         check_devices(plan, len(slots))
     if options.perturb and slots[0].device == "cpu":
-        options.notify("CPUs have no streams to follow: --devices 2xcuda looks for races between streams too")
+        options.notify("CPUs have no CUDA streams: use --devices 2xcuda to look for races between streams too")
     if script and not given and is_plain(Path(script)):
         proof = _plain(Path(script), options, slots, devices, forks)
         if proof is not None:

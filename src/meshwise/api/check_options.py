@@ -71,7 +71,7 @@ class CheckOptions:
             object.__setattr__(self, "job", self.job.named())
         object.__setattr__(self, "args", argument_texts(self.args))
         if self.devices is not None and not self.devices.strip():
-            raise UsageError("--devices '': no device is named. Use 2xcpu, or leave it out.")
+            raise UsageError("--devices '' names no device. Use 2xcpu, or leave --devices out.")
         if self.steps < 1:
             raise UsageError(f"--steps {self.steps}: must be at least 1.")
         if self.tell is not None:

@@ -42,11 +42,11 @@ def refuse_unjudged(name: str, ranks: Sequence[Record]) -> None:
         raise UsageError(f"{name}: {refused}.")
     if not ranks[0].steps:
         raise UsageError(
-            f"{name}: no optimizer of torch's made a step with gradients in the processes of the check. It sees none "
-            "that a script starts (mp.spawn): let it read RANK and WORLD_SIZE, as under torchrun."
+            f"{name}: no torch optimizer made a step with gradients in the checked processes. Those that a script "
+            "starts (mp.spawn) are not checked: let it read RANK and WORLD_SIZE, as under torchrun."
         )
     if not any(record.wrapped for record in ranks):
         raise UsageError(
-            f"{name}: its ranks train without DistributedDataParallel or accelerate, so there is nothing to check. "
+            f"{name}: the ranks train without DistributedDataParallel or accelerate, so there is nothing to check. "
             "Write model, optimizer, loader = mw.distribute(model, optimizer, loader) before the loop."
         )

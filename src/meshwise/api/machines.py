@@ -41,12 +41,12 @@ def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Mach
 def read_machine(path: Path) -> Machine:
     """Read a machine file. Raises UsageError if it cannot be read or is not a machine file."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe or a device would be read for ever
-        raise UsageError(f"{path}: not a file. Write a machine file with meshwise bench --save FILE.")
+        raise UsageError(f"{path} is not a regular file. Write a machine file with meshwise bench --save FILE.")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(
-            f"{path}: cannot be read as a machine file ({why}). Write one with meshwise bench --save FILE."
+            f"{path} cannot be read as a machine file ({why}). Write one with meshwise bench --save FILE."
         ) from None
     return machine_from_toml(text, str(path))

@@ -112,7 +112,7 @@ def page(plans: Plans) -> Page:
     """Return the plans, and the first one's predicted step and memory, as a page that works offline. Raises UsageError
     where no plan fits."""
     if plans.first is None:
-        raise UsageError("--page shows what is known of the best plan; give --fits or --memory a plan that fits.")
+        raise UsageError("--page shows the best plan, and none fits. Use more devices, or a smaller --batch-size.")
     return Page(plan_page(plans, plans.first))
 
 

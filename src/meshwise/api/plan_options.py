@@ -79,7 +79,7 @@ class PlanOptions:
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1.")
         if self.price is not None and not self.price >= 0:
-            raise UsageError(f"--price {self.price}: must be 0 or more, of one device for an hour.")
+            raise UsageError(f"--price {self.price}: the price of one device for an hour must be 0 or more.")
 
     @property
     def cap(self) -> int | None:

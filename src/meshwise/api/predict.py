@@ -139,7 +139,7 @@ def _check_files(options: PredictOptions) -> None:
     if options.out is not None:
         out = Path(options.out)
         if out.exists() and (not options.overwrite or not out.is_file()):
-            raise UsageError(f"--out {out} exists. Name another file, or replace it with --overwrite.")
+            raise UsageError(f"--out {out}: the file exists. Name another file, or replace it with --overwrite.")
         for folder in out.parents:
             if folder.exists() and not folder.is_dir():
                 raise UsageError(f"--out {out}: {folder} is not a folder. Name another file.")
@@ -182,7 +182,7 @@ def _of_model(given: Any, data: Any) -> Job:
             f"a {type(given).__name__} is not a model. Give a Job, an nn.Module, or a function that builds one."
         )
     if data is None or isinstance(data, str | Path):
-        raise UsageError("a model is given without data. Write mw.predict(model, dataset).")
+        raise UsageError("mw.predict needs a data set beside a model. Write mw.predict(model, dataset).")
     name = type(given).__name__ if isinstance(given, nn.Module) else getattr(given, "__name__", "model")
     make = partial(_same, given) if isinstance(given, nn.Module) else given
     return Job(name=name, model=make, loss=_no_loss, optimizer=_no_loss, data=data)
@@ -193,7 +193,7 @@ def _same(model: nn.Module) -> nn.Module:
 
 
 def _no_loss(*_: Any) -> Any:
-    raise UsageError("a model that was given for its predictions is not trained.")
+    raise UsageError("a model that is given to mw.predict cannot be trained: it has no loss. Write a Job with loss=.")
 
 
 def _origin(options: PredictOptions) -> dict[str, str]:

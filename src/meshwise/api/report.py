@@ -77,7 +77,7 @@ def report_views(
             with atomic_file(to / view.file) as file:
                 file.writelines([content.encode()] if isinstance(content, str) else content)
         except OSError as error:
-            text = f"{to}: cannot be written ({error.strerror}). Name another folder with --to DIR."
+            text = f"{to} cannot be written ({error.strerror}). Name another folder with --to DIR."
             raise UsageError(text) from None
         written.append(to / view.file)
     return found, printed, written

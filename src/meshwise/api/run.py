@@ -106,7 +106,7 @@ def start_job(
     if options.folder is not None:
         options = continued(options)
     if options.job is None:
-        raise UsageError("no job is given. Use meshwise run mnist-mlp, or meshwise run file.py:name.")
+        raise UsageError("meshwise run needs a job. Use meshwise run mnist-mlp, or meshwise run file.py:name.")
     if options.plan == AUTO:
         options = api.auto.with_plan(options, console)
     began = began or time.time()

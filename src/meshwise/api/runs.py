@@ -64,7 +64,9 @@ def to_remove(parent: Path, words: Sequence[str], *, running: bool) -> list[RunE
         if entry.status == "queued" and entry.queue:
             raise UsageError(f"{entry.name} is in the queue, {entry.queue}. Stop it first: meshwise stop {entry.name}")
         if entry.status == "running" and not running:
-            raise UsageError(f"{entry.name} is running. Stop it first; if its launcher was killed, use --force.")
+            raise UsageError(
+                f"{entry.name} is running. Use meshwise stop first, or --force if its launcher was killed."
+            )
         if entry.folder.is_symlink():
             raise UsageError(f"{entry.folder} is a link. Remove the link, and name the folder that it leads to.")
     return list(entries.values())
@@ -76,7 +78,7 @@ def remove(entry: RunEntry) -> None:
         shutil.rmtree(entry.folder)
     except OSError as error:
         raise UsageError(
-            f"{entry.folder}: cannot be removed ({error.strerror}). A part of it is still there."
+            f"{entry.folder} cannot be removed completely ({error.strerror}). Remove what is left of it by hand."
         ) from None
 
 

@@ -52,8 +52,8 @@ def start_script(
     script = Path(str(options.job))
     if options.resume is not None:
         raise UsageError(
-            f"--resume {options.resume}: {script.name} is a script, which loads what it saved itself (mw.load). Leave "
-            f"--resume out, and name the file to load after {script.name}, in an option of the script."
+            f"--resume {options.resume}: {script.name} is a script, and a script loads by itself what it saved "
+            f"(mw.load). Leave --resume out, and give the file to load in an option of the script, after {script.name}."
         )
     check_script(str(script), options)
     options, joined = placed(options)

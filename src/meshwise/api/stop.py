@@ -35,9 +35,9 @@ def stop(parent: Path, word: str, say: Callable[[str], object], *, wait: float) 
         _stop_here(folder, say, wait)
     elif facts.get("status") == names.QUEUED:
         _never_started(folder)
-        say(f"{folder.name}: is in no queue; it will not start.")
+        say(f"{folder.name} is in no queue, so it will not start.")
     else:
-        raise UsageError(f"{folder.name}: is over ({facts.get('status')}): there is nothing to stop.")
+        raise UsageError(f"{folder.name} has ended already ({facts.get('status')}), so there is nothing to stop.")
 
 
 def _stop_job(folder: Path, job: str, say: Callable[[str], object], wait: float) -> None:
@@ -72,10 +72,10 @@ def _never_started(folder: Path) -> None:
 def _stop_here(folder: Path, say: Callable[[str], object], wait: float) -> None:
     held = holder_of(folder)
     if held is None:
-        raise UsageError(f"{folder.name}: its owner is not known here. Press Ctrl-C where it was started.")
+        raise UsageError(f"{folder.name}: the process that runs it is not known. Press Ctrl-C where it was started.")
     host, process = held
     if host != socket.gethostname():
-        raise UsageError(f"{folder.name}: runs on {host}, in process {process}. Run meshwise stop there.")
+        raise UsageError(f"{folder.name} runs on {host}, in process {process}. Run meshwise stop on that machine.")
     os.kill(process, signal.SIGINT)
     say(f"{folder.name}: asked to save and to end.")
     until = time.monotonic() + wait

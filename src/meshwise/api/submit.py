@@ -91,12 +91,12 @@ def prepare(
     for name in NOT_SENT:
         if typed.get(name) not in (None, "", 1, 0):
             raise UsageError(
-                f"--{name.replace('_', '-')}: is not for meshwise submit: "
+                f"--{name.replace('_', '-')} does not work with meshwise submit: "
                 f"{INSTEAD.get(name, 'the cluster says on which nodes it runs')}."
             )
     if run.job is None:
         raise UsageError(
-            "no job is given. Use meshwise submit train.py:job, or a run that was sent: meshwise submit RUN."
+            "meshwise submit needs a job: meshwise submit train.py:job, or the folder of a run that was sent before."
         )
     refuse_contradictions(options.nodes, options.time, sbatch)
     word = str(run.job)
@@ -131,7 +131,7 @@ def send(submission: Submission) -> tuple[Path, str | None]:
     try:
         job.run.mkdir(parents=True)
     except OSError as error:
-        raise UsageError(f"{job.run}: cannot be made ({error.strerror}). Name another folder with --out DIR.") from None
+        raise UsageError(f"{job.run} cannot be made ({error.strerror}). Name another folder with --out DIR.") from None
     write_text(job.run / SCRIPT, submission.script)
     code_files.write_code(job.run, submission.word)
     record: dict[str, Any] = {
@@ -159,13 +159,13 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
     submit all tasks, or only the task `run`. Options given here override those in the script."""
     facts, (sent, task) = names.read_run(run), array_of(run)
     if not (sent / SCRIPT).is_file():
-        raise UsageError(f"{run}: was not sent by meshwise submit. Go on with it here: meshwise run --resume {run}")
+        raise UsageError(f"{run} was not sent by meshwise submit. Continue it here: meshwise run --resume {run}")
     if facts.get("status") == names.RUNNING or slurm.newest(jobs_of(facts)):
-        raise UsageError(f"{run}: is still in the queue or runs. Stop it first: meshwise stop {run.name}")
+        raise UsageError(f"{run} is still in the queue or running. Stop it first: meshwise stop {run.name}")
     words, record = again_words(options, sbatch, task), names.read_run(sent).get("submission", {})
     if facts.get("status") == "finished":
         raise UsageError(
-            f"{run}: is finished, so nothing is left to do. Send a new run: meshwise submit {record.get('job')}. Or "
+            f"{run} is finished, so nothing is left to do. Send a new run: meshwise submit {record.get('job')}. Or "
             f"train this one longer: meshwise run --resume {run} --epochs N"
         )
     _refuse_missing(record.get("secrets", ()), record.get("site", ""))
@@ -186,8 +186,8 @@ def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -
     low, high = nodes_of(options.nodes)
     if low != high or options.site or options.machine:
         raise UsageError(
-            "meshwise submit RUN sends the run's own script, and takes --nodes N, --time and options of sbatch after "
-            "--. For another range of nodes or site edit submit.sh in its folder."
+            "meshwise submit RUN sends the batch script of the run again, and takes only --nodes N, --time and, after "
+            "--, options of sbatch. To change the range of nodes or the site, edit submit.sh in the run's folder."
         )
     nodes = [f"--nodes={low}"] if options.nodes != "1" else []
     refuse_contradictions(options.nodes if nodes else None, options.time, sbatch)
@@ -203,23 +203,25 @@ def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[
         for ours, short, asked in (("--nodes", "-N", nodes), ("--time", "-t", time)):
             if name in (ours, short) and asked not in (None, value):
                 raise UsageError(
-                    f"{ours} {asked}, and after -- stands {name} {value}. Write {ours} once, before the --: what is "
-                    "rehearsed is what is sent."
+                    f"{ours} {asked} is given, and {name} {value} after the -- says something else. Give it once, as "
+                    f"{ours} before the --, where the rehearsal sees it too."
                 )
         if name in DECIDED:
-            raise UsageError(f"{word} after --: {DECIDED[name]}. Leave it out.")
+            raise UsageError(f"{word} after --: {DECIDED[name]}. Leave this option out.")
 
 
 def _refuse_missing(secrets: Sequence[str], file: str) -> None:
     """Raise UsageError if an environment variable is missing that the job needs. file: the site file that says so."""
     if missing := [name for name in secrets if not os.environ.get(name)]:
-        raise UsageError(f"{', '.join(missing)}: not in the environment, and {file} says that the job needs it.")
+        raise UsageError(
+            f"{', '.join(missing)}: not set, and {file} lists it under secrets. Set it in the environment."
+        )
 
 
 def refuse_options_of_runs(typed: Mapping[str, Any]) -> None:
     """Raise UsageError for options of `meshwise run` when a run is submitted again, as it keeps the options it had."""
     if given := _words(typed):
-        raise UsageError(f"{given[0]}: meshwise submit RUN goes on with the run's own options. Leave it out.")
+        raise UsageError(f"{given[0]}: meshwise submit RUN keeps the run's own options. Leave this option out.")
 
 
 def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
@@ -270,7 +272,7 @@ def _gpus(site: Site, devices: str | None) -> int:
     if devices and (found := re.fullmatch(r"(\d+)x\w+", devices)):
         return int(found[1])
     if not (site.gpus_per_node or site.machine) and (site.gpu_type or site.gpus == "gres"):
-        raise UsageError(f"{site.file}: the number of GPUs of a node is missing. Add gpus_per_node = 8, or machine.")
+        raise UsageError(f"{site.file} must say how many GPUs a node has. Add gpus_per_node = 8, or machine.")
     if site.gpus_per_node or not site.machine or site.machine.endswith(".toml"):
         return site.gpus_per_node
     machine = machine_from_words(site.machine)

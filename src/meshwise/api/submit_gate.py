@@ -59,7 +59,7 @@ def _check_program(run: RunOptions) -> None:
         try:
             compile(file.read_text(encoding="utf-8"), str(file), "exec")
         except (SyntaxError, ValueError) as error:
-            raise UsageError(f"{file}: is no Python program ({error}).") from None
+            raise UsageError(f"{file} is not a valid Python program ({error}).") from None
     else:
         find_job(str(run.job), data=run.data, seed=run.seed, args=run.args)
 
@@ -90,7 +90,7 @@ def _of_size(
     try:
         plans = plan_options(asked)
     except UsageError as error:
-        raise type(error)(f"{where}: {error} It can never run so: not sent, with --anyway neither.") from None
+        raise type(error)(f"{where}: {error} It cannot run so, and --anyway does not send it either.") from None
     except MeshwiseError as error:
         return [f"{where}: cannot run. {error}"], f"on {where} it cannot run: {error}"
     return _told(plans, plans.found.estimates[0], where, options, limit)
@@ -102,8 +102,8 @@ def machine_words(site: Site, nodes: int) -> str:
         return site.machine
     if site.machine.endswith(".toml"):
         raise UsageError(
-            f"{site.file}: machine = '{site.machine}' describes one node, and the run has {nodes}. Write it in words, "
-            'machine = "8xH100" and network = "400Gb".'
+            f"{site.file}: machine = '{site.machine}' is a file that describes one node, and the run has {nodes}. "
+            'Describe it in words: machine = "8xH100" and network = "400Gb".'
         )
     return f"{nodes}x{site.machine}" + (f"@{site.network}" if site.network else "")
 

@@ -26,6 +26,6 @@ def weights(word: str | None, out: Path | None, only: str | None, say: Callable[
     folder = run_folder(word)
     out = out or folder / FOLDER
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out}: exists already. Remove it, or name another folder with --out.")
+        raise UsageError(f"{out} exists already. Remove it, or name another folder with --out.")
     found = open_newest(folder / CHECKPOINTS, say, only)
     return out, export_weights(found.tree["model"], out, found.saved.step, say)
