@@ -93,9 +93,9 @@ def test_values_are_written_as_they_are_read_again() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["lr"], "--arg lr: is not NAME=VALUE"),
-        (["=3"], "is not NAME=VALUE"),
-        (["learning-rate=3"], "is not NAME=VALUE"),
+        (["lr"], "--arg lr is not of the form NAME=VALUE"),
+        (["=3"], "is not of the form NAME=VALUE"),
+        (["learning-rate=3"], "is not of the form NAME=VALUE"),
         (["lr=1", "lr=2"], "--arg lr= is given 2 times"),
         ({"sizes": [1, 2]}, "args: sizes is a list"),
     ],

@@ -48,7 +48,7 @@ def test_a_request_prints_as_the_words_that_give_it(request_: DeviceRequest) -> 
     ("words", "says"),
     [
         ("0xcpu", "Use 1xcpu"),
-        (f"{MOST_CPU_WORKERS + 1}xcpu", f"at most {MOST_CPU_WORKERS}"),
+        (f"{MOST_CPU_WORKERS + 1}xcpu", f"{MOST_CPU_WORKERS} CPU workers at most"),
         ("cpu:0,1", "Use 2xcpu"),
         ("cuda:1,1", "named twice"),
         ("4xcpus", "Did you mean 'cpu'?"),

@@ -74,9 +74,9 @@ def test_the_examples_and_every_unit_can_be_read(kind: str) -> None:
         ("GB", "bytes", "not a number with a unit"),
         ("-80 GB", "bytes", "not a number with a unit"),
         ("80 GB GB", "bytes", "not a number with a unit"),
-        ("80 Gb", "bytes", "no unit of bytes. Did you mean 'GB'?"),
-        ("80 GB", "bytes/s", "a unit of bytes, and bytes/s are meant"),
-        ("80 GB/s", "bytes", "a unit of bytes/s, and bytes are meant"),
+        ("80 Gb", "bytes", "not a unit of bytes. Did you mean 'GB'?"),
+        ("80 GB", "bytes/s", "a unit of bytes, but bytes/s are needed"),
+        ("80 GB/s", "bytes", "a unit of bytes/s, but bytes are needed"),
         ("4 ms", "FLOP/s", "a unit of seconds"),
         ("0 GB", "bytes", "above zero and finite"),
         ("0 GB/s", "bytes/s", "above zero and finite"),
@@ -84,7 +84,7 @@ def test_the_examples_and_every_unit_can_be_read(kind: str) -> None:
         ("1e999999999999999999999 GB", "bytes", "above zero and finite"),
         ("1e-999 s", "seconds", "above zero and finite"),
         ("inf GB", "bytes", "not a number with a unit"),
-        ("9" * 5000 + " furlongs", "bytes", "no unit of bytes"),
+        ("9" * 5000 + " furlongs", "bytes", "not a unit of bytes"),
     ],
 )
 def test_a_slip_is_answered_with_what_to_write(text: object, kind: str, message: str) -> None:

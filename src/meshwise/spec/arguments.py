@@ -29,12 +29,12 @@ def argument_texts(given: Mapping[str, Plain] | Sequence[str]) -> tuple[str, ...
     if isinstance(given, Mapping):
         for name, value in given.items():
             if not isinstance(value, int | float | str | PathLike | None):
-                raise UsageError(f"args: {name} is a {type(value).__name__}. Give a number, a text, a bool or None.")
+                raise UsageError(f"args: {name} is a {type(value).__name__}. Give a number, a string, a bool or None.")
         given = [f"{name}={value}" for name, value in given.items()]
     names = [text.partition("=")[0] for text in given]
     for name, text in zip(names, given, strict=True):
         if "=" not in text or not name.isidentifier():
-            raise UsageError(f"--arg {text}: is not NAME=VALUE. Use --arg lr=3e-4, once for each argument.")
+            raise UsageError(f"--arg {text} is not of the form NAME=VALUE. Use for instance --arg lr=3e-4.")
         if names.count(name) > 1:
             raise UsageError(f"--arg {name}= is given {names.count(name)} times. Give it once.")
     return tuple(given)

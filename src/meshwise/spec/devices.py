@@ -61,7 +61,7 @@ def parse_devices(words: str) -> DeviceRequest:
     if re.fullmatch(r"[a-z]+", text):
         return DeviceRequest(_known(words, text), count=1)
     raise UsageError(
-        f"--devices {words}: not a list of devices. Use a count (4xcpu, 2xcuda), indices (cuda:0,1) or all."
+        f"--devices {words}: this names no device. Use a count (4xcpu, 2xcuda), indices (cuda:0,1) or all."
     )
 
 
@@ -69,7 +69,7 @@ def _counted(words: str, kind: str, count: int) -> DeviceRequest:
     if count < 1:
         raise UsageError(f"--devices {words}: a run needs at least one device. Use 1x{kind}.")
     if kind == "cpu" and count > MOST_CPU_WORKERS:
-        raise UsageError(f"--devices {words}: at most {MOST_CPU_WORKERS} CPU workers are started on one machine.")
+        raise UsageError(f"--devices {words}: one machine can start {MOST_CPU_WORKERS} CPU workers at most.")
     return DeviceRequest(kind, count=count)
 
 

@@ -36,17 +36,17 @@ class Dtypes:
     def __post_init__(self) -> None:
         if self.stored == "fp16":
             raise PlanError(
-                "param_dtype='fp16': optimizer steps are too small for float16 to hold, and torch scales no "
-                "gradient of it. Store in fp32 and compute in fp16 (precision='fp16'), or store in bf16."
+                "param_dtype='fp16': float16 cannot hold the small steps of an optimizer, and torch cannot scale "
+                "float16 gradients. Use precision='fp16', which stores in fp32 and computes in fp16, or store in bf16."
             )
         words = self.by_field.values()
         if "fp64" in words and set(words) != {"fp64"}:
             text = ", ".join(f"{name}={word!r}" for name, word in self.by_field.items())
-            raise PlanError(f"{text}: float64 is for all of them or for none. Write precision='fp64' alone.")
+            raise PlanError(f"{text}: fp64 cannot be mixed with other dtypes. Write only precision='fp64'.")
         if self.stored != self.computed and WIDTHS[self.computed] >= WIDTHS[self.stored]:
             raise PlanError(
-                f"compute_dtype={self.computed!r} with param_dtype={self.stored!r}: what is stored narrower gains "
-                f"nothing from it. Write param_dtype='fp32', or compute_dtype={self.stored!r}."
+                f"compute_dtype={self.computed!r} with param_dtype={self.stored!r}: computing in a wider dtype than is "
+                f"stored gains nothing. Write param_dtype='fp32', or compute_dtype={self.stored!r}."
             )
 
     @property

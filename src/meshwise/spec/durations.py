@@ -26,5 +26,5 @@ def seconds_of(text: str, what: str) -> float:
         known = all(unit in _UNITS for unit in units) and len({_UNITS.get(unit) for unit in units}) == len(units)
         total = sum(float(number) * _UNITS[unit or "s"] for number, unit in parts) if whole and known else 0.0
     if total <= 0:
-        raise UsageError(f"{what} {text}: is no duration. Write 90s, 10min, 4h, 1h30min or 4:00:00.")
+        raise UsageError(f"{what} {text} is not a duration. Write 90s, 10min, 4h, 1h30min or 4:00:00.")
     return total

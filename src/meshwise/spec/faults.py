@@ -63,7 +63,7 @@ def parse_fault(text: str) -> Fault:
     check_known("--fault", kind, KINDS)
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", duration.strip())
     if (kind == "slow") != (found is not None) or (duration and kind != "slow"):
-        need = "needs a duration" if kind == "slow" else "has no duration"
+        need = "needs a duration" if kind == "slow" else "takes no duration"
         raise UsageError(f"--fault {text!r}: {kind} {need}. Write --fault 'slow 20ms:rank=1,step=5', or kill:rank=1,…")
     given = [part.partition("=") for part in rest.split(",") if part.strip()]
     values = {name.strip(): value.strip() for name, _, value in given}
@@ -96,5 +96,5 @@ def faults_of(texts: Sequence[str], ranks: int) -> tuple[Fault, ...]:
 def _number(text: str, name: str, value: str) -> int:
     least = 0 if name == "rank" else 1
     if not re.fullmatch(r"\d{1,9}", value) or int(value) < least:
-        raise UsageError(f"--fault {text!r}: {name}={value!r} is not a whole number from {least} on. {EXAMPLE}")
+        raise UsageError(f"--fault {text!r}: {name}={value!r} is not a whole number of at least {least}. {EXAMPLE}")
     return int(value)

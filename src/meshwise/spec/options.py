@@ -70,8 +70,8 @@ def check_script(script: str, options: Any) -> None:
             given = "" if value is True else f" {value[0] if isinstance(value, tuple) else value}"
             words = option_name(name, option) + given
             raise UsageError(
-                f"{words}: {script} is a script, and this is an option of jobs. Write the script's own options after "
-                "its name, or make a Job of it."
+                f"{words}: this option works only for jobs, and {script} is a script. Write options of the script "
+                "after its name, or make a Job of the script."
             )
 
 

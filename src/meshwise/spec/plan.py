@@ -36,7 +36,7 @@ BATCH_NORMS = {
 }
 
 _ZERO1 = " with zero1=True: use shard, which divides more: shard={plan.data}."
-_ON_HOST = " with offload='parameters' is not built yet. Use offload='optimizer', or shard."
+_ON_HOST = " with offload='parameters' is not supported yet. Use offload='optimizer', or shard."
 _COMPILED = " with compile=True: split tensors are not compiled. Remove compile."
 
 
@@ -57,7 +57,7 @@ def _axis(*conflicts: Conflict, divides: str = "", same_samples: bool = False) -
 
 
 def _not_yet(own: str, other: str) -> Conflict:
-    message = f"{own}={{plan.{own}}} with {other}={{plan.{other}!r}} is not built yet. Remove {other}."
+    message = f"{own}={{plan.{own}}} with {other}={{plan.{other}!r}} is not supported yet. Remove {other}."
     return Conflict(lambda plan: bool(getattr(plan, other) != getattr(Plan, other)), message)
 
 
@@ -113,7 +113,7 @@ class Plan:
         Conflict(
             lambda plan: plan.accumulate < plan.pipeline,
             "pipeline={plan.pipeline} with accumulate={plan.accumulate}: stages work on different microbatches at "
-            "once, and some would never have one. Use accumulate={plan.pipeline} or more.",
+            "once, so there must be at least as many. Use accumulate={plan.pipeline} or more.",
         ),
         _not_yet("pipeline", "compile"),
         Conflict(lambda plan: "parameters" in plan.offload, "pipeline={plan.pipeline}" + _ON_HOST),
@@ -149,8 +149,8 @@ class Plan:
         ),
         Conflict(
             lambda plan: plan.data == 1,
-            "zero1=True divides the optimizer's state over replicas, and data=1 is one. "
-            "Use data=2 or more, or remove zero1.",
+            "zero1=True divides the optimizer's state over replicas, and data=1 has only one. Use data=2 or more, or "
+            "remove zero1.",
         ),
         divides="state",
     )
@@ -159,8 +159,8 @@ class Plan:
         (),
         Conflict(
             lambda plan: "parameters" in plan.offload and plan.shard == 1,
-            "offload='parameters' keeps each rank's part of the parameters in the host's memory, and shard=1 makes "
-            "no parts. Use shard=2 or more, or offload='optimizer'.",
+            "offload='parameters' keeps each rank's part of the parameters in the host's memory, but shard=1 does not "
+            "divide them. Use shard=2 or more, or offload='optimizer'.",
         ),
     )
     reduce_each: bool = _technique(
@@ -177,8 +177,8 @@ class Plan:
         False,
         Conflict(
             lambda plan: plan.recompute == "selective",
-            "compile=True with recompute='selective': compiled code has no operators to select from. "
-            "Use recompute='full', or the names of blocks, or remove compile.",
+            "compile=True with recompute='selective': compiled code has no separate operators to select from. Use "
+            "recompute='full', or the names of blocks, or remove compile.",
         ),
     )
     batch_norm: str = _technique(
@@ -189,8 +189,8 @@ class Plan:
         (),
         Conflict(
             lambda plan: len(plan.shares) != plan.replicas,
-            "shares={plan.shares}: a batch is divided over {plan.replicas} here, data × shard × expert. "
-            "Write as many numbers, or remove shares.",
+            "shares={plan.shares}: a batch is divided into {plan.replicas} parts (data × shard × expert). Write "
+            "{plan.replicas} numbers, or remove shares.",
         ),
         Conflict(lambda plan: plan.replicas == 1, "shares={plan.shares} has no effect with one replica. Remove it."),
     )
@@ -289,9 +289,9 @@ def _check_type(name: str, value: Any, default: Any) -> None:
     """Raise PlanError unless a number is whole and at least 1, and a switch True or False. Ignore other fields."""
     if isinstance(default, bool):
         if not isinstance(value, bool):
-            raise PlanError(f"{name}={value!r}: must be True or False (true or false in a file).")
+            raise PlanError(f"{name}={value!r} must be True or False (true or false in a file).")
     elif isinstance(default, int) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise PlanError(f"{name}={value!r}: must be a whole number of at least 1. Use {name}=1.")
+        raise PlanError(f"{name}={value!r} must be a whole number of at least 1. Use {name}=1.")
 
 
 def check_name(name: str) -> None:
@@ -311,7 +311,7 @@ def _recompute(value: Any) -> str | tuple[str, ...]:
         )
     names = _words("recompute", value)
     if not names:
-        raise PlanError("recompute names no block. Write recompute='none', or the names of blocks.")
+        raise PlanError("recompute is empty. Write recompute='none', or the names of blocks.")
     return names
 
 
@@ -332,8 +332,8 @@ def _shares(value: Any) -> tuple[float, ...]:
             raise ValueError
     except (TypeError, ValueError):
         raise PlanError(
-            f"shares={value!r}: must be numbers above 0, one for each replica. Write shares=(2, 1), in a file "
-            "shares = [2, 1], or --set shares=2,1."
+            f"shares={value!r} must be numbers above 0, one for each replica. Write shares=(2, 1), in a file shares = "
+            "[2, 1], or --set shares=2,1."
         ) from None
     return () if len(set(shares)) < 2 and shares[1:] else tuple(int(s) if s.is_integer() else s for s in shares)
 
@@ -341,8 +341,8 @@ def _shares(value: Any) -> tuple[float, ...]:
 def _words(field: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, tuple | list) or not all(isinstance(word, str) for word in value):
         raise PlanError(
-            f"{field}={value!r}: must be a tuple of names. Write {field}=('...',); in a file, {field} = ['...']."
+            f"{field}={value!r} must be a tuple of names. Write {field}=('...',); in a file, {field} = ['...']."
         )
     if len(set(value)) < len(value):
-        raise PlanError(f"{field}={tuple(value)!r} names something twice.")
+        raise PlanError(f"{field}={tuple(value)!r} has a name twice. Write each name once.")
     return tuple(value)

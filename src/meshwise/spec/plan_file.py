@@ -49,7 +49,7 @@ def plan_values(text: str) -> dict[str, Any]:
     try:
         values = tomllib.loads(text)
     except RecursionError:
-        raise PlanError("tables or lists nested too deep. A plan is lines such as shard = 2.") from None
+        raise PlanError("tables or lists are nested too deep. A plan file has lines such as shard = 2.") from None
     except ValueError as error:  # TOMLDecodeError, or a number that Python refuses to read
         raise PlanError(f"the plan file is not TOML: {error}.") from None
     values.pop(PREDICTED, None)
@@ -62,7 +62,7 @@ def plan_text(file: str | Path) -> str:
     """Return the text of a plan file. Raises PlanError, with the file's name, if it is unreadable or no plan file."""
     try:
         if stat.S_ISFIFO(Path(file).stat().st_mode) and not str(file).startswith("/dev/fd/"):  # `<(…)` has a writer
-            raise OSError(0, "it is a pipe, which would be waited for")
+            raise OSError(0, "it is a pipe, not a file")
         text = Path(file).read_text(encoding="utf-8-sig")  # some editors put a mark before the text
         plan_values(text)
     except (OSError, UnicodeDecodeError) as error:

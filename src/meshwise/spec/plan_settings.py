@@ -34,7 +34,7 @@ def settings_values(settings: Iterable[str]) -> dict[str, Any]:
             raise PlanError(f"'{setting}' is not a setting of a plan. Use field=value, such as shard=4.")
         check_name(name)
         if name in values:
-            raise PlanError(f"{name} is set twice, at last by '{setting}'. Set it once.")
+            raise PlanError(f"{name} is set twice, the second time by '{setting}'. Set it once.")
         values[name] = _value_of(name, text)
     return values
 

@@ -50,13 +50,13 @@ def read_quantity(text: object, kind: str, where: str) -> float:
     found = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     write = f'Write it as "{EXAMPLES[kind]}".'
     if found is None:
-        raise UsageError(f"{where} = {value_text(text)}: not a number with a unit. {write}")
+        raise UsageError(f"{where} = {value_text(text)} is not a number with a unit. {write}")
     units = UNITS[kind]
     if found[2] not in units:
-        why = f"no unit of {kind}.{nearest(found[2][:20], units)}"
+        why = f"not a unit of {kind}.{nearest(found[2][:20], units)}"
         for other, known in UNITS.items():
             if found[2] in known:
-                why = f"a unit of {other}, and {kind} are meant."
+                why = f"a unit of {other}, but {kind} are needed."
         raise UsageError(f"{where} = {value_text(text)}: '{found[2][:20]}' is {why} {write}")
     try:
         exact = Decimal(found[1])

@@ -37,6 +37,6 @@ def read_saves(every: int | str | None = None, keep: int | None = None, limit: s
     elif every is not None:
         seconds = seconds_of(every, "--save-every")
     if keep is not None and keep < 1:
-        raise UsageError(f"--keep {keep}: must be at least 1; the newest state is never removed.")
+        raise UsageError(f"--keep {keep}: must be at least 1, as the newest state is always kept.")
     most = None if limit is None else int(read_quantity(limit, "bytes", "--save-limit"))
     return Saves(steps, seconds, KEEP if keep is None else keep, most)

@@ -21,9 +21,8 @@ def check_schedule(name: str) -> None:
     word = name.lower().replace("-", "").replace("_", "").removeprefix("schedule")
     if "zerobubble" in word or word.startswith(ZERO_BUBBLE):
         raise PlanError(
-            f"schedule={name!r}: zero-bubble schedules run each backward twice, first for what a stage was given, then "
-            "for its weights. Hooks on gradients then run twice or not at all, and with torch 2.13 the last stage's "
-            "blocks get no gradient where they are sharded. Use schedule='interleaved'; a larger accumulate makes its "
-            "idle time smaller."
+            f"schedule={name!r}: zero-bubble schedules are not supported: they run each backward twice, so hooks on "
+            "gradients run twice or not at all, and with torch 2.13 sharded blocks of the last stage get no gradient. "
+            "Use schedule='interleaved', with a larger accumulate for less idle time."
         )
     check_known("schedule", name, SCHEDULES, PlanError)
