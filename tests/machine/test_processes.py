@@ -181,9 +181,9 @@ def test_nccl_is_not_measured_twice() -> None:
     ("sizes", "what", "said"),
     [
         (SIZES, ("link",), "Did you mean 'links'?"),
-        ((), ("links",), "give one or more sizes"),
-        ((4, 2), ("links",), "each larger than the one before"),
-        ((0, 2), ("links",), "give one or more sizes"),
+        ((), ("links",), "must be one or more sizes"),
+        ((4, 2), ("links",), "each larger than the last"),
+        ((0, 2), ("links",), "must be one or more sizes"),
     ],
 )
 def test_what_cannot_be_measured_is_said_before_anything_starts(sizes: Any, what: Any, said: str) -> None:
@@ -193,5 +193,5 @@ def test_what_cannot_be_measured_is_said_before_anything_starts(sizes: Any, what
 
 
 def test_between_hosts_needs_a_launcher() -> None:
-    with pytest.raises(UsageError, match="this process is alone"):
+    with pytest.raises(UsageError, match="only this process takes part"):
         measure_hosts(SIZES, 1.0)

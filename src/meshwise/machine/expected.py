@@ -112,7 +112,7 @@ def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | No
 def expected_collective(machine: Machine, collective: Collective) -> Expected:
     """Return the bus bandwidth that a collective should reach: that of the slowest link in a ring, times a share."""
     if collective.kind not in FACTORS or collective.ranks < 2:
-        return Expected(None, None, f"no rate is known that {collective.kind} should have")
+        return Expected(None, None, f"the expected rate of {collective.kind} is not known")
     on_one_host = sum(device.host == 0 for device in machine.devices)
     inside = [
         link
@@ -185,7 +185,7 @@ def _of_nominal(nominal: float | None, found: Share, origin: str) -> Expected:
     if nominal is None:
         return Expected(None, None, "the nominal figure is not known")
     if found is None:
-        return Expected(None, nominal, f"{origin}; what of it can be reached was never measured")
+        return Expected(None, nominal, f"{origin}; the share of it that can be reached is unknown")
     return Expected(nominal * found[0], nominal, f"{origin}; {found[1]}")
 
 

@@ -22,32 +22,30 @@ from meshwise.spec.units import bandwidth_text
 
 _FORMS = ("sxm", "pcie", "nvl", "oam", "gcd")
 _VENDORS = re.compile(r"^(nvidia|amd|geforce|tesla|instinct|quadro)+")
-_WRITE = "Write hosts x devices x part @ rate of a host, such as 8xH100, 2x8xA100-80GB@200Gb or 4xcpu."
+_WRITE = "Write hosts x devices x device name @ network rate, such as 8xH100, 2x8xA100-80GB@200Gb or 4xcpu."
 
 
 def machine_from_words(words: str) -> Machine:
     """Return the machine described by `words`. Raises UsageError for unreadable words, unknown parts, large counts."""
     text = words.strip()
     if len(text) > 200:
-        raise UsageError(
-            f"machine '{words[:60]}…': {len(words):,} characters are too long for the name of a machine. {_WRITE}"
-        )
+        raise UsageError(f"machine '{words[:60]}…': {len(words):,} characters are too many for a machine. {_WRITE}")
     named, at, behind = text.partition("@")
     groups = [_group(words, group) for group in named.split("+")]
     rate = _network(words, behind) if at else None
     parts_, warnings = [group[2] for group in groups], [warning for group in groups for warning in group[3]]
     if len({part.kind for part in parts_}) > 1:
-        raise UsageError(f"machine '{words}': a run has CPU workers or GPUs, not both. {_WRITE}")
+        raise UsageError(f"machine '{words}': a run cannot have both CPU workers and GPUs. {_WRITE}")
     apart = at or any(hosts > 1 for hosts, *_ in groups)
     on_hosts = [[part] * each for hosts, each, part, _ in groups for _ in range(hosts)]
     if not apart:
         on_hosts = [[part for own in on_hosts for part in own]]
     hosts, count = len(on_hosts), sum(map(len, on_hosts))
     if count > MOST_DEVICES:
-        raise UsageError(f"machine '{words}': {count:,} devices; at most {MOST_DEVICES:,} can be described.")
+        raise UsageError(f"machine '{words}': {count:,} devices are too many. The most are {MOST_DEVICES:,}.")
     links = [*class_links(_slowest_link(parts_, bool(apart), warnings), count > hosts)]
     if rate is not None and hosts == 1:
-        warnings.append(f"'@{behind.strip()}' is the network of a host, and there is one host only: it is not used.")
+        warnings.append(f"'@{behind.strip()}' is a rate between hosts, and there is only one host: it is not used.")
     if hosts > 1:
         origin = "" if rate is None else f"'@{behind.strip()}', {bandwidth_text(rate)} a host, one way"
         links.append(Link(NODE, NODE, "network", rate, origin=origin))
@@ -92,7 +90,7 @@ def _group(words: str, text: str) -> tuple[int, int, CatalogPart, list[str]]:
     """Parse `2x8xA100`: return the number of hosts, the devices of each host, their part, and warnings."""
     found = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", text, re.IGNORECASE)
     if found is None:
-        raise UsageError(f"machine '{words}': no part is named. {_WRITE}")
+        raise UsageError(f"machine '{words}' names no device. {_WRITE}")
     counts = [_count(words, digits) for digits in found.group(1, 2) if digits is not None]
     hosts, each = (1, *counts)[-2:] if counts else (1, 1)
     return hosts, each, *_named(words, found[3])
@@ -101,7 +99,7 @@ def _group(words: str, text: str) -> tuple[int, int, CatalogPart, list[str]]:
 def _count(words: str, digits: str) -> int:
     if len(digits) > 9 or not 0 < int(digits) <= MOST_DEVICES:
         short = digits if len(digits) <= 12 else f"{digits[:9]}…"
-        raise UsageError(f"machine '{words[:60]}': a count of {short}; counts are from 1 to {MOST_DEVICES:,}. {_WRITE}")
+        raise UsageError(f"machine '{words[:60]}': the count {short} is not from 1 to {MOST_DEVICES:,}. {_WRITE}")
     return int(digits)
 
 
@@ -114,12 +112,12 @@ def _named(words: str, name: str) -> tuple[CatalogPart, list[str]]:
     exact = [part for part in parts() if plain in map(_plain, (part.name, *part.aliases))]
     found = exact or [part for part in parts() if _means(plain, part)]
     if not found:
-        raise UsageError(f"machine '{words}': '{name}' is not a known part.{_near(plain)} {_WRITE}")
+        raise UsageError(f"machine '{words}': '{name}' is not a known device.{_near(plain)} {_WRITE}")
     part = found[0]
     warnings = []
     if len(found) > 1:
         others = ", ".join(other.name for other in found[1:])
-        warnings.append(f"{name} is taken as {part.name}. Name the part to have another: {others}.")
+        warnings.append(f"{name} is taken as {part.name}. If you mean another one, write its full name: {others}.")
     if part.note:
         warnings.append(f"{part.name}: {part.note}.")
     unsure = sorted(figure for figure, origin in part.origins.items() if origin.endswith(NOT_CONFIRMED))
@@ -155,11 +153,11 @@ def _means(plain: str, part: CatalogPart) -> bool:
 def _near(plain: str) -> str:
     known = {_plain(name): part.name for part in parts() for name in (part.name, part.family, *part.aliases)}
     if plain == "gpu" or plain in DEVICE_KINDS:
-        return f" '{plain}' is not a part: name one, or see what is here with `meshwise devices`."
+        return " Write a model such as H100; `meshwise devices` shows what is here."
     close = difflib.get_close_matches(plain, list(known), n=5, cutoff=0.5)
     names = list(dict.fromkeys(known[name] for name in close))[:3]
     nearby = f" Nearest are {', '.join(names)}." if names else f" Known are {', '.join(p.name for p in parts())}."
-    return f"{nearby} Figures of a part that is not known go into a machine file."
+    return f"{nearby} Describe a device that is not listed in a machine file."
 
 
 # ---- Links -----------------------------------------------------------------------------------------------------------
@@ -202,6 +200,6 @@ def _network(words: str, rate: str) -> float:
     if ports and _letters(ports[2]) in known and int(ports[1] or 1) > 0:
         return known[_letters(ports[2])] * int(ports[1] or 1)
     raise UsageError(
-        f"machine '{words}': '@{rate}' is not a rate of a host.{nearest(rate, networks())} Write @200Gb (Gbit/s), "
-        f"@25GB (GB/s), or by name: @8xInfiniBand-NDR, @DGX-H100."
+        f"machine '{words}': '@{rate}' is not a network rate.{nearest(rate, networks())} Write @200Gb (Gbit/s), @25GB "
+        "(GB/s), or by name: @8xInfiniBand-NDR, @DGX-H100."
     )

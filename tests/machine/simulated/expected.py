@@ -150,7 +150,7 @@ B B B .
         cores=32,
         sockets=1,
         nodes=1,
-        says=(("idle", "generation 1", "generation 4", "meshwise bench"), ("peer", "staged")),
+        says=(("idle", "generation 1", "generation 4", "meshwise bench"), ("peer", "through the host's memory")),
         silent=("lanes", "narrow", "slot"),
         judged=(
             Judged("host", "cuda:0", "pinned", 26.0, "good"),

@@ -116,9 +116,7 @@ def _part_warnings(found: Sequence[Named]) -> list[str]:
     unknown = dict.fromkeys(one.device.name for one in found if one.part is None)
     warnings = [unknown_part(name) for name in unknown]
     if any(one.device.sliced for one in found):
-        warnings.append(
-            "MIG is on: what programs get are slices of these devices. torch lists them (leave out --no-torch)."
-        )
+        warnings.append("MIG is on, so programs get slices of these devices. To list the slices, leave out --no-torch.")
     return warnings
 
 
@@ -135,6 +133,6 @@ def _far_warnings(links: Sequence[Link]) -> list[str]:
     if not far:
         return []
     return [
-        f"{far[0]}{and_more(far, 'device')}: on a socket whose cores this process may not use, so that copies from "
-        "the host cross to the other socket. Give the process cores of that socket."
+        f"{far[0]}{and_more(far, 'device')}: this process may not use the cores of the socket that the device is on, "
+        "so copies from the host are slower. Give the process cores of that socket."
     ]

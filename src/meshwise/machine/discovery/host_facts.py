@@ -114,7 +114,7 @@ def limits_that_hurt(machine: Machine) -> list[str]:
         if files is not None and files < OPEN_FILES_EACH * len(devices):
             need = 2 ** math.ceil(math.log2(OPEN_FILES_EACH * len(devices)))
             found.append(
-                f"{files:,.0f} open files for {len(devices)} devices: data loaders run out of them. ulimit -n {need}"
+                f"{files:,.0f} open files for {len(devices)} devices are too few for data loaders. Use ulimit -n {need}"
             )
         if host.cores is not None and host.cores < len(others):
             found.append(

@@ -59,7 +59,7 @@ def link_warnings(links: Sequence[Link], found: Sequence[Named]) -> list[str]:
             "See whether nvidia-fabricmanager runs (systemctl status nvidia-fabricmanager)."
         )
     if off:
-        warnings.append(f"{_pairs(off)}: no peer access, copies are staged through the host.{why}")
+        warnings.append(f"{_pairs(off)}: there is no peer access, so copies go through the host's memory.{why}")
     return warnings
 
 

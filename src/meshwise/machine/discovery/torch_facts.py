@@ -143,8 +143,8 @@ def _peers_lost(machine: Machine, names: Mapping[str, str], peers: Mapping[tuple
     if not lost:
         return []
     return [
-        f"{lost[0][0]} and {lost[0][1]}{and_more(lost, 'pair')}: the driver has peer access, and torch cannot use it. "
-        "Copies are staged through the host. A virtual machine, an IOMMU or slices (MIG) do this."
+        f"{lost[0][0]} and {lost[0][1]}{and_more(lost, 'pair')}: the driver reports peer access, but torch cannot use "
+        "it, so copies go through the host's memory. A virtual machine, an IOMMU or MIG can cause this."
     ]
 
 

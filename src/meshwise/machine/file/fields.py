@@ -48,7 +48,7 @@ def read_table(
     for key in table:
         if key not in names:
             near = nearest(key[:60], names)
-            raise UsageError(f"{where}: unknown key '{key[:60]}'.{near} Known are {', '.join(names)}.")
+            raise UsageError(f"{where}: unknown key '{key[:60]}'.{near} Use one of {', '.join(names)}.")
     for key, example in (required or {}).items():
         if table.get(key) in (None, "", []):
             raise UsageError(f"{where}: {key} is missing. Write {key} = {example}.")
@@ -67,7 +67,7 @@ def write_table(thing: Any, known: Fields) -> dict[str, Any]:
 
 def wrong(value: object, where: str, must: str) -> UsageError:
     """Return the error for an invalid value."""
-    return UsageError(f"{where} = {value_text(value)}: must be {must}.")
+    return UsageError(f"{where} = {value_text(value)} must be {must}.")
 
 
 def of_type(kind: type, must: str) -> Field:
@@ -131,7 +131,7 @@ def one_of(*known: str) -> Field:
     def read(value: Any, where: str) -> str:
         if TEXT.read(value, where) not in ("", *known):
             near = nearest(value, known)
-            raise UsageError(f"{where} = '{value[:60]}': not known.{near} Known are {', '.join(known)}.")
+            raise UsageError(f"{where} = '{value[:60]}' is unknown.{near} Use one of {', '.join(known)}.")
         return str(value)
 
     return Field(read)

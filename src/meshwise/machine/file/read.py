@@ -34,7 +34,7 @@ def machine_from_toml(text: str, where: str) -> Machine:
     """Read the machine that a file's text describes. where: the file's name, for errors. Raises UsageError."""
     file = read_table(_toml(text, where), FILE, where)
     if "device" not in file:
-        raise UsageError(f'{where}: no device. Write [[device]] with part = "H100-SXM" and count = 8.')
+        raise UsageError(f'{where} describes no device. Write [[device]] with part = "H100-SXM" and count = 8.')
     own_parts = {
         name: read_table(table, FIGURES, f"{where}, [part.{name[:60]}]") for name, table in file.get("part", {}).items()
     }
@@ -45,7 +45,7 @@ def machine_from_toml(text: str, where: str) -> Machine:
         hosts = (Host(),) * needed
     elif devices and len(hosts) < needed:
         raise UsageError(
-            f"{where}: a device is on host {needed - 1}, and there are {len(hosts)} hosts. Write [[host]]."
+            f"{where}: a device is on host {needed - 1}, but there are {len(hosts)} hosts. Add a [[host]] for it."
         )
     if "link" in file:
         links = _links(file["link"], devices, len(hosts), where)
@@ -71,10 +71,10 @@ def _toml(text: str, where: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise UsageError(
-            f"{where}: tables or lists nested too deep. Write it as `meshwise bench --save` does."
+            f"{where}: tables or lists are nested too deep. `meshwise bench --save` writes a valid file."
         ) from None
     except ValueError as error:  # TOMLDecodeError, or a number that Python refuses to read
-        raise UsageError(f"{where}: not TOML: {error}.") from None
+        raise UsageError(f"{where} is not a valid TOML file: {error}.") from None
 
 
 def _each(tables: Sequence[Table], key: str, where: str) -> list[tuple[Table, str]]:
@@ -96,7 +96,7 @@ def _times(table: Table, key: str, place: str) -> int:
 
 def _no_more(count: int, things: str, place: str) -> None:
     if count > MOST_DEVICES:
-        raise UsageError(f"{place}: {count:,} {things}; at most {MOST_DEVICES:,} can be described.")
+        raise UsageError(f"{place}: {count:,} {things} are too many. The most are {MOST_DEVICES:,}.")
 
 
 # ---- Hosts and devices -----------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def _devices(tables: Sequence[Table], own_parts: Mapping[str, Table], where: str
         for host in range(device.host, device.host + hosts):
             for one in alike:
                 if (host, one.name) in found:
-                    raise UsageError(f"{place}: {one.name} is on host {host} already. Give each device its own name.")
+                    raise UsageError(f"{place}: host {host} has two devices {one.name}. Give each a different name.")
                 found[host, one.name] = replace(one, host=host)
                 next_index[host, one.kind] = (_index(one.name) or 0) + 1
     return tuple(found.values())
@@ -168,14 +168,14 @@ def _counted(device: Device, values: Mapping[str, Any], count: int, place: str) 
     """Return `count` devices named `cuda:0`, `cuda:1` and so on. numa and pci of `values`: one for all, or a list."""
     index = _index(device.name)
     if count > 1 and index is None:
-        raise UsageError(f"{place}: name = '{device.name[:60]}' cannot count up. Write a number at its end, as cuda:0.")
+        raise UsageError(f"{place}: name = '{device.name[:60]}' must end in a number if count is above 1, as cuda:0.")
     each = {}
     for key in ("numa", "pci"):
         value = values.get(key, getattr(device, key))
         each[key] = value if isinstance(value, list) else [value] * count
         if len(each[key]) != count:
             raise UsageError(
-                f"{place}: {key}: {len(each[key])} values for {count} devices. Write one for all, or one each."
+                f"{place}: {key} has {len(each[key])} values for {count} devices. Write one value, or {count}."
             )
     names = [device.name] if index is None or count == 1 else [f"{device.kind}:{index + at}" for at in range(count)]
     return [
@@ -196,7 +196,7 @@ def _links(tables: Sequence[Table], devices: Sequence[Device], hosts: int, where
         facts = {"kind": "", **read_table(table, LINK, place, also=("ends",), required={"ends": _LINK_ENDS})}
         for source, target in _ends(texts.read(table["ends"], f"{place}: ends"), known, place):
             if (source, target) in found:
-                raise UsageError(f"{place}: {source} -> {target} has a link already. Write each pair of ends once.")
+                raise UsageError(f"{place}: the link {source} -> {target} is given twice. Write each link once.")
             found[source, target] = Link(source, target, **facts)
     return tuple(found.values())
 
@@ -208,7 +208,7 @@ def _ends(texts: Iterable[str], known: set[str], place: str) -> list[tuple[str, 
         arrow = "<->" if "<->" in text else "->"
         source, found_arrow, target = (part.strip() for part in text.partition(arrow))
         if not found_arrow:
-            raise UsageError(f"{place}: '{text[:60]}': not the two ends of a link. Write ends = {_LINK_ENDS}.")
+            raise UsageError(f"{place}: '{text[:60]}' does not name two ends of a link. Write ends = {_LINK_ENDS}.")
         for end in (source, target):
             if end not in known:
                 raise UsageError(

@@ -87,12 +87,12 @@ def _timings(values: Mapping[str, Any], where: str) -> Timings:
     sizes = values["bytes"]
     for before, after in pairwise(sizes):
         if after <= before:
-            raise UsageError(f"{where}: bytes: {after} follows {before}: sizes must rise. Sort the rows by size.")
+            raise UsageError(f"{where}: bytes must increase, and {after} follows {before}. Sort the sizes.")
     columns = {name: values.get(name, ()) for name in ("seconds", "p95", "p99")}
     for name, column in columns.items():
         if column and len(column) != len(sizes):
             raise UsageError(
-                f"{where}: {name}: {len(column)} values for {len(sizes)} sizes. Write one number of seconds for each."
+                f"{where}: {name} has {len(column)} values for {len(sizes)} sizes. Write one value for each size."
             )
     if "fit" not in values:
         return fitted(sizes, *columns.values())

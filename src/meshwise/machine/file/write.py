@@ -36,7 +36,7 @@ def toml_writer() -> Any:
     try:
         import tomli_w
     except ImportError:
-        raise UsageError(f"a machine file is written by tomli-w, which is not installed. Use {INSTALL}.") from None
+        raise UsageError(f"writing a machine file needs tomli-w, which is not installed. Use {INSTALL}.") from None
     return tomli_w
 
 

@@ -103,14 +103,14 @@ def measure_hosts(
     world = join().world
     if world.size == 1:
         raise UsageError(
-            "--hosts measures between hosts, and this process is alone. Start it on each of them, for instance with "
-            "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 -m meshwise bench --hosts."
+            "--hosts measures between hosts, and only this process takes part. Start it on each host, for instance "
+            "with torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 -m meshwise bench --hosts."
         )
     chosen = [rank for rank, local in enumerate(gather_objects(world.local_rank)) if local == 0]
     if len(chosen) < 2:
         raise UsageError(
-            f"--hosts measures between hosts, and all {world.size} ranks are on one. Start it on a second host too, or "
-            "write meshwise bench without --hosts."
+            f"--hosts measures between hosts, and all {world.size} ranks are on one host. Start it on a second host "
+            "too, or leave --hosts out."
         )
     group = group_of(chosen) if len(chosen) < world.size else None
     results: list[PathResult] = []
@@ -157,6 +157,6 @@ def _check(sizes: Sequence[int], what: Sequence[str]) -> None:
     known = WHAT + MORE
     for one in what:
         if one not in known:
-            raise UsageError(f"measure {one!r}: not known.{nearest(one, known)} Use {', '.join(known)}.")
+            raise UsageError(f"{one!r} cannot be measured.{nearest(one, known)} Use {', '.join(known)}.")
     if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
-        raise UsageError(f"sizes {list(sizes)}: give one or more sizes in bytes, each larger than the one before.")
+        raise UsageError(f"sizes={list(sizes)} must be one or more sizes in bytes, each larger than the last.")

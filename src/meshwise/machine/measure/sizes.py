@@ -22,14 +22,14 @@ def read_sizes(words: str) -> tuple[int, ...]:
     """Read `1K:1G` as 1 KiB, 4 KiB and so on to 1 GiB; `1K:1G:2` doubles; `64M` is one size. Raises UsageError."""
     parts = words.strip().split(":")
     if not 1 <= len(parts) <= 3:
-        raise UsageError(f"--sizes {words}: not a range of sizes. {_WRITE}")
+        raise UsageError(f"--sizes {words} is not a range of sizes. {_WRITE}")
     first = _size(words, parts[0])
     last = _size(words, parts[1]) if len(parts) > 1 else first
     factor = int(parts[2]) if len(parts) == 3 and parts[2].isdigit() else FACTOR if len(parts) < 3 else 0
     if last < first:
-        raise UsageError(f"--sizes {words}: {bytes_text(last)} is less than {bytes_text(first)}. {_WRITE}")
+        raise UsageError(f"--sizes {words}: the range must begin with the smaller size. {_WRITE}")
     if factor < 2:
-        raise UsageError(f"--sizes {words}: sizes grow by a whole factor of at least 2. {_WRITE}")
+        raise UsageError(f"--sizes {words}: the factor must be a whole number of at least 2. {_WRITE}")
     sizes = [first]
     while sizes[-1] * factor <= last:
         sizes.append(sizes[-1] * factor)
@@ -46,8 +46,8 @@ def fitting(sizes: tuple[int, ...], free: int, buffers: int, asked: bool) -> tup
     if asked and len(small) < len(sizes):
         most_word = _word(most) if sizes[0] > most else f"{_word(sizes[0])}:{_word(most)}"
         raise UsageError(
-            f"--sizes: {bytes_text(sizes[-1])} needs {bytes_text(sizes[-1] * buffers)} in {buffers} buffers, and "
-            f"{bytes_text(free)} are free. Write at most --sizes {most_word}."
+            f"--sizes: measuring {bytes_text(sizes[-1])} needs {bytes_text(sizes[-1] * buffers)} in {buffers} buffers, "
+            f"and {bytes_text(free)} are free. Write at most --sizes {most_word}."
         )
     return small or sizes[:1]
 
