@@ -186,7 +186,7 @@ def test_a_planted_file_is_refused_by_all_and_no_matter_where_the_environment_ha
         Attacker("plant", path, PLANTED).read()
     why = "is a link" if how == "link" else f"belongs to user {NOBODY}, and this process to user 0"
     for meets in (lambda: rendezvous.open_door(place, STORE, shared), lambda: find(place, 1, shared)):
-        with pytest.raises(UsageError, match=f"{why}: no secret is taken from it. Remove it, start in another folder"):
+        with pytest.raises(UsageError, match=f"{why}, so its secret is not used. Remove it, start in another folder"):
             meets()
     monkeypatch.setenv(VARIABLE, GIVEN)
     rendezvous.open_door(place, STORE, shared)

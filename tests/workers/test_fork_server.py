@@ -114,7 +114,7 @@ def test_a_function_is_called_in_a_process_that_has_what_workers_have(processes:
         for how, kind, text in [
             ("refused", PlanError, "no plan of that kind. Use shard."),
             ("refused by an error of its own", UsageError, "no."),
-            ("killed", WorkerFailed, "the process that reads the job ended with SIGKILL."),
+            ("killed", WorkerFailed, "the process that imports the job's file ended with SIGKILL."),
             ("ended", UsageError, "os._exit(3) ended the command before it was done."),
             ("left", UsageError, "sys.exit('enough') ended the command before it was done."),
             ("failed", WorkerFailed, "the program failed: RuntimeError: odd"),

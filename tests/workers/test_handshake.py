@@ -201,7 +201,7 @@ def test_a_message_that_is_repeated_left_out_or_sent_back_is_refused(wire: Wire)
     assert wire.other.receive() == b"one"
     for not_the_next in (first, wire.sent(b"three")):
         wire.to_other.sendall(not_the_next)
-        with pytest.raises(Unproven, match="did not send, or sent before"):
+        with pytest.raises(Unproven, match="was changed on its way, or sent a second time"):
             wire.other.receive()
     wire.from_one.sendall(first)
     with pytest.raises(Unproven):
@@ -220,7 +220,7 @@ def test_half_a_message_is_none(wire: Wire) -> None:
 def test_no_message_is_empty_or_endless(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "MOST", 3)
     for message in (b"", b"four"):
-        with pytest.raises(ValueError, match="a message has 1 to 3 bytes"):
+        with pytest.raises(ValueError, match="a message must have 1 to 3 bytes"):
             wire.one.send(message)
 
 

@@ -29,7 +29,7 @@ def test_the_world_is_read_from_the_environment(environment: dict[str, str], wor
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: a rank lies between 0 and 1."),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: RANK must be from 0 to 1."),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1 with WORLD_SIZE=2"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "must be whole numbers"),
         ({"LOCAL_RANK": ""}, "must be whole numbers"),
@@ -47,7 +47,9 @@ def test_ranks_without_a_place_to_meet_are_refused(known: str, monkeypatch: pyte
         monkeypatch.delenv(name, raising=False)
     if known:
         monkeypatch.setenv(known, "29500")
-    with pytest.raises(UsageError, match=r"RANK=1 and WORLD_SIZE=2 are set, and MASTER_.* not: "):
+    with pytest.raises(
+        UsageError, match=r"RANK=1 and WORLD_SIZE=2 are set, and MASTER_.* not, so rank 0 cannot be found"
+    ):
         enter_process_group(World(1, 2, 1, 2, "cpu"))
 
 
@@ -102,7 +104,7 @@ def test_a_rank_of_another_launcher_takes_a_gpu_of_its_own(
 
 
 def test_a_rank_without_a_gpu_is_refused_and_one_of_a_machine_without_gpus_is_not(driver: Driver) -> None:
-    with pytest.raises(UsageError, match="local rank 4 has no GPU: torch sees 4 here"):
+    with pytest.raises(UsageError, match="local rank 4 has no GPU, as torch sees only 4"):
         join._take_device(World(4, 8, 4, 8, ""))
     driver.gpus = 0
     assert join._take_device(World(4, 8, 4, 8, "")).device == "cpu"

@@ -169,12 +169,12 @@ def test_a_machine_with_another_secret_gets_a_sentence_and_the_others_meet(monke
 
 def test_a_port_that_is_taken_is_refused() -> None:
     taken = Store(b"of others")
-    with pytest.raises(UsageError, match=rf"--rdzv here:{taken.port}: no meeting there .*Is the port free on this"):
+    with pytest.raises(UsageError, match=rf"--rdzv here:{taken.port}: cannot be used to meet .*Is the port free here"):
         joined(("here", taken.port), 0, 2, 1)
     taken.close()
 
 
 @pytest.mark.parametrize("rdzv", ["", "node0", "node0:x"])
 def test_a_rendezvous_that_cannot_be_is_refused(rdzv: str) -> None:
-    with pytest.raises(UsageError, match="give where machine 0 is reached"):
+    with pytest.raises(UsageError, match="give the address of machine 0"):
         NodeOptions(nnodes=2, rdzv=rdzv).rendezvous(1)

@@ -198,8 +198,8 @@ def test_a_step_is_believed_where_the_system_shows_nothing(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"SLURM_NODEID": "2"}, "SLURM_NODEID=2, and SLURM_STEP_TASKS_PER_NODE is of 2 nodes"),
-        ({"SLURM_LOCALID": "x"}, "SLURM_LOCALID=x: a whole number is needed"),
+        ({"SLURM_NODEID": "2"}, "SLURM_NODEID=2, but SLURM_STEP_TASKS_PER_NODE lists 2 nodes"),
+        ({"SLURM_LOCALID": "x"}, "SLURM_LOCALID=x. The launcher must set SLURM_LOCALID to a whole number"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2*2"}, "'2*2' is not a Slurm count of tasks"),
         ({"SLURM_STEP_NODELIST": "n[1-"}, "'n[1-' is not a Slurm list of hosts"),
     ],
@@ -312,8 +312,8 @@ def test_one_task_a_machine_with_more_devices_launches_there(
 @pytest.mark.parametrize(
     ("environment", "words", "says"),
     [
-        (ONE_A_NODE, {"nnodes": 3}, "--nnodes 3, and Slurm started 2 tasks on 2 machines"),
-        (ONE_A_NODE, {"nnodes": 3, "node_rank": 2}, "--nnodes 3, and Slurm started 2 tasks on 2 machines"),
+        (ONE_A_NODE, {"nnodes": 3}, "--nnodes 3, but Slurm started 2 tasks on 2 machines"),
+        (ONE_A_NODE, {"nnodes": 3, "node_rank": 2}, "--nnodes 3, but Slurm started 2 tasks on 2 machines"),
         (
             SRUN | {"SLURM_NODEID": "0"},
             {"nnodes": 2, "node_rank": 1},
@@ -321,8 +321,8 @@ def test_one_task_a_machine_with_more_devices_launches_there(
         ),
         (SRUN, {"devices": "4xcpu"}, "--devices 4xcpu asks for 4, and Slurm started 2 tasks on this machine, 4 in all"),
         (TORCHRUN, {"devices": "4xcpu"}, "--devices 4xcpu asks for 4, and torchrun started 2 tasks on this machine"),
-        (TORCHRUN, {"devices": "cuda:2,3"}, "show the tasks those that are meant: CUDA_VISIBLE_DEVICES=2,3."),
-        (TORCHRUN, {"devices": "cuda:1"}, "--devices cuda:1: torchrun started 2 tasks on this machine, which take"),
+        (TORCHRUN, {"devices": "cuda:2,3"}, "leave --devices out and set CUDA_VISIBLE_DEVICES=2,3."),
+        (TORCHRUN, {"devices": "cuda:1"}, "--devices cuda:1: torchrun started 2 tasks on this machine, which use"),
     ],
 )
 def test_options_that_contradict_the_launcher_are_refused(
@@ -353,7 +353,7 @@ def test_a_rank_takes_an_accelerator_unless_cpu_workers_are_asked_for(
 
 
 def test_a_step_of_which_half_is_known_is_refused_and_one_process_needs_no_list() -> None:
-    with pytest.raises(UsageError, match="SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_NODELIST not, as srun does"):
+    with pytest.raises(UsageError, match="SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_NODELIST not"):
         place_in(BATCH | {"SLURM_STEP_NUM_TASKS": "2"})
     assert place_in(BATCH | {"SLURM_JOB_NODELIST": "n[1-"}).size == 1
 

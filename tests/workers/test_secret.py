@@ -63,7 +63,7 @@ def test_each_start_has_another_although_the_environment_has_one(
 
 def test_one_that_could_be_guessed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "hunter2")
-    with pytest.raises(UsageError, match=r"has 7 characters, .* export MESHWISE_SECRET=\$\(openssl rand -hex 32\)"):
+    with pytest.raises(UsageError, match=r"has only 7 characters, .* export MESHWISE_SECRET=\$\(openssl rand -hex 32"):
         secret_of("job", tmp_path)
 
 
@@ -114,8 +114,8 @@ PLANTED = {
     "a link": (link, "is a link"),
     "a link to nothing": (dangling, "is a link"),
     "another name": (hard_link, "has another name too"),
-    "644": (open_to(0o644), "is open to others: its mode is 644, and not 600"),
-    "620": (open_to(0o620), "is open to others: its mode is 620, and not 600"),
+    "644": (open_to(0o644), "can be read by others: its mode is 644, and not 600"),
+    "620": (open_to(0o620), "can be read by others: its mode is 620, and not 600"),
     "a folder": (Path.mkdir, "is no file"),
     "a pipe": (os.mkfifo, "is no file"),
     "empty": (lambda path: (path.touch(), path.chmod(0o600)), "has no secret in it"),
@@ -134,7 +134,7 @@ def test_no_secret_is_taken_from_what_others_could_have_put_there(
     plant(path)
     with pytest.raises(UsageError) as refused:
         secret_of("job", tmp_path)
-    said = f"{path} {why}: no secret is taken from it. Remove it, start in another folder, or give all processes one"
+    said = f"{path} {why}, so its secret is not used. Remove it, start in another folder, or give all processes one"
     assert str(refused.value).startswith(said)
     monkeypatch.setenv(VARIABLE, GIVEN)
     given = secret_of("job", tmp_path)
@@ -160,7 +160,7 @@ def test_a_file_of_another_that_cannot_even_be_opened_is_told_with_its_owner(
         return real(name, flags, mode)
 
     monkeypatch.setattr(secret.os, "open", closed)
-    with pytest.raises(UsageError, match=f"belongs to user {NOBODY}, and this process to user 0: no secret"):
+    with pytest.raises(UsageError, match=f"belongs to user {NOBODY}, and this process to user 0, so its secret"):
         secret_of("job", tmp_path)
 
 

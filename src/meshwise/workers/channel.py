@@ -117,7 +117,7 @@ def listening(host: str = "", port: int = 0) -> socket.socket:
     for free in (*random.SystemRandom().sample(LISTENING_PORTS, 100), 0):
         with contextlib.suppress(OSError):
             return socket.create_server((host, free), backlog=512, **every)  # type: ignore[arg-type]
-    raise OSError("this machine has no free TCP port")
+    raise OSError("no TCP port is free on this machine")
 
 
 def free_port(host: str = "") -> int:

@@ -65,7 +65,7 @@ def refuse_few_files(workers: int) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else least
     if 0 <= limit < least:
         opens = f"{plural(workers, 'worker')} and what starts them open {least} files or more"
-        text = f"{opens}, and this limit is {limit}. Raise it: ulimit -n 4096."
+        text = f"{opens}, and the limit is {limit}. Raise the limit with ulimit -n 4096."
         raise WorkerFailed(text, exit_code=UsageError.exit_code)
 
 
@@ -96,7 +96,7 @@ def read_world(environment: Mapping[str, str]) -> World:
     except ValueError:
         raise UsageError("RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers.") from None
     if not 0 <= rank < size:
-        raise UsageError(f"RANK={rank} with WORLD_SIZE={size}: a rank lies between 0 and {size - 1}.")
+        raise UsageError(f"RANK={rank} with WORLD_SIZE={size}: RANK must be from 0 to {size - 1}.")
     return World(rank, size, local_rank, local_size, environment.get(DEVICE_KIND, ""))
 
 

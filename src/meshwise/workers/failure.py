@@ -20,7 +20,7 @@ from meshwise.spec.words import error_text, readable, text_of
 from meshwise.workers import loader_failure, sudden_end
 
 MORE_MEMORY = "Let the ranks of this machine use less, or give them more memory."
-LINK = "The ranks lost their connections to each other, and all of them are alive: look at the link between them."
+LINK = "The ranks lost their connections to each other, though all are running: look at the link between them."
 MOST_FRAMES = 20
 """The largest number of frames shown of a traceback: half from the beginning, half from the end."""
 _COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
@@ -182,7 +182,7 @@ def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | Non
 def with_server(died: Failure, server: int | None) -> Failure:
     """Return the failure of `server`, the process that forked all ranks and whose end ended them. died: one rank's."""
     how = died.message.removesuffix(" without saying that its work is done")
-    text = f"process {server}, which starts the ranks of this machine, {how}, and they with it."
+    text = f"process {server}, which starts the ranks of this machine, {how}, which ended the ranks too."
     return replace(died, kind="server", message=" ".join([text, *died.notes]), plain=True)
 
 

@@ -96,7 +96,7 @@ class ForkServer:
                 answer = json.loads(answer_of(task).read_text())
             except (OSError, ValueError):
                 ended = f"exit code {status}" if status >= 0 else signal.Signals(-status).name
-                raise WorkerFailed(f"the process that reads the job ended with {ended}.") from None
+                raise WorkerFailed(f"the process that imports the job's file ended with {ended}.") from None
         if "error" not in answer:
             return answer["value"]
         error: MeshwiseError = getattr(errors, answer["error"])(answer["text"])

@@ -64,7 +64,7 @@ class StepGate:
         self.stopped_after = step, epoch
         if self._channel is not None:
             self._channel.send("stopping", step=step, epoch=epoch, saves=self.saves)
-            return KeyboardInterrupt("the run was asked to stop; every rank stops before the same batch")
+            return KeyboardInterrupt("the run was asked to stop: every rank stops before the same batch")
         return SystemExit(code_of_stop(self.signal))
 
     def begin(self) -> bool:

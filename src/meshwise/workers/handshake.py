@@ -72,7 +72,7 @@ class Line:
     def send(self, message: bytes) -> None:
         """Send a message of 1 to MOST bytes. Raises OSError if the connection is gone."""
         if not 0 < len(message) <= MOST:
-            raise ValueError(f"a message has 1 to {MOST} bytes, and this one {len(message)}")
+            raise ValueError(f"a message must have 1 to {MOST} bytes, and this one has {len(message)}")
         with self._lock:
             number, self._sent = self._sent, self._sent + 1
             sealed = code(self._sends, NUMBER.pack(number), message)
@@ -86,11 +86,11 @@ class Line:
             return b""
         (length,) = HEAD.unpack(self._whole(head, HEAD.size))
         if not 0 < length <= MOST:
-            raise Unproven(f"a message of {length} bytes, which none has")
+            raise Unproven(f"the other side sent a message of {length} bytes, which is not allowed")
         sealed = self._whole(self._bytes.read(CODE), CODE)
         message = self._whole(self._bytes.read(length), length)
         if not hmac.compare_digest(sealed, code(self._receives, NUMBER.pack(self._received), message)):
-            raise Unproven("a message that the other end did not send, or sent before")
+            raise Unproven("a message was changed on its way, or sent a second time")
         self._received += 1
         return message
 
@@ -137,7 +137,7 @@ def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: flo
         connection.settimeout(max(until - time.monotonic(), 0.001))
         part = connection.recv(ANSWERS - len(answer))
         if not part:
-            raise ConnectionResetError("the connection was closed before a proof came")
+            raise ConnectionResetError("the other side closed the connection before it proved that it knows the secret")
         answer += part
         if not answer.startswith(HELLO[: len(answer)]):
             raise ConnectionRefusedError("another program listens there")
@@ -162,7 +162,7 @@ class Guest:
         wanted = ASKS if self.proofs is None else CODE
         part = self.connection.recv(wanted - len(self._heard))
         if not part:
-            raise ConnectionResetError("it has hung up")
+            raise ConnectionResetError("the other side closed the connection")
         self._heard += part
         if len(self._heard) < wanted:
             return None
@@ -175,6 +175,6 @@ class Guest:
             self.connection.sendall(HELLO + nonce + self.proofs.server)
             return None
         if not hmac.compare_digest(heard, self.proofs.client):
-            raise Unproven("it does not know the secret")
+            raise Unproven("the other side does not know the secret")
         self.connection.setblocking(True)
         return Line(self.connection, self.proofs, serves=True)

@@ -25,8 +25,8 @@ _NO_DEVICE = re.compile(
     r"|Found no NVIDIA driver|no (\w+)-capable device is detected|no (XPU) device is available"
 )
 _OF_SYSTEM = {
-    errno.EMFILE: "Too many files are open for this limit. Raise it: ulimit -n 4096.",
-    errno.EFBIG: "Files may not grow further here. Raise the limit: ulimit -f unlimited.",
+    errno.EMFILE: "More files are open than is allowed. Raise the limit with ulimit -n 4096.",
+    errno.EFBIG: "A file is larger than is allowed. Raise the limit with ulimit -f unlimited.",
     errno.ENOSPC: "A disk is full: see df -h for the folder of the run, for TMPDIR and for /dev/shm.",
 }
 _NO_SUCH_INDEX = "invalid device ordinal"
@@ -55,24 +55,24 @@ def hint(error: BaseException) -> str:
     if _NO_GROUP in text:
         if any(frame.f_code.co_filename == DDP_FILE for frame in _frames(error)):
             return "Remove DistributedDataParallel: mw.distribute takes the model itself, and averages its gradients."
-        return "The process group is made by mw.distribute: use torch.distributed after it."
+        return "mw.distribute makes the process group: call it before you use torch.distributed."
     if _NO_GRAPH in text:
         return (
-            "This loss does not depend on the model, as where none of a rank's samples takes part in it. Keep the "
-            "output of the model in it: output[mask].sum() / max(n, 1), or loss + 0 * output.sum()."
+            "This loss does not depend on the model, perhaps because it uses none of the samples of this rank. Keep "
+            "the output of the model in the loss: output[mask].sum() / max(n, 1), or loss + 0 * output.sum()."
         )
     if _FORKED_LOADER in text and "DataLoader worker" in text:
-        return "Workers of a DataLoader are forked: return CPU tensors, or write multiprocessing_context='spawn' there."
+        return "DataLoader workers are forked: return CPU tensors, or give it multiprocessing_context='spawn'."
     if found := _NO_DEVICE.search(text):
         kind = next(filter(None, found.groups()), "such")
         return (
-            f"There is no {kind} device here. Leave .cuda() and .to('cuda') out: mw.distribute puts the model, "
-            "and its loaders their batches, on the device that each worker has; what you make goes to x.device."
+            f"There is no {kind} device here. Leave .cuda() and .to('cuda') out: mw.distribute puts the model, and its "
+            "loaders their batches, on the device of each worker. Make your own tensors on x.device."
         )
     if _NO_SUCH_INDEX in text:
-        return "A worker sees its own device alone. Leave the index out: .to('cuda'), or x.device."
+        return "A worker sees only its own device. Leave the index out: .to('cuda'), or x.device."
     if isinstance(error, TypeError | AttributeError) and _is_swapped(error, text):
-        return "mw.distribute gives things back in the order in which it was given them: compare the left side."
+        return "mw.distribute returns things in the order of its arguments: compare the names on the left side."
     loss = [f.f_locals["loss"] for f in _frames(error) if (f.f_globals.get("__name__"), f.f_code.co_name) == BACKWARD]
     if loss and not isinstance(loss[0], Tensor):
         return f"mw.backward takes the loss, a tensor of one number, and was given this: {type(loss[0]).__name__}."

@@ -298,7 +298,7 @@ class _Launcher:
 
     def _look_at_once(self) -> None:
         if self.halt.at_once:
-            text = "stopped at once; what was saved before is kept."
+            text = "the run was stopped at once. What was saved before is kept."
             if self.nodes:
                 self.nodes.fail(text, None, self.halt.exit_code)
             raise WorkerFailed(text, exit_code=self.halt.exit_code)

@@ -28,7 +28,7 @@ def said(variable: str, value: str, server: subprocess.Popen[bytes] | None) -> s
         return ""
     named = some([f"{number} ({name})" for number, name in left], MOST_SAID)
     numbers = " ".join(str(number) for number, _ in left[:MOST_SAID])
-    return f"Left running, in sessions of their own: {named}. To end them: kill {numbers}"
+    return f"These processes still run: {named}. To end them: kill {numbers}"
 
 
 def _found(wanted: bytes, own: tuple[int, ...]) -> list[tuple[int, str]]:

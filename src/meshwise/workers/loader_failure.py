@@ -23,9 +23,9 @@ _ENDED = re.compile(
 _CAUGHT = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal (.*)", re.DOTALL)
 _FRAMES = re.compile(r"^Traceback \(most recent call last\):\n((?:  .*\n)+)", re.MULTILINE)
 _FRAME = re.compile(r'^(?=  File ")', re.MULTILINE)
-_MEMORY = "Fewer loader workers, or smaller batches, need less memory."
+_MEMORY = "Use fewer loader workers or smaller batches, which need less memory."
 _SHARED = "Give them more shared memory (/dev/shm; docker run --shm-size), or let fewer of them run."
-_WITHOUT = "A run without loader workers (num_workers=0, loader_workers=0) shows where."
+_WITHOUT = "Run without loader workers (num_workers=0, loader_workers=0) to see where it fails."
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,9 @@ class Machines:
                 raise WorkerFailed(
                     f"not all {self.nnodes} machines came within {RENDEZVOUS_TIMEOUT.seconds // 60} min. Start each "
                     "with its --node-rank."
-                    + (f" One at {stranger} does not know the secret: {SET_ONE}." if stranger else "")
+                    + (f" The machine at {stranger} does not know the secret: {SET_ONE}." if stranger else "")
                     if self._meeting.error is None
-                    else "the machine where the others meet is gone, or the run has ended."
+                    else "the machine where the others meet cannot be reached any more, or the run has ended."
                 )
 
         while self.leads and any(self._machine(node) is None for node in range(self.nnodes)):
@@ -134,8 +134,8 @@ class Machines:
         for name, value in theirs.items():
             if (own := json.loads(json.dumps(asked.get(name)))) != value:
                 raise UsageError(
-                    f"the run is under way with {name}: {value}, and this machine has {own}. Start it with the same "
-                    "command as the others, but for --node-rank and --devices."
+                    f"the run uses {name} {value}, and this machine was started with {own}. Use the same command on "
+                    "every machine, except for --node-rank and --devices."
                 )
         say("the run is under way: this machine joins it after the next step that is saved.")
         self._present()

@@ -36,11 +36,11 @@ class NodeOptions:
 
     def __post_init__(self) -> None:
         if self.nnodes < 1:
-            raise UsageError(f"--nnodes {self.nnodes}: at least one machine takes part. Use --nnodes 1 or more.")
+            raise UsageError(f"--nnodes {self.nnodes}: a run needs at least one machine. Use --nnodes 1 or more.")
         if not 0 <= self.node_rank < self.nnodes:
             raise UsageError(
-                f"--node-rank {self.node_rank} of --nnodes {self.nnodes}: machines are counted from 0 "
-                f"to {self.nnodes - 1}."
+                f"--node-rank {self.node_rank} with --nnodes {self.nnodes}: the rank of a machine must be from 0 to "
+                f"{self.nnodes - 1}."
             )
 
     def rendezvous(
@@ -53,8 +53,8 @@ class NodeOptions:
         host, _, port = (self.rdzv or "").rpartition(":")
         if not host or not port.isdigit():
             raise UsageError(
-                f"--rdzv {self.rdzv or 'is missing'}: give where machine 0 is reached, the same on every machine, "
-                "for instance --rdzv node0:29500."
+                f"--rdzv {self.rdzv or 'is missing'}: give the address of machine 0, the same on every machine, for "
+                "instance --rdzv node0:29500."
             )
         machines = joined((host, int(port)), self.node_rank, self.nnodes, local_size)
         machines.meet(asked, say)
@@ -71,7 +71,7 @@ def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) ->
         store = Store(secret.value, port, listens, host)
     except OSError as error:
         secret.remove_made()
-        raise UsageError(f"{where}: no meeting there ({error.strerror}). Is the port free on this machine?") from None
+        raise UsageError(f"{where} cannot be used to meet ({error.strerror}). Is the port free here?") from None
     began, limit = time.monotonic(), RENDEZVOUS_TIMEOUT.total_seconds()
 
     def connect() -> Exchanges:
@@ -98,6 +98,6 @@ def _refuse(where: str, secret: Secret, error: Exception) -> NoReturn:
     if isinstance(error, Unproven):
         raise UsageError(
             f"{where}: the process there does not know the secret that this machine has ({secret.source}). Start all "
-            f"machines with the same --rdzv, in one folder that they share, or {SET_ONE}."
+            f"machines with the same --rdzv, in a folder that they share, or {SET_ONE}."
         )
-    raise UsageError(f"{where}: no meeting there ({error}). Is machine 0 started, and the port free?")
+    raise UsageError(f"{where} cannot be reached ({error}). Is machine 0 started, and is the port right?")

@@ -103,7 +103,7 @@ class Nodes:
                     self.leave()
                     raise UsageError(
                         f"machines {self.members[0].node} and {member.node} differ in their {name}: {first[name]} and "
-                        f"{other.get(name)}. Start every machine with the same command, but for --node-rank and "
+                        f"{other.get(name)}. Start every machine with the same command, except for --node-rank and "
                         "--devices."
                     )
 
@@ -116,7 +116,7 @@ class Nodes:
                 last = first + member.size - 1
                 ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
                 text = f"machine {member.node} of {self.nnodes} ({ranks}) is lost: {why}."
-                return Failure(first, "lost", f"{text} See its power, network and log.", plain=True, exit_code=AGAIN)
+                return Failure(first, "lost", f"{text} Check its power, network and log.", plain=True, exit_code=AGAIN)
         return None
 
     def _why_lost(self, member: Member) -> str:
@@ -125,7 +125,7 @@ class Nodes:
         seconds = self._meeting.silence if leader else self._meeting.silence_of(member.name)
         if seconds is not None:
             gone = seconds == math.inf or (leader and self._meeting.error is not None)
-            return "its launcher is gone" if gone else f"no word from it for {seconds:.1f} s"
+            return "its launcher is gone" if gone else f"it has not answered for {seconds:.1f} s"
         told = self._meeting.try_get(f"machine/{member.node}")
         again = told is not None and json.loads(told)["name"] != member.name
         return "its launcher was started again" if again else ""

@@ -161,8 +161,8 @@ def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str
     if made:
         secret.remove()
     raise UsageError(
-        f"rank {place.rank} of {place.size} did not find rank 0 within {waited:.0f} s: {tried}. See whether it has "
-        f"started, start all in a folder that all machines share, {SET_ONE}, or set MASTER_ADDR and MASTER_PORT."
+        f"rank {place.rank} of {place.size} did not find rank 0 within {waited:.0f} s: {tried}. Check that rank 0 has "
+        f"started. Then start all in a folder that the machines share, {SET_ONE}, or set MASTER_ADDR and MASTER_PORT."
     )
 
 

@@ -80,7 +80,7 @@ def secret_of(name: str, folder: Path) -> Secret:
     if not given:
         return _of_file(name, path)
     if len(given) < LEAST:
-        raise UsageError(f"{VARIABLE} has {len(given)} characters, which could be guessed: {SET_ONE}.")
+        raise UsageError(f"{VARIABLE} has only {len(given)} characters, which is easy to guess: {SET_ONE}.")
     told, why = dict[str, Any](), ""
     try:
         told = _read(path)
@@ -142,7 +142,7 @@ def not_private(facts: os.stat_result) -> str:
     if facts.st_uid != os.geteuid():
         return _foreign(facts.st_uid)
     if facts.st_mode & 0o077:
-        return f"is open to others: its mode is {stat.S_IMODE(facts.st_mode):o}, and not 600"
+        return f"can be read by others: its mode is {stat.S_IMODE(facts.st_mode):o}, and not 600"
     return "has another name too" if facts.st_nlink > 1 else ""
 
 
@@ -160,4 +160,4 @@ def _why(error: OSError, path: Path) -> str:
 
 
 def _refused(path: Path, why: str) -> str:
-    return f"{path} {why}: no secret is taken from it. Remove it, start in another folder, or {SET_ONE}."
+    return f"{path} {why}, so its secret is not used. Remove it, start in another folder, or {SET_ONE}."

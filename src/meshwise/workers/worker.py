@@ -56,7 +56,7 @@ def main() -> int:
         torch.set_num_threads(threads)
     session = join.rank_context()
     if session.channel is None:
-        raise UsageError("meshwise.workers is started by `meshwise run` and `mw.launch` alone.")
+        raise UsageError("meshwise.workers cannot be started by hand. Use `meshwise run` or `mw.launch`.")
     stopping.pass_on(session.channel, session.gate, leads=session.world.rank == 0)
     task, rank = Path(sys.argv[1]), session.world.rank
     with sudden_end.told(partial(_tell_end, rank, session.channel)):

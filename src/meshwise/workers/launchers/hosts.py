@@ -37,7 +37,7 @@ def _numbers(ranges: str, text: str) -> list[str]:
 
 
 def _refused(text: str) -> UsageError:
-    return UsageError(f"{text!r} is not a Slurm list of hosts. It writes them as n1, or gpu[03-07,9],big1.")
+    return UsageError(f"{text!r} is not a Slurm list of hosts, such as n1 or gpu[03-07,9],big1.")
 
 
 def tasks_of_nodes(text: str) -> tuple[int, ...]:
@@ -46,6 +46,6 @@ def tasks_of_nodes(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise UsageError(f"{text!r} is not a Slurm count of tasks. It writes them as 4(x2),3.")
+            raise UsageError(f"{text!r} is not a Slurm count of tasks, such as 4(x2),3.")
         counts += [int(match[1])] * int(match[2] or "1")
     return tuple(counts)

@@ -84,4 +84,4 @@ def number(environment: Mapping[str, str], name: str, default: int | None = None
         return int(text)
     except ValueError:
         said = f"{name}={text}" if name in environment else f"{name} is not set"
-        raise UsageError(f"{said}: a whole number is needed, as the launcher sets it.") from None
+        raise UsageError(f"{said}. The launcher must set {name} to a whole number.") from None

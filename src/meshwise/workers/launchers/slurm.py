@@ -31,7 +31,7 @@ def read(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | 
     job, attempt = job_id(environment), number(environment, "SLURM_RESTART_COUNT", 0) + 1
     if number(environment, STEPS, 1) > 1 and (missing := [name for name in OF_STEPS if name not in environment]):
         raise UsageError(
-            f"{STEPS} is set, and {' and '.join(missing)} not, as srun does. Start it with srun, or unset it."
+            f"{STEPS} is set, but {' and '.join(missing)} not. Start the program with srun, or unset {STEPS}."
         )
     if number(environment, STEPS, 1) < 2 or not in_step(environment, proc):
         hosts: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ def read(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | 
     tasks = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
     node, local_rank = number(environment, "SLURM_NODEID"), number(environment, "SLURM_LOCALID")
     if not 0 <= node < len(tasks):
-        raise UsageError(f"SLURM_NODEID={node}, and SLURM_STEP_TASKS_PER_NODE is of {len(tasks)} nodes.")
+        raise UsageError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE lists {len(tasks)} nodes.")
     step = environment.get("SLURM_STEP_ID", "0")
     cluster = environment.get("SLURM_CLUSTER_NAME", "")
     return Place(
