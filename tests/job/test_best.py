@@ -174,7 +174,9 @@ def test_a_resumed_run_has_the_best_that_it_had(stop: int, tmp_path: Path) -> No
 
 def test_a_run_that_kept_the_best_by_another_metric_is_not_resumed_by_this_one(tmp_path: Path) -> None:
     ran(job(best="max accuracy", epochs=2), tmp_path)
-    with pytest.raises(UsageError, match=r"best='min error', and the run to resume kept 'max accuracy'\. Use that"):
+    with pytest.raises(
+        UsageError, match=r"best='min error', but the resumed run was started with 'max accuracy'\. Use that"
+    ):
         ran(job(best="min error"), tmp_path, resume=tmp_path)
     (tmp_path / "best.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match=r"best\.safetensors cannot be read"):
@@ -212,10 +214,10 @@ def test_callbacks_get_the_epoch_and_the_model_trains_on(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"best": "accuracy"}, r"best='accuracy' does not say what is better\. Use 'max accuracy' or 'min accuracy'"),
-        ({"best": ""}, "does not say what is better"),
-        ({"best": "max accuracy", "test": None}, r"there is no test set\. Add test="),
-        ({"patience": 3}, r"patience=3 needs a measure\. Add best='max accuracy'"),
+        ({"best": "accuracy"}, r"best='accuracy' needs max or min\. Use 'max accuracy' or 'min accuracy'"),
+        ({"best": ""}, "needs max or min"),
+        ({"best": "max accuracy", "test": None}, r"needs a test set, and the job has none\. Add test="),
+        ({"patience": 3}, r"patience=3 needs a metric\. Add best='max accuracy'"),
         ({"best": "max accuracy", "patience": 0}, "patience=0 must be a whole number of at least 1"),
         ({"validate_every": 0.5}, r"validate_every=0\.5 must be a whole number of at least 1"),
         ({"validate_every": "0 steps"}, r"validate_every='0 steps' must be a whole number of at least 1"),
@@ -229,7 +231,7 @@ def test_what_says_nothing_is_refused(given: Any, says: str) -> None:
 
 def test_a_metric_that_there_is_not_is_refused_before_an_epoch_is_over(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"best='max acuracy' names none of its metrics: accuracy, error\. Did you mean 'acc"
+        UsageError, match=r"best='max acuracy' is no metric of the job: it has accuracy, error\. Did you mean 'acc"
     ):
         ran(job(best="max acuracy"), tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()

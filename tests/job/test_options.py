@@ -124,21 +124,23 @@ def test_what_is_given_of_the_plan_goes_before_it_in_other_words(
 
 def test_the_same_job_may_be_named_again_but_no_other() -> None:
     assert RunOptions("mlp").resumed(recorded(FULL)) == FULL
-    with pytest.raises(UsageError, match=r"the run to resume belongs to job 'mlp', not 'gpt'\. Omit the job"):
+    with pytest.raises(UsageError, match=r"the resumed run belongs to job 'mlp', not 'gpt'\. Leave the job out"):
         RunOptions("gpt").resumed(recorded(FULL))
 
 
 def test_a_resumed_run_has_the_arguments_that_it_had() -> None:
     assert RunOptions(args=("depth=2",)).resumed(recorded(FULL)) == FULL
     assert RunOptions().resumed(recorded(RunOptions("mlp", args={"lr": 0.1}))).args == ("lr=0.1",)
-    with pytest.raises(UsageError, match=r"--arg lr=1: the run to resume had lr=3e-4, depth=2, .* Leave --arg out"):
+    with pytest.raises(
+        UsageError, match=r"--arg lr=1: the resumed run and its state have lr=3e-4, depth=2\. Leave --arg out"
+    ):
         RunOptions(args=("lr=1",)).resumed(recorded(FULL))
-    with pytest.raises(UsageError, match="had no arguments"):
+    with pytest.raises(UsageError, match="have no arguments"):
         RunOptions(args=("lr=1",)).resumed(recorded(RunOptions("mlp")))
 
 
 def test_the_run_of_a_script_is_not_resumed_for_it() -> None:
-    with pytest.raises(UsageError, match=r"train.py is a script, which loads its own state .* without --resume"):
+    with pytest.raises(UsageError, match=r"train.py is a script, and a script loads its state .* without --resume"):
         RunOptions().resumed({"job": "train.py", "arguments": []})
 
 
@@ -205,10 +207,10 @@ def test_a_state_is_saved_after_steps_or_time(given: Any, saves: Saves) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"save_every": "often"}, "--save-every often: is no duration"),
+        ({"save_every": "often"}, "--save-every often is not a duration"),
         ({"save_every": "-5"}, "--save-every -5: must be at least 1"),
-        ({"save_every": "0s"}, "--save-every 0s: is no duration"),
-        ({"save_limit": "much"}, "--save-limit = 'much': not a number with a unit"),
+        ({"save_every": "0s"}, "--save-every 0s is not a duration"),
+        ({"save_limit": "much"}, "--save-limit = 'much' is not a number with a unit"),
         ({"save_limit": "3 s"}, "a unit of seconds"),
     ],
 )
@@ -219,7 +221,7 @@ def test_a_time_or_a_size_that_is_none_is_refused(given: Any, says: str) -> None
 
 
 def test_a_field_of_the_plan_is_set_once() -> None:
-    with pytest.raises(UsageError, match="accumulate is set by --accumulate 2 and by --set accumulate="):
+    with pytest.raises(UsageError, match="accumulate is set twice, by --accumulate 2 and by --set accumulate="):
         RunOptions(accumulate=2, settings=("shard=2", "accumulate = 3"))
 
 
@@ -231,9 +233,9 @@ def test_a_plan_file_that_is_not_there_is_refused_at_once() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (RunOptions(batch_size=3), "--batch-size 3: train.py is a script"),
+        (RunOptions(batch_size=3), "--batch-size 3: this option works only for jobs, and train.py is a script"),
         (RunOptions(seed=0), "--seed 0"),
-        (RunOptions(args={"lr": 1}), "--arg lr=1: train.py is a script"),
+        (RunOptions(args={"lr": 1}), "--arg lr=1: this option works only for jobs, and train.py is a script"),
         (RunOptions(resume="runs/a"), "--resume runs/a"),
     ],
 )
@@ -292,5 +294,5 @@ def test_a_type_checker_refuses_a_wrong_option_of_run(processes: None, tmp_path:
     [("devices", 2), ("epochs", "3"), ("log", [1]), ("plan", 7), ("exact_random", "yes")],
 )
 def test_a_damaged_record_is_not_resumed(name: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=f"the record of the run to resume is damaged: its {name} is"):
+    with pytest.raises(UsageError, match=f"the record of the resumed run is damaged: {name} is"):
         RunOptions(resume="run").resumed({"request": {"job": "mlp", name: value}})

@@ -279,7 +279,7 @@ def test_a_job_with_lbfgs_trains_as_on_one_device(name: str, pool: Any) -> None:
 
 def test_a_job_with_lbfgs_refuses_a_scaled_loss() -> None:
     lbfgs = replace(job(1), optimizer=lambda params: torch.optim.LBFGS(list(params)))
-    with pytest.raises(UsageError, match=r"job 'net': LBFGS runs the loss several times .* Use precision='bf16'"):
+    with pytest.raises(UsageError, match=r"job 'net': LBFGS computes the loss several times .* Use precision='bf16'"):
         run_job(lbfgs, RunOptions(plan=Plan(precision="fp16")), None)
 
 

@@ -39,7 +39,7 @@ class BestEpoch:
             self.found = broadcast_object(read_best(folder) if get_rank() == 0 else None)
         if self.found is not None and f"{self.found.direction} {self.found.metric}" != job.best:
             raise UsageError(
-                f"job '{job.name}': best={job.best!r}, and the run to resume kept '{self.found.direction} "
+                f"job '{job.name}': best={job.best!r}, but the resumed run was started with '{self.found.direction} "
                 f"{self.found.metric}'. Use that, or move {folder}/{names.BEST} away."
             )
 
@@ -47,7 +47,7 @@ class BestEpoch:
         """Raise UsageError if the job's metrics lack the metric of `job.best`."""
         if self._metric not in metrics:
             has = f"{', '.join(metrics)}.{nearest(self._metric, metrics)}"
-            raise UsageError(f"job '{self._job.name}': best={self._job.best!r} names none of its metrics: {has}")
+            raise UsageError(f"job '{self._job.name}': best={self._job.best!r} is no metric of the job: it has {has}")
 
     def take(self, metrics: Mapping[str, float], epoch: int, step: int, model: nn.Module) -> bool:
         """Return whether this evaluation is the best so far; if so, save its weights. Collective."""

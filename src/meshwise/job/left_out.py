@@ -97,7 +97,7 @@ class LeftOut:
             try:
                 append_lines(self._file, lines)
             except OSError as error:
-                self._tell(f"{self._file}: {error.strerror}. A later attempt would meet it again.")
+                self._tell(f"{self._file}: {error.strerror}. A restart would read that batch again.")
         return text
 
 

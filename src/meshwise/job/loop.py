@@ -149,8 +149,8 @@ def _prepare(
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
     if options.redundancy and KEPT not in os.environ:
         raise UsageError(
-            "--redundancy 1: meshwise run on one machine keeps the second copy, and it did not start this run. "
-            "Leave --redundancy out, and say with --save-every how much may be lost."
+            "--redundancy 1 works only where meshwise run starts the workers, on one machine, since it keeps the "
+            "second copy. Leave --redundancy out, and save often enough with --save-every."
         )
     if folder is not None and session.channel is not None and KEPT in os.environ and log.keep_pending():
         run.last = LastStep(state, plan, session.world, folder, options.redundancy, engine.notify)
@@ -313,7 +313,7 @@ def _save_weights(run: JobRun, path: Path) -> None:
     try:
         save_weights(run.state.model, path)
     except OSError as error:
-        raise SaveError(f"the run is done, and its weights could not be written: {path}: {error.strerror}.") from None
+        raise SaveError(f"the run is done, but its weights could not be written to {path}: {error.strerror}.") from None
 
 
 def _finish(run: JobRun) -> None:

@@ -33,8 +33,8 @@ def refuse_closures(on_nan: str, optimizer: Optimizer) -> None:
     """Raise UsageError for an optimizer with a closure, whose step cannot be skipped, unless `on_nan` is stop."""
     if on_nan != STOP and needs_closure(optimizer):
         raise UsageError(
-            f"--on-nan {on_nan}: {type(optimizer).__name__} changes the parameters several times in a step, which "
-            "cannot be left out. Leave --on-nan out, or use another optimizer."
+            f"--on-nan {on_nan}: {type(optimizer).__name__} changes the parameters several times in a step, so a step "
+            "cannot be skipped. Leave --on-nan out, or use another optimizer."
         )
 
 

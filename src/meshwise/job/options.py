@@ -32,7 +32,7 @@ LOG_EVERY, CHECK_EVERY = 100, 500
 STOP, SKIP, BACK = ON_NAN = ("stop", "skip", "back")
 RESTARTS = 3
 AUTO = "auto"
-AUTO_OF_A_SCRIPT = "--plan auto is for meshwise run of a job. Save a plan with meshwise plan --save FILE."
+AUTO_OF_A_SCRIPT = "--plan auto works only in meshwise run of a job. Save a plan with meshwise plan --save FILE."
 """The message for `--plan auto` with a script, which takes a saved plan only."""
 OF_THE_PLAN = ("accumulate", "precision")
 """Fields of the plan that have a separate option, besides `--set`."""
@@ -172,22 +172,22 @@ class RunOptions(NodeOptions):
         _ = self.saves, self.memory_cap
         _ = self.seconds_limit  # raises for what is no duration
         if self.redundancy not in (None, 0, 1):
-            raise UsageError(f"--redundancy {self.redundancy}: write 1 for a second copy of the state in memory, or 0.")
+            raise UsageError(f"--redundancy {self.redundancy}: use 1 for a second copy of the state in memory, or 0.")
         check_known("--on-nan", self.on_nan, ON_NAN)
         if self.on_spike is not None:
             check_known("--on-spike", self.on_spike, ["save"])
         if self.check_every is not None and self.check_every < 0:
-            raise UsageError(f"--check-every {self.check_every}: must be at least 1, or 0 for no comparison.")
+            raise UsageError(f"--check-every {self.check_every}: must be at least 1, or 0 to compare nothing.")
         if isinstance(self.job, Job):  # here: a worker has another program, in which it is not bound
             object.__setattr__(self, "job", self.job.named())
         object.__setattr__(self, "args", argument_texts(self.args))
         check_trackers(self.log)
         if self.devices is not None and not self.devices.strip():
-            raise UsageError("--devices '': no device is named. Use 2xcpu, all, or leave it out.")
+            raise UsageError("--devices '' names no device. Use 2xcpu or all, or leave --devices out.")
         if isinstance(self.plan, str | Path) and self.plan != AUTO:  # read at once: the run's record keeps the text
             object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
         if self.allow and self.plan != AUTO:
-            raise UsageError("--allow belongs to --plan auto: a plan that is given says itself what changes.")
+            raise UsageError("--allow works only with --plan auto: a given plan says what changes. Leave it out.")
         if self.log_every is not None and self.log_every < 1:
             raise UsageError(f"--log-every {self.log_every}: must be at least 1.")
         if self.restarts is not None and self.restarts < 0:
@@ -200,7 +200,7 @@ class RunOptions(NodeOptions):
         for name in OF_THE_PLAN:
             value = getattr(self, name)
             if value is not None and name in map(_field, self.settings):
-                raise UsageError(f"{name} is set by --{name} {value} and by --set {name}=. Set it once.")
+                raise UsageError(f"{name} is set twice, by --{name} {value} and by --set {name}=. Set it once.")
 
     @property
     def gives_plan(self) -> bool:
@@ -245,16 +245,16 @@ class RunOptions(NodeOptions):
         earlier, job = run.get("request"), _plain(self.job)
         if earlier is None:
             raise UsageError(
-                f"{run.get('job', 'this script')} is a script, which loads its own state (mw.load, "
+                f"{run.get('job', 'this script')} is a script, and a script loads its state by itself (mw.load, "
                 "loader.load_state_dict). Start it again without --resume."
             )
         if job is not None and job != earlier.get("job"):
-            raise UsageError(f"the run to resume belongs to job '{earlier.get('job')}', not '{job}'. Omit the job.")
+            raise UsageError(f"the resumed run belongs to job '{earlier.get('job')}', not '{job}'. Leave the job out.")
         before = tuple(earlier.get("args") or ())
         for text in self.args:
             if text not in before:
                 had = ", ".join(before) or "no arguments"
-                raise UsageError(f"--arg {text}: the run to resume had {had}, as its state does. Leave --arg out.")
+                raise UsageError(f"--arg {text}: the resumed run and its state have {had}. Leave --arg out.")
         given = {name: value for name, value, _ in given_options(self) if name != "args"}
         return replace(RunOptions(**_still_valid(earlier, self)), **given)
 
@@ -266,7 +266,7 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
     left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}
     for name, annotation, _ in options_of(RunOptions):
         if name in left and not _is_of(left[name], annotation) and (name, type(left[name])) != ("settings", str):
-            raise UsageError(f"the record of the run to resume is damaged: its {name} is {left[name]!r}.")
+            raise UsageError(f"the record of the resumed run is damaged: {name} is {left[name]!r} there.")
     if given.plan is not None:  # another plan: what changed the earlier one does not change this one
         left = {name: value for name, value in left.items() if name not in (*OF_THE_PLAN, "settings")}
     left = {name: value for name, value in left.items() if name not in map(_field, given.settings)}

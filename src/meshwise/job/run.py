@@ -46,7 +46,7 @@ from meshwise.tracking.metrics_log import MetricsLog
 from meshwise.transfer.prefetch import prefetch
 from meshwise.workers.join import RankContext
 
-NARROW_WEIGHTS = "safetensors has no complex128: weights.safetensors has complex64 of it. Saved states have it whole."
+NARROW_WEIGHTS = "safetensors cannot hold complex128: weights.safetensors has complex64, saved states have complex128."
 
 
 def make_engine(
@@ -70,8 +70,8 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
     optimizer = job.optimizer(model.parameters())
     if plan.dtypes.scaled and needs_closure(optimizer):
         raise UsageError(
-            f"job '{job.name}': {type(optimizer).__name__} runs the loss several times a step, and precision="
-            f"{plan.precision!r} scales a loss once a step. Use precision='bf16' or 'fp32', or another optimizer."
+            f"job '{job.name}': {type(optimizer).__name__} computes the loss several times in a step, but "
+            f"precision={plan.precision!r} scales it only once. Use precision='bf16' or 'fp32', or another optimizer."
         )
     engine.add_optimizer(optimizer)
     if any(tensor.dtype == torch.complex128 for tensor in model.state_dict().values() if isinstance(tensor, Tensor)):
