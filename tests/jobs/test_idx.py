@@ -106,9 +106,9 @@ def test_classes_follow_the_labels_of_both_parts(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere: there is no such folder"):
+    with pytest.raises(DataError, match=r"nowhere does not exist"):
         read_images(tmp_path / "nowhere", "train")
-    with pytest.raises(DataError, match=r"none/nowhere: there is no such folder"):
+    with pytest.raises(DataError, match=r"none/nowhere does not exist"):
         read_images(tmp_path / "none" / "nowhere", "train")
 
 
@@ -125,14 +125,14 @@ def test_a_missing_file_is_refused_with_the_names_that_were_looked_for(
 def test_a_file_with_another_magic_is_refused(tmp_path: Path) -> None:
     write_set(tmp_path)
     (tmp_path / LABELS).write_bytes((tmp_path / LABELS).read_bytes().replace(b"\0\0\x08\x01", b"\0\0\x0d\x01", 1))
-    with pytest.raises(DataError, match="no IDX file of labels: it begins with 00000d01, not with 00000801"):
+    with pytest.raises(DataError, match="not an IDX file of labels: it begins with 00000d01, not 00000801"):
         read_images(tmp_path, "train")
 
 
 def test_images_given_as_labels_are_refused(tmp_path: Path) -> None:
     write_set(tmp_path)
     (tmp_path / LABELS).write_bytes(gzip.decompress((tmp_path / f"{IMAGES}.gz").read_bytes()))
-    with pytest.raises(DataError, match="begins with 00000803, not with 00000801"):
+    with pytest.raises(DataError, match="begins with 00000803, not 00000801"):
         read_images(tmp_path, "train")
 
 
@@ -195,7 +195,7 @@ def test_a_different_number_of_images_and_labels_is_refused(tmp_path: Path) -> N
 
 def test_an_empty_set_is_refused(tmp_path: Path) -> None:
     write_set(tmp_path, count=0)
-    with pytest.raises(DataError, match=r"empty data set of shape \(0, 4, 3\)"):
+    with pytest.raises(DataError, match=r"is empty: its shape is \(0, 4, 3\)"):
         read_images(tmp_path, "train")
 
 

@@ -55,14 +55,14 @@ def test_built_in_jobs_are_found_with_their_seed(name: str) -> None:
 
 def test_an_unknown_name_is_told_with_the_nearest() -> None:
     assert refusal("mnist-mpl") == (
-        f"no job is named 'mnist-mpl'. Did you mean 'mnist-mlp'? "
+        f"there is no job 'mnist-mpl'. Did you mean 'mnist-mlp'? "
         f"Use {', '.join(BUILT_IN)}, or file.py:name for your own."
     )
     assert "Did you mean" not in refusal("zzz")
 
 
 def test_a_size_for_a_job_without_sizes_is_told() -> None:
-    assert refusal("mlp:large") == "job 'mlp' has no sizes. Use mlp."
+    assert refusal("mlp:large") == "job 'mlp' comes in one size only. Use mlp."
 
 
 def test_a_job_or_a_function_that_makes_one_is_found_in_a_file(write: Callable[..., Path]) -> None:
@@ -86,23 +86,23 @@ def test_a_folder_with_data_reaches_a_function_that_takes_one(write: Callable[..
         "def job(data=None):\n    return make(f'from {data}')\nfixed = make()\ndef none():\n    return make()\n"
     )
     assert find_job(f"{path}:job", data=tmp_path).name == f"from {tmp_path}"
-    assert "is a finished Job" in refusal(f"{path}:fixed", data=tmp_path)
+    assert "is a Job, which has its data already" in refusal(f"{path}:fixed", data=tmp_path)
     assert "takes no data folder" in refusal(f"{path}:none", data=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("x = 1\nraise ValueError('half done')", "does not import. Line 9: ValueError: half done"),
-        ("import meshwise_no_such_module", "does not import. Line 8: ModuleNotFoundError: No module named"),
-        ("def job(:\n    pass", "does not import. SyntaxError: invalid syntax"),
-        ("def helper():\n    return 1 / 0\nhelper()", "does not import. Line 9: ZeroDivisionError"),
+        ("x = 1\nraise ValueError('half done')", "cannot be imported. Line 9: ValueError: half done"),
+        ("import meshwise_no_such_module", "cannot be imported. Line 8: ModuleNotFoundError: No module named"),
+        ("def job(:\n    pass", "cannot be imported. SyntaxError: invalid syntax"),
+        ("def helper():\n    return 1 / 0\nhelper()", "cannot be imported. Line 9: ZeroDivisionError"),
     ],
 )
 def test_a_file_that_does_not_import_is_told_with_its_line(write: Callable[..., Path], text: str, says: str) -> None:
     path = write(text)
     for _ in range(2):  # and the second time it is not taken for imported
-        assert f"{path}: {says}" in refusal(f"{path}:job")
+        assert f"{path} {says}" in refusal(f"{path}:job")
 
 
 def test_a_file_that_refuses_by_itself_is_not_taken_for_imported(write: Callable[..., Path]) -> None:
@@ -120,7 +120,7 @@ def test_a_file_that_refuses_by_itself_is_not_taken_for_imported(write: Callable
         (":nothing", "returned a NoneType. Return a meshwise.Job."),
         (
             ":needs",
-            "missing a required argument: 'width'. Give it one: --arg NAME=VALUE, or a default.",
+            "missing a required argument: 'width'. Give the argument with --arg NAME=VALUE, or a default.",
         ),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_job_of_the_program_itself_is_named_after_its_variable(monkeypatch: py
 
 
 def test_a_job_that_lacks_something_says_what() -> None:
-    with pytest.raises(UsageError, match=r"job 'mine' has no loss, data. Use Job\(loss=..., ...\)"):
+    with pytest.raises(UsageError, match=r"job 'mine' needs loss, data. Write Job\(loss=..., ...\)"):
         Job("mine", model=len, optimizer=len)  # type: ignore[arg-type]
 
 
@@ -187,8 +187,8 @@ def test_arguments_reach_the_function_with_the_types_that_it_says(write: Callabl
 def test_a_finished_job_takes_no_arguments(write: Callable[..., Path]) -> None:
     path = write("job = make()\ndef factory(lr):\n    return make()\n")
     assert "--arg lr=3" in refusal(f"{path}:job", args=["lr=3"])
-    assert "is a finished Job. Make it a function of `lr`" in refusal(f"{path}:job", args=["lr=3"])
-    assert "missing a required argument: 'lr'. Give it one: --arg" in refusal(f"{path}:factory")
+    assert "is a Job. Make it a function of `lr`" in refusal(f"{path}:job", args=["lr=3"])
+    assert "missing a required argument: 'lr'. Give the argument with --arg" in refusal(f"{path}:factory")
     job = find_job(f"{path}:job")
-    with pytest.raises(UsageError, match=r"--data elsewhere: mine is a finished Job"):
+    with pytest.raises(UsageError, match=r"--data elsewhere: mine is a Job, which has its data"):
         find_job(job, data="elsewhere")  # it was left out without a word

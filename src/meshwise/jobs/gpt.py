@@ -157,7 +157,7 @@ def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
     data: a folder of text files instead of Python's standard library. Raises UsageError for an unknown size.
     """
     if size not in SIZES:
-        raise UsageError(f"gpt has no size '{size}'.{nearest(size, SIZES)} Sizes are {', '.join(SIZES)}.")
+        raise UsageError(f"gpt has no size '{size}'.{nearest(size, SIZES)} Use one of {', '.join(SIZES)}.")
     chosen = SIZES[size]
     batch_size, epochs = 32, 2
     steps = epochs * math.ceil(TRAINED / batch_size)

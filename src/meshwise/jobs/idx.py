@@ -72,8 +72,8 @@ def read_images(where: Path, part: str) -> Images:
     pixels, labels = read_idx(image_file, "images"), read_idx(label_file, "labels")
     if len(pixels) != len(labels):
         raise DataError(
-            f"{image_file} holds {len(pixels):,} images and {label_file.name} holds {len(labels):,} labels. "
-            "Each image needs its label: take both files from one set."
+            f"{image_file} holds {len(pixels):,} images and {label_file.name} holds {len(labels):,} labels. Each image "
+            "needs a label: take both files from one set."
         )
     return Images(pixels, labels.long())
 
@@ -88,7 +88,7 @@ def find_file(where: Path, part: str, kind: str) -> Path:
     folder, name = (where, "") if where.is_dir() else (where.parent, where.name)
     names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     if not any(other.startswith(name) for other in names) and not where.is_dir():
-        raise DataError(f"{where}: there is no such folder. Name the folder that holds the IDX files of a data set.")
+        raise DataError(f"{where} does not exist. Name a folder with the IDX files of a data set.")
     ending = f"{kind}-idx{DIMS[kind]}-ubyte"
     wanted = re.compile(rf"(.*?)-?(?:{'|'.join(PARTS[part])})-{ending}(?:\.gz)?")
     # Sorted, a plain file stands before its archive, as where torchvision unpacked it; it is the faster one to read.
@@ -96,11 +96,11 @@ def find_file(where: Path, part: str, kind: str) -> Path:
     sets = sorted({found[1] for found in matches})
     if not matches:
         looked_for = " or ".join(f"*{start}-{ending}[.gz]" for start in PARTS[part])
-        raise DataError(f"{where} has no {part} {kind}: no file is named {looked_for}. Name a folder of IDX files.")
+        raise DataError(f"{where} has no file {looked_for} with the {part} {kind}. Name a folder of IDX files.")
     if len(sets) > 1:
         raise DataError(
-            f"{where} holds several sets ({', '.join(one or 'one without a name' for one in sets)}). "
-            f"Name one of them, such as {folder / sets[-1]}, or give each its own folder."
+            f"{where} holds several sets ({', '.join(one or 'one without a name' for one in sets)}). Name one of them, "
+            f"such as {folder / sets[-1]}, or put each in a separate folder."
         )
     return folder / matches[0][0]
 
@@ -111,7 +111,7 @@ def read_idx(path: Path, kind: str) -> Tensor:
     dims = DIMS[kind]
     magic = bytes((0, 0, UNSIGNED_BYTE, dims))
     if content and content[:4] != magic[: len(content)]:
-        raise DataError(f"{path} is no IDX file of {kind}: it begins with {content[:4].hex()}, not with {magic.hex()}.")
+        raise DataError(f"{path} is not an IDX file of {kind}: it begins with {content[:4].hex()}, not {magic.hex()}.")
     header = 4 + 4 * dims
     shape = [int.from_bytes(content[4 * i : 4 * i + 4], "big") for i in range(1, dims + 1)]
     expected = header + (math.prod(shape) if len(content) >= header else 0)
@@ -121,7 +121,7 @@ def read_idx(path: Path, kind: str) -> Tensor:
     if len(content) > expected:
         raise _damaged(path, f"too long: {expected:,} bytes expected, {len(content):,} found")
     if expected == header:
-        raise DataError(f"{path} is an empty data set of shape {tuple(shape)}. Name a set with at least one sample.")
+        raise DataError(f"{path} is empty: its shape is {tuple(shape)}. Name a data set with at least one sample.")
     return torch.frombuffer(content, dtype=torch.uint8, offset=header).view(shape)
 
 

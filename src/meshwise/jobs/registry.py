@@ -44,9 +44,9 @@ def find_job(
     factory = BUILT_IN.get(name)
     if factory is None:
         hint = nearest(name, BUILT_IN)
-        raise UsageError(f"no job is named '{word}'.{hint} Use {', '.join(BUILT_IN)}, or file.py:name for your own.")
+        raise UsageError(f"there is no job '{word}'.{hint} Use {', '.join(BUILT_IN)}, or file.py:name for your own.")
     if size and "size" not in inspect.signature(factory).parameters:
-        raise UsageError(f"job '{name}' has no sizes. Use {name}.")
+        raise UsageError(f"job '{name}' comes in one size only. Use {name}.")
     return _call(word, factory, texts, size=size or None, data=folder, seed=seed)
 
 
@@ -54,12 +54,12 @@ def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **g
     if isinstance(found, Job):
         if data is not None:
             raise UsageError(
-                f"--data {data}: {word} is a finished Job. "
-                "Make it a function with a parameter `data` to use another folder."
+                f"--data {data}: {word} is a Job, which has its data already. To choose a folder, make {word} a "
+                "function of `data` that returns a Job."
             )
         if texts:
             name = texts[0].partition("=")[0]
-            raise UsageError(f"--arg {texts[0]}: {word} is a finished Job. Make it a function of `{name}`.")
+            raise UsageError(f"--arg {texts[0]}: {word} is a Job. Make it a function of `{name}` that returns a Job.")
         return found
     if not callable(found):
         raise UsageError(f"{word} is a {type(found).__name__}. Make it a meshwise.Job, or a function that returns one.")
@@ -70,12 +70,12 @@ def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **g
     arguments = {name: value for name, value in given.items() if value is not None and name in signature.parameters}
     typed = read_arguments(found, texts, word)
     if twice := arguments.keys() & typed.keys():
-        raise UsageError(f"{min(twice)} is given to {word} twice: by its own option, and by --arg. Give it once.")
+        raise UsageError(f"{min(twice)} is given to {word} twice, by an option and by --arg. Give it once.")
     arguments |= typed
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise UsageError(f"{word}: {error}. Give it one: --arg NAME=VALUE, or a default.") from None
+        raise UsageError(f"{word}: {error}. Give the argument with --arg NAME=VALUE, or a default.") from None
     try:
         job = found(**arguments)
     except MeshwiseError:
@@ -134,14 +134,14 @@ def import_file(path: Path) -> ModuleType:
     except SystemExit as error:
         sys.modules.pop(name, None)
         raise UsageError(
-            f"{path}: exits while it is imported (exit code {error.code}). Read its command line and train under "
-            f"`if __name__ == '__main__':`, or run it as a script: meshwise run {path}."
+            f"{path} exits while it is imported (exit code {error.code}). Parse the command line and train under `if "
+            f"__name__ == '__main__':`, or run it as a script: meshwise run {path}."
         ) from None
     except BaseException as error:
         sys.modules.pop(name, None)
         if isinstance(error, UsageError | KeyboardInterrupt):
             raise
-        raise UsageError(f"{path}: does not import. {_where(error, path)}{error_text(error)}") from None
+        raise UsageError(f"{path} cannot be imported. {_where(error, path)}{error_text(error)}") from None
     return module
 
 

@@ -53,7 +53,7 @@ def refuse_untrained_job(script: Path, variables: Mapping[str, Any]) -> None:
     jobs = [name for name, value in variables.items() if isinstance(value, Job) or _makes_job(value)]
     if jobs and not (VERBS & sys.modules.keys() or process.session.has_begun()):
         raise UsageError(
-            f"{script.name} defines the job '{jobs[0]}' and trains nothing. Use {script.name}:{jobs[0]} to train it."
+            f"{script.name} defines the job '{jobs[0]}' but trains nothing. Run {script.name}:{jobs[0]} to train it."
         )
 
 

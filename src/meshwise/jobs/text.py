@@ -59,7 +59,7 @@ def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
     else:
         root, pattern, skipped, asked = folder, "*", set[str](), "--data"
     if not root.is_dir():
-        raise DataError(f"{asked} {root}: no such folder. Give --data a folder of text files.")
+        raise DataError(f"{asked} {root} does not exist. Give --data a folder of text files.")
     names = sorted(_text_files(root, pattern, skipped))
     train = [(root / name).read_bytes() for name in names if not _held_out(name)]
     held_out = [(root / name).read_bytes() for name in names if _held_out(name)]
@@ -67,8 +67,8 @@ def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
         train, held_out = train or [held_out.pop()], held_out or [train.pop()]
     if not train or not held_out:
         raise DataError(
-            f"{asked} {root}: has {len(names)} text files and two are needed, one to hold out. "
-            "Give --data a folder with more of them."
+            f"{asked} {root} has {len(names)} text files and needs two, one of them for the test set. Give --data a "
+            "folder with more text files."
         )
     return train, held_out
 
@@ -79,7 +79,7 @@ def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0))[:most].tolist()
     chosen = [pieces[i] for i in order]
     if not chosen:
-        raise DataError(f"the text has no document of at least {SHORTEST} bytes. Give longer files.")
+        raise DataError(f"no text file has {SHORTEST} bytes or more. Give longer files.")
     lengths = torch.tensor([len(piece) for piece in chosen])
     data = torch.frombuffer(bytearray(b"".join(chosen)), dtype=torch.uint8)
     return Documents(data, lengths.cumsum(0) - lengths, lengths)
