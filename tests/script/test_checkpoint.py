@@ -166,7 +166,7 @@ def test_a_loop_without_a_loader_says_where_its_steps_end(tmp_path: Path) -> Non
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     end_sessions()
     model, loader = mw.distribute(nn.Linear(2, 1), DataLoader(TensorDataset(torch.ones(4, 2))))
-    with pytest.raises(UsageError, match=r"loader is a DataLoader\. Give the DataLoader that mw.distribute"):
+    with pytest.raises(UsageError, match=r"loader= is a DataLoader\. Give the DataLoader that mw.distribute"):
         mw.checkpoint(tmp_path, model=model, loader=DataLoader(TensorDataset(torch.ones(4, 2))))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="model= is a int"):
         mw.checkpoint(tmp_path, model=[model, 3])
@@ -177,9 +177,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     end_sessions()
     with pytest.raises(CheckpointError, match="belongs to another model: weight is"):
         mw.checkpoint(tmp_path, model=nn.Linear(3, 1))
-    with pytest.raises(CheckpointError, match="has 1 of what is given as model=, and here are 2"):
+    with pytest.raises(CheckpointError, match=r"has 1 of model=, and mw\.checkpoint was given 2 now"):
         mw.checkpoint(tmp_path, model=[nn.Linear(3, 1), nn.Linear(3, 1)])
-    with pytest.raises(CheckpointError, match="has 0 of what is given as optimizer=, and here are 1"):
+    with pytest.raises(CheckpointError, match=r"has 0 of optimizer=, and mw\.checkpoint was given 1 now"):
         mw.checkpoint(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters()))
     for saved in checkpoints_in(tmp_path):
         (saved.path / "manifest.json").unlink()

@@ -179,7 +179,7 @@ def test_in_a_job_as_well(pool: Any) -> None:
 @pytest.mark.parametrize("plan", [Plan(pipeline=2, accumulate=2), Plan(data=2, accumulate=2)], ids=str)
 def test_a_job_whose_backward_begins_before_its_last_forward_is_refused(plan: Plan, pool: Any) -> None:
     what = "pipeline=2, accumulate=2" if plan.pipeline > 1 else "accumulate=2"
-    with pytest.raises(CaseFailed, match=rf"mw\.sum\(…, grad=True\) under {what}: it is of the whole batch"):
+    with pytest.raises(CaseFailed, match=rf"mw\.sum\(…, grad=True\) under {what}: it needs the whole batch"):
         pool(2).run(losses_of_job, plan, dice)
 
 
@@ -214,11 +214,11 @@ def after_a_loop() -> str:
 
 
 def test_outside_of_a_loop_it_is_refused(pool: Any) -> None:
-    assert ["is for a loss: call it in the loop" in text for text in pool(2).run(after_a_loop)] == [True] * 2
+    assert ["works only in a loss, in the loop" in text for text in pool(2).run(after_a_loop)] == [True] * 2
 
 
 def test_a_number_has_no_gradient() -> None:
-    with pytest.raises(UsageError, match="takes a tensor; this is a int"):
+    with pytest.raises(UsageError, match="needs a tensor, and this is a int"):
         mw.sum(3, grad=True)
 
 

@@ -107,7 +107,9 @@ def test_a_state_of_before_that_is_not_finite_is_refused(tmp_path: Path, monkeyp
         model, optimizer, loader, _ = begun(tmp_path, every=1)
         train(model, optimizer, loader, {3: math.nan})
         end_sessions()
-    with pytest.raises(CheckpointError, match=r"step-00000004\.1: the parameter weight is not finite there\. Remove"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000004\.1: the parameter weight is not finite in this saved state\. Remove"
+    ):
         begun(tmp_path, every=1)
 
 
@@ -151,7 +153,7 @@ def test_what_was_distributed_and_is_not_saved_is_said(tmp_path: Path) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(second, 3)
     model, optimizer, loader, _ = begun(tmp_path / "a", other, second, schedule)
     train(model, optimizer, loader)
-    assert "was given Linear (model), SGD (optimizer), StepLR (scheduler), which this state lacks" in said()
+    assert "was given Linear (model), SGD (optimizer), StepLR (scheduler), but mw.checkpoint was not" in said()
     assert "model=[model1, model2], optimizer=[optimizer1, optimizer2], scheduler=scheduler)" in said()
     end_sessions()
     frozen = nn.Linear(2, 1).requires_grad_(False)

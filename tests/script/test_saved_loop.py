@@ -71,7 +71,7 @@ def test_a_loader_that_is_zipped_with_the_first_goes_on_too(tmp_path: Path, orde
     end_sessions()
     again = begun(tmp_path / "cut")
     assert again[4].step == 3 and steps(again, order, 8) == whole[3:]
-    assert "another loader" not in " ".join(default_engine().notes)
+    assert "a second loader" not in " ".join(default_engine().notes)
 
 
 def test_a_loader_that_is_read_beside_and_not_given_is_said(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_an_evaluation_in_the_step_is_no_loader_beside(tmp_path: Path) -> None:
                 model(held_out)
                 if number:
                     break
-    assert "another loader" not in " ".join(default_engine().notes)
+    assert "a second loader" not in " ".join(default_engine().notes)
 
 
 def test_a_state_without_the_second_place_is_said_and_other_things_are_refused(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_state_without_the_second_place_is_said_and_other_things_are_refused(t
     assert "has the places of 1 of 2 loaders" in " ".join(default_engine().notes)
     end_sessions()
     model = mw.distribute(nn.Linear(1, 1))
-    with pytest.raises(UsageError, match="loader is a list_iterator"):
+    with pytest.raises(UsageError, match="loader= is a list_iterator"):
         mw.checkpoint(tmp_path, model=model, loader=[iter([])])
 
 

@@ -326,7 +326,7 @@ def test_a_run_that_was_stopped_goes_on_with_another_number_of_devices(pool: Any
         ("samples", {"auto_find_batch_size": True}, "auto_find_batch_size is refused"),
         ("samples", {"optim": "lomo"}, "optim=lomo is refused"),
         ("masks", {}, "--exact-random with a collator that masks at random is refused"),
-        ("routed", {}, "the loss of Routed is a sum over num_items_in_batch and a term besides"),
+        ("routed", {}, "the loss of Routed is a sum over num_items_in_batch plus another term"),
     ],
 )
 def test_what_cannot_be_the_same_is_refused_by_name(

@@ -144,7 +144,7 @@ class LoopState:
         self.restored, self._epoch = True, 0 if self._loader is None else self._loader.place[0]
         self._engine.phases.go_on(self._step)
         if wrong := self._not_finite()[0]:
-            raise CheckpointError(f"{found.saved.path}: {wrong} is not finite there. {GO_ON_BEFORE}")
+            raise CheckpointError(f"{found.saved.path}: {wrong} is not finite in this saved state. {GO_ON_BEFORE}")
         return found.saved
 
     def _not_finite(self) -> tuple[str, str]:
@@ -155,9 +155,7 @@ class LoopState:
         """Mark the end of a step. Call it after each step, in a loop without a loader of `mw.distribute`. Collective
         when it saves."""
         if self._loader is not None:
-            raise UsageError(
-                "saved.step_done() is for a loop without a loader; with one the steps are seen. Leave it out."
-            )
+            raise UsageError("saved.step_done() is only for a loop without a loader. Leave it out here.")
         self._look_at_program(None)
         self._step, self._clean, self._drawn = self._step + 1, True, random_of(self._engine)
         self._counted = self._engine.program.backwards
@@ -306,8 +304,8 @@ class LoopState:
             self.save()
         else:
             tell(
-                f"the state after the last epoch, of step {self._step}, is not saved: the program has ended its "
-                "process group before. Leave destroy_process_group out: it ends by itself."
+                f"the state after the last epoch, of step {self._step}, is not saved: the program ended its process "
+                "group first. Leave destroy_process_group out: meshwise ends the group."
             )
 
     @property

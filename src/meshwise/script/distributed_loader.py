@@ -67,7 +67,7 @@ class DistributedLoader:
 
     def __len__(self) -> int:
         if self._spec.length is None:
-            raise TypeError("this loader's length is not known: its data set or sampler has none")
+            raise TypeError("this loader has no len(), since its data set or sampler has no length")
         return self._spec.length
 
     @property

@@ -34,8 +34,8 @@ from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
 
 SPOILED = (
-    "{place}: mw.save({path}): {what} is not finite in what is saved. Save only while the loss is finite, or each file "
-    "under a name of its own."
+    "{place}: mw.save({path}): {what} is not finite in what is saved. Save only while the loss is finite, or give each "
+    "file a different name."
 )
 _FOREIGN = re.compile(r"(?:Unsupported (?:global: GLOBAL|class|operand)|Trying to load unsupported GLOBAL) ([\w.]+)")
 GRACE = 60.0  # seconds in which all ranks must come to a file
@@ -53,7 +53,7 @@ def save(thing: Any, path: str | Path) -> None:
     saves[name] += 1
     if plan.state_divided:
         if isinstance(thing, nn.Module | torch.optim.Optimizer):
-            raise UsageError(f"mw.save under {plan}: write its state, mw.save(thing.state_dict(), path).")
+            raise UsageError(f"mw.save under {plan} needs a state_dict. Write mw.save(thing.state_dict(), path).")
         came_to("mw.save")
         _all_come(f"meshwise/saves/{name}/{saves[name]}", world, f"mw.save({path}) under {plan}")
         thing = collected(thing)
@@ -102,13 +102,12 @@ def _read(path: Path) -> Any:
             raise  # a program may begin anew where no file is
         if found := _FOREIGN.search(text):
             raise CheckpointError(
-                f"mw.load({path}): the file holds a {found[1]}, and mw.load reads tensors and plain values alone. Save "
+                f"mw.load({path}): the file holds a {found[1]}, but mw.load reads only tensors and plain values. Save "
                 "state_dict()s, or read a file that you trust with torch.load(path, weights_only=False)."
             ) from None
         raise CheckpointError(
-            f"mw.load({path}): the file is damaged, or none of torch's ({plural(path.stat().st_size, 'byte')}; "
-            f"{error_text(error).split('. ')[0]}). Load an earlier one; mw.save writes a file whole "
-            "or not at all."
+            f"mw.load({path}): the file is damaged, or not written by torch ({plural(path.stat().st_size, 'byte')}; "
+            f"{error_text(error).split('. ')[0]}). Load an earlier file; mw.save never leaves half a file."
         ) from None
 
 
@@ -117,4 +116,4 @@ def _all_come(key: str, world: World, what: str) -> None:
         return
     default_store().add(key, 1)
     if not wait_for_all(key, world.size, GRACE):
-        raise UsageError(f"{what} was not called on every rank. Call it on all.")
+        raise UsageError(f"{what} was not called on every rank. Call it on all ranks, without a condition on the rank.")

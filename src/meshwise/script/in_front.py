@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwise.engine.engine import Engine
 
-REFUSED = "mw.distribute(trainer) on {ranks} devices: {what} is refused: {instead}."
+REFUSED = "mw.distribute(trainer) on {ranks} devices does not support {what}: {instead}."
 SAVED = "saved {0}: trainer.{1} goes on from there."
 
 

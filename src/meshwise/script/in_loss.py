@@ -27,9 +27,9 @@ from meshwise.timeline.recorder import current
 from meshwise.transfer import collectives
 
 REFUSED = (
-    "{place}: {verb}(…, grad=True) under {what}: it is of the whole batch, and the backward of the first microbatch "
-    "begins before the forward of the last. Use data, shard, tensor or context, without accumulate; or a loss that is "
-    "a mean over samples."
+    "{place}: {verb}(…, grad=True) under {what}: it needs the whole batch, but the backward of the first microbatch "
+    "begins before the forward of the last. Use a plan without pipeline and accumulate, or a loss that is a mean over "
+    "samples."
 )
 
 NOT_OURS = (
@@ -65,7 +65,7 @@ def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -
 def _begin(engine: Engine, verb: str, value: Any) -> Any:
     """Check a call of `verb`; return this rank's part of the batch, None if `value` is of the whole batch already."""
     if not isinstance(value, Tensor):
-        raise UsageError(f"{user_place()}: {verb}(…, grad=True) takes a tensor; this is a {type(value).__name__}.")
+        raise UsageError(f"{user_place()}: {verb}(…, grad=True) needs a tensor, and this is a {type(value).__name__}.")
     plan, part = engine.plan, engine.part
     sizes = {"pipeline": plan.pipeline, "accumulate": plan.accumulate}
     if what := ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1):
@@ -75,8 +75,8 @@ def _begin(engine: Engine, verb: str, value: Any) -> Any:
         return None
     if part is None or engine.reads.ended is not None:
         raise UsageError(
-            f"{user_place()}: {verb}(…, grad=True) is for a loss: call it in the loop over the loader, before "
-            f"mw.backward. Elsewhere {verb} without grad adds up values."
+            f"{user_place()}: {verb}(…, grad=True) works only in a loss, in the loop over the loader, before "
+            f"mw.backward. Elsewhere call {verb} without grad=True."
         )
     if part.whole:
         return None

@@ -35,11 +35,10 @@ from meshwise.workers.join import rank_context
 
 MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 ALONE = (
-    "mw.distribute(trainer) of Lightning: {what} is refused: meshwise says how many devices there are "
-    "(meshwise run --devices), and a plan divides the model (--plan). Write L.Trainer(devices=1) without strategy= and "
-    "num_nodes=."
+    "mw.distribute(trainer) of Lightning: {what} is not supported: give the number of devices with meshwise run "
+    "--devices, and divide the model with --plan. Write L.Trainer(devices=1) without strategy= and num_nodes=."
 )
-WHOLE = "Lightning: the batch_size of each DataLoader is of all {ranks} devices together."
+WHOLE = "Lightning: the batch_size of each DataLoader is the batch of all {ranks} devices together."
 
 
 def is_lightning(thing: Any) -> bool:

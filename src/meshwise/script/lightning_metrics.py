@@ -20,11 +20,11 @@ from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
 
 NOT_ROWS = (
-    "Lightning: {what} has a value that is no row for each sample and differs between the ranks ({value!r}). Give rows."
+    "Lightning: {what} has a value that is not one row a sample and differs between ranks ({value!r}). Give rows."
 )
 SHAPES = (
-    "Lightning: {what} has rows of shape {shape} on this rank, and others elsewhere. Pad them to the same length "
-    "(a collate_fn that pads to a fixed one)."
+    "Lightning: {what} has rows of shape {shape} on this rank and of other shapes on others. Pad them to the same "
+    "length (a collate_fn that pads to a fixed one)."
 )
 
 

@@ -34,8 +34,8 @@ ITEMS = "meshwise_items"
 AT_ONCE = 32
 """How many values a collective reduces; fewer take as long. A rank that logs other values is detected, too."""
 OTHERS = (
-    "Lightning: the ranks have logged other values in one step ({names}). Log the same on every rank: what depends on "
-    "the data of a rank comes as a value, such as 0."
+    "Lightning: the ranks have logged different names in one step ({names}). Log the same names on every rank, with a "
+    "value such as 0 where a rank has none."
 )
 OF_ONE_RANK = (
     "Lightning: self.log({name!r}) outside of a step is of this rank's samples ({own:.6g}; others have {other:.6g}). "

@@ -102,8 +102,8 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
     if ended.padded:
         raise UsageError(
             f"{verb} was called after a loop in which a batch had fewer samples than the {engine.world.size} ranks: "
-            f"some rank's value counts a padding sample. Call {verb} inside the loop, on each batch's value."
-            f"{_of_another_loop(engine)}"
+            f"the value of some rank counts a padding sample. Call {verb} inside the loop, on each batch's "
+            f"value.{_of_another_loop(engine)}"
         )
     return sum(ended.samples)
 
@@ -123,7 +123,7 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
     strange = next((type(leaf).__name__ for leaf in tensors if not isinstance(leaf, Tensor)), "")
     if strange or not tensors:
         raise UsageError(
-            "mw.gather_samples takes tensors with a row for each sample, or trees of them; this is or holds "
+            "mw.gather_samples takes tensors with a row for each sample, or lists and dicts of them, and was given "
             f"{strange or 'none'}. Use torch.as_tensor(values)."
         )
     counts = _counts_of(engine, tensors)

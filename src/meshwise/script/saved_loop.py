@@ -46,7 +46,7 @@ def loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
     for each in several:
         if not isinstance(each, DistributedLoader):
             raise UsageError(
-                f"mw.checkpoint: loader is a {type(each).__name__}. Give the DataLoader that mw.distribute returned; "
+                f"mw.checkpoint: loader= is a {type(each).__name__}. Give the DataLoader that mw.distribute returned; "
                 "a loader that reads ahead does not know which batches were trained on."
             )
     return several
@@ -59,8 +59,8 @@ def says_beside(parts: LoopParts) -> str:
     if not parts.loaders or all(each in parts.loaders for each in read):
         return ""
     return (
-        "mw.checkpoint: another loader is read beside that of the loop, and its place is not saved: a restart begins "
-        "its epoch again. Write mw.checkpoint(…, loader=[loader, other])."
+        "mw.checkpoint: a second loader is read beside the one of the loop, and its position is not saved: a restart "
+        "begins its epoch again. Write mw.checkpoint(…, loader=[loader, other])."
     )
 
 

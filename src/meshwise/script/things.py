@@ -41,7 +41,7 @@ def check(things: Mapping[str, dict[str, Any]]) -> None:
         for each in things[kind].values():
             fits = isinstance(each, cls) if cls is not None else hasattr(each, "load_state_dict")
             if not fits:
-                raise UsageError(f"mw.checkpoint: {kind}= is a {type(each).__name__}. Give it as extra=, by a name.")
+                raise UsageError(f"mw.checkpoint: {kind}= is a {type(each).__name__}. Give it in the dict extra=.")
 
 
 def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[str, Any]) -> None:
@@ -49,12 +49,12 @@ def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[st
     for kind, own in things.items():
         if own.keys() != tree[kind].keys():
             raise CheckpointError(
-                f"{folder}: its state has {len(tree[kind])} of what is given as {kind}=, and here are {len(own)}. "
-                "Give mw.checkpoint what it was given when that was saved, or use another folder."
+                f"{folder}: the saved state has {len(tree[kind])} of {kind}=, and mw.checkpoint was given {len(own)} "
+                "now. Give the same as when it was saved, or use another folder."
             )
     for name, optimizer in things["optimizer"].items():
         if (kind := tree["optimizer"][name]["kind"]) != type(optimizer).__name__:
-            raise CheckpointError(f"{folder}: its optimizer is {kind}, and here {type(optimizer).__name__}.")
+            raise CheckpointError(f"{folder} was saved with {kind}, not {type(optimizer).__name__}. Use that.")
 
 
 def kept_by(states: Iterable[CheckpointedLoop]) -> list[Any]:
@@ -87,8 +87,8 @@ def forgotten(
         f"{kind}={_written(kind, len(several) + len(things[kind]))}" for kind, several in lost.items() if several
     )
     return (
-        f"mw.checkpoint: mw.distribute was given {which}, which this state lacks: after a restart that silently "
-        f"begins again. Write mw.checkpoint(…, {write})."
+        f"mw.checkpoint: mw.distribute was given {which}, but mw.checkpoint was not: after a restart that begins anew. "
+        f"Write mw.checkpoint(…, {write})."
     )
 
 

@@ -38,8 +38,8 @@ from meshwise.workers.join import rank_context, rejoin
 MASKS = " Its collator masks at random: each number of devices draws its own masks, in evaluation too."
 SFT = "SFTTrainer"  # of TRL 1.16: what it logs are sums over all ranks
 WHOLE = (
-    "Trainer: per_device_train_batch_size={0.per_device_train_batch_size} and per_device_eval_batch_size="
-    "{0.per_device_eval_batch_size} are of all {1} devices together."
+    "Trainer: per_device_train_batch_size={0.per_device_train_batch_size} and "
+    "per_device_eval_batch_size={0.per_device_eval_batch_size} are the batches of all {1} devices together."
 )
 
 

@@ -141,8 +141,8 @@ class OnRanks:
         super()._issue_warnings_after_load(load_result)  # type: ignore[misc]
         if (missing := load_result.missing_keys) and (others := load_result.unexpected_keys):
             raise UsageError(
-                f"Trainer: this checkpoint, saved without mw.distribute, has {others[0]} for {missing[0]}: Trainer "
-                "would leave such weights as they are. Load it with from_pretrained, and train without resuming."
+                f"Trainer: this checkpoint, saved without mw.distribute, has {others[0]} for {missing[0]}, which "
+                "Trainer would not load. Load it with from_pretrained, and train without resuming."
             )
 
     def _save(self: Any, output_dir: Any = None, state_dict: Any = None) -> None:
