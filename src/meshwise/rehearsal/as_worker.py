@@ -105,8 +105,8 @@ def _as_it_was() -> Iterator[None]:
 
 def _starts_processes(*args: Any, **kwargs: Any) -> Any:
     raise UsageError(
-        f"{user_place()} starts processes, and a rehearsal is this one alone. Let `meshwise run` start them: write the "
-        "script as one rank of it runs; or name its Job, train.py:job."
+        f"{user_place()} starts processes, which a rehearsal does not follow. Let `meshwise run` start them: write the "
+        "script as it runs on one rank, or name its Job, train.py:job."
     )
 
 

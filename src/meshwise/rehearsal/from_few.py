@@ -142,7 +142,7 @@ class Tracer:
             except Exception as error:
                 why = str(error).partition("\n")[0]
                 raise UsageError(
-                    f"job '{self.job.name}': its model does not build on fake tensors, which have shapes and no "
+                    f"job '{self.job.name}': the model cannot be built on fake tensors, which have shapes but no "
                     f"values: {why}. Compute this value without torch (numpy, math)."
                 ) from error
             stretch = None

@@ -74,7 +74,7 @@ def memory_curve(work: Work, on_host: bool = False) -> Curve:
     for place, event in _memory_events(work):
         if isinstance(event, Allocate):
             if event.storage in alive:
-                raise ValueError(f"event {place}: storage {event.storage} is taken and was not given back")
+                raise ValueError(f"event {place}: storage {event.storage} is allocated twice without being freed")
             counted = event.on_host == on_host
             size = (event.size if unit else rounded(event.size)) if counted else 0
             alive[event.storage] = which, _ = column[event.category], size

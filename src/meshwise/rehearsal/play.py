@@ -258,7 +258,7 @@ def play(items: Mapping[int, Sequence[Item]], overlaps: Mapping[int, Overlap]) -
     playing.run()
     stuck = [_stuck(rank, of) for rank, of in playing.ranks.items() if len(of.ended) < len(of.items)]
     if stuck:
-        raise ValueError("the ranks wait for each other for ever: " + "; ".join(stuck))
+        raise ValueError("the ranks wait for each other forever: " + "; ".join(stuck))
     return playing.done
 
 

@@ -134,8 +134,8 @@ def missing(works: Sequence[Work], prices: Prices) -> tuple[str, ...]:
     for work in works:
         if work.ranks > len(machine.devices):
             raise UsageError(
-                f"machine '{machine.name}': it has {plural(len(machine.devices), 'device')}, and the plan "
-                f"has {plural(work.ranks, 'rank')}. Name a machine of as many devices, such as {work.ranks}xH100."
+                f"machine '{machine.name}': this machine has {plural(len(machine.devices), 'device')}, but the plan "
+                f"needs {work.ranks}. Name a machine with as many, such as {work.ranks}xH100."
             )
         for launch in work.launches:
             if prices.of(launch.what, work.rank) is None:

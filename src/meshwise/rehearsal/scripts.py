@@ -203,7 +203,7 @@ class _Loop(Places):
         """Return the value to assume for a number that the script reads outside of its model: 1; None for a bool."""
         if dtype == torch.bool:
             return None
-        self._engine.notify(f"{user_place()} reads a number that only a run knows: it is taken for 1")
+        self._engine.notify(f"{user_place()} reads a number that only a real run knows: the rehearsal takes 1")
         return 1 if not dtype.is_floating_point else 1.0
 
 
