@@ -29,12 +29,12 @@ def test_a_site_is_read(tmp_path: Path) -> None:
         ('partion = "gpu"', "Did you mean 'partition'?"),
         ('gpus = "tres"', "must be one of gpus-per-node, gres, none"),
         ('container = "a.sif"\nruntime = "docker"', "must be one of apptainer"),
-        ('mounts = ["/data"]', "mounts belong to a container"),
-        ('secrets = ["KEY=abc"]', "never its value"),
-        ('options = ["constraint=ib"]', "is no option of sbatch"),
+        ('mounts = ["/data"]', "mounts need a container"),
+        ('secrets = ["KEY=abc"]', "never their values"),
+        ('options = ["constraint=ib"]', "is not for sbatch"),
         ('account = "a\\nb"', "line break"),
         ('setup = ["one\\ntwo"]', "line break"),
-        ("machine = ", "is no TOML file"),
+        ("machine = ", "is not a valid TOML file"),
     ],
 )
 def test_what_a_site_cannot_have_is_said(text: str, says: str, tmp_path: Path) -> None:
@@ -61,5 +61,5 @@ def test_the_site_beside_the_job_comes_before_the_users(tmp_path: Path, monkeypa
     assert find_site(home=tmp_path).partition == "theirs"
     (tmp_path / "site.toml").write_text('partition = "here"\n')
     assert find_site(home=tmp_path).partition == "here"
-    with pytest.raises(UsageError, match="no such file"):
+    with pytest.raises(UsageError, match="does not exist"):
         find_site("other.toml")

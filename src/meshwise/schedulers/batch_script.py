@@ -49,7 +49,7 @@ def nodes_of(text: str) -> tuple[int, int]:
         raise UsageError(f"--nodes {text}: write a number such as 4, or a range such as 2-8.")
     low, _, high = text.partition("-")
     if int(high or low) < int(low):
-        raise UsageError(f"--nodes {text}: the range ends before it begins. Write {high}-{low}.")
+        raise UsageError(f"--nodes {text}: the first number must be the smaller one. Write {high}-{low}.")
     return int(low), int(high or low)
 
 
@@ -101,7 +101,7 @@ def joined_options(words: Sequence[str]) -> list[str]:
         elif joined and len(joined[-1]) == 2:
             joined[-1] += word
         else:
-            raise UsageError(f"'{word}': after the last -- stand options of sbatch, such as -- --partition gpu.")
+            raise UsageError(f"'{word}': only options of sbatch may follow the last --, such as -- --partition gpu.")
     return joined
 
 
@@ -166,11 +166,11 @@ def _word(value: str) -> str:
     if not re.search(r"[\s#'\"\\]", text):
         return text
     if re.search(r"[\"\\]", text):
-        raise UsageError(f"{text}: a quote or a backslash cannot stand in an #SBATCH line. Write it without.")
+        raise UsageError(f"{text}: an #SBATCH line cannot hold a quote or a backslash. Leave it out.")
     return f'"{text}"'
 
 
 def _one_line(text: str) -> str:
     if any(ord(letter) < 32 or letter == "\x7f" for letter in text):
-        raise UsageError(f"{text!r}: a line break or a control character cannot stand in a batch script.")
+        raise UsageError(f"{text!r}: a batch script cannot hold a line break or a control character. Leave it out.")
     return text

@@ -78,16 +78,16 @@ def read_site(path: Path) -> Site:
     """Read a cluster's defaults from a file. Raises UsageError if it is unreadable or invalid."""
     try:
         if not path.is_file():
-            raise UsageError(f"--site {path}: no such file. `meshwise submit --help` says what a site file holds.")
+            raise UsageError(f"--site {path} does not exist. `meshwise submit --help` says what a site file holds.")
         told = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"--site {path}: cannot be read ({error.strerror}).") from None
+        raise UsageError(f"--site {path} cannot be read ({error.strerror}).") from None
     except ValueError as error:  # no TOML, no UTF-8
-        raise UsageError(f"{path}: is no TOML file ({error}).") from None
+        raise UsageError(f"{path} is not a valid TOML file ({error}).") from None
     kinds = {field.name: type(field.default) for field in fields(Site) if field.name != "file"}
     for key, value in told.items():
         if key not in kinds:
-            raise UsageError(f"{path}: {key}: a site has no such key.{nearest(key, kinds)} Use {', '.join(kinds)}.")
+            raise UsageError(f"{path}: a site file has no key {key}.{nearest(key, kinds)} Use {', '.join(kinds)}.")
         told[key] = _checked(path, key, value, kinds[key])
     site = Site(**told, file=str(path))
     _check(site, path)
@@ -99,25 +99,25 @@ def _checked(path: Path, key: str, value: Any, kind: type) -> Any:
         value = tuple(value)
     if type(value) is not kind:
         shape = {str: "text in quotes", int: "a whole number", tuple: "a list of texts"}[kind]
-        raise UsageError(f"{path}: {key} = {value!r}: must be {shape}.")
+        raise UsageError(f"{path}: {key} = {value!r} must be {shape}.")
     for text in value if isinstance(value, tuple) else [value]:
         if isinstance(text, str) and any(ord(letter) < 32 or letter == "\x7f" for letter in text):
             raise UsageError(f"{path}: {key}: {text!r} has a line break or a control character. Write one line each.")
     if isinstance(value, int) and value < 0:
-        raise UsageError(f"{path}: {key} = {value}: must be 0 or more.")
+        raise UsageError(f"{path}: {key} = {value} must be 0 or more.")
     return value
 
 
 def _check(site: Site, path: Path) -> None:
     if site.gpus not in GPU_FORMS:
-        raise UsageError(f"{path}: gpus = '{site.gpus}': must be one of {', '.join(GPU_FORMS)}.")
+        raise UsageError(f"{path}: gpus = '{site.gpus}' must be one of {', '.join(GPU_FORMS)}.")
     if site.runtime not in CONTAINERS:
-        raise UsageError(f"{path}: runtime = '{site.runtime}': must be one of {', '.join(CONTAINERS)}.")
+        raise UsageError(f"{path}: runtime = '{site.runtime}' must be one of {', '.join(CONTAINERS)}.")
     if site.mounts and not site.container:
-        raise UsageError(f'{path}: mounts belong to a container, and none is named: container = "image.sif".')
+        raise UsageError(f'{path}: mounts need a container. Add container = "image.sif".')
     for name in site.secrets:
         if not _VARIABLE.fullmatch(name):
-            raise UsageError(f"{path}: secrets: write the name of an environment variable alone, never its value.")
+            raise UsageError(f"{path}: secrets must be names of environment variables, never their values.")
     for option in site.options:
         if not option.startswith("-"):
-            raise UsageError(f"{path}: options: '{option}' is no option of sbatch. Write it as \"--constraint=ib\".")
+            raise UsageError(f"{path}: options: '{option}' is not for sbatch. Write it as \"--constraint=ib\".")

@@ -121,9 +121,9 @@ def _asked(command: Sequence[str], patience: float = PATIENCE) -> str:
             command, capture_output=True, text=True, timeout=patience, env=clean_environment(os.environ)
         )
     except FileNotFoundError:
-        raise UsageError(f"{command[0]} is not on this machine. Run the command where Slurm's commands are.") from None
+        raise UsageError(f"{command[0]} is not on this machine. Run meshwise where Slurm is installed.") from None
     except subprocess.TimeoutExpired:
-        raise SchedulerError(f"{command[0]} gave no answer in {patience:.0f} s: is Slurm's controller up?") from None
+        raise SchedulerError(f"{command[0]} did not answer in {patience:.0f} s. Check Slurm's controller.") from None
     if done.returncode:
         raise SchedulerError(f"{command[0]}: {done.stderr.strip() or f'ended with exit code {done.returncode}'}")
     return done.stdout
