@@ -52,8 +52,8 @@ def ask_for_kind(devices: str | None, place: Place) -> None:
     if request.indices not in (None, tuple(range(place.tasks_here))):
         raise UsageError(
             f"--devices {devices}: {place.launcher or 'the launcher'} started {plural(place.tasks_here, 'task')} on "
-            "this machine, which take its devices from the first on. Leave --devices out, and show the tasks those "
-            f"that are meant: {VISIBLE}={','.join(map(str, request.indices or ()))}."
+            "this machine, which use its first devices. To use others, leave --devices out and set "
+            f"{VISIBLE}={','.join(map(str, request.indices or ()))}."
         )
     if request.kind == "cpu":
         os.environ.setdefault(DEVICE_KIND, "cpu")
@@ -73,7 +73,7 @@ def _devices_here(options: RunOptions, place: Place) -> int:
     """Return how many devices this task has: all of its machine if it is alone there, else one."""
     if place.one_a_node:
         return len(find_devices(parse_devices(options.devices or "all")))
-    refuse_devices(options.devices, place, " or one a machine (--ntasks-per-node=1)")
+    refuse_devices(options.devices, place, " or one for each machine (--ntasks-per-node=1)")
     return 1
 
 
@@ -85,17 +85,17 @@ def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> No
     if count not in (1, place.tasks_here):
         raise UsageError(
             f"--devices {devices} asks for {count}, and {place.launcher or 'the launcher'} started "
-            f"{plural(place.tasks_here, 'task')} on this machine, {place.size} in all, each of which is one device. "
-            f"Leave --devices out, and start a task a device (srun --ntasks-per-node={count}){otherwise}."
+            f"{plural(place.tasks_here, 'task')} on this machine, {place.size} in all, and each uses one device. Leave "
+            f"--devices out, and start one task for each device (srun --ntasks-per-node={count}){otherwise}."
         )
 
 
 def _refuse_contradiction(options: RunOptions, place: Place) -> None:
-    launcher = place.launcher or "The launcher"
+    launcher = place.launcher or "the launcher"
     if options.nnodes not in (1, place.nodes):
         raise UsageError(
-            f"--nnodes {options.nnodes}, and {launcher} started {plural(place.size, 'task')} on "
-            f"{plural(place.nodes, 'machine')}. Leave --nnodes, --node-rank and --rdzv out: they are taken from it."
+            f"--nnodes {options.nnodes}, but {launcher} started {plural(place.size, 'task')} on "
+            f"{plural(place.nodes, 'machine')}. Leave --nnodes, --node-rank and --rdzv out: {launcher} gives them."
         )
     if options.node_rank not in (0, place.node):
         raise UsageError(

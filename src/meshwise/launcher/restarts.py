@@ -31,9 +31,7 @@ from meshwise.spec.units import plural
 from meshwise.workers.failure import recorded
 from meshwise.workers.kept_memory import KeptMemory
 
-NOT_SAVED = (
-    "It is not started again: the program saves no state. Give mw.checkpoint what it trains, and it goes on from there."
-)
+NOT_SAVED = "The run is not started again, since the program saves no state. Call mw.checkpoint with what is trained."
 MOST_WITHOUT_PROGRESS, MOST_SMALLER = 3, 4
 OTHERS_OF_PLAN = ("settings", "accumulate", "precision")  # options that change a plan
 _TOLD = (
@@ -125,7 +123,7 @@ class Restarts:
             return ended(error, why, FAILED)
         self._last = this
         if self._without_progress >= MOST_WITHOUT_PROGRESS:
-            why = f"{MOST_WITHOUT_PROGRESS} attempts in a row came no step further: it is not started again."
+            why = f"{MOST_WITHOUT_PROGRESS} attempts in a row made no progress: the run is not started again."
             return ended(error, why, NO_PROGRESS)
         if self.attempt > self.most:
             left = f"That was attempt {self.attempt} of {self.most + 1}: go on with meshwise run --resume"
@@ -151,7 +149,7 @@ class Restarts:
             self.plan_now = on_devices(plan, devices)
             devices = self.plan_now.devices
         elif not devices:
-            raise PlanError("no device is left.")
+            raise PlanError("no device is left to go on with.")
         self.plan = plan_to_toml(self.plan_now) if self.plan_now and (self.smaller or self.plan_now != plan) else ""
         return devices
 
@@ -236,7 +234,7 @@ class Restarts:
             try:
                 code = process.wait(timeout=max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                say(f"--on-failure {self.command}: still runs, and is left alone.")
+                say(f"--on-failure {self.command}: the command still runs, and is not waited for.")
                 continue
             if code:
                 say(f"--on-failure {self.command}: ended with exit code {code}.")
@@ -268,8 +266,8 @@ def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
     here = names.saved_step(folder) or 0
     if len(last) == MOST_WITHOUT_PROGRESS and all(one.get("from_step", 0) == here for one in last):
         raise WorkerFailed(
-            f"{MOST_WITHOUT_PROGRESS} attempts in a row came no step further than {here}: it is not started again. See "
-            f"meshwise logs {folder.name}; then send it again with meshwise submit {folder}",
+            f"{MOST_WITHOUT_PROGRESS} attempts in a row made no progress after step {here}, so the run is not started "
+            f"again. Look at meshwise logs {folder.name}, then send it again: meshwise submit {folder}",
             rank=None,
             exit_code=NO_PROGRESS,
         )

@@ -164,7 +164,7 @@ class Several:
         """Claim the next attempt for this machine. Raises _NotHere if this machine must not begin it."""
         first, before, here = self.machines.me.node == 0, len(self.nodes.members), len(reports)
         if not (first or self.shares):
-            raise _NotHere("The saved states lie on machine 0, which is not here: start the run again on all machines.")
+            raise _NotHere("Machine 0, which has the saved states, is lost: start the run again on all machines.")
         lowest = min(member.node for member in self.nodes.members) in {member.node for member in reports}
         if self.shares and not (2 * here > before or (2 * here == before and lowest)):
             until = time.monotonic() + MINORITY_WAIT
@@ -172,7 +172,7 @@ class Several:
                 look()
                 time.sleep(0.1)
         if not names.claim_session(restarts.folder, restarts.number + 1):
-            raise _NotHere(f"The run goes on without this machine: attempt {restarts.number + 1} was begun by another.")
+            raise _NotHere(f"The run goes on without this machine: others have begun attempt {restarts.number + 1}.")
 
     def _begin(self, restarts: Restarts, error: WorkerFailed, members: Sequence[Member]) -> Nodes:
         """Begin the attempt that was claimed."""
@@ -226,4 +226,4 @@ def _error_of(reports: Reports) -> WorkerFailed:
 
 def _look(halt: Halt) -> None:
     if halt.at_once:
-        raise WorkerFailed("stopped at once; what was saved before is kept.", exit_code=halt.exit_code)
+        raise WorkerFailed("the run was stopped at once. What was saved before is kept.", exit_code=halt.exit_code)

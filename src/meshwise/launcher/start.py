@@ -36,7 +36,6 @@ from meshwise.spec.faults import Fault, faults_of
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import PREDICTED, plan_to_toml
 from meshwise.spec.prediction import prediction_of, prediction_to_toml
-from meshwise.spec.units import plural
 from meshwise.spec.world import World
 from meshwise.workers import deadline
 from meshwise.workers.environment import ATTEMPT, BLOCKS, KEPT, read_world
@@ -94,7 +93,7 @@ class Started:
 def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: float) -> Started:
     """Meet the other machines, make the program for the devices of all machines, and open its run folder."""
     if options.min_nodes is not None and not 1 <= options.min_nodes <= options.nnodes:
-        raise UsageError(f"--min-nodes {options.min_nodes}: this run has {plural(options.nnodes, 'machine')}.")
+        raise UsageError(f"--min-nodes {options.min_nodes}: must be from 1 to --nnodes, {options.nnodes}.")
     several = options.nnodes != 1 or options.node_rank or options.rdzv
     slots = worker_slots(options)
     asked = {name: value for name, value in options.record().items() if name not in OWN_OPTIONS}
@@ -129,8 +128,8 @@ def refuse_restarts(options: RunOptions, where: str) -> None:
     for name in ("restarts", "restart_on", "on_failure"):
         if getattr(options, name):
             raise UsageError(
-                f"--{name.replace('_', '-')} {where}: meshwise cannot restart a run there yet. Leave it out, and start "
-                "the command again with --resume RUN where its exit code is 85."
+                f"--{name.replace('_', '-')} {where}: meshwise cannot restart a run there. Leave this option out, and "
+                "start the command again with --resume RUN if its exit code is 85."
             )
 
 
