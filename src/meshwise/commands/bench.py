@@ -70,7 +70,7 @@ def bench(options: BenchOptions, nodes: NodeOptions) -> None:
     target = None if options.save is None else _writable(Path(options.save))
     what = [name for name in WHAT if getattr(options, name)]
     if options.seconds is not None and not 0.1 <= options.seconds <= 86400:
-        raise UsageError(f"--seconds {options.seconds:g}: give from 0.1 to 86400, for instance --seconds 60.")
+        raise UsageError(f"--seconds {options.seconds:g}: must be from 0.1 to 86400, for instance --seconds 60.")
     hosts = options.hosts or nodes.nnodes > 1 or bool(nodes.rdzv)
     if hosts and (options.compute or options.devices is not None):
         raise UsageError("--hosts measures one device of each host. Remove --compute and --devices.")
@@ -110,16 +110,14 @@ def _writable(path: Path) -> Path:
     """Return `path` if a machine file can be written there. Raises UsageError, also if another kind of file exists."""
     toml_writer()  # before anything is measured
     if path.is_dir() or not path.parent.is_dir():
-        raise UsageError(
-            f"--save {path}: cannot be written there. Use a file in a folder that exists, such as here.toml."
-        )
+        raise UsageError(f"--save {path}: this is not a file in an existing folder. Use for instance here.toml.")
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"--save {path}: {path.parent} is not writable. Use a file elsewhere.")
     if path.exists():
         try:
             api.machines.read_machine(path)
         except UsageError:
-            raise UsageError(f"--save {path}: exists and is not a machine file. Use another file.") from None
+            raise UsageError(f"--save {path} exists and is not a machine file. Use another file.") from None
     return path
 
 

@@ -50,7 +50,7 @@ def run(
     A signal (Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2) or --time-limit saves and stops all ranks after the same step.
     """
     if as_json and is_script(options.job):
-        raise UsageError(f"--json is the summary of a job; {options.job} is a script. Use meshwise report --json.")
+        raise UsageError(f"--json works only for jobs, and {options.job} is a script. Use meshwise report --json.")
     console = Console(stderr=as_json)
     began = typed()
     launcher.own_folder.refuse_running(options)

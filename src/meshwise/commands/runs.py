@@ -84,5 +84,5 @@ def open_page(
 def _agreed(count: int) -> bool:
     """Ask the user whether to remove this many runs. Raises UsageError if stdin is not a terminal."""
     if not sys.stdin.isatty():
-        raise UsageError("nobody can be asked here. Write meshwise runs remove --yes NAME.")
+        raise UsageError("this is no terminal, so nobody can confirm. Write meshwise runs remove --yes NAME.")
     return input(f"Remove {count} run{'s' * (count > 1)}? [y/N] ").strip().lower() in ("y", "yes")

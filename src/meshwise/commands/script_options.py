@@ -48,8 +48,8 @@ def check_options_behind(script: str, before: Sequence[str], own: Sequence[str],
     moved, left = _moved(own, given, flags)
     meant = f"{before[0]} {shlex.join([*before[1:], *moved, script, *left])}"
     raise UsageError(
-        f"{some(given)}: what follows {script} is the script's own, and it has no such option. Options of meshwise "
-        f"stand before its name: {meant}. If the script does take it: {shlex.join([script, '--', *own])}."
+        f"{some(given)}: options after {script} go to the script, which does not have this one. Write options of "
+        f"meshwise before the script: {meant}. If the script does take it: {shlex.join([script, '--', *own])}."
     )
 
 
