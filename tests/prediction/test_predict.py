@@ -218,7 +218,7 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest
     begun(out, monkeypatch)
     with (tmp_path / "out.jsonl.partial/lock").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(mw.UsageError, match="another process writes"):
+        with pytest.raises(mw.UsageError, match="another process is writing"):
             predicted(job(), out=out)
 
 
@@ -249,7 +249,7 @@ def test_batches_that_are_dicts_are_given_by_name_and_logits_are_the_output() ->
     torch.manual_seed(0)
     assert torch.equal(found["outputs"], by_batches(Named().layer))
     assert any("row of the batches is not given" in note for note in found["notes"])
-    with pytest.raises(mw.UsageError, match=r"dicts of x, and Named.forward takes inputs, scale, labels. Say how"):
+    with pytest.raises(mw.UsageError, match=r"dicts of x, and Named.forward takes inputs, scale, labels. Write Job"):
         predicted(replace(given, data=lambda: {"x": X}))
 
 
@@ -258,7 +258,7 @@ def test_batches_that_are_dicts_are_given_by_name_and_logits_are_the_output() ->
     [
         (
             lambda model, batch: model(batch[0]).mean(),
-            r"a tensor of shape \(\) for a batch of 8 samples: not one row each",
+            r"a tensor of shape \(\) for 8 samples, and needs one row for each",
         ),
         (lambda model, batch: model(batch[0])[:3], r"a tensor of shape \(3, 4\)"),
         (lambda model, batch: None, "predicts a NoneType"),
@@ -274,7 +274,7 @@ def test_outputs_without_a_row_for_each_sample_are_refused(predict: Any, says: s
 
 def test_rows_that_make_no_tensor_are_refused_in_safetensors(tmp_path: Path) -> None:
     for predict in (lambda model, batch: batch[0][:, : len(batch[0]) - 2], lambda model, batch: ["a"] * len(batch[0])):
-        with pytest.raises(mw.UsageError, match=r"Write \.jsonl"):
+        with pytest.raises(mw.UsageError, match=r"Name a \.jsonl"):
             predicted(job(predict), out=tmp_path / "out.safetensors", overwrite=True)
 
 
@@ -328,12 +328,12 @@ def test_a_run_folder_gives_its_weights_or_its_newest_state(tmp_path: Path) -> N
         ({"weights": "{tmp}/none"}, "no such file or folder"),
         ({"weights": "{tmp}/w.pt"}, "weights are read from safetensors"),
         ({"batch_size": 0}, "must be at least 1"),
-        ({"train": True, "data": (X,)}, "Give one of them"),
+        ({"train": True, "data": (X,)}, "Give only one"),
         ({"precision": "fp31"}, "fp31"),
         ({"settings": ("shard=3",), "devices": "2xcpu"}, "needs 3 devices|shard"),
-        ({"devices": ""}, "no device is named"),
+        ({"devices": ""}, "names no device"),
         ({"data": "{tmp}/data.py:x"}, "no such file"),
-        ({"data": "somewhere"}, "is a finished Job"),
+        ({"data": "somewhere"}, "is a Job, which has its data already"),
     ],
 )
 def test_bad_input_is_one_sentence(options: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_bad_input_is_one_sentence(options: dict[str, Any], says: str, tmp_path:
 
 
 def test_a_model_is_given_with_its_data() -> None:
-    with pytest.raises(mw.UsageError, match="a model is given without data"):
+    with pytest.raises(mw.UsageError, match="needs a data set beside a model"):
         mw.predict(net())
     with pytest.raises(mw.UsageError, match="a list is not a model"):
         mw.predict([1], (X,))

@@ -94,12 +94,12 @@ class PartialFolder:
         try:
             before = dict(json.loads((self.path / FACTS).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
-            raise UsageError(f"{self.path / FACTS}: cannot be read ({error}). Start over with --overwrite.") from None
+            raise UsageError(f"{self.path / FACTS} cannot be read ({error}). Start over with --overwrite.") from None
         for name in facts:
             if name != "source" and before.get(name) != facts[name]:
                 raise UsageError(
-                    f"{self.path} was begun with other {name}: {_short(before.get(name))} there and "
-                    f"{_short(facts[name])} here. Pass the same to continue, name another --out, or start over with "
+                    f"{self.path} was begun with other {name}: {_short(before.get(name))}, and not "
+                    f"{_short(facts[name])}. Give the same to continue, name another --out, or start over with "
                     "--overwrite."
                 )
         edited = before.get("source") != facts.get("source")
@@ -115,7 +115,7 @@ class PartialFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UsageError(f"another process writes {self.out} now. Wait for it, or name another --out.") from None
+            raise UsageError(f"another process is writing {self.out}. Wait, or name another --out.") from None
 
     def remove(self) -> None:
         """Remove the folder, after its content has been moved to the output file."""
@@ -184,7 +184,7 @@ def _texts(rows: Any) -> list[str]:
             return [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"a prediction cannot be written as JSON: {error}. Give tensors, or plain values."
+                f"a prediction cannot be written as JSON: {error}. Return tensors or plain values."
             ) from None
     texts = list(map(json.dumps, rows.tolist()))
     if rows.is_floating_point() and not math.isfinite(rows.sum()):
@@ -227,16 +227,16 @@ class Pieces:
         for name, rows in tensors.items():
             if not isinstance(rows, Tensor):
                 raise UsageError(
-                    f"--out {self.folder.out}: safetensors hold tensors, and the prediction {name} is a list of "
-                    f"{type(rows[0]).__name__}. Write .jsonl."
+                    f"--out {self.folder.out}: a safetensors file holds only tensors, and the prediction {name} is a "
+                    f"list of {type(rows[0]).__name__}. Name a .jsonl file."
                 )
             form = rows.dtype, tuple(rows.shape[1:])
             known = self._form.setdefault(name, form)
             if form != known:
                 words = [f"{tuple(shape)} of {str(dtype).removeprefix('torch.')}" for dtype, shape in (known, form)]
                 raise UsageError(
-                    f"--out {self.folder.out}: the prediction {name} is {words[0]} of the first samples and {words[1]} "
-                    f"of those from {first} on, so they make no tensor. Write .jsonl, or pad them to one length."
+                    f"--out {self.folder.out}: the prediction {name} is {words[0]} for the first samples and "
+                    f"{words[1]} from sample {first} on, not one tensor. Name a .jsonl file, or pad to one length."
                 )
 
     def _files(self) -> list[Path]:
@@ -274,6 +274,6 @@ def saying_what_is_kept(out: Path | None) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(
-            f"--out {out}: cannot be written ({error.strerror or error}). What was written before is kept: the same "
-            "command goes on there."
+            f"--out {out} cannot be written ({error.strerror or error}). What was written is kept: the same command "
+            "continues there."
         ) from None

@@ -69,10 +69,10 @@ class PredictOptions:
         if self.batch_size is not None and self.batch_size < 1:
             raise UsageError(f"--batch-size {self.batch_size}: must be at least 1.")
         if self.train and self.data is not None:
-            raise UsageError("--train is the job's own training set, and --data is given too. Give one of them.")
+            raise UsageError("--train predicts the training set of the job, and --data another one. Give only one.")
         if self.out is not None and Path(self.out).suffix not in FORMATS:
             raise UsageError(
-                f"--out {self.out}: predictions are JSON lines or safetensors. Name a file that ends in "
+                f"--out {self.out}: predictions are written as JSON lines or safetensors. Name a file that ends in "
                 f"{' or '.join(FORMATS)}."
             )
         plan = self.run_options.plan  # refuses wrong options of the plan now

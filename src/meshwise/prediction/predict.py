@@ -68,7 +68,7 @@ def run_predict(
         data = open_data(job, data_of(job, options)(), "data", engine)
         model, call = predicting(job, plan, engine, options.weights)
         if options.weights is None and isinstance(options.job, str | Job):
-            engine.notify("no weights are given: the model is as the job builds it. Give some with --weights")
+            engine.notify("no weights are given, so the model is as the job builds it. Give weights with --weights")
         out, began = None if options.out is None else Path(options.out), time.perf_counter()
         with _stored(first, out) as store:
             facts = {**origin, **_facts(job, data, plan, options)} if first and out is not None else {}
@@ -111,7 +111,7 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
     model, note = constructed(job.model) if plan.parameters_divided else (job.model(), "")
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"job '{job.name}': its model is a {type(model).__name__}. Give an nn.Module, or what builds one."
+            f"job '{job.name}': the model is a {type(model).__name__}. Give an nn.Module, or a function of one."
         )
     engine.notify(note)
     call = job.predict or plain_call(model, engine.notify)
@@ -133,7 +133,7 @@ def _load(model: nn.Module, path: Path) -> Path | None:
         load_weights(model, path / names.WEIGHTS)
         return None
     if not (path / names.CHECKPOINTS).exists():
-        raise CheckpointError(f"{path}: the run has saved no weights and no state. Name another, or train it further.")
+        raise CheckpointError(f"{path}: this run has saved no weights and no state. Name another run, or train it on.")
     return path / names.CHECKPOINTS
 
 

@@ -21,7 +21,7 @@ from meshwise.spec.words import some
 from meshwise.splits.crossing import gather
 
 Predict = Callable[[nn.Module, Any], Any]
-HOW = "Say how: Job(predict=lambda model, batch: model(...)), or mw.predict(..., predict=...)."
+HOW = "Write Job(predict=lambda model, batch: model(...)), or mw.predict(..., predict=...)."
 
 
 def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
@@ -78,12 +78,12 @@ def _rows(value: Any, samples: int, job: str) -> Any:
         value = gather(value.detach()).cpu()
         found = f"a tensor of shape {tuple(value.shape)}"
         if value.is_complex():
-            raise UsageError(f"job '{job}' predicts complex numbers. Give torch.view_as_real of them. {HOW}")
+            raise UsageError(f"job '{job}' predicts complex numbers. Return torch.view_as_real(out). {HOW}")
     elif isinstance(value, list):
         value = map_tensors(lambda tensor: gather(tensor.detach()).tolist(), value)
         found = f"a list of length {len(value)}"
     else:
         found = f"a {type(value).__name__}"
     if not isinstance(value, Tensor | list) or (isinstance(value, Tensor) and not value.dim()) or len(value) != samples:
-        raise UsageError(f"job '{job}' predicts {found} for a batch of {samples} samples: not one row each. {HOW}")
+        raise UsageError(f"job '{job}' predicts {found} for {samples} samples, and needs one row for each. {HOW}")
     return value
