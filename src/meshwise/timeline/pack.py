@@ -55,7 +55,7 @@ def unpack(text: str, count: int) -> tuple[Column, ...]:
         raise ValueError(f"damaged: {error}") from None
     widths = packed[:WIDTH]
     if len(packed) != WIDTH + sum(widths) * count or not set(widths) <= {1, 2, 4, 8}:
-        raise ValueError(f"damaged: {len(packed)} bytes where {WIDTH + sum(widths) * count} belong")
+        raise ValueError(f"damaged: {len(packed)} bytes instead of {WIDTH + sum(widths) * count}")
     columns, at = [], WIDTH
     for width in widths:
         planes = np.frombuffer(packed, np.uint8, width * count, at).reshape(width, count)

@@ -96,7 +96,7 @@ def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[Rank
                 other = "1"
             elif logs and not other:
                 if headless or logs[-1].end is not None:
-                    raise ValueError("of no session")
+                    raise ValueError("the spans belong to no session")
                 _take(logs[-1], line)
         except (TypeError, ValueError, LookupError, OverflowError, AttributeError):
             if logs:

@@ -65,7 +65,7 @@ def render(report: Report, timeline: Timeline) -> str:
         from prometheus_client.metrics_core import Metric
         from prometheus_client.openmetrics.exposition import generate_latest
     except ImportError:
-        raise UsageError("OpenMetrics needs prometheus_client: pip install 'meshwise[openmetrics]'") from None
+        raise UsageError("--openmetrics needs prometheus_client. Use pip install 'meshwise[openmetrics]'") from None
     rows = itertools.chain(_of_run(report), _of_ranks(report), _of_collectives(report), _of_findings(report))
     metrics = [metric for row in rows if (metric := _filled(Metric, *row)).samples]
     text: bytes = generate_latest(SimpleNamespace(collect=lambda: metrics))  # type: ignore[no-untyped-call]

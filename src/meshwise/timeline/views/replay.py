@@ -102,10 +102,10 @@ def replay_script(report: Report, what: str) -> str:
         raise UsageError(f"--replay {what}: kernels are recorded without their shapes. Use --replay collective:1.")
     if kind != "collective" or not number.isdigit() or not 1 <= int(number) <= len(report.collectives):
         known = "; ".join(f"collective:{at} {_named(c)}" for at, c in enumerate(report.collectives, 1))
-        raise UsageError(f"--replay {what}: name one of this run's collectives: {known or 'it has none'}.")
+        raise UsageError(f"--replay {what} is not a collective of this run. Use {known or 'another run: it has none'}.")
     found = report.collectives[int(number) - 1]
     if found.name not in CALLS or not (found.bytes or found.name == "barrier"):
-        raise UsageError(f"--replay {what}: {_named(found)}: its size was not recorded. Choose another collective.")
+        raise UsageError(f"--replay {what}: the size of {_named(found)} was not recorded. Choose another.")
     return _script(report, found)
 
 

@@ -36,7 +36,7 @@ def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError:
-        raise UsageError("TensorBoard's events need tensorboard: pip install 'meshwise[tensorboard]'") from None
+        raise UsageError("--tensorboard needs tensorboard. Use pip install 'meshwise[tensorboard]'") from None
     file, began = io.BytesIO(), timeline.began or 0.0
     records = RecordWriter(file)
     records.write(Event(wall_time=began, file_version="brain.Event:2").SerializeToString())
