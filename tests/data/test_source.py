@@ -147,15 +147,15 @@ def test_samples_are_counted(data: Any, count: int) -> None:
         ([], "is empty"),
         ((), "a tuple of nothing"),
         ({}, "a dict of nothing"),
-        ((X.numpy(), Y), "a tuple of ndarray gives no samples"),
-        ((torch.tensor(1.0),), "Give tensors with a sample a row"),
+        ((X.numpy(), Y), "cannot be a tuple of ndarray"),
+        ((torch.tensor(1.0),), "Give tensors with one row per sample"),
         (iter([1, 2]), "list_iterator has no length"),
     ],
 )
 def test_what_is_no_data_set_is_told(data: Any, says: str) -> None:
     with pytest.raises(DataError) as caught:
         count_samples(data, "the training set of job 'mine'")
-    assert str(caught.value).startswith("the training set of job 'mine': ")
+    assert str(caught.value).startswith("the training set of job 'mine'")
     assert says in str(caught.value)
 
 
@@ -261,7 +261,7 @@ def test_ready_batches_whose_draws_would_depend_on_the_devices_are_refused() -> 
     data = ReadyRows()
     data.noise = True
     assert len(list(reader(data, LoaderSettings(collate=as_it_is))([torch.tensor([1])], 0))) == 1
-    with pytest.raises(DataError, match=r"ReadyRows.__getitems__ gives a ready batch and draws random numbers"):
+    with pytest.raises(DataError, match=r"ReadyRows.__getitems__ makes a whole batch and draws random numbers"):
         next(reader(data, LoaderSettings(collate=as_it_is, several=True))([torch.tensor([1])], 0))
 
 
@@ -271,7 +271,7 @@ def test_ready_batches_that_begin_to_draw_are_refused_later() -> None:
     for _ in range(LOOKS + 1):
         next(batches)
     data.noise = True
-    with pytest.raises(DataError, match=r"gives a ready batch and draws random numbers"):
+    with pytest.raises(DataError, match=r"makes a whole batch and draws random numbers"):
         for _ in range(LOOKS):
             next(batches)
 

@@ -175,7 +175,7 @@ class ExactDraws:
     def note(self) -> str:
         """Say which draws could not be exact; empty if all were."""
         names = ", ".join(sorted(self.unkeyed))
-        return names and f"--exact-random: {names} cannot be keyed, so each rank draws on its own there."
+        return names and f"--exact-random: {names} cannot be seeded per sample, so ranks draw different numbers there."
 
 
 def on_one_device(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], None]:

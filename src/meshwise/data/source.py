@@ -55,21 +55,19 @@ def count_samples(data: Any, what: str) -> int:
         strange = [type(t).__name__ for t in tensors if not isinstance(t, Tensor) or t.dim() == 0]
         if strange or not tensors:
             raise DataError(
-                f"{what}: a {type(data).__name__} of {strange[0] if strange else 'nothing'} gives no samples. "
-                "Give tensors with a sample a row, for instance torch.as_tensor(array), or a map-style dataset."
+                f"{what} cannot be a {type(data).__name__} of {strange[0] if strange else 'nothing'}. Give tensors "
+                "with one row per sample, for instance torch.as_tensor(array), or a map-style dataset."
             )
         lengths = {len(tensor) for tensor in tensors}
         if len(lengths) != 1:
-            raise DataError(
-                f"{what}: its tensors have different lengths ({sorted(lengths)}). Give equally many samples in each."
-            )
+            raise DataError(f"{what} has tensors of different lengths ({sorted(lengths)}). Give tensors of one length.")
         count = lengths.pop()
     elif hasattr(data, "__len__"):
         count = len(data)
     else:
         raise DataError(f"{what}: {type(data).__name__} has no length. Give a map-style dataset or a tuple of tensors.")
     if count == 0:
-        raise DataError(f"{what}: the data set is empty. Give at least one sample.")
+        raise DataError(f"{what} is empty. Give at least one sample.")
     return count
 
 
@@ -141,9 +139,9 @@ class KeyedDataset(Dataset[Any]):
                 self._ready = not (isinstance(got, list) and len(got) == len(keys))
                 if self._ready and self.several and draws is not None and draws.has_drawn():
                     raise DataError(
-                        f"{type(self.data).__name__}.__getitems__ gives a ready batch and draws random numbers for it, "
-                        "which would be others on another number of devices. Draw them in the training loop, or give "
-                        "single samples in __getitem__, whose draws meshwise keys by (seed, epoch, index)."
+                        f"{type(self.data).__name__}.__getitems__ makes a whole batch and draws random numbers for it, "
+                        "which would differ on another number of devices. Draw them in the training loop, or return "
+                        "single samples in __getitem__, where meshwise seeds each sample."
                     )
             if self._ready:
                 return got

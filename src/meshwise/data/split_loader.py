@@ -45,8 +45,8 @@ Order = Callable[[Draws | None, int], Tensor]
 """(draws, epoch) -> the indices of an epoch's samples, in order."""
 STREAMS = ("whole", "per-rank")
 OTHER_ITEMS = (
-    "Samples would be lost. A data set that splits itself by its rank is distributed with "
-    "mw.distribute(…, streams='per-rank'); what another draws must be seeded alike on every rank."
+    "Samples would be lost. For a data set that splits itself by rank, use mw.distribute(…, streams='per-rank'); for "
+    "any other, use the same random seed on every rank."
 )
 _ARRAYS = (Tensor, numpy.ndarray)
 _KEPT = ("pin_memory", "timeout")
@@ -77,7 +77,7 @@ class LoaderSpec:
 def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str) -> LoaderSpec:
     """Return how the batches of a user's loader are shared by the ranks. UsageError if they cannot be split."""
     if streams not in STREAMS:
-        raise UsageError(f"streams={streams!r}: write 'whole' or 'per-rank'.")
+        raise UsageError(f"streams={streams!r} is not known. Use 'whole' or 'per-rank'.")
     if loader.batch_sampler is None:
         if streams == "whole":
             return _ready(loader, world)
@@ -267,7 +267,7 @@ def _rows_of(batch: Any) -> int:
     if len(rows) == 1 and isinstance(count := next(iter(rows)), int) and count > 0:
         return count
     raise UsageError(
-        "a loader with batch_size=None gives ready batches, which are split by rows; this one holds "
+        "a loader with batch_size=None must give batches that can be split by rows, and this one holds "
         f"{', '.join(f'{row} rows' if isinstance(row, int) else f'a {row}' for row in sorted(rows, key=str))}. Give "
         "tensors or arrays with equally many rows, or give single samples and a batch_size."
     )
@@ -303,9 +303,9 @@ def _checksum(items: Any) -> int:
 def _whole_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], BatchSlice]:
     if len(set(counts)) != 1:
         raise DataError(
-            "the ranks read streams of different lengths "
-            f"(last batch: {', '.join(f'rank {r}: {n}' for r, n in enumerate(counts))}). "
-            "A data set that splits itself is distributed with mw.distribute(…, streams='per-rank')."
+            "the ranks read streams of different lengths (last batch: "
+            f"{', '.join(f'rank {r}: {n}' for r, n in enumerate(counts))}). For a data set that splits itself, use "
+            "mw.distribute(…, streams='per-rank')."
         )
     share = batch_slice(torch.arange(max(len(got), 1)), 0, len(got), len(got), world)
     return [got[i] for i in share.indices.tolist()] if got else [], share

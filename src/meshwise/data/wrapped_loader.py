@@ -55,8 +55,8 @@ class Wrapper:
 
     def _other_batches(self) -> UsageError:
         return UsageError(
-            f"mw.distribute: {self._name} gives more or fewer batches than it reads from its DataLoader, so it is not "
-            "known which samples are in one. Give mw.distribute the DataLoader, and join or drop batches in the loop."
+            f"mw.distribute: {self._name} gives more or fewer batches than it reads from its DataLoader, so the "
+            "samples of a batch are not known. Give mw.distribute the DataLoader, and join or drop batches in the loop."
         )
 
 
