@@ -138,11 +138,11 @@ def test_what_somebody_else_planted_is_named(case: dict[str, object], monkeypatc
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("print(1)", "no optimizer of torch's made a step"),
+        ("print(1)", "no torch optimizer made a step"),
         (
             "import torch\np = torch.nn.Linear(2, 1)\no = torch.optim.SGD(p.parameters(), 0.1)\n"
             "p(torch.ones(1, 2)).sum().backward()\no.step()",
-            "its ranks train without DistributedDataParallel or accelerate",
+            "the ranks train without DistributedDataParallel or accelerate",
         ),
     ],
 )

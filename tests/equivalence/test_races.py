@@ -224,6 +224,6 @@ def test_what_is_wrong_with_an_exchange_is_said_with_its_line(quiet: None) -> No
     assert said == [
         "all_reduce: its buffer was written before it had ended",
         "isend: what it sends was changed before it had ended",
-        "isend: nobody has waited for it",
+        "isend: the program never waited for it",
     ]
     assert "test_races.py" in found.races[0]

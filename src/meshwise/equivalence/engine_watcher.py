@@ -269,7 +269,7 @@ class EngineWatcher:
             return
         if self.found.backwards == 0:  # not in a closure that the step has called either
             raise UsageError(
-                "optimizer.step() was called, and mw.backward never was. Write mw.backward(loss) instead of "
+                "optimizer.step() was called before any mw.backward. Write mw.backward(loss) instead of "
                 "loss.backward()."
             )
         self._end_forward(discard=True)
@@ -389,8 +389,8 @@ class EngineWatcher:
         heartbeat.leave(beat)
         if not came:
             raise UsageError(
-                f"rank {self._world.rank} reached {where} (after step {self._loops.made}), and other ranks of the "
-                "script did not. Every rank must run the same loop: look for what depends on mw.rank()."
+                f"rank {self._world.rank} reached {where} (after step {self._loops.made}), but other ranks did not. "
+                "Every rank must run the same loop: look for code that depends on mw.rank()."
             )
 
 

@@ -29,16 +29,16 @@ from meshwise.spec.user_code import frame_in, is_users, place, user_place
 from meshwise.spec.words import some
 
 DROPOUT = (
-    "{place}: dropout is active in an evaluation ({names}): call model.eval() before it. Where it samples on purpose, "
-    "as Monte Carlo dropout does, that is right."
+    "{place}: dropout is active in an evaluation ({names}): call model.eval() before the evaluation, unless you sample "
+    "on purpose, as in Monte Carlo dropout."
 )
 THROWN_AWAY = (
-    "{place}: gradients are set to zero between the {count} backwards of a step, so that only those of the last train. "
-    "Call optimizer.zero_grad() after optimizer.step()."
+    "{place}: gradients are set to zero between the {count} backwards of a step, so only those of the last backward "
+    "are used. Call optimizer.zero_grad() after optimizer.step()."
 )
 TICKS = (
-    "{place}: the scheduler steps after every backward, and {count} of them make a step: it decays {count} times as "
-    "fast as steps are made. Call scheduler.step() after optimizer.step()."
+    "{place}: the scheduler steps after every backward, and a step has {count} of them: the learning rate changes "
+    "{count} times as fast as it should. Call scheduler.step() after optimizer.step()."
 )
 UNUSED = "{place}: what {name}.apply gives is not used, so its backward never runs. Write x = {name}.apply(x)."
 DROPS = {"bernoulli_", "native_dropout"}

@@ -78,9 +78,9 @@ def check_room(model: nn.Module, spec: CheckSpec, job: Job) -> None:
         fits = int((free / (3 * size) - 1) / a_step)
         instead = f"Use --steps {fits}, or" if fits >= 1 else "Use"
         raise UsageError(
-            f"check keeps the results of {spec.steps} steps on both sides in float64: about {bytes_text(needed)} for a "
-            f"model of {bytes_text(size)} in it, and {bytes_text(free)} are free. {instead} a model of the same "
-            "layers with fewer or narrower ones."
+            f"check keeps the results of {spec.steps} steps on both sides in float64, which takes about "
+            f"{bytes_text(needed)} for this model of {bytes_text(size)}, and {bytes_text(free)} are free. {instead} a "
+            "model with fewer or narrower layers."
         )
 
 

@@ -31,13 +31,13 @@ def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
     if found.trace is None:
         raise UsageError(
             f"{script}: no loop ran over a distributed loader. Give the DataLoader to mw.distribute too, and loop over "
-            "what comes back."
+            "what it returns."
         )
     if found.backwards == 0:
         raise UsageError(f"{script}: mw.backward was never called. Write mw.backward(loss) instead of loss.backward().")
     if not found.trace.steps:
         raise UsageError(
-            f"{script}: no optimizer of the model's parameters made a step after {found.backwards} calls of "
-            "mw.backward. Make the optimizer of the parameters of the model that is distributed, and call its step()."
+            f"{script}: no optimizer of the model made a step after {found.backwards} calls of mw.backward. Give the "
+            "optimizer the parameters of the distributed model, and call optimizer.step()."
         )
     return found.trace

@@ -27,7 +27,7 @@ MEASURED = {
     *("devices", "device", "rank", "ranks", "world", "workers", "gpus"),
 }
 """Words that mark the number after them as a time, an amount of memory, or a figure of the devices."""
-ALONE = "It counts this rank's samples alone: use mw.sum(total) / mw.sum(count)."
+ALONE = "This counts the samples of one rank only: use mw.sum(total) / mw.sum(count)."
 """The likely reason why a line prints another number although all compared values are equal."""
 
 

@@ -39,7 +39,7 @@ from meshwise.spec.user_code import frame_in, place_of, user_place
 
 MOST_BACKWARDS = 40
 """The most backwards in a compared step; a script that makes more is ended."""
-NOT_REPLICAS = "its parameters are sharded (FSDP, DTensor): check compares replicas, as DDP and accelerate have them"
+NOT_REPLICAS = "the parameters are sharded (FSDP, DTensor), and check compares only replicas, as of DDP"
 OUTSIDE = "its forward does not go through the DistributedDataParallel"
 
 
@@ -227,8 +227,8 @@ class _Watcher:
         free = free_bytes(torch.device("cpu"))
         if needed > free:
             raise UsageError(
-                f"check keeps gradients and parameters of each step in float64: about {bytes_text(needed)}, and "
-                f"{bytes_text(free)} are free. Use --steps 1, or fewer or narrower layers."
+                "check keeps gradients and parameters of each step in float64, which takes about "
+                f"{bytes_text(needed)}, and {bytes_text(free)} are free. Use --steps 1, or a smaller model."
             )
 
     def _after_step(self, optimizer: Optimizer) -> None:
