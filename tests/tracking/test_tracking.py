@@ -159,11 +159,11 @@ def test_what_is_checked_logs_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"loss": torch.ones(3)}, r"loss has \(3,\) numbers\. Log one, such as its mean\(\)"),
-        ({"loss": np.ones((2, 2))}, r"loss has \(2, 2\) numbers"),
-        ({"name": "a"}, "name is a str, not a number"),
+        ({"loss": torch.ones(3)}, r"loss has the shape \(3,\)\. Log one number, such as loss\.mean\(\)"),
+        ({"loss": np.ones((2, 2))}, r"loss has the shape \(2, 2\)"),
+        ({"name": "a"}, "name is a str, and must be a number"),
         ({"loss": None}, "loss is a NoneType"),
-        ({"step": 3}, r"Give it as mw\.log\(\.\.\., step=n\)"),
+        ({"step": 3}, r"write mw\.log\(\.\.\., step=n\)"),
     ],
 )
 def test_what_is_no_number_is_refused(folder: Path, values: Any, says: str) -> None:

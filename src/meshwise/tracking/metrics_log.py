@@ -172,7 +172,7 @@ class MetricsLog:
         elif not self._scaled:  # float16: the loss scaler skips such a step by itself
             bad = [rank for rank, (total, _) in enumerate(of_ranks.tolist()) if not math.isfinite(total)]
             before = (
-                f"it was {self._last_finite[1]:.4g} in step {self._last_finite[0]}"
+                f"the last finite one was {self._last_finite[1]:.4g} in step {self._last_finite[0]}"
                 if self._last_finite
                 else "it was never finite"
             )

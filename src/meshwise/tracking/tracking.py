@@ -106,9 +106,7 @@ class Tracking:
             self._unwritten = records
             if first:
                 where = folder / names.METRICS
-                self._notify(
-                    f"{where}: {error.strerror}. The run goes on, and its numbers are written when they can be."
-                )
+                self._notify(f"{where}: {error.strerror}. The run continues, and writes its numbers once it can.")
         else:
             self.written += len(records)
             self._unwritten = []
@@ -125,7 +123,7 @@ class Tracking:
         if self._unwritten:
             self._write(self._folder, ())
         if self._unwritten:
-            self._notify(f"{len(self._unwritten)} lines of {names.METRICS} could not be written, and are lost.")
+            self._notify(f"{len(self._unwritten)} lines of {names.METRICS} could not be written and are lost.")
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -276,11 +274,13 @@ def _of_script(first: bool) -> _Target:
 
 def _number(name: str, value: Any) -> float:
     if name == "step":
-        raise UsageError("mw.log: 'step' is the step itself. Give it as mw.log(..., step=n).")
+        raise UsageError("mw.log: 'step' cannot be the name of a value. To set the step, write mw.log(..., step=n).")
     if isinstance(value, Tensor | np.ndarray | np.generic):
         if value.size != 1 if isinstance(value, np.ndarray) else isinstance(value, Tensor) and value.numel() != 1:
-            raise UsageError(f"mw.log: {name} has {tuple(value.shape)} numbers. Log one, such as its mean().")
+            raise UsageError(
+                f"mw.log: {name} has the shape {tuple(value.shape)}. Log one number, such as {name}.mean()."
+            )
         value = value.item()
     if not isinstance(value, int | float):
-        raise UsageError(f"mw.log: {name} is a {type(value).__name__}, not a number.")
+        raise UsageError(f"mw.log: {name} is a {type(value).__name__}, and must be a number.")
     return float(value) if isinstance(value, bool) else value
