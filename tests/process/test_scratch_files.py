@@ -140,7 +140,7 @@ def test_errors_are_those_of_the_files_themselves(project: Path, monkeypatch: py
     with pytest.raises(IsADirectoryError):
         Path("data").unlink()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
-    with pytest.raises(UsageError, match="Open it to be read, or set TMPDIR"):
+    with pytest.raises(UsageError, match="Open it for reading, or set TMPDIR"):
         Path("array.npy").open("r+b")
 
 

@@ -116,9 +116,9 @@ class FileView:
         size, free = os.lstat(path).st_size, shutil.disk_usage(self._folder).free
         if size > free // 2:
             raise UsageError(
-                f"{path} is opened to be changed. meshwise check leaves it as it is and changes a copy of "
-                f"{bytes_text(size)}, and {bytes_text(free)} are free in {self._folder}. Open it to be read, or set "
-                "TMPDIR to a folder with room."
+                f"the script opens {path} for writing. meshwise check would change a copy of {bytes_text(size)} "
+                f"instead, and only {bytes_text(free)} are free in {self._folder}. Open it for reading, or set TMPDIR "
+                "to a folder with room."
             )
 
     def names(self, path: str) -> list[str]:

@@ -30,14 +30,14 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
         if asked is not None and fit_to_world(asked, world, engine.notify) != program.plan:
             raise UsageError(
                 f"mw.distribute was called before with {program.plan}, and now with {asked}. A script has one plan: "
-                "give it with the first call alone, or end the first with mw.session()."
+                "give plan= in the first call only, or wrap each training in mw.session()."
             )
         return program.plan
     of_run = plan_of_run(world)
     if asked is not None and of_run is not None and asked != of_run:
         raise UsageError(
-            f"the script gives mw.distribute {asked}, and the run has {of_run}. Leave plan= out of the script, or the "
-            "plan out of the command line."
+            f"the script gives mw.distribute {asked}, but the run was started with {of_run}. Leave out plan= in the "
+            "script, or the plan in the command line."
         )
     plan = fit_to_world(asked or of_run or Plan(data=world.size), world, engine.notify)
     if engine.watcher is not None:
@@ -45,8 +45,8 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
     if plan.within_samples * engine.world.size != world.size or plan.shares != engine.world.shares:
         sizes = " ".join(f"--set {setting}" for setting in setting_texts(plan))
         raise PlanError(
-            f"mw.distribute was given {plan}, and which samples a rank works on must be known when the program "
-            f"begins. Give the plan to the run: {sizes}, or {PLAN_FILE}=plan.toml before it."
+            f"mw.distribute was given {plan}, which decides the samples of each rank, so it must be known when the "
+            f"program begins. Start the run with {sizes}, or with {PLAN_FILE}=plan.toml in the environment."
         )
     program.plan = plan
     return plan
@@ -61,7 +61,7 @@ def plan_of_run(world: World) -> Plan | None:
 def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:
     """Return `plan`, checked for this world. On one device its axes are removed, so that `python script.py` runs."""
     if world.size == 1 and plan.devices > 1:
-        notify(f"one device: of {plan}, the axes are removed, and what needs them.")
+        notify(f"one device: the axes of {plan}, and what needs them, are left out.")
         plan = on_one_device(plan)
     check_devices(plan, world.size)
     check_for_scripts(plan)

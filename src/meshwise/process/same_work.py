@@ -33,8 +33,8 @@ def refuse_same_work(script: str, world: World) -> None:
         what = "gave mw.distribute no model" if process.session.has_begun() else "does not use mw.distribute"
         times = "twice" if world.size == 2 else f"{world.size} times"
         raise UsageError(
-            f"{script} {what}: {world.size} workers would do the same work {times}. "
-            f"Use --devices 1x{world.kind} to record it, or give its model, optimizer and loaders to mw.distribute."
+            f"{script} {what}: {world.size} workers would do the same work {times}. Use --devices 1x{world.kind} to "
+            "run it once, or give its model, optimizer and loaders to mw.distribute."
         )
 
     hook = subscribe(Order.GUARD, first_step)
