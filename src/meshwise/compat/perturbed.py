@@ -97,7 +97,7 @@ class Perturbed:
         """At the end of the program, record a race for each exchange that it has not waited for."""
         for exchange in self._open:
             if not exchange.settled:
-                self.note(f"{exchange.name}: nobody has waited for it")
+                self.note(f"{exchange.name}: the program never waited for it")
         self._open.clear()
 
 
