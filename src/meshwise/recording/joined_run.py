@@ -119,7 +119,7 @@ def begin(open_run: Callable[[], tuple[Path, int]]) -> JoinedRun:
         try:
             told = json.loads(store.get(OPENED))
         except RuntimeError:
-            raise WorkerFailed("rank 0 was gone before it opened the run folder.", rank=0) from None
+            raise WorkerFailed("rank 0 ended before it opened the run folder.", rank=0) from None
         store.add("heard", 1)
         if "code" in told:
             raise SystemExit(told["code"])

@@ -276,7 +276,7 @@ class PlainProgram:
             self._ends.append(watch(self._collective, self._waits))
         except AttributeError as missing:
             self.exchanges = True  # perhaps
-            self.say(f"collectives are not recorded: this torch has other names for them ({missing}).")
+            self.say(f"collectives are not recorded: this torch version does not have {missing}.")
         with contextlib.suppress(RuntimeError, OSError):  # no clock of rank 0
             self._clocks = Clocks(self.world, self._recorder.clock, PATIENCE)
 
