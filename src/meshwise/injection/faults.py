@@ -98,9 +98,9 @@ class ArmedFaults:
         elif kind == "exit":
             os._exit(1)
         elif kind == "raise":
-            raise InjectedFault(f"told by --fault {fault}")
+            raise InjectedFault(f"raised by --fault {fault}")
         elif kind == "oom":
-            raise torch.OutOfMemoryError(f"out of memory, told by --fault {fault}")
+            raise torch.OutOfMemoryError(f"out of memory, as --fault {fault} asked for")
         elif kind == "hang":
             while True:
                 time.sleep(1.0)
