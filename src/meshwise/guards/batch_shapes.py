@@ -21,10 +21,10 @@ from meshwise.spec.user_code import user_place
 SHAPES = "shapes of a batch"
 BACKWARDS = 20  # that it hears the batches of
 OTHER = (
-    "{place}: batches of one step have different shapes on different ranks ({shapes}, beside the samples): "
-    "collate_fn sees the samples of one rank, and pads to their longest. That equals one device only if the model and "
-    "the loss mask the padding, and nothing of its shape is drawn (dropout, with --exact-random too). Otherwise pad to "
-    "a fixed length; or do not distribute this loader, and cut its batches with x, y = mw.split(x, y)."
+    "{place}: batches of one step have different shapes on different ranks ({shapes}, beside the samples): collate_fn "
+    "sees the samples of one rank, and pads to their longest. That equals one device only if the model and the loss "
+    "mask the padding, and nothing of its shape is drawn (dropout, with --exact-random too). If they do not, pad to a "
+    "fixed length; or do not distribute this loader, and cut its batches with x, y = mw.split(x, y)."
 )
 
 

@@ -81,9 +81,9 @@ class HandUpdates:
         total = torch.stack([as_real(p.detach()).double().sum().cpu() for p in parameters]).sum().item()
         if agree(f"{self._key}/{self._compared}", repr(total), self._program.world.size, GRACE):
             raise UsageError(
-                f"{user_place()}: the ranks' parameters have diverged: in this loop they are changed by hand, from "
-                "gradients of each rank alone. Write mw.backward(loss) instead of loss.backward(): .grad is then that "
-                "of the whole batch, for an update by hand too."
+                f"{user_place()}: the ranks' parameters have diverged, since this loop updates them by hand from the "
+                "gradients of one rank alone. Write mw.backward(loss) instead of loss.backward(): .grad is then the "
+                "gradient of the whole batch."
             )
 
 

@@ -51,10 +51,10 @@ def settings_differ(ranks: Sequence[Settings]) -> str:
 
 def _sentence(rank: int, setting: tuple[str, str, Any], of_rank_0: tuple[str, str, Any]) -> str:
     name, whose, value = setting
-    text = f"rank {rank} has {name} {_shown(value)}, rank 0 {_shown(of_rank_0[2])} ({whose}): the ranks would part. "
+    text = f"rank {rank} has {name} {_shown(value)}, rank 0 {_shown(of_rank_0[2])} ({whose}): models would differ. "
     if any(issubclass(type(thing), ReduceLROnPlateau) for thing in gc.get_objects()):
         return text + (
-            "ReduceLROnPlateau was given each rank's own number. Give it the same on all ranks: "
+            "ReduceLROnPlateau was given a different number on each rank. Give all ranks the same: "
             "scheduler.step(mw.mean(loss)), or what mw.backward gives."
         )
     return text + "Give the scheduler the same number on all ranks, or set it to the same on all."

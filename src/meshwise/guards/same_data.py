@@ -40,8 +40,8 @@ FEW = 16  # what has fewer rows, and not one for each sample, may be the rank's 
 MOST_SENT = 4  # things whose numbers travel, where their bits are others
 ROUNDING = 1e-3  # of a stretch's largest number: what the ranks' machines may compute otherwise
 DIFFERENT = (
-    "Not the same data: the ranks give different data sets ({sizes} samples). Give every rank the whole: its share of "
-    "each batch is taken here, so leave out split_dataset_by_node, dataset.shard and subsets by rank."
+    "Not the same data: the ranks give different data sets ({sizes} samples). Give every rank the whole set: meshwise "
+    "takes its share of each batch, so leave out split_dataset_by_node, dataset.shard and subsets by rank."
 )
 OTHER = (
     "Not the same data: rank {rank} has other values than rank 0 in {name}. Every rank must hold the same, since its "
