@@ -177,8 +177,8 @@ ROWS = (
     Row("hang in evaluate", ["hang:rank=R,step=15,phase=evaluate"], "hung", options=HANGS),
     Row("folder removed", [], "", 1, says=GONE, attempts=0, numbers=False, outside="remove folder"),
     Row("folder moved", [], "", 1, says=GONE, attempts=0, numbers=False, outside="move folder"),
-    Row("child left", [], "", says="sessions of their own: CHILD (sleep)", attempts=1, job="child"),
-    Row("child left, kill", ["kill:rank=R,step=15"], says="sessions of their own: CHILD (sleep)", job="child"),
+    Row("child left", [], "", says="still run: CHILD (sleep)", attempts=1, job="child"),
+    Row("child left, kill", ["kill:rank=R,step=15"], says="still run: CHILD (sleep)", job="child"),
 )
 
 

@@ -143,11 +143,11 @@ def _told(error: Exception) -> MeshwiseError | None:
     if isinstance(error, MeshwiseError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return MeshwiseError("too many files are open for this limit. Raise it: ulimit -n 4096.")
+        return MeshwiseError("more files are open than this shell allows. Raise the limit with ulimit -n 4096.")
     if isinstance(error, OSError) and error.filename is None:
         return MeshwiseError(f"the output cannot be written: {error.strerror}.")
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return UsageError(f"{error.filename}: too long for the name of a file. Name a shorter one.")
+        return UsageError(f"{error.filename}: this file name is too long. Use a shorter name.")
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # of click
         text = error.format_message()
         refused = UsageError(f"{text.rstrip('.')}. See meshwise --help." if text else "")

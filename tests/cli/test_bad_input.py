@@ -64,20 +64,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 SENTENCES = {
-    "mnist-mlpp": "UsageError: no job is named 'mnist-mlpp'. Did you mean 'mnist-mlp'?",
+    "mnist-mlpp": "UsageError: there is no job 'mnist-mlpp'. Did you mean 'mnist-mlp'?",
     "gpt:tinny": "UsageError: gpt has no size 'tinny'. Did you mean 'tiny'?",
-    "mlp:large": "UsageError: job 'mlp' has no sizes. Use mlp.",
+    "mlp:large": "UsageError: job 'mlp' comes in one size only. Use mlp.",
     "missing.py:job": "missing.py: no such file",
-    "broken.py:job": "broken.py: does not import. Line 3: AttributeError",
-    "unfinished.py:job": "unfinished.py: does not import. SyntaxError",
+    "broken.py:job": "broken.py cannot be imported. Line 3: AttributeError",
+    "unfinished.py:job": "unfinished.py cannot be imported. SyntaxError",
     "mine.py:jbo": "mine.py has no 'jbo'. Did you mean 'job'?",
     "mine.py:number": "mine.py:number is a int",
     "mine.py:job --devices 2xgpu": "unknown kind of device 'gpu'. Did you mean 'cuda'? Use one of cpu, cuda, xpu, mps.",
     "mine.py:job --devices 0xcpu": "at least one device",
-    "mine.py:job --devices 4000xcpu": "at most 256 CPU workers",
+    "mine.py:job --devices 4000xcpu": "can start 256 CPU workers at most",
     "mine.py:job --devices cpu:0,1": "CPU workers have no indices. Use 2xcpu.",
     "mine.py:job --precision fp8": "precision='fp8' is not known",
-    "mine.py:job --accumulate 0": "accumulate=0: must be a whole number of at least 1",
+    "mine.py:job --accumulate 0": "accumulate=0 must be a whole number of at least 1",
     "mine.py:job --epochs 0": "epochs=0 must be a whole number of at least 1",
     "mine.py:job --batch-size -5": "batch_size=-5 must be a whole number of at least 1",
     "mine.py:job --epochs many": "Invalid value for '--epochs'",
@@ -85,21 +85,21 @@ SENTENCES = {
     "mine.py:job --speed fast": "No such option: --speed",
     "mine.py:job fast": "Got unexpected extra argument",
     "--speed fast mine.py": "No such option: --speed",
-    "mine.py:job --data folder": "is a finished Job",
-    "mine.py:job --nnodes 2 --node-rank 2 --rdzv here:1": "machines are counted from 0 to 1",
-    "mine.py:job --node-rank 1": "--node-rank 1 of --nnodes 1: machines are counted from 0 to 0",
-    "mine.py:job --nnodes 2 --rdzv here": "give where machine 0 is reached",
+    "mine.py:job --data folder": "is a Job, which has its data already",
+    "mine.py:job --nnodes 2 --node-rank 2 --rdzv here:1": "the rank of a machine must be from 0 to 1",
+    "mine.py:job --node-rank 1": "--node-rank 1 with --nnodes 1: the rank of a machine must be from 0 to 0",
+    "mine.py:job --nnodes 2 --rdzv here": "give the address of machine 0",
     "mine.py:job --plan mine.py": "mine.py: the plan file is not TOML",
     "mine.py:job --plan mark.toml": "mark.toml: a plan has no field 'shards'. Did you mean 'shard'?",
-    "mine.py:job --precision bf16 --set precision=fp32": "precision is set by --precision bf16 and by --set precision=",
+    "mine.py:job --precision bf16 --set precision=fp32": "precision is set twice, by --precision bf16 and by --set",
     "mnist-mlp --data nowhere": "DataError",
-    "mine.py:job --devices ''": "--devices '': no device is named. Use 2xcpu, all, or leave it out.",
-    "mine.py:job --nnodes 0": "--nnodes 0: at least one machine takes part",
-    "--json mine.py": "--json is the summary of a job; mine.py is a script. Use meshwise report --json.",
+    "mine.py:job --devices ''": "--devices '' names no device. Use 2xcpu or all, or leave --devices out.",
+    "mine.py:job --nnodes 0": "--nnodes 0: a run needs at least one machine",
+    "--json mine.py": "--json works only for jobs, and mine.py is a script. Use meshwise report --json.",
     "--resume nowhere": "nowhere is not a run folder",
-    "": "no job is given. Use meshwise run mnist-mlp",
+    "": "meshwise run needs a job. Use meshwise run mnist-mlp",
     "missing.py": "missing.py: no such file",
-    "--epochs 3 mine.py": "--epochs 3: mine.py is a script, and this is an option of jobs",
+    "--epochs 3 mine.py": "--epochs 3: this option works only for jobs, and mine.py is a script",
 }
 
 
@@ -137,7 +137,7 @@ def test_a_truncated_data_file_is_told_with_its_bytes(
 @pytest.mark.parametrize(
     ("job", "sentence"),
     [
-        ("empty", "the data set is empty"),
+        ("empty", "is empty. Give at least one sample"),
         ("not_scalar", "gave a tensor of shape (8, 1), not one number"),
         ("not_a_tensor", "gave a int, not one number"),
     ],
@@ -182,15 +182,15 @@ def test_a_script_that_defines_a_job_and_trains_nothing_is_told_how_to_train_it(
     (here / "net.py").write_text(f"import meshwise as mw\nfields = dict.fromkeys({NEEDED}, len)\n{job}\n")
     code, shown = command(["run", "--devices", "1xcpu", "net.py"], monkeypatch, capsys)
     assert code == 2
-    assert shown == "UsageError: net.py defines the job 'job' and trains nothing. Use net.py:job to train it."
+    assert shown == "UsageError: net.py defines the job 'job' but trains nothing. Run net.py:job to train it."
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("bench --nnodes 0", "--nnodes 0: at least one machine takes part"),
-        ("bench --devices ''", "--devices : not a list of devices"),
-        ("check mine.py:job --devices ''", "--devices '': no device is named"),
+        ("bench --nnodes 0", "--nnodes 0: a run needs at least one machine"),
+        ("bench --devices ''", "--devices : this names no device"),
+        ("check mine.py:job --devices ''", "--devices '' names no device"),
     ],
 )
 def test_options_without_effect_are_refused(
@@ -206,7 +206,7 @@ def test_a_file_that_exits_when_it_is_imported_is_one_sentence(
 ) -> None:
     (here / "reads.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
     code, shown = command(["run", word], monkeypatch, capsys)
-    assert code == 2 and "reads.py: exits while it is imported (exit code 2)" in " ".join(shown.split())
+    assert code == 2 and "reads.py exits while it is imported (exit code 2)" in " ".join(shown.split())
 
 
 def test_an_errors_text_has_no_control_characters(
@@ -222,7 +222,7 @@ def test_a_name_that_no_file_can_have_is_one_sentence_that_fits(
     words: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, said = command([word.replace("X", "x" * 5000) for word in words], monkeypatch, capsys)
-    assert code == 2 and "too long for the name of a file" in said.replace("\n", " ")
+    assert code == 2 and "this file name is too long" in said.replace("\n", " ")
     assert "…" in said and len(said) < 400
 
 
@@ -246,6 +246,6 @@ def test_a_plan_that_is_a_pipe_is_not_waited_for(
 
 @pytest.mark.parametrize("given", [{"restarts": 2}, {"restart_on": "exception"}, {"on_failure": "true"}])
 def test_restarts_where_nobody_starts_anything_again_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"on several machines: .* --resume RUN where its exit code is 85"):
+    with pytest.raises(UsageError, match=r"on several machines: .* --resume RUN if its exit code is 85"):
         refuse_restarts(RunOptions("mlp", **given), "on several machines")
     refuse_restarts(RunOptions("mlp", restarts=0), "on several machines")

@@ -126,7 +126,7 @@ def test_what_is_equal_is_zero(check: Check) -> None:
     code, out, err = check("train.py:job", "--set", "accumulate=2", "--devices", "2xcpu", "--perturb")
     assert code == 0, out + err
     assert "doubt" not in out and "not looked at" not in out
-    assert "CPUs have no streams to follow: --devices 2xcuda looks for races between streams too" in err
+    assert "CPUs have no CUDA streams: use --devices 2xcuda to look for races between streams too" in err
     lines, verdict = out.splitlines(), last_of(out)
     band = (
         r"in fp32 rounding alone moves, in 3 steps and on one device too: loss \S+, parameters \S+, evaluation \S+\. "
@@ -219,8 +219,8 @@ def test_ranks_that_wait_for_each_other_are_ended_with_their_lines(
     ("words", "says"),
     [
         (("nope.py",), "no such file"),
-        (("--batch-size", 3, "train.py"), "this is an option of jobs"),
-        (("nope",), "no job is named 'nope'"),
+        (("--batch-size", 3, "train.py"), "this option works only for jobs"),
+        (("nope",), "there is no job 'nope'"),
         (("train.py:job", "--steps", 0), "at least 1"),
         (("train.py:job", "--plan", "nope.toml"), "no plan can be read"),
         (("train.py:job", "--set", "shard=0"), "whole number"),

@@ -91,12 +91,32 @@ def test_a_plan_or_a_report_ends_well(
         ("meshwise plan mlp --machine 2xcpu > /dev/full", 1, "the output cannot be written: No space left on device."),
         (f"meshwise {CHECK} > /dev/full", 1, "MeshwiseError: the output cannot be written: No space left on device."),
         ("meshwise report nothing >&-", 2, "nothing is not a run folder"),
-        (f"ulimit -f 8; meshwise {SMALL}", 1, "Files may not grow further here. Raise the limit: ulimit -f unlimited."),
-        (f"ulimit -f 8; meshwise {CHECK}", 2, "Files may not grow further here. Raise the limit: ulimit -f unlimited."),
+        (
+            f"ulimit -f 8; meshwise {SMALL}",
+            1,
+            "A file is larger than is allowed. Raise the limit with ulimit -f unlimited.",
+        ),
+        (
+            f"ulimit -f 8; meshwise {CHECK}",
+            2,
+            "A file is larger than is allowed. Raise the limit with ulimit -f unlimited.",
+        ),
         ("ulimit -f 8; meshwise plan mlp --machine 2xcpu --page plan.html", 1, "cannot be written: File too large."),
-        (f"ulimit -n 40; meshwise {SMALL}", 2, "48 files or more, and this limit is 40. Raise it: ulimit -n 4096."),
-        (f"ulimit -n 12; meshwise {SMALL}", 2, "48 files or more, and this limit is 12. Raise it: ulimit -n 4096."),
-        (f"ulimit -n 5; meshwise {SMALL}", 1, "too many files are open for this limit. Raise it: ulimit -n 4096."),
+        (
+            f"ulimit -n 40; meshwise {SMALL}",
+            2,
+            "48 files or more, and the limit is 40. Raise the limit with ulimit -n 4096.",
+        ),
+        (
+            f"ulimit -n 12; meshwise {SMALL}",
+            2,
+            "48 files or more, and the limit is 12. Raise the limit with ulimit -n 4096.",
+        ),
+        (
+            f"ulimit -n 5; meshwise {SMALL}",
+            1,
+            "more files are open than this shell allows. Raise the limit with ulimit -n 4096.",
+        ),
     ],
 )
 def test_a_command_ends_with_a_sentence(line: str, code: int, said: str, tmp_path: Path) -> None:

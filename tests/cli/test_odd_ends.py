@@ -51,8 +51,8 @@ def made(first=lambda: None, second=lambda: None):
 """
 IMPORTED = {
     "raise KeyboardInterrupt": (INTERRUPTED, "ends.py:1: stopped by Ctrl-C."),
-    "class Odd(BaseException): ...\nraise Odd('an odd end')": (USAGE, "does not import. Line 2: Odd: an odd end"),
-    "raise GeneratorExit": (USAGE, "does not import. Line 1: GeneratorExit"),
+    "class Odd(BaseException): ...\nraise Odd('an odd end')": (USAGE, "cannot be imported. Line 2: Odd: an odd end"),
+    "raise GeneratorExit": (USAGE, "cannot be imported. Line 1: GeneratorExit"),
     "import sys; sys.exit(3)": (USAGE, "exits while it is imported (exit code 3)"),
     "import sys; sys.stderr.close(); sys.stdout = None": (USAGE, "ends.py has no 'job'."),
     "class Odd(Exception):\n    def __str__(self): raise ValueError\nraise Odd": (USAGE, "(its text cannot be made)"),

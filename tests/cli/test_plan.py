@@ -251,7 +251,7 @@ def test_a_saved_plan_keeps_its_prediction(planned: Planned, tmp_path: Path) -> 
         (("jobs.py:reads", "--machine", "1xH100"), "values"),
         (("--machine", "1xH100", "jobs.py"), "never gives a model to mw.distribute"),
         (("missing.py", "--machine", "1xH100"), "no such file"),
-        (("--machine", "1xH100", "--batch-size", "8", "jobs.py"), "this is an option of jobs"),
+        (("--machine", "1xH100", "--batch-size", "8", "jobs.py"), "this option works only for jobs"),
     ],
 )
 def test_what_cannot_be_is_two_and_one_sentence(

@@ -81,16 +81,18 @@ def test_where_times_are_not_known_the_simplest_is_taken(chosen: Callable[..., T
 
 
 def test_nothing_that_fits_is_refused_with_the_smallest(chosen: Callable[..., Told]) -> None:
-    with pytest.raises(PlanError, match="none of 2 plans fits for certain; the smallest may need 132 B of 100 B"):
+    with pytest.raises(
+        PlanError, match="none of 2 plans is sure to fit in memory: the smallest may need 132 B, and a device has 100 B"
+    ):
         chosen(estimate(Plan(), 0.1, 200), estimate(Plan(data=2), 0.1, 120))
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"plan": "auto", "nnodes": 2, "rdzv": "here:1"}, "--plan auto looks at the devices of one machine"),
+        ({"plan": "auto", "nnodes": 2, "rdzv": "here:1"}, "--plan auto works only on one machine"),
         ({"plan": "auto", "allow": ("magic",), "devices": "1xcpu"}, "magic"),
-        ({"plan": None, "allow": ("precision",)}, "--allow belongs to --plan auto"),
+        ({"plan": None, "allow": ("precision",)}, "--allow works only with --plan auto"),
     ],
 )
 def test_what_it_cannot_do_is_refused(given: dict[str, object], says: str) -> None:
@@ -100,12 +102,12 @@ def test_what_it_cannot_do_is_refused(given: dict[str, object], says: str) -> No
 
 def test_a_script_is_refused_before_it_is_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise AssertionError('it was run')\n")
-    with pytest.raises(UsageError, match="--plan auto is for meshwise run of a job"):
+    with pytest.raises(UsageError, match="--plan auto works only in meshwise run of a job"):
         mw.run(str(tmp_path / "train.py"), devices="1xcpu", plan="auto")
 
 
 def test_a_plan_that_is_not_of_a_run_says_where_auto_is() -> None:
-    with pytest.raises(UsageError, match="--plan auto is for meshwise run of a job"):
+    with pytest.raises(UsageError, match="--plan auto works only in meshwise run of a job"):
         RunOptions(plan="auto").plan_on(2)
 
 

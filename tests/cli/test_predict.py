@@ -116,7 +116,7 @@ def test_the_data_set_may_be_named_in_a_file(
     assert ended("predict train.py:job --data train.py:fwe --out b.jsonl", monkeypatch) == 2
     assert "train.py has no 'fwe'. Did you mean 'few'?" in capfd.readouterr().err
     assert ended("predict train.py --out b.jsonl", monkeypatch) == 2
-    assert "a script has no job to predict with" in capfd.readouterr().err
+    assert "meshwise predict needs a job" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def test_a_running_run_is_kept_unless_forced(typed: Typed) -> None:
     facts = json.loads(Path("runs/shard/run.json").read_text()) | {"status": "running"}
     Path("runs/shard/run.json").write_text(json.dumps(facts))
     code, _, err = typed("remove", "--yes", "shard")
-    assert code == 2 and "use --force" in err and Path("runs/shard").exists()
+    assert code == 2 and "or --force" in err and Path("runs/shard").exists()
     assert not typed("remove", "--yes", "--force", "shard")[0] and not Path("runs/shard").exists()
 
 

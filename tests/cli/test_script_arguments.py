@@ -112,7 +112,7 @@ def test_a_script_gets_all_its_words_in_their_order_and_none_of_ours(
     [
         (
             "train.py --devices 2xcpu --lr 1",
-            "--devices: what follows train.py .*: meshwise run --devices 2xcpu train.py",
+            "--devices: options after train.py .*: meshwise run --devices 2xcpu train.py",
         ),
         (
             "--log wandb train.py --lr 1 --out=x --set a",
@@ -191,12 +191,12 @@ def test_an_option_that_the_script_may_have_itself_is_not_refused(
     [
         (
             "--resume {run} train.py --lr 1",
-            "loads what it saved itself (mw.load).*Leave --resume out",
+            "loads by itself what it saved (mw.load).*Leave --resume out",
         ),
-        ("--epochs 3 train.py", "this is an option of jobs"),
+        ("--epochs 3 train.py", "this option works only for jobs"),
         ("absent.py", "no such file"),
-        ("--resume {run}", "is a script, which loads its own state"),
-        ("--resume absent", "no run folder"),
+        ("--resume {run}", "is a script, and a script loads its state by itself"),
+        ("--resume absent", "not a run folder"),
     ],
 )
 def test_what_cannot_start_is_refused_before_it_is_said_to_start(

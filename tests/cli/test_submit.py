@@ -104,7 +104,7 @@ def test_the_words_of_a_script_are_its_own(command: Command, tmp_path: Path) -> 
 def test_without_sbatch_the_script_is_written(command: Command, tmp_path: Path) -> None:
     code, out, _ = command("submit", "small.py:job")
     script = run_in(tmp_path) / "submit.sh"
-    assert code == 0 and "this machine has no sbatch" in out and f"sbatch {script}" in out
+    assert code == 0 and "sbatch is not on this machine" in out and f"sbatch {script}" in out
     assert script.read_text().startswith("#!/bin/bash\n")
 
 
@@ -164,7 +164,7 @@ def test_a_run_that_is_sent_again_may_have_other_nodes_and_time(command: Command
     code, out, _ = command("submit", "--dry-run", "--time", "8h", run)
     assert code == 0 and out.startswith(f"# sbatch --time=08:00:00 {run}/submit.sh\n#!/bin/bash")
     code, _, err = command("submit", run, "--epochs", 9)
-    assert code == 2 and "--epochs: meshwise submit RUN goes on with the run's own options" in err
+    assert code == 2 and "--epochs: meshwise submit RUN keeps the run's own options" in err
     assert names.read_run(run)["submission"]["jobs"].keys() == {"7"}
     code, _, _ = command("submit", run, "--nodes", 3, "--time", "8h", "--", "-p", "long")
     assert code == 0 and "--nodes=3 --time=08:00:00 -p long" in (slurm / "asked").read_text()
@@ -202,7 +202,7 @@ def test_what_the_launcher_showed_is_in_the_logs(command: Command, slurm: Path, 
 def test_a_run_in_the_queue_is_not_sent_twice(command: Command, slurm: Path, tmp_path: Path) -> None:
     command("submit", "small.py:job")
     code, _, err = command("submit", run_in(tmp_path))
-    assert code == 2 and "still in the queue or runs" in err
+    assert code == 2 and "still in the queue or running" in err
 
 
 def test_a_run_that_does_not_fit_is_sent_only_anyway(command: Command, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_plan_that_can_never_run_is_not_sent_anyway_either(command: Command, t
     (tmp_path / "site.toml").write_text('machine = "2xH100"\n')
     code, out, err = command("submit", "small.py:job", "--set", "data=3", "--dry-run", "--anyway")
     assert code == 2 and not out and "1 node × 2 H100: " in err, err
-    assert "It can never run so: not sent, with --anyway neither." in err
+    assert "It cannot run so, and --anyway does not send it either." in err
 
 
 @pytest.mark.parametrize(("step", "limit", "short"), [(1.0, 60.0, False), (50.0, 60.0, True), (7000.0, 7200.0, False)])
@@ -241,26 +241,26 @@ def test_the_end_is_known_before(command: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("submit", "no job is given"),
+        ("submit", "meshwise submit needs a job"),
         ("submit nothere.py:job", "no such file"),
         ("submit small.py:job --nodes 0", "write a number such as 4"),
         ("submit small.py:job --nodes 4-2", "Write 2-4"),
-        ("submit small.py:job --time soon", "is no duration"),
-        ("submit small.py:job --site other.toml", "no such file"),
-        ("submit small.py:job --nnodes 2", "is not for meshwise submit"),
+        ("submit small.py:job --time soon", "is not a duration"),
+        ("submit small.py:job --site other.toml", "does not exist"),
+        ("submit small.py:job --nnodes 2", "does not work with meshwise submit"),
         ("submit small.py:job --time-limit 4h", "write --time"),
         ("submit small.py:job --folder here", "name it --out"),
-        ("submit small.py:job -- gpu", "stand options of sbatch"),
-        ("submit small.py:job --nodes 2 -- --nodes=1", "--nodes 2, and after -- stands --nodes 1. Write"),
-        ("submit small.py:job -- -N 3", "--nodes 1, and after -- stands -N 3. Write"),
-        ("submit small.py:job --time 4h -- -t 8:00:00", "--time 4h, and after -- stands -t 8:00:00"),
+        ("submit small.py:job -- gpu", "only options of sbatch may follow"),
+        ("submit small.py:job --nodes 2 -- --nodes=1", "--nodes 2 is given, and --nodes 1 after the -- says"),
+        ("submit small.py:job -- -N 3", "--nodes 1 is given, and -N 3 after the -- says"),
+        ("submit small.py:job --time 4h -- -t 8:00:00", "--time 4h is given, and -t 8:00:00 after the --"),
         ("submit small.py:job -- --ntasks 8", "meshwise starts the workers of a node itself"),
         ("submit small.py:job -- -o here.txt", "the output lies in the run's folder"),
         ("submit small.py:job --time 90", "write the unit, 90min or 90s"),
         ("submit small.py:nosuch", "nosuch"),
         ("submit runs/nosuch", "nosuch"),
         ("submit small.py:job --devices 2xtpu", "tpu"),
-        ("submit small.py --dry-run", "what follows small.py is the script's own"),
+        ("submit small.py --dry-run", "options after small.py go to the script"),
         ("submit small.py -- --dry-run", "stands among the options of sbatch"),
         ("submit small.py:job --machine 8xH999", "H999"),
         ("stop nothing", "no such run"),
@@ -276,14 +276,14 @@ def test_what_cannot_be_sent_is_said(words: str, says: str, command: Command, tm
 def test_a_secret_is_named_and_asked_for(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site.toml").write_text('secrets = ["TRACKER_KEY"]\n')
     code, _, err = command("submit", "small.py:job")
-    assert code == 2 and "TRACKER_KEY: not in the environment" in err
+    assert code == 2 and "TRACKER_KEY: not set" in err
     monkeypatch.setenv("TRACKER_KEY", "abcdef")
     assert command("submit", "small.py:job")[0] == 0
     kept = "".join(path.read_text() for path in run_in(tmp_path).iterdir())
     assert "TRACKER_KEY" in kept and "abcdef" not in kept
     monkeypatch.delenv("TRACKER_KEY")
     code, _, err = command("submit", run_in(tmp_path))
-    assert code == 2 and "TRACKER_KEY: not in the environment, and site.toml says that" in err
+    assert code == 2 and "TRACKER_KEY: not set, and site.toml lists it under secrets" in err
 
 
 def test_what_runs_is_what_was_checked(command: Command, tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_run_that_comes_no_step_further_is_not_started_for_ever(
     names.change_run(run, sessions=sessions)
     words = ("run", "small.py:job", "--folder", run, "--devices", "1xcpu")
     code, _, err = command(*words)
-    assert code == 93 and "3 attempts in a row came no step further than 0" in err
+    assert code == 93 and "3 attempts in a row made no progress after step 0" in err
     names.change_run(run, sessions=[*sessions[:2], sessions[2] | {"from_step": 4}])
     assert command(*words)[0] == 0
 

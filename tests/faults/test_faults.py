@@ -215,7 +215,7 @@ def test_a_process_with_a_session_of_its_own_is_said(tmp_path: Path) -> None:
     run = CommandRun("--devices", "2xcpu", "--out", str(tmp_path / "runs"), str(tmp_path / "train.py"), out=tmp_path)
     assert run.wait() == 0, run.output
     (left,) = run.left_over()  # the other ended with its rank
-    assert f"Left running, in sessions of their own: {left} (sleep). To end them: kill {left}" in run.output
+    assert f"These processes still run: {left} (sleep). To end them: kill {left}" in run.output
     run.kill()
 
 

@@ -58,8 +58,8 @@ def test_a_dead_link_is_told_on_both_machines(launchers: Callable[[], Launchers]
     two = launchers()
     two.cut()
     assert [process.wait(timeout=60) for process in two.started] == [85, 85]
-    assert "machine 1 of 2 (rank 1) is lost: no word from it for " in two.output(0)
-    assert "machine 0 of 2 (rank 0) is lost: no word from it for " in two.output(1)
+    assert "machine 1 of 2 (rank 1) is lost: it has not answered for " in two.output(0)
+    assert "machine 0 of 2 (rank 0) is lost: it has not answered for " in two.output(1)
 
 
 def test_ctrl_c_ends_a_launcher_behind_a_dead_link(launchers: Callable[[], Launchers]) -> None:

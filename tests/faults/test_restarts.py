@@ -52,7 +52,7 @@ def test_what_was_lost_is_counted_from_what_all_ranks_had_done(restarts: Restart
 def test_a_program_that_saves_no_state_is_told_what_would_have_gone_on(tmp_path: Path) -> None:
     ends = Restarts(tmp_path, most=3, resumable=False).after(failed("killed"))
     assert ends is not None and ends.exit_code == 1
-    assert str(ends).endswith("saves no state. Give mw.checkpoint what it trains, and it goes on from there.")
+    assert str(ends).endswith("saves no state. Call mw.checkpoint with what is trained.")
 
 
 @pytest.mark.parametrize("resumable", [False, True])

@@ -127,7 +127,7 @@ def test_without_a_shared_folder_the_run_does_not_go_on_where_its_states_are_not
         time.sleep(0.05)
     two.kill(0)
     assert two.runs[1].wait() == 85, two.shown
-    assert "The saved states lie on machine 0, which is not here" in two.runs[1].output
+    assert "Machine 0, which has the saved states, is lost" in two.runs[1].output
 
 
 SLOW_TWICE = ("--fault", "slow 400ms:rank=0,step=9", "--fault", "slow 2500ms:rank=0,step=9,attempt=2")
@@ -163,4 +163,4 @@ def test_a_machine_that_was_started_with_another_command_does_not_join(tmp_path:
     two.runs[0].wait_for("attempt 2 of 4 begins")
     back = two.start(1, "-back", "--epochs", "7")
     assert (back.wait(), two.runs[0].wait()) == (2, 0), back.output
-    assert "the run is under way with epochs: None, and this machine has 7." in " ".join(back.output.split())
+    assert "the run uses epochs None, and this machine was started with 7." in " ".join(back.output.split())

@@ -139,11 +139,11 @@ OTHERS = ({"tensor": 2}, {"context": 2}, {"pipeline": 2, "accumulate": 2})
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_is_not_built_is_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match=r"expert=2 with \w+=2 is not built yet. Remove"):
+    with pytest.raises(PlanError, match=r"expert=2 with \w+=2 is not supported yet. Remove"):
         Plan(expert=2, **other)
     with pytest.raises(PlanError, match=r"expert=2 with zero1=True: use shard, which divides more: shard=2"):
         Plan(expert=2, data=2, zero1=True)
-    with pytest.raises(PlanError, match="expert=2 with offload='parameters' is not built yet"):
+    with pytest.raises(PlanError, match="expert=2 with offload='parameters' is not supported yet"):
         Plan(expert=2, shard=2, offload=("parameters",))
 
 

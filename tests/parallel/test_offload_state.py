@@ -122,7 +122,7 @@ def test_a_closure_is_refused() -> None:
 
 
 def test_parameters_need_parts() -> None:
-    with pytest.raises(PlanError, match=r"shard=1 makes no parts\. Use shard=2 or more, or offload='optimizer'"):
+    with pytest.raises(PlanError, match=r"shard=1 does not divide them\. Use shard=2 or more, or offload='optimizer'"):
         apply(nn.Linear(2, 2), Plan(offload=("parameters",)), World())
 
 

@@ -113,7 +113,7 @@ def test_ctrl_c_leaves_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no run folder"):
+    with pytest.raises(UsageError, match="not a run folder"):
         followed(tmp_path)
 
 
